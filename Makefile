@@ -1,0 +1,54 @@
+# Every target makes its own environment first; Python 3.11 to 3.13 is all that has to be there.
+VENV ?= .venv
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null \
+	&& { echo $$python; break; }; done)
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SOURCES := $(wildcard autotp passes costmodel examples tests benchmarks)
+TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 4
+
+# One thread a process: the ranks share the cores, and the order of float sums stays the same.
+export OMP_NUM_THREADS := 1
+
+.PHONY: help demo test exact lint format clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    train a small GPT, then a small U-Net, on 4 processes; compare with one process"
+	@echo "make test    the tests (minutes)"
+	@echo "make exact   the whole exactness matrix: model x strategy x mesh (long)"
+	@echo "make lint    ruff, mypy, import-linter"
+	@echo "make format  let ruff format the sources"
+	@echo "make clean   remove the environment and every cache"
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11, 3.12 or 3.13 found; say where: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,examples]'
+	@touch $@
+
+demo: $(STAMP)
+	$(TORCHRUN) examples/train_gpt.py
+	$(TORCHRUN) examples/train_unet.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+exact: $(STAMP)
+	$(BIN)/python -m pytest -m exact
+
+lint: $(STAMP)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

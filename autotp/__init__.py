@@ -1,0 +1,27 @@
+"""autotp: an unmodified PyTorch model and a description of the cluster become a distributed ``torch.fx.GraphModule``."""
+
+from autotp.errors import AutotpError, MemoryBoundError, PlanMismatchError
+from autotp.families import FAMILIES
+from autotp.module import DistributedModule
+from autotp.parallelize import parallelize
+from autotp.plan import Plan, PlannedOperator, Predicted
+from autotp.planner import plan
+from autotp.simulate import simulate
+from costmodel import Topology
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FAMILIES",
+    "AutotpError",
+    "DistributedModule",
+    "MemoryBoundError",
+    "Plan",
+    "PlanMismatchError",
+    "PlannedOperator",
+    "Predicted",
+    "Topology",
+    "parallelize",
+    "plan",
+    "simulate",
+]

@@ -1,0 +1,26 @@
+"""Errors that a user can do something about."""
+
+from __future__ import annotations
+
+__all__ = ["AutotpError", "MemoryBoundError", "PlanMismatchError"]
+
+
+class AutotpError(ValueError):
+    """Something asked of autotp cannot be done; the message says what, where, and what to do instead."""
+
+
+class MemoryBoundError(AutotpError):
+    """No plan fits the memory of a device.
+
+    Attributes:
+        needed: bytes that the smallest plan needs on each device.
+        available: bytes that a device has.
+    """
+
+    def __init__(self, message: str, needed: float, available: float) -> None:
+        super().__init__(message)
+        self.needed, self.available = needed, available
+
+
+class PlanMismatchError(AutotpError):
+    """A plan does not belong to the model, the inputs or the processes that it was given."""

@@ -1,0 +1,163 @@
+"""Choose one strategy per node at the least cost, with proof."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autotp.ilp.eliminate import eliminate_all, eliminate_some
+from autotp.ilp.presolve import compact, consistent
+from autotp.ilp.problem import Node, Problem, evaluate, validate
+from autotp.ilp.search import Search, Settings
+
+__all__ = ["Infeasible", "Solution", "solve"]
+
+_NO_LAYOUT = "no combination of strategies has a finite cost: every one needs an impossible reshard"
+_EASY = 3e5  # entries that elimination may visit before duality is the faster way
+
+
+class Infeasible(ValueError):
+    """No assignment exists: none fits the memory bound, or the layouts admit none.
+
+    Attributes:
+        needed_memory: the least bytes per device that any assignment needs; ``inf`` when the layouts admit none.
+    """
+
+    def __init__(self, message: str, needed_memory: float) -> None:
+        super().__init__(message)
+        self.needed_memory = needed_memory
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """The best assignment found.
+
+    Attributes:
+        choice: a strategy index per node.
+        seconds: its cost.
+        memory: its bytes per device.
+        bound: no assignment within the memory bound costs less than this (proven).
+        optimal: ``seconds`` equals ``bound`` to 1e-9 relative.
+        gap: ``(seconds - bound) / seconds``.
+        method: which part settled it.
+        variables: of the largest integer program handed to a solver, 0 if none was.
+    """
+
+    choice: tuple[int, ...]
+    seconds: float
+    memory: float
+    bound: float
+    optimal: bool
+    gap: float
+    method: str
+    variables: int
+
+
+def solve(
+    problem: Problem, *, time_limit: float = 60.0, threads: int = 2, cutoff: float = math.inf
+) -> Solution | None:
+    """The cheapest assignment within the memory bound.
+
+    Args:
+        problem: what to choose.
+        time_limit: seconds; afterwards the best assignment so far is returned with its proven gap.
+        threads: for solvers that take a count.
+        cutoff: seconds; stop as soon as it is proven that nothing cheaper than this exists.
+
+    Returns:
+        the solution, or None when nothing cheaper than ``cutoff`` exists.
+
+    Raises:
+        Infeasible: when the layouts admit no assignment, or none within the memory bound.
+        TimeoutError: when the time limit passed before any assignment was found.
+        ValueError: when the problem is malformed.
+    """
+    validate(problem)
+    settings = Settings(time.monotonic() + time_limit, threads, cutoff)
+    free, method = _unbounded(problem, settings)
+    if free.bound >= cutoff:
+        return None
+    if free.choice is not None and evaluate(problem, free.choice).memory <= problem.memory_bound:
+        return _solution(problem, free, method)
+    start = _fitting(problem, settings)
+    search = Search(problem, settings)
+    if start is not None:
+        search.offer(start)
+    if free.choice is not None:
+        search.offer(free.choice)
+    search.run(floor=free.bound)
+    if search.bound >= cutoff:
+        return None
+    return _solution(problem, search, "duality" if not search.variables else "mip")
+
+
+def _unbounded(problem: Problem, settings: Settings) -> tuple[Search, str]:
+    """The problem without its memory bound: everything about bytes is dropped, and nodes are eliminated exactly."""
+    masks = [np.ones(len(node.cost), dtype=bool) for node in problem.nodes]
+    if not consistent(problem, masks):
+        raise Infeasible(_NO_LAYOUT, math.inf)
+    reduced = compact(problem, masks, bounded=False)
+    core = eliminate_some(reduced.problem)
+    small = core.problem
+    search = Search(small, settings)
+    method = "elimination"
+    choice = eliminate_all(small, budget=_EASY)
+    if choice is not None:
+        search.settle(choice)
+    else:
+        search.run()
+        method = "duality" if not search.variables else "mip"
+    if search.choice is not None:
+        search.choice = reduced.restore(core.restore(search.choice))
+    elif math.isinf(search.bound) and math.isinf(settings.cutoff):
+        raise Infeasible(_NO_LAYOUT, math.inf)
+    return search, method
+
+
+def _fitting(problem: Problem, settings: Settings) -> tuple[int, ...] | None:
+    """Some choice within the memory bound, or the proof that none exists; None when time ran out before either."""
+    nodes = tuple(
+        Node(n.name, np.where(np.isfinite(n.cost), n.memory, math.inf), np.zeros(len(n.cost)))
+        for n in problem.nodes
+    )
+    tensors = tuple(
+        replace(
+            t,
+            cost=np.where(np.isfinite(t.cost), np.broadcast_to(t.memory, t.cost.shape), math.inf),
+            memory=np.zeros(len(t.memory)),
+        )
+        for t in problem.tensors
+    )
+    settings = replace(settings, cutoff=math.inf, enough=problem.memory_bound)
+    search = Search(Problem(nodes, tensors), settings, largest_cost=1.0)
+    search.run()
+    if search.choice is None:
+        if math.isinf(search.bound):
+            raise Infeasible(_NO_LAYOUT, math.inf)
+        return None
+    if evaluate(problem, search.choice).memory <= problem.memory_bound:
+        return search.choice
+    if search.bound <= problem.memory_bound:
+        return None
+    needed = evaluate(problem, search.choice).memory
+    raise Infeasible(
+        f"no combination of strategies fits {problem.memory_bound:.6g} bytes per device: at least {needed:.6g} are "
+        "needed; give more devices, more memory per device, or a smaller batch",
+        needed,
+    )
+
+
+def _solution(problem: Problem, search: Search, method: str) -> Solution:
+    if search.choice is None:
+        raise TimeoutError(
+            f"no assignment of {len(problem.nodes)} nodes was found within the time limit; raise time_limit"
+        )
+    value = evaluate(problem, search.choice)
+    bound = min(search.bound, value.seconds)
+    gap = (value.seconds - bound) / abs(value.seconds) if value.seconds > bound else 0.0
+    return Solution(
+        search.choice, value.seconds, value.memory, bound, gap <= 1e-9, gap, method, search.variables
+    )

@@ -1,0 +1,145 @@
+"""Lockstep execution: a sharded graph run for all devices of a world in one process, node by node."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autotp.errors import AutotpError
+from passes import ops
+from passes.layout import Layout, is_shard, take
+from passes.ops import Parts
+from passes.world import World
+
+__all__ = ["assemble", "collect", "distribute", "execute"]
+
+_HOSTED = frozenset(
+    {ops.reshard, ops.gather, ops.all_sum, ops.all_reduce, ops.all_max, ops.offset, ops.seeded, ops.next_seed}
+)
+
+
+def execute(graph: fx.Graph, world: World, inputs: Mapping[str, Parts]) -> list[Any]:
+    """Runs a sharded graph for every device.
+
+    Args:
+        graph: the sharded graph.
+        world: hosts all devices of the mesh.
+        inputs: placeholder name -> every device's part.
+
+    Returns:
+        The output tuple's leaves, ``Parts`` where they are tensors.
+    """
+    values: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            values[node] = inputs[node.name]
+        elif node.op == "get_attr":
+            values[node] = world
+        elif node.op == "output":
+            return [values[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in node.args[0]]
+        else:
+            values[node] = _run(node, values, world)
+    raise ValueError("the graph has no output node")
+
+
+def distribute(name: str, tensor: Tensor, layout: Layout, world: World) -> Parts:
+    """Every device's part of a whole tensor; gradients of the parts become the whole gradient."""
+    if tensor.is_floating_point():
+        return Parts(_Distribute.apply(tensor, layout, world, name))
+    return Parts(take(tensor, layout, world.mesh_shape, at) for at in world.hosted)
+
+
+def collect(parts: Parts) -> Tensor:
+    """The one value of a tensor that is whole on every device; every device gets the whole gradient."""
+    return _Collect.apply(*parts)
+
+
+def _run(node: fx.Node, values: Mapping[fx.Node, Any], world: World) -> Any:
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: values[n])
+    target: Any = node.target
+    if target in _HOSTED:
+        return target(*args, **kwargs)
+    if target is operator.getitem and not isinstance(args[0], Parts):
+        return args[0][args[1]]
+    if node.op == "call_method":
+        name = str(target)
+        return Parts(
+            getattr(_one(args[0], i), name)(*_one(args[1:], i), **_one(kwargs, i)) for i in _range(world)
+        )
+    return Parts(target(*_one(args, i), **_one(kwargs, i)) for i in _range(world))
+
+
+def _range(world: World) -> range:
+    return range(len(world.hosted))
+
+
+def _one(value: Any, index: int) -> Any:
+    """One device's view of arguments that hold ``Parts``."""
+    if isinstance(value, Parts):
+        return value[index]
+    if isinstance(value, (list, tuple)):
+        return type(value)([_one(v, index) for v in value])
+    if isinstance(value, dict):
+        return {k: _one(v, index) for k, v in value.items()}
+    return value
+
+
+def assemble(parts: Sequence[Tensor], shape: torch.Size, layout: Layout, world: World) -> Tensor:
+    """The whole tensor from every device's part."""
+    result = parts[0].new_zeros(shape)
+    for part, at in zip(parts, world.hosted, strict=True):
+        target = torch.arange(result.numel()).view(shape)
+        target = take(target, layout, world.mesh_shape, at)
+        result.view(-1)[target.reshape(-1)] = part.reshape(-1)
+    return result
+
+
+class _Distribute(torch.autograd.Function):
+    """A whole tensor -> every device's part; gradients of parts -> the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, layout: Layout, world: World, name: str) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.shape, ctx.layout, ctx.world, ctx.name = tensor.shape, layout, world, name
+        return tuple(take(tensor, layout, world.mesh_shape, at).clone() for at in world.hosted)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        _check_replicas(ctx.name, gradients, ctx.layout, ctx.world)
+        return assemble(gradients, ctx.shape, ctx.layout, ctx.world), None, None, None
+
+
+def _check_replicas(name: str, gradients: Sequence[Tensor], layout: Layout, world: World) -> None:
+    first: dict[tuple[int, ...], Tensor] = {}
+    sharded = [axis for axis, p in enumerate(layout) if is_shard(p)]
+    for gradient, at in zip(gradients, world.hosted, strict=True):
+        reference = first.setdefault(tuple(at[a] for a in sharded), gradient)
+        if not torch.allclose(
+            reference,
+            gradient,
+            rtol=1e-4,
+            atol=1e-6 + 1e-4 * float(reference.abs().max() if reference.numel() else 0),
+            equal_nan=True,
+        ):
+            raise AutotpError(
+                f"gradient of {name}: the device at {at} disagrees with its replica by "
+                f"{float((reference - gradient).abs().max()):.3g}; this is a defect of autotp, please report the plan"
+            )
+
+
+class _Collect(torch.autograd.Function):
+    """A replicated output: the first device's value; every device gets the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.count = len(parts)
+        if not parts[0].is_floating_point():
+            ctx.mark_non_differentiable(parts[0])
+        return parts[0].view_as(parts[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return (gradient,) * ctx.count

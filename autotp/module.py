@@ -1,0 +1,136 @@
+"""The module that training code holds: a ``torch.fx.GraphModule`` with the model's own call signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autotp.materialise import distribute, state_of
+from autotp.plan import Plan
+from autotp.rewrite import Rewritten
+from passes import ops
+from passes.shard import used_groups
+from passes.world import ProcessWorld
+
+__all__ = ["DistributedModule"]
+
+_WORLD = "autotp_world"
+
+
+class DistributedModule(fx.GraphModule):
+    """This device's part of a model.
+
+    Parameters are ``DTensor`` under the model's own names, so optimizers, ``clip_grad_norm_`` and distributed checkpoints
+    work as they are. Calling it takes the model's arguments (the global batch, on every device) and returns the model's
+    output structure; gradients arrive reduced. ``plan`` is the plan that it runs.
+    """
+
+    plan: Plan
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        rewritten: Rewritten,
+        mesh: DeviceMesh,
+        initialise: Callable[[nn.Module], None] | None = None,
+        seed: int = 0,
+    ) -> None:
+        captured, sharding = rewritten.captured, rewritten.sharding
+        root = nn.Module()
+        world = ProcessWorld(mesh, used_groups(rewritten.graph_module))
+        world.seed(seed)
+        root.add_module(_WORLD, world)
+        layouts = {fqn: sharding.resting[name] for name, fqn in captured.parameters.items()}
+        for fqn in captured.unused:
+            layouts[fqn] = rewritten.whole
+        trainable = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
+        persistent = set(model.state_dict(keep_vars=True))
+        for fqn, tensor in state_of(model, initialise, seed):
+            if captured.aliases.get(fqn, fqn) != fqn:
+                continue
+            if fqn in layouts:
+                _attach(root, fqn, nn.Parameter(distribute(tensor, layouts[fqn], mesh), trainable[fqn]))
+            else:
+                _attach(root, fqn, tensor.detach().to(mesh.device_type, copy=True), fqn in persistent)
+        for alias, fqn in captured.aliases.items():
+            _attach(root, alias, _find(root, fqn))
+        for name, constant in captured.constants.items():
+            _attach(root, f"autotp_constants.{name}", constant.to(mesh.device_type), False)
+        super().__init__(root, _bound(rewritten), class_name="DistributedModule")
+        for name, child in root.named_children():
+            self.add_module(name, child)
+        for name, parameter in root.named_parameters(recurse=False, remove_duplicate=False):
+            self.register_parameter(name, parameter)
+        for name, buffer in root.named_buffers(recurse=False, remove_duplicate=False):
+            self.register_buffer(name, buffer, name not in root._non_persistent_buffers_set)
+        self.plan = plan
+        self._captured = captured
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One forward pass of the model, with the model's own arguments and output structure."""
+        captured = self._captured
+        inputs = captured.signature.flatten(args, kwargs)
+        world = self.get_submodule(_WORLD)
+        if torch.is_grad_enabled():
+            with ops.Regather(world):  # type: ignore[arg-type]
+                results = super().__call__(*inputs)
+        else:
+            results = super().__call__(*inputs)
+        with torch.no_grad():
+            for name, value in zip(captured.mutations, results[captured.outputs :], strict=True):
+                self.get_buffer(captured.buffers[name]).copy_(value)
+        return captured.signature.unflatten(list(results[: captured.outputs]))
+
+
+def _bound(rewritten: Rewritten) -> fx.Graph:
+    """The sharded graph with its state read from the module: only the user's inputs stay placeholders."""
+    captured = rewritten.captured
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in rewritten.graph_module.graph.nodes:
+        if node.op == "placeholder" and node.name in captured.inputs:
+            values[node] = graph.placeholder(node.name)
+    for node in rewritten.graph_module.graph.nodes:
+        if node in values:
+            continue
+        if node.op == "placeholder" and node.name in captured.parameters:
+            stored = graph.get_attr(captured.parameters[node.name])
+            values[node] = graph.call_function(local_part, (stored,))
+        elif node.op == "placeholder" and node.name in captured.buffers:
+            values[node] = graph.get_attr(captured.buffers[node.name])
+        elif node.op == "placeholder":
+            values[node] = graph.get_attr(f"autotp_constants.{node.name}")
+        elif node.op == "get_attr":
+            values[node] = graph.get_attr(_WORLD)
+        else:
+            values[node] = graph.node_copy(node, lambda n: values[n])
+    return graph
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """This device's part of a parameter; its gradient goes back as a ``DTensor``."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _attach(root: nn.Module, path: str, value: Tensor, persistent: bool = True) -> None:
+    *parents, name = path.split(".")
+    module = root
+    for parent in parents:
+        if parent not in module._modules:
+            module.add_module(parent, nn.Module())
+        module = module.get_submodule(parent)
+    if isinstance(value, nn.Parameter):
+        module.register_parameter(name, value)
+    else:
+        module.register_buffer(name, value, persistent)
+
+
+def _find(root: nn.Module, path: str) -> Tensor:
+    parent, _, name = path.rpartition(".")
+    return getattr(root.get_submodule(parent), name)

@@ -1,0 +1,284 @@
+"""A plan: a mesh, a strategy per operator, a resting layout per parameter, and what they are predicted to cost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, fx
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from autotp.errors import AutotpError, PlanMismatchError
+from costmodel import Topology
+from passes.capture import Captured
+from passes.layout import Layout, blocks_of, describe, is_shard, place
+
+__all__ = ["FORMAT", "Plan", "PlannedOperator", "Predicted", "decode_layout", "encode_layout", "fingerprint"]
+
+#: Version of the JSON form; plans of another version are refused.
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """Predictions for one training (or inference) step on each device, in seconds and bytes.
+
+    Attributes:
+        step_seconds: the whole step.
+        compute_seconds, communication_seconds: its parts.
+        exposed_seconds: communication that nothing hides.
+        memory_bytes: parameters, gradients, optimizer state, saved activations and the largest gathered temporary.
+    """
+
+    step_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    exposed_seconds: float
+    memory_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedOperator:
+    """One operator of a plan.
+
+    Attributes:
+        name, target, module: of the captured node; the module's path in the user's model.
+        scheme: the known scheme that its strategy is.
+        assignment: per mesh axis the factor that the axis shards, ``+i`` for partial sums passed through, or None.
+        strategy: factor -> names of the axes that shard it.
+        layouts: operands, then results, for people.
+        count: how many identical operators (folded layers) were decided together with this one, itself included.
+        fold: name of the operator that stands for them.
+        seconds, communication_seconds: of this one operator, forward and backward; communication includes the reshards
+            of its operands (a reshard that several operators share is counted at the first).
+        bytes_moved: bytes that each device receives for it.
+        replicated: it has no rule, so every device computes it whole.
+    """
+
+    name: str
+    target: str
+    module: str
+    scheme: str
+    assignment: tuple[str | None, ...]
+    strategy: Mapping[str, tuple[str, ...]]
+    layouts: tuple[str, ...]
+    count: int
+    fold: str
+    seconds: float
+    communication_seconds: float
+    bytes_moved: float
+    replicated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The planner's result; see the attributes' own documentation. Saved as JSON, never pickled.
+
+    Attributes:
+        strategy: the family that was searched.
+        mesh_shape, mesh_axes: sizes and names of the mesh axes, outermost first.
+        topology: the machine it was planned for.
+        operators: every operator of the captured graph, in order.
+        layouts: parameter name -> resting layout.
+        optimal, gap: whether the solver proved this plan optimal; else its relative distance to the proven bound.
+        predicted: see ``Predicted``.
+        model_hash: identifies the captured graph.
+        mode, optimizer: what memory and time were counted for.
+        memory_bound: bytes allowed on each device.
+        planning: how the plan was found (times in seconds, sizes).
+    """
+
+    strategy: str
+    mesh_shape: tuple[int, ...]
+    mesh_axes: tuple[str, ...]
+    topology: Topology
+    operators: tuple[PlannedOperator, ...]
+    layouts: Mapping[str, Layout]
+    optimal: bool
+    gap: float
+    predicted: Predicted
+    model_hash: str
+    mode: str
+    optimizer: str
+    memory_bound: float
+    planning: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return self.topology.devices
+
+    @property
+    def assignments(self) -> Mapping[str, tuple[str | None, ...]]:
+        """Operator name -> per mesh axis the factor that it shards."""
+        return {op.name: op.assignment for op in self.operators}
+
+    @property
+    def parameters(self) -> Mapping[str, str]:
+        """Parameter name -> resting layout, for people."""
+        return {name: describe(layout, self.mesh_axes) for name, layout in self.layouts.items()}
+
+    @property
+    def replicated(self) -> list[str]:
+        """Operators that have no rule and are computed whole on every device."""
+        return [op.name for op in self.operators if op.replicated]
+
+    def resting(self, parameter: str) -> Layout:
+        """The layout in which a parameter rests.
+
+        Raises:
+            PlanMismatchError: when the plan does not know the parameter.
+        """
+        if parameter not in self.layouts:
+            raise PlanMismatchError(f"the plan has no parameter {parameter!r}; it was made for another model")
+        return self.layouts[parameter]
+
+    @property
+    def hash(self) -> str:
+        """Identifies everything that decides the distributed graph, and nothing else."""
+        decided = {
+            "model": self.model_hash,
+            "mesh": self.mesh_shape,
+            "operators": {op.name: op.assignment for op in self.operators},
+            "parameters": {name: encode_layout(layout) for name, layout in self.layouts.items()},
+        }
+        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        """The plan as JSON text."""
+        data: dict[str, Any] = {"format": FORMAT, "hash": self.hash}
+        for name in (
+            "strategy",
+            "mesh_shape",
+            "mesh_axes",
+            "optimal",
+            "gap",
+            "model_hash",
+            "mode",
+            "optimizer",
+        ):
+            data[name] = getattr(self, name)
+        data["memory_bound"] = self.memory_bound if self.memory_bound != float("inf") else None
+        data["topology"] = self.topology.to_dict()
+        data["predicted"] = asdict(self.predicted)
+        data["planning"] = dict(self.planning)
+        data["layouts"] = {name: encode_layout(layout) for name, layout in self.layouts.items()}
+        data["operators"] = [asdict(op) for op in self.operators]
+        return json.dumps(data, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "plan") -> Plan:
+        """Reads ``to_json``'s text.
+
+        Raises:
+            AutotpError: when the text is not a plan of this version; names the key.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise AutotpError(f"{source}: not JSON ({error}); was it written by Plan.save?") from error
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise AutotpError(f"{source}: key 'format' is {found!r}, expected {FORMAT}; make the plan again")
+        try:
+            operators = tuple(_operator(op) for op in data["operators"])
+            plan = cls(
+                strategy=data["strategy"],
+                mesh_shape=tuple(data["mesh_shape"]),
+                mesh_axes=tuple(data["mesh_axes"]),
+                topology=Topology.from_dict(data["topology"]),
+                operators=operators,
+                layouts={name: decode_layout(layout) for name, layout in data["layouts"].items()},
+                optimal=data["optimal"],
+                gap=data["gap"],
+                predicted=Predicted(**data["predicted"]),
+                model_hash=data["model_hash"],
+                mode=data["mode"],
+                optimizer=data["optimizer"],
+                memory_bound=float("inf") if data["memory_bound"] is None else data["memory_bound"],
+                planning=data["planning"],
+            )
+        except (KeyError, TypeError) as error:
+            raise AutotpError(f"{source}: missing or wrong key {error}; make the plan again") from error
+        if data.get("hash") != plan.hash:
+            raise AutotpError(
+                f"{source}: the plan was changed by hand (hash {data.get('hash')}, content {plan.hash})"
+            )
+        return plan
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the plan as JSON; the file appears whole or not at all."""
+        target = Path(path)
+        handle, temporary = tempfile.mkstemp(dir=target.parent or None, prefix=target.name, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(self.to_json())
+            os.replace(temporary, target)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Plan:
+        """Reads a saved plan.
+
+        Raises:
+            AutotpError: when the file is not there or is not a plan of this version.
+        """
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise AutotpError(f"{path}: cannot read the plan ({error.strerror})") from error
+        return cls.from_json(text, str(path))
+
+
+def _operator(data: Mapping[str, Any]) -> PlannedOperator:
+    fields = dict(data)
+    fields["assignment"] = tuple(fields["assignment"])
+    fields["layouts"] = tuple(fields["layouts"])
+    fields["strategy"] = {factor: tuple(axes) for factor, axes in fields["strategy"].items()}
+    return PlannedOperator(**fields)
+
+
+def encode_layout(layout: Layout) -> list[Any]:
+    """A layout as JSON: per axis ``"R"``, ``"P"`` or ``[dim, blocks]``."""
+    return [
+        [p.dim, blocks_of(p)] if is_shard(p) else "P" if isinstance(p, Partial) else "R"  # type: ignore[attr-defined]
+        for p in layout
+    ]
+
+
+def decode_layout(data: list[Any]) -> Layout:
+    """The inverse of ``encode_layout``."""
+    placements: list[Placement] = []
+    for item in data:
+        placements.append(Partial() if item == "P" else Replicate() if item == "R" else place(*item))
+    return tuple(placements)
+
+
+def fingerprint(captured: Captured) -> str:
+    """Identifies a captured graph by its operators, arguments and shapes."""
+    digest = hashlib.sha256()
+
+    def show(argument: Any) -> str:
+        return argument.name if isinstance(argument, fx.Node) else repr(argument)
+
+    for node in captured.graph_module.graph.nodes:
+        value = node.meta.get("val")
+        kind = f"{tuple(value.shape)}{value.dtype}" if isinstance(value, Tensor) else ""
+        args = fx.node.map_aggregate((node.args, node.kwargs), show)
+        target = captured.parameters.get(node.name, node.name) if node.op == "placeholder" else _target(node)
+        digest.update(f"{node.op} {node.name} {target} {args} {kind}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _target(node: fx.Node) -> str:
+    text = str(node.target)
+    return text if " at 0x" not in text else f"{node.target.__module__}.{node.target.__name__}"  # type: ignore[union-attr]

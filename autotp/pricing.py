@@ -1,0 +1,139 @@
+"""Prices: what strategies and reshards cost on a mesh, from the cost model's expressions."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import fx
+
+from costmodel import Link, Topology, collectives, compute, memory
+from passes.factors import Operator
+from passes.layout import Layout, local_shape
+from passes.reshard import COMMUNICATING, moves
+from passes.rules.shapes import operands_of, results_of
+from passes.rules.table import rule_of
+from passes.strategy import Strategy, Want, gradient_of
+
+__all__ = ["Price", "Prices", "flop_of"]
+
+
+class Price(tuple):
+    """(compute seconds, communication seconds, bytes received) of one step on one device."""
+
+    __slots__ = ()
+
+    def __new__(cls, compute_seconds: float, communication_seconds: float, received: float) -> Price:
+        """The three figures."""
+        return super().__new__(cls, (compute_seconds, communication_seconds, received))
+
+    @property
+    def seconds(self) -> float:
+        """Compute and communication together."""
+        return self[0] + self[1]
+
+
+class Prices:
+    """Prices on one mesh of one topology.
+
+    Args:
+        topology: the machine.
+        mesh: sizes of the mesh axes.
+        train: whether there is a backward pass.
+        optimizer: a key of ``costmodel.memory.OPTIMIZERS``.
+    """
+
+    def __init__(
+        self, topology: Topology, mesh: tuple[int, ...], *, train: bool = True, optimizer: str = "adamw"
+    ) -> None:
+        self.topology, self.mesh, self.train, self.optimizer = topology, mesh, train, optimizer
+        self.links = topology.links(mesh)
+        self.collective = lru_cache(maxsize=None)(self._collective)
+        self.moving = lru_cache(maxsize=None)(self._moving)
+
+    def _collective(self, kind: str, axes: tuple[int, ...], volume: float) -> tuple[float, float]:
+        """(seconds, bytes received) of one collective; ``volume`` is in bytes of the larger tensor on one device."""
+        ways = math.prod(self.mesh[a] for a in axes)
+        link = Link(
+            ways, min(self.links[a].bandwidth for a in axes), max(self.links[a].latency for a in axes), ()
+        )
+        return float(collectives.seconds(kind, ways, volume, link)), float(
+            collectives.bytes_moved(kind, ways, volume)
+        )
+
+    def _moving(
+        self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout
+    ) -> tuple[float, float]:
+        """(seconds, bytes received) of the steps from one layout to another."""
+        seconds = received = 0.0
+        for step, elements in moves(shape, source, target, self.mesh):
+            if step.kind in COMMUNICATING:
+                cost, size = self.collective(step.kind, step.axes, float(elements * itemsize))
+                seconds += cost
+                received += size
+        return seconds, received
+
+    def reshard(
+        self, value: torch.Tensor, have: Layout, want: Want, *, gradient: bool, regather: bool
+    ) -> Price:
+        """One tensor's reshard with its mirror; ``regather``: a gathered parameter is gathered again for the backward pass."""
+        shape, itemsize = tuple(value.shape), value.element_size()
+        seconds, received = self.moving(shape, itemsize, have, want.layout)
+        if self.train and regather and seconds:
+            seconds, received = 2 * seconds, 2 * received
+        if self.train and gradient:
+            more, size = self.moving(shape, itemsize, want.gradient, gradient_of(have))
+            seconds, received = seconds + more, received + size
+        return Price(0.0, seconds, received)
+
+    def bytes(self, value: torch.Tensor, layout: Layout) -> float:
+        """Bytes of one device's part."""
+        return float(math.prod(local_shape(tuple(value.shape), layout, self.mesh)) * value.element_size())
+
+    def operator(self, operator: Operator, strategy: Strategy, flop: float, *, gradient: bool) -> Price:
+        """One operator under one strategy: roofline compute, and the collectives of its lowering."""
+        node, table = operator.node, rule_of(operator.node)
+        operands, results = operands_of(node), results_of(node)
+        if not operands and not results:
+            return Price(0.0, 0.0, 0.0)
+        passes = 3.0 if self.train and gradient else 1.0
+        if table is not None and table.view:
+            return Price(0.0, 0.0, 0.0)
+        moved = sum(
+            self.bytes(n.meta["val"], w.layout) for n, w in zip(operands, strategy.wants, strict=True)
+        )
+        moved += sum(self.bytes(t, layout) for t, layout in zip(results, strategy.results, strict=True))
+        work = flop / strategy.ways(self.mesh)
+        dtype = str((results or [operands[0].meta["val"]])[0].dtype).removeprefix("torch.")
+        seconds = float(compute.seconds(passes * work, passes * moved, self.topology.device, dtype))
+        inner, received = self._inner(operator, strategy, gradient)
+        return Price(seconds, inner, received)
+
+    def _inner(self, operator: Operator, strategy: Strategy, gradient: bool) -> tuple[float, float]:
+        rule, table = operator.rule, rule_of(operator.node)
+        if rule is None or table is None or not rule.inner:
+            return 0.0, 0.0
+        axes = strategy.axes(*rule.inner)
+        if not axes:
+            return 0.0, 0.0
+        operand = operands_of(operator.node)[0].meta["val"]
+        rows = self.bytes(operand, strategy.wants[0].layout)
+        for name in rule.inner:
+            ways = math.prod(n for n, f in zip(self.mesh, strategy.assignment, strict=True) if f == name)
+            rows /= max(1, math.ceil(rule.sizes[name] / ways))
+        forward, backward = table.statistics
+        times = forward + (backward if self.train and gradient else 0)
+        seconds, received = self.collective("all_reduce", axes, rows)
+        return times * seconds, times * received
+
+    def state(self, value: torch.Tensor, layout: Layout) -> float:
+        """Bytes of a parameter at rest on one device, with its gradient and optimizer state."""
+        elements = math.prod(local_shape(tuple(value.shape), layout, self.mesh))
+        return float(memory.state_bytes(elements, value.element_size(), self.optimizer, train=self.train))
+
+
+def flop_of(node: fx.Node) -> float:
+    """FLOP of a node's whole forward operator."""
+    table = rule_of(node)
+    return table.flop(node) if table is not None and table.flop is not None else 0.0

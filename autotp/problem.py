@@ -1,0 +1,257 @@
+"""From analysed operators to the integer program: nodes with priced strategies, tensors with priced reshards.
+
+Operators, parameters and the model's outputs are nodes; inputs, buffers and constants are nodes with one choice. Tied
+(folded) nodes become one node whose costs are those of all its copies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import fx
+from torch.distributed.tensor import Partial, Replicate
+
+from autotp.families import Family, restricted
+from autotp.ilp import Node, Problem, Tensor, Use
+from autotp.pricing import Prices, flop_of
+from passes.capture import Captured
+from passes.factors import Operator, Value, value_of
+from passes.layout import Layout, fits, is_shard, place
+from passes.rules.shapes import operands_of, results_of
+from passes.rules.table import rule_of
+from passes.strategy import Strategy, Want, whole_layout
+
+__all__ = ["Assembled", "Model", "assemble", "trained_values"]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A captured model, analysed and folded: what planning needs on every mesh.
+
+    Attributes:
+        captured: the captured graph.
+        operators: its analysis.
+        stands: operator or parameter node -> the node that stands for it.
+        trained: tensors through which gradients flow.
+    """
+
+    captured: Captured
+    operators: Mapping[fx.Node, Operator]
+    stands: Mapping[fx.Node, fx.Node]
+    trained: frozenset[Value]
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """A problem with the meaning of its nodes' choices.
+
+    Attributes:
+        problem: the integer program.
+        index: representative node -> index of the problem's node.
+        choices: per problem node, its strategies, or its resting layouts for a placeholder.
+    """
+
+    problem: Problem
+    index: Mapping[fx.Node, int]
+    choices: Sequence[Sequence[Strategy] | Sequence[Layout]]
+
+
+def assemble(
+    model: Model, mesh: tuple[int, ...], chosen: Family, prices: Prices, memory_bound: float
+) -> Assembled:
+    """The integer program of a model on a mesh, within a family."""
+    return _Assembly(model, mesh, chosen, prices).run(memory_bound)
+
+
+class _Assembly:
+    def __init__(self, model: Model, mesh: tuple[int, ...], chosen: Family, prices: Prices) -> None:
+        self.model, self.mesh, self.family, self.prices = model, mesh, chosen, prices
+        self.whole = whole_layout(len(mesh))
+        self.captured = model.captured
+        self.copies: dict[fx.Node, int] = defaultdict(int)
+        for node in model.stands.values():
+            self.copies[node] += 1
+        self.index: dict[fx.Node, int] = {}
+        self.choices: list[Sequence] = []
+        self.nodes: list[Node] = []
+        self.tensors: list[Tensor] = []
+
+    def stand(self, node: fx.Node) -> fx.Node:
+        return self.model.stands.get(node, node)
+
+    def run(self, memory_bound: float) -> Assembled:
+        graph = self.captured.graph_module.graph
+        for node in self.model.operators:
+            if self.stand(node) is node:
+                self._add_operator(node)
+        wanted = self._wanted_parameters()
+        for node in graph.nodes:
+            if node.op == "placeholder" and self.stand(node) is node:
+                self._add_placeholder(node, wanted.get(node, ()))
+        output = graph.output_node()
+        self._add(output, [None], [0.0], [0.0])
+        self._add_tensors(output)
+        return Assembled(
+            Problem(tuple(self.nodes), tuple(self.tensors), memory_bound), self.index, self.choices
+        )
+
+    def _add(self, node: fx.Node, choices: Sequence, cost: Sequence[float], memory: Sequence[float]) -> None:
+        self.index[node] = len(self.nodes)
+        self.choices.append(choices)
+        self.nodes.append(Node(node.name, np.asarray(cost, float), np.asarray(memory, float)))
+
+    def _add_operator(self, node: fx.Node) -> None:
+        operator, count = self.model.operators[node], self.copies[node]
+        weight = any(value_of(n)[0].name in self.captured.parameters for n in operands_of(node))
+        found = restricted(self.family, operator, self.mesh, weight)
+        flop, gradient = (
+            flop_of(node),
+            any((node, i) in self.model.trained for i in range(len(results_of(node)))),
+        )
+        table = rule_of(node)
+        saved = table is not None and table.saves == "result" and self.prices.train and gradient
+        cost, memory = [], []
+        for strategy in found:
+            cost.append(count * self.prices.operator(operator, strategy, flop, gradient=gradient).seconds)
+            kept = zip(results_of(node), strategy.results, strict=True) if saved else ()
+            memory.append(count * sum(self.prices.bytes(t, layout) for t, layout in kept))
+        self._add(node, found, cost, memory)
+
+    def _wanted_parameters(self) -> dict[fx.Node, list[Layout]]:
+        """Parameter -> the layouts that any strategy of a reader wants."""
+        found: dict[fx.Node, dict[Layout, None]] = defaultdict(dict)
+        for node in self.model.operators:
+            if self.stand(node) is not node:
+                continue
+            for position, operand in enumerate(operands_of(node)):
+                if operand.name in self.captured.parameters:
+                    for strategy in self.choices[self.index[node]]:
+                        found[self.stand(operand)].setdefault(strategy.wants[position].layout)
+        return {node: list(layouts) for node, layouts in found.items()}
+
+    def _add_placeholder(self, node: fx.Node, wanted: Sequence[Layout]) -> None:
+        value = node.meta["val"]
+        if node.name not in self.captured.parameters:
+            self._add(node, [self.whole], [0.0], [float(value.numel() * value.element_size())])
+            return
+        shape = tuple(value.shape)
+        layouts = {self.whole: None} if self.family.rest != "sharded" else {}
+        if self.family.rest != "whole":
+            for layout in [self.whole, *wanted]:
+                settled = tuple(Replicate() if isinstance(p, Partial) else p for p in layout)
+                further = self._further(shape, settled)
+                layouts |= (
+                    {further: None} if self.family.rest == "sharded" else {settled: None, further: None}
+                )
+        if self.family.rest == "sharded":  # as far as this parameter can be sharded at all
+            most = max(_ways(layout, self.mesh) for layout in layouts)
+            layouts = {layout: None for layout in layouts if _ways(layout, self.mesh) == most}
+        count = max(1, self.copies[node])
+        found = list(layouts)
+        self._add(
+            node, found, [0.0] * len(found), [count * self.prices.state(value, layout) for layout in found]
+        )
+
+    def _further(self, shape: tuple[int, ...], layout: Layout) -> Layout:
+        """Shards on every axis that is left over, on the first dim that can take it."""
+        for axis, placement in enumerate(layout):
+            if isinstance(placement, Replicate) and self.mesh[axis] > 1:
+                for dim in range(len(shape)):
+                    taken = any(is_shard(p) and p.dim == dim for p in layout[axis + 1 :])  # type: ignore[attr-defined]
+                    candidate = (*layout[:axis], place(dim), *layout[axis + 1 :])
+                    if not taken and fits(shape, candidate, self.mesh):
+                        layout = candidate
+                        break
+        return layout
+
+    def _add_tensors(self, output: fx.Node) -> None:
+        grouped: dict[tuple, int] = defaultdict(int)
+        example: dict[tuple, fx.Node] = {}
+        readers: dict[Value, list[tuple[fx.Node, int]]] = defaultdict(list)
+        named: dict[Value, fx.Node] = {}
+        for node in self.model.operators:
+            for position, operand in enumerate(operands_of(node)):
+                readers[value_of(operand)].append((self.stand(node), position))
+                named[value_of(operand)] = operand
+        for leaf in output.args[0]:  # type: ignore[union-attr]
+            if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), torch.Tensor):
+                readers[value_of(leaf)].append((output, 0))
+                named[value_of(leaf)] = leaf
+        for (producer, result), uses in readers.items():
+            key = (self.stand(producer), result, tuple(sorted(uses, key=lambda u: (self.index[u[0]], u[1]))))
+            grouped[key] += 1
+            example.setdefault(key, named[(producer, result)])
+        for (producer, result, uses), count in grouped.items():
+            self.tensors.append(
+                self._tensor(example[(producer, result, uses)], producer, result, uses, count)
+            )
+
+    def _tensor(self, node: fx.Node, producer: fx.Node, result: int, uses: Sequence, count: int) -> Tensor:
+        value, prices = node.meta["val"], self.prices
+        parameter = producer.name in self.captured.parameters
+        trained = (producer, result) in self.model.trained
+        floating = trained and prices.train
+        choices = self.choices[self.index[producer]]
+        placed = [c if producer.op == "placeholder" else c.results[result] for c in choices]
+        rows: dict[Layout, int] = {}
+        have = np.array([rows.setdefault(layout, len(rows)) for layout in placed])
+        columns: dict[Want, int] = {}
+        users, saving = [], set()
+        for user, position in uses:
+            whole = Want(self.whole, self.whole)
+            wants = (
+                [whole]
+                if user.op == "output"
+                else [s.wants[position] for s in self.choices[self.index[user]]]
+            )
+            if not floating:
+                wants = [Want(w.layout, self.whole) for w in wants]
+            chosen = np.array([columns.setdefault(w, len(columns)) for w in wants])
+            users.append(Use(self.index[user], chosen))
+            table = rule_of(user) if user.op == "call_function" else None
+            if table is not None and table.saves == "operands" and prices.train:
+                saving |= set(chosen.tolist())
+        cost = np.zeros((len(rows), len(columns)))
+        temporary = np.zeros_like(cost)
+        memory = np.zeros(len(columns))
+        for want, c in columns.items():
+            if (
+                not parameter
+                and producer.op != "placeholder"
+                and c in saving
+                and value.dtype.is_floating_point
+            ):
+                memory[c] = count * prices.bytes(value, want.layout)
+            for layout, r in rows.items():
+                regather = parameter and _gathered(layout, want.layout)
+                price = prices.reshard(value, layout, want, gradient=floating, regather=regather)
+                cost[r, c] = count * price.seconds
+                if regather:
+                    temporary[r, c] = prices.bytes(value, want.layout)
+        return Tensor(node.name, self.index[producer], have, tuple(users), cost, memory, temporary)
+
+
+def _ways(layout: Layout, mesh: tuple[int, ...]) -> int:
+    return math.prod(n for n, p in zip(mesh, layout, strict=True) if is_shard(p))
+
+
+def _gathered(have: Layout, want: Layout) -> bool:
+    return any(is_shard(h) and h != w for h, w in zip(have, want, strict=True))
+
+
+def trained_values(captured: Captured, operators: Mapping[fx.Node, Operator]) -> frozenset[Value]:
+    """The tensors through which gradients flow to a parameter."""
+    trained: set[Value] = set()
+    for node in captured.graph_module.graph.nodes:
+        if node.op == "placeholder" and node.name in captured.parameters:
+            trained.add((node, 0))
+    for node in operators:
+        if "detach" in str(node.target) or not any(value_of(n) in trained for n in operands_of(node)):
+            continue
+        trained |= {(node, i) for i, t in enumerate(results_of(node)) if t.dtype.is_floating_point}
+    return frozenset(trained)

@@ -1,0 +1,331 @@
+"""What a plan and a topology look like in a terminal, as rich renderables.
+
+Nothing here computes a cost or decides anything: every figure shown is a field of the plan.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from costmodel import Topology, format_quantity
+
+if TYPE_CHECKING:
+    from autotp.plan import Plan, PlannedOperator
+
+__all__ = [
+    "FoldedOperator",
+    "fold_operators",
+    "make_console",
+    "plan_table",
+    "presets_table",
+    "topology_table",
+]
+
+#: Columns of a table that goes to a file or a pipe, where no terminal says how wide it is.
+PIPED_WIDTH = 160
+
+#: Share of the operators' time below which a row is left out of the table.
+NEGLIGIBLE = 0.002
+
+#: Columns that a terminal needs for the layouts to be shown.
+ROOM_FOR_LAYOUTS = 120
+
+
+def make_console(quiet: bool = False) -> Console:
+    """A console on stdout: as wide and colourful as the terminal, or wide and plain when piped.
+
+    Args:
+        quiet: Print nothing at all, as ranks other than 0 should.
+    """
+    console = Console(quiet=quiet)
+    if console.is_terminal or "COLUMNS" in os.environ:
+        return console
+    return Console(quiet=quiet, width=PIPED_WIDTH)
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedOperator:
+    """One row of the table: operators that are alike in everything but the number of their layer.
+
+    Attributes:
+        module: The operators' module with every layer number written as ``*``.
+        operators: The operators, at least one.
+    """
+
+    module: str
+    operators: tuple[PlannedOperator, ...]
+
+    @property
+    def first(self) -> PlannedOperator:
+        """The operator that speaks for the row wherever all agree."""
+        return self.operators[0]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds a step that all of them take together, communication included."""
+        return sum(operator.seconds for operator in self.operators)
+
+    @property
+    def bytes_moved(self) -> float:
+        """Bytes that each device receives for all of them in a step."""
+        return sum(operator.bytes_moved for operator in self.operators)
+
+
+def fold_operators(operators: Iterable[PlannedOperator]) -> list[FoldedOperator]:
+    """Gather operators that differ only in the number of their layer, in the order of the first of each.
+
+    Args:
+        operators: A plan's operators.
+
+    Returns:
+        One row for each different combination of module, target, scheme, strategy and layouts.
+    """
+    rows: dict[Hashable, list[PlannedOperator]] = {}
+    for operator in operators:
+        strategy = tuple((factor, tuple(axes)) for factor, axes in operator.strategy.items())
+        key = (
+            _unnumbered(operator.module),
+            operator.target,
+            operator.scheme,
+            strategy,
+            tuple(operator.layouts),
+            operator.replicated,
+        )
+        rows.setdefault(key, []).append(operator)
+    return [FoldedOperator(_unnumbered(row[0].module), tuple(row)) for row in rows.values()]
+
+
+def _unnumbered(module: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", module or "")
+
+
+def plan_table(plan: Plan, limit: int | None = 40) -> RenderableType:
+    """Show a plan: the mesh, a strategy for every operator, the predicted step, memory, what has no rule.
+
+    Args:
+        plan: The plan.
+        limit: The most rows shown; the cheapest operators, and those that take next to no time, are left out
+            and counted. None shows all.
+
+    Returns:
+        A rich renderable.
+    """
+    parts: list[RenderableType] = [
+        _header(plan),
+        _Operators(fold_operators(plan.operators), limit),
+        _prediction(plan),
+    ]
+    if plan.replicated:
+        parts.append(_replicated(plan.replicated))
+    return Group(*parts)
+
+
+def _header(plan: Plan) -> Table:
+    topology = plan.topology
+    mesh = " × ".join(f"{axis}={size}" for axis, size in zip(plan.mesh_axes, plan.mesh_shape, strict=True))
+    grid = _grid()
+    grid.add_row("strategy", escape(str(plan.strategy)))
+    grid.add_row("mesh", f"{mesh or '1 device'}  [dim](outermost first)[/]")
+    grid.add_row("topology", f"{escape(topology.name)}: {_levels(topology)}")
+    grid.add_row("plan", f"{plan.hash}{_planning(plan.planning)}")
+    return grid
+
+
+def _planning(stats: Mapping[str, Any]) -> str:
+    said = []
+    if "capture_seconds" in stats:
+        said.append(f"captured in {_time(stats['capture_seconds'])}")
+    if "seconds" in stats:
+        said.append(f"planned in {_time(stats['seconds'])}")
+    if "variables" in stats:
+        said.append(f"{stats['variables']:,} variables")
+    if "meshes" in stats:
+        meshes = stats["meshes"]
+        number = meshes if isinstance(meshes, int) else len(meshes)
+        said.append(f"{number} mesh{'es' if number != 1 else ''}")
+    return f"  [dim]({', '.join(said)})[/]" if said else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Operators:
+    """The table of operators, which leaves the layouts out where they would have no room."""
+
+    rows: Sequence[FoldedOperator]
+    limit: int | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        rows, hidden = _dearest(self.rows, self.limit)
+        layouts = options.max_width >= ROOM_FOR_LAYOUTS
+        table = Table(header_style="bold", row_styles=("", "on grey7"), pad_edge=False)
+        table.add_column("module", overflow="fold")
+        table.add_column("operator", overflow="fold")
+        table.add_column("×", justify="right", no_wrap=True)
+        table.add_column("scheme", overflow="fold")
+        table.add_column("factor → axes", overflow="fold")
+        if layouts:
+            table.add_column("layouts (operands, results)", overflow="fold")
+        table.add_column("received", justify="right", no_wrap=True)
+        table.add_column("time a step", justify="right", no_wrap=True)
+        for row in rows:
+            table.add_row(*_cells(row, layouts))
+        yield table
+        if hidden:
+            time = _time(sum(row.seconds for row in hidden))
+            yield Text(
+                f"and {len(hidden)} cheaper row{'' if len(hidden) == 1 else 's'}, {time} together",
+                style="dim",
+            )
+
+
+def _dearest(
+    rows: Sequence[FoldedOperator], limit: int | None
+) -> tuple[list[FoldedOperator], list[FoldedOperator]]:
+    if limit is None:
+        return list(rows), []
+    least = NEGLIGIBLE * sum(row.seconds for row in rows)
+    order = sorted(range(len(rows)), key=lambda i: (-rows[i].seconds, i))
+    kept = {i for i in order[:limit] if rows[i].seconds >= least}
+    return [row for i, row in enumerate(rows) if i in kept], [
+        row for i, row in enumerate(rows) if i not in kept
+    ]
+
+
+def _cells(row: FoldedOperator, layouts: bool) -> list[str]:
+    operator = row.first
+    cells = [
+        escape(row.module) or "[dim]–[/]",
+        escape(_short(operator.target)),
+        str(len(row.operators)),
+        "[yellow]no rule[/]" if operator.replicated else escape(operator.scheme),
+        escape(_strategy(operator.strategy)) or "[dim]–[/]",
+    ]
+    if layouts:
+        cells.append(escape(", ".join(operator.layouts)))
+    return [*cells, _bytes(row.bytes_moved) if row.bytes_moved else "[dim]–[/]", _time(row.seconds)]
+
+
+def _prediction(plan: Plan) -> Table:
+    predicted = plan.predicted
+    grid = _grid()
+    grid.add_row(
+        "predicted step",
+        f"[bold]{_time(predicted.step_seconds)}[/] = "
+        f"compute {_time(predicted.compute_seconds)} + "
+        f"exposed communication {_time(predicted.exposed_seconds)} "
+        f"[dim](of {_time(predicted.communication_seconds)} in all)[/]",
+    )
+    # The bound is what the user allowed, and may be above or below what the device has.
+    allowed = plan.memory_bound if math.isfinite(plan.memory_bound) else plan.topology.device.memory
+    used = predicted.memory_bytes / allowed if allowed else math.inf
+    colour = "red" if used > 1 else "yellow" if used > 0.9 else "green"
+    grid.add_row(
+        "memory a device",
+        f"{_bytes(predicted.memory_bytes)} of {_bytes(allowed)} [{colour}]({used:.1%})[/]",
+    )
+    if plan.optimal:
+        grid.add_row("optimality", "[green]proven optimal[/] [dim](for this cost model and search space)[/]")
+    else:
+        gap = f"within {plan.gap:.2%} of the bound" if math.isfinite(plan.gap) else "no bound was found"
+        grid.add_row("optimality", f"[yellow]not proven[/]: {gap}")
+    return grid
+
+
+def _replicated(names: Sequence[str], limit: int = 12) -> Text:
+    shown = ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+    return Text(f"replicated, having no rule ({len(names)}): {shown}", style="yellow")
+
+
+def _grid() -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    return grid
+
+
+def _short(target: object) -> str:
+    """An operator's name without its library and overload."""
+    return str(target).removeprefix("torch.ops.").removeprefix("aten.").split(".")[0]
+
+
+def _strategy(strategy: Mapping[str, Sequence[str]]) -> str:
+    return ", ".join(f"{factor}→{'·'.join(axes)}" for factor, axes in strategy.items() if axes)
+
+
+def _levels(topology: Topology) -> str:
+    sizes = " × ".join(f"{level.size} {level.name}" for level in reversed(topology.levels))
+    device = f"{topology.device.name}, {_bytes(topology.device.memory)}"
+    return f"{topology.devices} devices" + escape(f" ({sizes}) of {device}")
+
+
+def _time(seconds: float) -> str:
+    return format_quantity(seconds, "time")
+
+
+def _bytes(count: float) -> str:
+    return format_quantity(count, "memory")
+
+
+def _bandwidth(rate: float) -> str:
+    return format_quantity(rate, "bandwidth")
+
+
+def topology_table(topology: Topology) -> RenderableType:
+    """Show one topology: its device's rates and its levels, the innermost (fastest) first."""
+    device = topology.device
+    grid = _grid()
+    grid.add_row("topology", escape(topology.name))
+    grid.add_row("devices", str(topology.devices))
+    grid.add_row("device", escape(device.name))
+    for dtype, flops in device.flops.items():
+        grid.add_row(f"  {dtype}", format_quantity(flops, "rate"))
+    grid.add_row(
+        "  memory",
+        f"{_bytes(device.memory)} at {_bandwidth(device.memory_bandwidth)}",
+    )
+    grid.add_row("  launch", f"{_time(device.launch)} a kernel")
+
+    table = Table(header_style="bold", pad_edge=False)
+    table.add_column("level")
+    for title in ("size", "bandwidth", "latency"):
+        table.add_column(title, justify="right")
+    for level in topology.levels:
+        table.add_row(
+            escape(level.name),
+            str(level.size),
+            _bandwidth(level.bandwidth),
+            _time(level.latency),
+        )
+    return Group(grid, table)
+
+
+def presets_table(topologies: Iterable[Topology]) -> Table:
+    """Show one row for each of several topologies."""
+    table = Table(header_style="bold", pad_edge=False)
+    table.add_column("preset", no_wrap=True)
+    table.add_column("devices", justify="right")
+    table.add_column("device")
+    table.add_column("memory", justify="right")
+    table.add_column("levels, innermost first")
+    for topology in topologies:
+        levels = ", ".join(
+            f"{level.size} {level.name} at {_bandwidth(level.bandwidth)}" for level in topology.levels
+        )
+        device = topology.device
+        table.add_row(
+            escape(topology.name),
+            str(topology.devices),
+            escape(device.name),
+            _bytes(device.memory),
+            escape(levels),
+        )
+    return table

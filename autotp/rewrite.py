@@ -1,0 +1,88 @@
+"""From a model and a plan to the graph that every device runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from autotp.errors import PlanMismatchError
+from autotp.plan import Plan, fingerprint
+from passes.capture import Captured, capture
+from passes.factors import Operator, analyse
+from passes.layout import Layout, fits
+from passes.shard import Sharding, shard
+from passes.strategy import SUM, Strategy, strategies, whole_layout
+
+__all__ = ["Rewritten", "rewrite"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A sharded graph with what it was made from."""
+
+    captured: Captured
+    sharding: Sharding
+    graph_module: fx.GraphModule
+
+    @property
+    def whole(self) -> Layout:
+        """The layout of what no device shares out."""
+        return whole_layout(len(self.sharding.mesh))
+
+
+def rewrite(
+    model: nn.Module, plan: Plan, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> Rewritten:
+    """Captures ``model`` again and shards the graph by ``plan``.
+
+    Raises:
+        PlanMismatchError: when the plan was made for another model or other inputs.
+    """
+    return apply(capture(model, tuple(args), kwargs), plan)
+
+
+def apply(captured: Captured, plan: Plan) -> Rewritten:
+    """Shards a captured graph by ``plan``."""
+    module = captured.graph_module
+    if fingerprint(captured) != plan.model_hash:
+        raise PlanMismatchError(
+            "the plan was made for another model, or for inputs of other shapes: "
+            f"the plan's graph is {plan.model_hash}, this model's {fingerprint(captured)}; make a new plan with autotp.plan"
+        )
+    operators = analyse(module.graph, captured.inputs)
+    chosen = {node.name: _strategy(operators[node], plan) for node in operators}
+    sharding = Sharding(plan.mesh_shape, chosen, _resting(captured, plan), frozenset(captured.parameters))
+    return Rewritten(captured, sharding, shard(module, operators, sharding, captured.mutations))
+
+
+def _strategy(operator: Operator, plan: Plan) -> Strategy:
+    name = operator.node.name
+    wanted = plan.assignments[name]
+
+    def allow(axis: int, factor: Any) -> bool:
+        return wanted[axis] == factor.name if factor is not None else (wanted[axis] or "").startswith(SUM)
+
+    for strategy in strategies(operator, plan.mesh_shape, allow):
+        if strategy.assignment == wanted:
+            return strategy
+    raise PlanMismatchError(
+        f"operator {name}: the plan's strategy {wanted} does not exist for it; make a new plan"
+    )
+
+
+def _resting(captured: Captured, plan: Plan) -> dict[str, Layout]:
+    resting = {}
+    shapes = {
+        n.name: tuple(n.meta["val"].shape) for n in captured.graph_module.graph.nodes if n.op == "placeholder"
+    }
+    for name, fqn in captured.parameters.items():
+        layout = plan.resting(fqn)
+        if not fits(shapes[name], layout, plan.mesh_shape):
+            raise PlanMismatchError(
+                f"parameter {fqn} of shape {shapes[name]} cannot rest in the plan's layout {layout}"
+            )
+        resting[name] = layout
+    return resting

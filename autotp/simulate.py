@@ -1,0 +1,73 @@
+"""Every rank of a plan in lockstep, in one process: the numbers of a distributed run without devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autotp.lockstep import assemble, collect, distribute, execute
+from autotp.plan import Plan
+from autotp.rewrite import Rewritten, rewrite
+from passes.ops import Parts
+from passes.world import LocalWorld, World
+
+__all__ = ["Simulated", "simulate"]
+
+
+def simulate(
+    model: nn.Module,
+    plan: Plan,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    world: World | None = None,
+) -> Simulated:
+    """Runs ``plan`` for all of its devices in this process, forward and backward.
+
+    Args:
+        model: the model that was planned; its parameters become the simulated module's, whole and under their own names.
+        plan: the plan to run.
+        args, kwargs: example inputs, as given to ``autotp.plan``.
+        world: in place of ``LocalWorld``, e.g. one that counts the bytes that collectives move.
+
+    Returns:
+        A module with the model's call signature; ``.grad`` and optimizers compare with the model's directly.
+
+    Raises:
+        PlanMismatchError: when the plan was made for another model or other inputs.
+        AutotpError: in the backward pass, when devices that should hold equal gradients do not.
+    """
+    return Simulated(model, rewrite(model, plan, args, kwargs), world or LocalWorld(plan.mesh_shape))
+
+
+class Simulated(nn.Module):
+    """A model whose forward and backward pass run as the devices of a plan would run them."""
+
+    def __init__(self, model: nn.Module, rewritten: Rewritten, world: World) -> None:
+        super().__init__()
+        self.model = model
+        self.rewritten = rewritten
+        self.world = world
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own signature and output structure; inputs are the global batch."""
+        captured, sharding = self.rewritten.captured, self.rewritten.sharding
+        state = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        whole: dict[str, Tensor] = {name: state[fqn] for name, fqn in captured.parameters.items()}
+        whole |= {name: state[fqn] for name, fqn in captured.buffers.items()}
+        whole |= dict(captured.constants)
+        whole |= dict(zip(captured.inputs, captured.signature.flatten(args, kwargs), strict=True))
+        resting, everywhere = sharding.resting, self.rewritten.whole
+        parts = {
+            name: distribute(name, whole[name], resting.get(name, everywhere), self.world) for name in whole
+        }
+        outputs = execute(self.rewritten.graph_module.graph, self.world, parts)
+        for name, new in zip(captured.mutations, outputs[captured.outputs :], strict=True):
+            layout = resting.get(name, everywhere)
+            with torch.no_grad():
+                whole[name].copy_(assemble([p.detach() for p in new], whole[name].shape, layout, self.world))
+        results = [collect(leaf) if isinstance(leaf, Parts) else leaf for leaf in outputs[: captured.outputs]]
+        return captured.signature.unflatten(results)

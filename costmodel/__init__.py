@@ -1,0 +1,41 @@
+"""What a thing costs: topology, collectives, compute and memory, as sympy expressions evaluated in bulk.
+
+Imports no torch, so that plans can be made where none is installed.
+"""
+
+from . import collectives, compute, memory, units
+from .collectives import EXPRESSIONS, bytes_moved
+from .collectives import seconds as collective_seconds
+from .compute import ROOFLINE
+from .compute import seconds as compute_seconds
+from .device import DTYPES
+from .errors import TopologyError, UnitError
+from .formula import Number, compile_formula
+from .memory import OPTIMIZERS, state_bytes
+from .topology import Device, Level, Link, Topology
+from .units import format_quantity, parse_quantity
+
+__all__ = [
+    "DTYPES",
+    "EXPRESSIONS",
+    "OPTIMIZERS",
+    "ROOFLINE",
+    "Device",
+    "Level",
+    "Link",
+    "Number",
+    "Topology",
+    "TopologyError",
+    "UnitError",
+    "bytes_moved",
+    "collective_seconds",
+    "collectives",
+    "compile_formula",
+    "compute",
+    "compute_seconds",
+    "format_quantity",
+    "memory",
+    "parse_quantity",
+    "state_bytes",
+    "units",
+]

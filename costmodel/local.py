@@ -1,0 +1,103 @@
+"""A guess at the machine that this process runs on, from torchrun's environment and the driver's files."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from .device import Device
+from .errors import TopologyError
+from .links import Level
+from .topology import Topology
+
+__all__ = ["local_topology"]
+
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+_GIB = 2**30
+# First match wins, so the longer names of one family come before the shorter.
+_PRESET_OF_GPU = (
+    ("GB200", "gb200-nvl72"),
+    ("H200", "h200"),
+    ("H100-80GB-HBM3", "dgx-h100"),
+    ("A100-SXM", "dgx-a100"),
+    ("V100-SXM", "dgx-v100"),
+)
+
+
+def local_topology(environ: Mapping[str, str], driver: Path = _DRIVER) -> Topology:
+    """The topology of the job that this process belongs to.
+
+    Inside a node there is one level. With a CUDA GPU per local rank it is taken from the preset of that GPU
+    (``pcie-a100``, the most modest one, when the model is not known); otherwise from the preset ``cpu``, with
+    each rank having an equal share of the node's cores (at most ``OMP_NUM_THREADS`` of them) and memory. With
+    several nodes the second level is the GPU preset's own, or ``ethernet-10g``'s between CPU nodes.
+
+    Every rank must plan for one machine: if the nodes differ, pass rank 0's topology to all.
+
+    Args:
+        environ: read for ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` (torchrun sets both; left out, they are 1
+            and ``WORLD_SIZE``), ``OMP_NUM_THREADS`` and ``CUDA_VISIBLE_DEVICES``.
+        driver: where the GPU driver lists its devices.
+
+    Returns:
+        A topology named ``local`` with ``WORLD_SIZE`` devices and one or two levels.
+
+    Raises:
+        TopologyError: a variable is no positive whole number, or the ranks do not fill whole nodes.
+    """
+    world = _count(environ, "WORLD_SIZE", 1)
+    ranks = _count(environ, "LOCAL_WORLD_SIZE", world)
+    if world % ranks:
+        raise TopologyError(
+            f"environment: WORLD_SIZE={world} is not a multiple of LOCAL_WORLD_SIZE={ranks}; "
+            "start the same number of ranks on every node"
+        )
+    gpus = _gpus(environ, driver)
+    if len(gpus) >= ranks:
+        model = Topology.load(next((preset for key, preset in _PRESET_OF_GPU if key in gpus[0]), "pcie-a100"))
+        device, between = model.device, model.levels[1]
+    else:
+        model = Topology.load("cpu")
+        device, between = _share(model.device, environ, ranks), Topology.load("ethernet-10g").levels[0]
+    levels: tuple[Level, ...] = (dataclasses.replace(model.levels[0], size=ranks),)
+    if world > ranks:
+        levels += (dataclasses.replace(between, size=world // ranks),)
+    return Topology("local", device, levels)
+
+
+def _count(environ: Mapping[str, str], key: str, default: int) -> int:
+    text = environ.get(key, str(default)).strip()
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise TopologyError(
+            f"environment: {key}={text!r} must be a positive whole number, as torchrun sets it"
+        )
+    return int(text)
+
+
+def _gpus(environ: Mapping[str, str], driver: Path) -> list[str]:
+    """The models of the visible GPUs."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    names = []
+    for entry in sorted(driver.glob("*/information")):
+        lines = entry.read_text(errors="replace").splitlines()
+        # Driver files say "NVIDIA A100-SXM4-80GB" and "Tesla V100-SXM2-32GB", with or without dashes.
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("Model")), "")
+        names.append(model.replace(" ", "-"))
+    if visible is None:
+        return names
+    shown = [item for item in visible.split(",") if item.strip() and item.strip() != "-1"]
+    return names[: len(shown)]
+
+
+def _share(core: Device, environ: Mapping[str, str], ranks: int) -> Device:
+    """What one of ``ranks`` equal ranks gets of this node, the preset's device being one core."""
+    threads = min((os.cpu_count() or 1) / ranks, _count(environ, "OMP_NUM_THREADS", os.cpu_count() or 1))
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return dataclasses.replace(
+        core,
+        flops={dtype: rate * threads for dtype, rate in core.flops.items()},
+        # Whole GiB: nodes alike but for a few pages that the firmware keeps must give the same plan.
+        memory=float(max(total // _GIB, 1) * _GIB / ranks),
+    )

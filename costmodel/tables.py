@@ -1,0 +1,99 @@
+"""Reading checked mappings: every complaint names the file, the table, the key and what was expected."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .errors import TopologyError, UnitError, suggestion
+from .units import Quantity, parse_quantity
+
+__all__ = ["Table", "read_toml"]
+
+
+class Table:
+    """A mapping with known keys.
+
+    Args:
+        data: the mapping.
+        where: the file and table that it came from, for messages.
+        required: keys that must be there.
+        optional: keys that may be there.
+
+    Raises:
+        TopologyError: ``data`` is no mapping, lacks a required key or has an unknown one.
+    """
+
+    def __init__(
+        self, data: Mapping[str, Any], where: str, required: Sequence[str], optional: Sequence[str] = ()
+    ) -> None:
+        """Checks the keys; see the class."""
+        if not isinstance(data, Mapping):
+            raise TopologyError(f"{where}: a table is wanted, not {data!r}")
+        allowed = [*required, *(key for key in optional if key not in required)]
+        # A misspelt key is both unknown and missing; naming it as unknown says more.
+        for key in data:
+            if key not in allowed:
+                raise TopologyError(f"{where}: unknown key {key!r}{suggestion(str(key), allowed)}")
+        for key in required:
+            if key not in data:
+                raise TopologyError(f"{where}: key {key!r} is missing. Required: {', '.join(required)}")
+        self.data = data
+        self.where = where
+
+    def text(self, key: str) -> str:
+        """The value of a key that must be non-empty text."""
+        value = self.data[key]
+        if not isinstance(value, str) or not value:
+            raise TopologyError(f"{self.where}: {key} must be non-empty text, not {value!r}")
+        return value
+
+    def integer(self, key: str) -> int:
+        """The value of a key that must be a whole number of at least 1."""
+        value = self.data[key]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise TopologyError(f"{self.where}: {key} must be a whole number of at least 1, not {value!r}")
+        return value
+
+    def quantity(self, key: str, quantity: Quantity, *, positive: bool = False) -> float:
+        """The value of a key in the quantity's base unit; see `costmodel.units.parse_quantity`."""
+        try:
+            value = parse_quantity(self.data[key], quantity)
+        except UnitError as error:
+            raise TopologyError(f"{self.where}: {key}: {error}") from None
+        if positive and value == 0:
+            raise TopologyError(f"{self.where}: {key}: {self.data[key]!r} must be positive")
+        return value
+
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        """The value of a key that must be a table."""
+        value = self.data[key]
+        if not isinstance(value, Mapping):
+            raise TopologyError(f"{self.where}: {key} must be a table, not {value!r}")
+        return value
+
+    def mappings(self, key: str) -> Sequence[Mapping[str, Any]]:
+        """The value of a key that must be a non-empty array of tables (TOML ``[[key]]``)."""
+        value = self.data[key]
+        if not isinstance(value, list | tuple) or not value or not all(isinstance(v, Mapping) for v in value):
+            raise TopologyError(
+                f"{self.where}: {key} must be one table or more, written [[{key}]], not {value!r}"
+            )
+        return value
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Reads a TOML file.
+
+    Raises:
+        TopologyError: the file cannot be opened or is no TOML; the message names it.
+    """
+    try:
+        with path.open("rb") as stream:
+            return tomllib.load(stream)
+    except OSError as error:
+        raise TopologyError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise TopologyError(f"{path}: is not valid TOML: {error}") from None

@@ -1,0 +1,123 @@
+"""Physical quantities as people write them: ``"600 GB/s"``, ``"25 Gbit/s"``, ``"3 us"``, ``"80 GiB"``.
+
+Everywhere else in the program a quantity is a plain float in its base unit: bytes, bytes per second, seconds,
+or FLOP per second.
+"""
+
+from __future__ import annotations
+
+import decimal
+import math
+import re
+from typing import Literal, get_args
+
+from .errors import UnitError, suggestion
+
+__all__ = ["Quantity", "format_quantity", "parse_quantity"]
+
+Quantity = Literal["memory", "bandwidth", "time", "rate"]
+"""What a number measures: bytes, bytes per second, seconds or FLOP per second."""
+
+_DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
+
+
+def _scaled(suffix: str, divisor: int, *tables: dict[str, int]) -> dict[str, tuple[int, int]]:
+    # (numerator, denominator) rather than one float, so that "1.9 us" is exactly the float literal 1.9e-6.
+    return {prefix + suffix: (scale, divisor) for table in tables for prefix, scale in table.items()}
+
+
+_UNITS: dict[str, dict[str, tuple[int, int]]] = {
+    "memory": _scaled("B", 1, _DECIMAL, _BINARY),
+    "bandwidth": _scaled("B/s", 1, _DECIMAL, _BINARY) | _scaled("bit/s", 8, _DECIMAL),
+    "time": {"s": (1, 1), "ms": (1, 10**3), "us": (1, 10**6), "ns": (1, 10**9)},
+    "rate": _scaled("FLOP/s", 1, _DECIMAL) | _scaled("FLOPS", 1, _DECIMAL),
+}
+_SHOWN: dict[str, tuple[str, ...]] = {
+    "memory": ("PB", "TB", "GB", "MB", "kB", "B"),
+    "bandwidth": ("TB/s", "GB/s", "MB/s", "kB/s", "B/s"),
+    "time": ("s", "ms", "us", "ns"),
+    "rate": ("PFLOP/s", "TFLOP/s", "GFLOP/s", "MFLOP/s", "FLOP/s"),
+}
+_PATTERN = re.compile(r"\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(\S*)\s*")
+_BIT_SHORTHAND = re.compile(r"([kMGTPE]?)(?:b/s|bps|Bps)")
+
+
+def parse_quantity(value: str | int | float, quantity: Quantity) -> float:
+    """Reads one quantity.
+
+    Args:
+        value: a number in the base unit, or text: a number, optionally followed by a unit.
+        quantity: what the number measures, which decides the units that are understood.
+
+    Returns:
+        The value in the base unit of ``quantity`` (bytes, bytes/s, s or FLOP/s), finite and not negative.
+
+    Raises:
+        UnitError: ``value`` is not a number, is negative or not finite, or has a unit of another kind.
+    """
+    units = _UNITS[quantity]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise UnitError(
+            f"{value!r} is not a {quantity}: give a number or text such as {_example(quantity)!r}"
+        )
+    if isinstance(value, str):
+        match = _PATTERN.fullmatch(value)
+        if match is None:
+            raise UnitError(
+                f"{value!r} is not a {quantity}: write a number and a unit, such as {_example(quantity)!r}"
+            )
+        unit = match[2].replace("µ", "u").replace("μ", "u")
+        scale, divisor = (1, 1) if not unit else units.get(unit, (0, 0))
+        if divisor == 0:
+            raise UnitError(_unknown_unit(value, match[2], quantity))
+        # Without traps an exponent out of range becomes an infinity, which is refused below like any other.
+        with decimal.localcontext(decimal.Context(prec=60, traps=[])):
+            result = float(decimal.Decimal(match[1]) * scale / divisor)
+    else:
+        result = float(value)
+    if not math.isfinite(result) or result < 0:
+        raise UnitError(f"{value!r} is not a {quantity}: it must be finite and not negative")
+    return result
+
+
+def format_quantity(value: float, quantity: Quantity, digits: int = 3) -> str:
+    """Writes a quantity in the largest decimal unit in which it is at least one.
+
+    Args:
+        value: in the base unit of ``quantity``.
+        quantity: what the number measures.
+        digits: significant digits.
+
+    Returns:
+        Text that `parse_quantity` reads back to the same value within the digits shown.
+    """
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g} {_SHOWN[quantity][-1] if quantity != 'time' else 's'}"
+    units = _UNITS[quantity]
+    unit = _SHOWN[quantity][-1]
+    for candidate in _SHOWN[quantity]:
+        scale, divisor = units[candidate]
+        if float(f"{abs(value) * divisor / scale:.{digits}g}") >= 1:
+            unit = candidate
+            break
+    scale, divisor = units[unit]
+    return f"{float(f'{value * divisor / scale:.{digits}g}'):.12g} {unit}"
+
+
+def _example(quantity: Quantity) -> str:
+    return {"memory": "80 GB", "bandwidth": "25 Gbit/s", "time": "3 us", "rate": "312 TFLOP/s"}[quantity]
+
+
+def _unknown_unit(value: str, unit: str, quantity: Quantity) -> str:
+    shorthand = _BIT_SHORTHAND.fullmatch(unit)
+    if quantity == "bandwidth" and shorthand is not None:
+        prefix = shorthand[1]
+        return (
+            f"{value!r}: {unit!r} is read as bits by some and as bytes by others; "
+            f"write '{prefix}bit/s' or '{prefix}B/s'"
+        )
+    other = next((kind for kind in get_args(Quantity) if kind != quantity and unit in _UNITS[kind]), None)
+    if other is not None:
+        return f"{value!r} is a {other}, and a {quantity} is wanted, such as {_example(quantity)!r}"
+    return f"{value!r}: unknown unit {unit!r} for a {quantity}{suggestion(unit, _UNITS[quantity])}"

@@ -1,0 +1,159 @@
+"""What the capturing passes share: their error, and building graphs whose nodes know their fake values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Builder", "CaptureError", "arguments_of", "is_float", "operator_name", "outer_order", "where"]
+
+aten = torch.ops.aten
+_FRAME = re.compile(r'File "(.+?)", line (\d+)')
+_TORCH = str(Path(torch.__file__).parent)
+
+
+class CaptureError(RuntimeError):
+    """A model could not be captured; the message says where and what to try."""
+
+
+def where(node: fx.Node) -> str:
+    """A node's place for messages: its name, its module and the line of the model that made it."""
+    place = f"node '{node.name}'"
+    if node.meta.get("module"):
+        place += f" in module '{node.meta['module']}'"
+    if node.meta.get("source"):
+        place += f" ({node.meta['source']})"
+    return place
+
+
+def operator_name(target: Any) -> str:
+    """The schema's name of an operator, such as ``aten::add_``; a plain function's own name."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name
+    return getattr(target, "__name__", str(target))
+
+
+def arguments_of(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of ``node.target`` by their names in its schema, defaults filled in."""
+    named: dict[str, Any] = {}
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if position < len(args):
+            named[argument.name] = args[position]
+        elif argument.name in kwargs:
+            named[argument.name] = kwargs[argument.name]
+        else:
+            named[argument.name] = argument.default_value if argument.has_default_value() else None
+    return named
+
+
+def is_float(value: Any) -> bool:
+    """Whether a value is a tensor that can have a gradient."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def outer_order(target: Any, rank: int, arguments: dict[str, Any]) -> list[int]:
+    """The permutation of dims that a transposing operator makes.
+
+    Asked of the operator itself, on a tensor whose strides tell its dims apart, so that every spelling
+    (``t``, ``transpose``, ``movedim``, ``mT``, ...) is right by construction.
+
+    Args:
+        target: an operator that only permutes dims.
+        rank: the number of dims of its operand.
+        arguments: its other arguments by name.
+    """
+    probe = torch.empty([2] * rank, device="meta")
+    with torch._C.DisableTorchFunction():
+        strides = target(probe, **arguments).stride()
+    return [probe.stride().index(s) for s in strides]
+
+
+def _origin(trace: str | None) -> str | None:
+    """``file.py:LINE`` of the innermost frame that is the model's, not torch's."""
+    frames = [(f, line) for f, line in _FRAME.findall(trace or "") if not f.startswith(_TORCH)]
+    return f"{Path(frames[-1][0]).name}:{frames[-1][1]}" if frames else None
+
+
+def _module(stack: dict[str, tuple[str, Any]] | None) -> str:
+    """The dotted path of the innermost module; a second call of one module has the same path."""
+    return list(stack.values())[-1][0].split("@")[0] if stack else ""
+
+
+class Builder:
+    """Builds an ``fx.Graph``; the fake value of every new node is found by calling its target on fake values.
+
+    Args:
+        mode: the fake mode of all values in the graph.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.graph = fx.Graph()
+        self.mode = mode
+
+    def placeholder(self, name: str, value: Any) -> fx.Node:
+        """A placeholder with a fake value."""
+        node = self.graph.create_node("placeholder", name, name=name)
+        node.meta.update(val=value, module="", source=None)
+        return node
+
+    def run(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """``target`` on fake values; gradients, modes and autocasts of the caller do not matter."""
+        with torch._C.DisableTorchFunction(), torch.no_grad(), self.mode:
+            return target(*args, **kwargs)
+
+    def emit(
+        self, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None, *, like: fx.Node
+    ) -> fx.Node:
+        """A new call that stands where ``like`` stood: it has its module, source and stack trace.
+
+        Raises:
+            CaptureError: the target refuses these arguments.
+        """
+        kwargs = kwargs or {}
+        try:
+            value = self.run(target, *map_arg((tuple(args), kwargs), lambda n: n.meta["val"]))
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(f"{where(like)}: cannot put {target} in its place: {error}") from error
+        name = operator_name(target).rpartition("::")[2]
+        node = self.graph.create_node("call_function", target, tuple(args), kwargs, name=name)
+        return self._describe(node, like, value)
+
+    def copy(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        """``node`` as it is, on new arguments that have the old ones' shapes and dtypes."""
+        new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
+        return self._describe(new, node, node.meta.get("val"))
+
+    def finish(self, output: Sequence[Any], *, functional: bool = True) -> fx.Graph:
+        """Ends the graph with a tuple; if it is functional, removes all calls that it does not need."""
+        self.graph.output(tuple(output))
+        for node in reversed(list(self.graph.nodes)):
+            if functional and node.op == "call_function" and not node.users:
+                self.graph.erase_node(node)
+        self.graph.lint()
+        return self.graph
+
+    @staticmethod
+    def _describe(node: fx.Node, like: fx.Node, value: Any) -> fx.Node:
+        node.meta = {k: v for k, v in like.meta.items() if k != "tensor_meta"}
+        node.meta["val"] = value
+        if "module" not in node.meta:
+            node.meta["module"] = _module(like.meta.get("nn_module_stack"))
+            node.meta["source"] = _origin(like.meta.get("stack_trace"))
+        for leaf in tree_leaves(value):
+            sizes = leaf.shape if isinstance(leaf, Tensor) else [leaf]
+            if any(isinstance(s, torch.SymInt | torch.SymFloat | torch.SymBool) for s in sizes):
+                raise CaptureError(
+                    f"{where(node)}: {node.target} has a shape or value that depends on data; "
+                    "rewrite that part of the model with static shapes (for example masks, not indexing)"
+                )
+        return node

@@ -1,0 +1,146 @@
+"""How a model is called: checks later calls against the example call and flattens them alike."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+__all__ = ["CallSignature", "Leaf"]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One leaf of the example call.
+
+    Args:
+        path: its argument's name, with the way to the leaf inside it, such as ``batch['ids']``.
+        shape: a tensor's shape; None for any other value.
+        dtype: a tensor's dtype; None for any other value.
+        value: the value itself where it is no tensor.
+    """
+
+    path: str
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class CallSignature:
+    """The calling convention of a captured model.
+
+    Args:
+        parameters: the signature of ``model.forward``.
+        in_spec: the tree of the example call's bound arguments, defaults included.
+        leaves: the leaves of that tree.
+        out_spec: the tree of the model's outputs.
+    """
+
+    parameters: inspect.Signature
+    in_spec: TreeSpec
+    leaves: tuple[Leaf, ...]
+    out_spec: TreeSpec
+
+    @classmethod
+    def of(
+        cls, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], out_spec: TreeSpec
+    ) -> CallSignature:
+        """The convention that an example call sets."""
+        parameters = inspect.signature(forward)
+        bound = bind(parameters, args, kwargs)
+        paths, spec = tree_flatten_with_path(bound)
+        leaves = [
+            Leaf(_path(path), tuple(v.shape), v.dtype, None)
+            if isinstance(v, Tensor)
+            else Leaf(_path(path), None, None, v)
+            for path, v in paths
+        ]
+        return cls(parameters, spec, tuple(leaves), out_spec)
+
+    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[Tensor]:
+        """The tensors of a call, in the order of the captured graph's inputs.
+
+        Args:
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+
+        Raises:
+            TypeError: the arguments do not fit the model's signature, or a tensor stands where none stood.
+            ValueError: structure, shape, dtype or a constant differs from the example call's.
+        """
+        bound = bind(self.parameters, args, kwargs or {})
+        leaves, spec = tree_flatten(bound)
+        if spec != self.in_spec:
+            raise ValueError(self._structure(bound))
+        tensors = []
+        for leaf, value in zip(self.leaves, leaves, strict=True):
+            if leaf.shape is None:
+                _check_constant(leaf, value)
+                continue
+            if not isinstance(value, Tensor):
+                raise TypeError(
+                    f"argument {leaf.path}: the example call had a tensor {list(leaf.shape)} here, this call "
+                    f"has {value!r}; pass a tensor, or capture the model again with this kind of call"
+                )
+            if tuple(value.shape) != leaf.shape or value.dtype != leaf.dtype:
+                raise ValueError(
+                    f"argument {leaf.path}: expected {list(leaf.shape)} of {leaf.dtype} as in the example "
+                    f"call, got {list(value.shape)} of {value.dtype}; capture the model again for others"
+                )
+            tensors.append(value)
+        return tensors
+
+    def unflatten(self, outputs: Sequence[Any]) -> Any:
+        """The model's own kind of output, made of its flat leaves.
+
+        Args:
+            outputs: the user output leaves, in the captured order.
+        """
+        return tree_unflatten(list(outputs), self.out_spec)
+
+    def _structure(self, bound: dict[str, Any]) -> str:
+        example = tree_unflatten(range(len(self.leaves)), self.in_spec)
+        for name in self.parameters.parameters:
+            old, new = tree_flatten(example[name])[1], tree_flatten(bound[name])[1]
+            if old != new:
+                return (
+                    f"argument {name}: its structure differs from the example call's: expected {old}, "
+                    f"got {new}; capture the model again with an example of this kind of call"
+                )
+        return (
+            "the call's structure differs from the example call's; capture the model again with such a call"
+        )
+
+
+def bind(parameters: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name, defaults filled in; free keywords sorted, so that their order does not matter."""
+    bound = parameters.bind(*args, **kwargs)
+    bound.apply_defaults()
+    named = dict(bound.arguments)
+    for name, parameter in parameters.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named[name] = dict(sorted(named[name].items()))
+    return named
+
+
+def _path(path: Sequence[Any]) -> str:
+    return f"{path[0].key}{keystr(tuple(path[1:]))}"
+
+
+def _check_constant(leaf: Leaf, value: Any) -> None:
+    if isinstance(value, Tensor):
+        raise TypeError(
+            f"argument {leaf.path}: the example call had {leaf.value!r} here, this call has a tensor "
+            f"{list(value.shape)}; capture the model again with an example of this kind of call"
+        )
+    if value is not leaf.value and (type(value) is not type(leaf.value) or value != leaf.value):
+        raise ValueError(
+            f"argument {leaf.path}: the graph was captured for the value {leaf.value!r}, this call has "
+            f"{value!r}; capture the model again for other values"
+        )

@@ -1,0 +1,245 @@
+"""The factors of a whole graph: which dims of which tensors stand for the same thing.
+
+Rules bind factors node by node. Here they are related across nodes. A *cut* divides a dim into a major and a minor part
+because some operator elsewhere sees it that way: a reshape that merges batch and sequence, a split of a fused
+query-key-value projection, the groups of a group norm. Cuts spread through every operator that carries the dim, so that
+``(batch sequence)`` can be sharded by sequence in a linear layer and no reshard is needed at the reshape.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from passes.rules.notation import Dim, OpRule
+from passes.rules.shapes import operands_of, results_of
+from passes.rules.table import bind, rule_of
+
+__all__ = ["Factor", "Operator", "Value", "analyse", "operators_of", "value_of"]
+
+Value = tuple[fx.Node, int]
+
+
+def value_of(node: fx.Node) -> Value:
+    """The tensor that a node stands for: its own result, or a result of the node that it gets an item of."""
+    if node.target is operator.getitem:
+        return node.args[0], node.args[1]  # type: ignore[return-value]
+    return node, 0
+
+
+def operators_of(graph: fx.Graph) -> list[fx.Node]:
+    """The operators of a captured graph, in order; getitem only names results."""
+    return [n for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A factor of one operator, after cuts.
+
+    Attributes:
+        name: unique in the operator (``n``, or ``n.1`` for the second part of a factor that was cut).
+        base: the rule's own name.
+        size: its whole size.
+        part: which part of ``base`` it is, and ``parts`` how many there are.
+        sole: it is alone in every dim that has it, so uneven sizes are possible.
+        kind: for a contraction, "m" (rows), "n" (result only) or "k" (reduced); else "".
+        role: "batch", "token", "feature" or "" across the graph.
+        offered: whether strategies shard it.
+    """
+
+    name: str
+    base: str
+    size: int
+    part: int
+    parts: int
+    sole: bool
+    kind: str
+    role: str
+    offered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """A node with its rule, cut into the graph's common factors. ``rule`` is None for a node without one."""
+
+    node: fx.Node
+    rule: OpRule | None
+    factors: Mapping[str, Factor]
+
+
+def _add(cuts: list[int], cut: int, size: int) -> bool:
+    if cut <= 1 or cut >= size or size % cut or cut in cuts:
+        return False
+    if any(cut % c and c % cut for c in cuts):
+        return False
+    cuts.append(cut)
+    cuts.sort()
+    return True
+
+
+class _Analysis:
+    def __init__(self, graph: fx.Graph, inputs: Iterable[str]) -> None:
+        self.nodes = operators_of(graph)
+        self.rules = {node: bind(node) for node in self.nodes}
+        self.cuts: dict[tuple[Value, int], list[int]] = {}
+        self.factor_cuts: dict[tuple[fx.Node, str], list[int]] = {}
+        self.parent: dict[object, object] = {}
+        self.inputs = [n for n in graph.nodes if n.op == "placeholder" and n.name in set(inputs)]
+
+    def tensors(self, node: fx.Node) -> Iterable[tuple[Value, tuple[Dim, ...], tuple[int, ...]]]:
+        rule = self.rules[node]
+        if rule is None:
+            return
+        for operand, dims in zip(operands_of(node), rule.operands, strict=True):
+            yield value_of(operand), dims, tuple(operand.meta["val"].shape)
+        for index, (result, dims) in enumerate(zip(results_of(node), rule.results, strict=True)):
+            yield (node, index), dims, tuple(result.shape)
+
+    def spread_cuts(self) -> None:
+        changed, forward = True, True
+        while changed:
+            changed = False
+            for node in self.nodes if forward else reversed(self.nodes):
+                changed |= self._spread(node)
+            forward = not forward
+
+    def _spread(self, node: fx.Node) -> bool:
+        rule, changed = self.rules[node], False
+        if rule is None:
+            return False
+        for value, dims, shape in self.tensors(node):
+            for d, dim in enumerate(dims):
+                known, low = self.cuts.setdefault((value, d), []), 1
+                for factor in dim:
+                    size = rule.sizes[factor]
+                    mine = self.factor_cuts.setdefault((node, factor), [])
+                    for cut in known:
+                        if low < cut < low * size and cut % low == 0:
+                            changed |= _add(mine, cut // low, size)
+                    for cut in mine:
+                        changed |= _add(known, cut * low, shape[d])
+                    low *= size
+                    changed |= _add(known, low, shape[d])
+        return changed
+
+    def parts(self, node: fx.Node, factor: str) -> list[tuple[str, int]]:
+        """The parts of a factor after cuts: (name, size), the major one first."""
+        rule = self.rules[node]
+        assert rule is not None
+        bounds = [1, *self.factor_cuts.get((node, factor), []), rule.sizes[factor]]
+        if len(bounds) == 2:
+            return [(factor, rule.sizes[factor])]
+        return [(f"{factor}.{i}", y // x) for i, (x, y) in enumerate(zip(bounds, bounds[1:], strict=False))]
+
+    def find(self, key: object) -> object:
+        root = key
+        while self.parent.get(root, root) != root:
+            root = self.parent[root]
+        while self.parent.get(key, key) != root:
+            self.parent[key], key = root, self.parent.get(key, key)
+        return root
+
+    def join(self, a: object, b: object) -> None:
+        self.parent[self.find(a)] = self.find(b)
+
+    def relate(self) -> None:
+        for node in self.nodes:
+            for value, dims, _shape in self.tensors(node):
+                for d, dim in enumerate(dims):
+                    low = 1
+                    for factor in dim:
+                        for name, size in self.parts(node, factor):
+                            self.join((node, name), (value, d, low, low * size))
+                            low *= size
+
+
+def _data_operand(node: fx.Node) -> int:
+    return (
+        1 if len(operands_of(node)) > 1 and str(node.target).startswith(("aten.addmm", "aten.baddbmm")) else 0
+    )
+
+
+def analyse(graph: fx.Graph, inputs: Iterable[str] = ()) -> dict[fx.Node, Operator]:
+    """The operators of ``graph`` with their cut rules and the roles of their factors.
+
+    Args:
+        graph: a captured graph.
+        inputs: names of the placeholders of the user's inputs; their dim 0 is the batch.
+    """
+    analysis = _Analysis(graph, inputs)
+    analysis.spread_cuts()
+    analysis.relate()
+    batch, anchored, tokens = set(), set(), set()
+    for placeholder in analysis.inputs:
+        shape = placeholder.meta["val"].shape
+        if len(shape) and shape[0] > 1:
+            bounds = [1, *analysis.cuts.get(((placeholder, 0), 0), []), shape[0]]
+            batch.add(analysis.find(((placeholder, 0), 0, 1, bounds[1])))
+    for node in analysis.nodes:
+        rule, table = analysis.rules[node], rule_of(node)
+        if rule is None or table is None:
+            continue
+        contraction = table.flop is not None and table.lower is None
+        for factor in rule.sizes:
+            parts = analysis.parts(node, factor)
+            for name, _size in parts:
+                key = analysis.find((node, name))
+                if contraction and _kind(node, rule, factor) == "m":
+                    tokens.add(key)
+                if factor not in rule.whole and (len(parts) == 1 if contraction else table.lower is not None):
+                    anchored.add(key)
+    anchored |= batch
+    result = {}
+    for node in analysis.nodes:
+        rule = analysis.rules[node]
+        result[node] = (
+            _operator(analysis, node, rule, batch, tokens, anchored) if rule else Operator(node, None, {})
+        )
+    return result
+
+
+def _kind(node: fx.Node, rule: OpRule, factor: str) -> str:
+    if factor in rule.reduced:
+        return "k"
+    data = rule.operands[_data_operand(node)]
+    return "m" if any(factor in dim for dim in data) else "n"
+
+
+def _operator(
+    analysis: _Analysis, node: fx.Node, rule: OpRule, batch: set, tokens: set, anchored: set
+) -> Operator:
+    table = rule_of(node)
+    assert table is not None
+    factors: dict[str, Factor] = {}
+    names: dict[str, tuple[str, ...]] = {}
+    everywhere = [dim for dims in (*rule.operands, *rule.results) for dim in dims]
+    for base in rule.sizes:
+        parts = analysis.parts(node, base)
+        names[base] = tuple(name for name, _ in parts)
+        sole = len(parts) == 1 and all(len(dim) == 1 for dim in everywhere if base in dim)
+        for index, (name, size) in enumerate(parts):
+            key = analysis.find((node, name))
+            role = "batch" if key in batch else "token" if key in tokens else "feature"
+            loose = index == 0 or base not in table.contiguous
+            offered = base not in rule.whole and loose and (len(parts) == 1 or key in anchored)
+            kind = _kind(node, rule, base) if table.flop and table.lower is None else ""
+            factors[name] = Factor(name, base, size, index, len(parts), sole, kind, role, offered)
+
+    def refine(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        return tuple(tuple(part for base in dim for part in names[base]) for dim in dims)
+
+    cut = OpRule(
+        operands=tuple(refine(dims) for dims in rule.operands),
+        results=tuple(refine(dims) for dims in rule.results),
+        sizes={name: factor.size for name, factor in factors.items()},
+        whole=frozenset(part for base in rule.whole for part in names[base]),
+        inner=frozenset(part for base in rule.inner for part in names[base]),
+        additive=rule.additive,
+        linear=rule.linear,
+    )
+    assert math.prod(cut.sizes.values()) == math.prod(rule.sizes.values())
+    return Operator(node, cut, factors)

@@ -1,0 +1,44 @@
+"""Operators without side effects that stand in for torch's that have some."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["batch_norm_train"]
+
+
+def batch_norm_train(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Batch normalisation by the batch's own statistics, with the new running statistics as results.
+
+    Args:
+        x: ``[batch, channels, ...]``.
+        weight: scale per channel, or None.
+        bias: shift per channel, or None.
+        running_mean: running mean per channel, or None where none is kept.
+        running_var: running unbiased variance per channel, or None.
+        momentum: weight of this batch in the running statistics.
+        eps: added to the variance.
+
+    Returns:
+        The normalised ``x``, and both new running statistics (never with a gradient), as in
+        ``torch.nn.BatchNorm2d``: ``(1 - momentum) * old + momentum * batch's``, the variance over ``n - 1``.
+    """
+    out = torch.nn.functional.batch_norm(x, None, None, weight, bias, True, momentum, eps)
+    if running_mean is None or running_var is None:
+        return out, running_mean, running_var
+    dims = [d for d in range(x.dim()) if d != 1]
+    # torch accumulates half-precision statistics in the running statistics' own (wider) dtype.
+    wide = x.detach().to(torch.promote_types(x.dtype, running_mean.dtype))
+    var, mean = torch.var_mean(wide, dims, correction=1)
+    new_mean = (1 - momentum) * running_mean.detach() + momentum * mean
+    new_var = (1 - momentum) * running_var.detach() + momentum * var
+    return out, new_mean.to(running_mean.dtype), new_var.to(running_var.dtype)

@@ -1,0 +1,167 @@
+"""Layouts: where a tensor rests on a mesh, one placement per mesh axis.
+
+A layout is a tuple of torch's own placements. ``Shard(dim)`` splits a dim into contiguous chunks (``torch.chunk``
+semantics, so the last chunk may be smaller). A dim that is a product of factors, ``(blocks rest)``, can also be split in
+its minor factor: that is torch's ``_StridedShard(dim, split_factor=blocks)``, every block split alike. With it a fused
+query-key-value projection is sharded by heads, and a flattened ``(batch sequence)`` by sequence, without moving data.
+
+Where several axes split one dim, they apply in the order (blocks, axis): coarser cuts first, outer axes first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+__all__ = [
+    "Layout",
+    "Split",
+    "blocks_of",
+    "describe",
+    "even_chunk",
+    "extent",
+    "fits",
+    "is_shard",
+    "local_shape",
+    "place",
+    "splits",
+    "take",
+    "take_block",
+]
+
+Layout = tuple[Placement, ...]
+
+
+class Split(NamedTuple):
+    """One mesh axis that splits a dim: ``local_blocks`` counts the blocks left on a device when its turn comes.
+
+    0 says that its blocks do not line up with the chunks that coarser cuts made: such a layout does not exist.
+    """
+
+    axis: int
+    local_blocks: int
+
+
+def place(dim: int, blocks: int = 1) -> Placement:
+    """The placement that splits ``dim``, seen as ``(blocks rest)``, in ``rest``."""
+    return Shard(dim) if blocks == 1 else _StridedShard(dim, split_factor=blocks)
+
+
+def is_shard(placement: Placement) -> bool:
+    """Whether the placement splits a dim."""
+    return isinstance(placement, (Shard, _StridedShard))
+
+
+def blocks_of(placement: Placement) -> int:
+    """The number of blocks that a shard placement splits alike (1 for ``Shard``)."""
+    return placement.split_factor if isinstance(placement, _StridedShard) else 1
+
+
+@lru_cache(maxsize=200_000)
+def splits(layout: Layout, dim: int, mesh: tuple[int, ...]) -> tuple[Split, ...]:
+    """The axes that split ``dim``, in the order in which they apply."""
+    cuts = sorted(
+        (blocks_of(p), axis)
+        for axis, p in enumerate(layout)
+        if is_shard(p) and p.dim == dim  # type: ignore[attr-defined]
+    )
+    found = []
+    for blocks, axis in cuts:
+        coarser = math.prod(mesh[a] for b, a in cuts if b < blocks)
+        nested = all(
+            blocks % (b * math.prod(mesh[a] for c, a in cuts if c == b)) == 0 for b, _ in cuts if b < blocks
+        )
+        found.append(Split(axis, blocks // coarser if nested else 0))
+    return tuple(found)
+
+
+def even_chunk(size: int, parts: int) -> int:
+    """The length of every chunk but perhaps the last ones (``torch.chunk``)."""
+    return -(-size // parts)
+
+
+def extent(size: int, ways: Sequence[int], coordinates: Sequence[int]) -> int:
+    """The length left of ``size`` after nested contiguous splits ``ways`` at ``coordinates``."""
+    for parts, index in zip(ways, coordinates, strict=True):
+        chunk = even_chunk(size, parts)
+        size = max(0, min(chunk, size - index * chunk))
+    return size
+
+
+@lru_cache(maxsize=200_000)
+def fits(shape: tuple[int, ...], layout: Layout, mesh: tuple[int, ...]) -> bool:
+    """Whether a tensor of ``shape`` can rest in ``layout``: no device is left empty, no block is cut unevenly."""
+    for dim, size in enumerate(shape):
+        parts = splits(layout, dim, mesh)
+        if not parts:
+            continue
+        blocked = any(blocks_of(layout[s.axis]) > 1 for s in parts)
+        length = size
+        for axis, local_blocks in parts:
+            ways = mesh[axis]
+            if blocked:
+                if local_blocks == 0 or length % local_blocks or (length // local_blocks) % ways:
+                    return False
+                length //= ways
+            else:
+                chunk = even_chunk(length, ways)
+                if chunk * (ways - 1) >= length:
+                    return False
+                length -= chunk * (ways - 1)  # the last chunk is the shortest: it must still split further
+    return all(not is_shard(p) or p.dim < len(shape) for p in layout)  # type: ignore[attr-defined]
+
+
+def local_shape(
+    shape: Sequence[int], layout: Layout, mesh: tuple[int, ...], coordinates: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """The shape of one device's part (of the device at the origin, the largest, unless told)."""
+    result = []
+    for dim, size in enumerate(shape):
+        parts = splits(layout, dim, mesh)
+        if parts:
+            ways = [mesh[s.axis] for s in parts]
+            at = [0 if coordinates is None else coordinates[s.axis] for s in parts]
+            size = extent(size, ways, at)
+        result.append(size)
+    return tuple(result)
+
+
+def take_block(tensor: torch.Tensor, dim: int, local_blocks: int, ways: int, index: int) -> torch.Tensor:
+    """Chunk ``index`` of ``ways`` of every one of ``local_blocks`` blocks of ``dim`` (a view where it can be)."""
+    size = tensor.shape[dim] // local_blocks
+    chunk = even_chunk(size, ways)
+    start, length = index * chunk, max(0, min(chunk, size - index * chunk))
+    if local_blocks == 1:
+        return tensor.narrow(dim, start, length)
+    return tensor.unflatten(dim, (local_blocks, size)).narrow(dim + 1, start, length).flatten(dim, dim + 1)
+
+
+def take(
+    tensor: torch.Tensor, layout: Layout, mesh: tuple[int, ...], coordinates: Sequence[int]
+) -> torch.Tensor:
+    """One device's part of a whole tensor. Partial axes are not split: the caller decides who holds the value."""
+    for dim in range(tensor.dim()):
+        for axis, local_blocks in splits(layout, dim, mesh):
+            tensor = take_block(tensor, dim, local_blocks, mesh[axis], coordinates[axis])
+    return tensor
+
+
+def describe(layout: Layout, names: Sequence[str]) -> str:
+    """A layout for people: ``S(0)@x P@y``, ``R`` where nothing is split."""
+    parts = []
+    for name, placement in zip(names, layout, strict=True):
+        if is_shard(placement):
+            blocks = blocks_of(placement)
+            dim = placement.dim  # type: ignore[attr-defined]
+            parts.append(f"S({dim})@{name}" if blocks == 1 else f"S({dim}/{blocks})@{name}")
+        elif isinstance(placement, Partial):
+            parts.append(f"P@{name}")
+        else:
+            assert isinstance(placement, Replicate)
+    return " ".join(parts) or "R"

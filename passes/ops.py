@@ -1,0 +1,169 @@
+"""What a sharded graph calls besides torch's own operators: reshards, and the few operators that need their place.
+
+Every function that takes a ``world`` accepts either one tensor (this process's part) or, under ``simulate``, ``Parts``:
+the parts of all devices of the mesh. Functions without a world are local and run once per device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.reshard import Step
+from passes.world import World
+
+__all__ = [
+    "Parts",
+    "Regather",
+    "all_max",
+    "all_reduce",
+    "all_sum",
+    "gather",
+    "next_seed",
+    "offset",
+    "reshard",
+    "seeded",
+]
+
+
+class Parts(list):
+    """One value per device of the mesh, in the order of ``World.hosted``."""
+
+
+class _Reshard(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, world: World, forward: Sequence[Step], backward: Sequence[Step], *parts: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.world, ctx.steps = world, backward
+        results = world.run(forward, parts)
+        return tuple(r.view_as(r) if r is p else r for r, p in zip(results, parts, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, None, None, *ctx.world.run(ctx.steps, gradients)
+
+
+def _apply(function: Callable[[list], Sequence], value: Any) -> Any:
+    """Runs ``function`` on the list of hosted parts and gives the result the form of ``value``."""
+    if isinstance(value, Parts):
+        return Parts(function(list(value)))
+    return function([value])[0]
+
+
+def reshard(world: World, value: Any, forward: Sequence[Step], backward: Sequence[Step]) -> Any:
+    """Takes ``value`` to another layout by ``forward`` steps; its gradient comes back by ``backward`` steps."""
+    forward, backward = [Step(*s) for s in forward], [Step(*s) for s in backward]
+
+    def run(parts: list[Tensor]) -> Sequence[Tensor]:
+        if parts[0].is_floating_point() or parts[0].is_complex():
+            return _Reshard.apply(world, forward, backward, *parts)
+        return world.run(forward, parts)
+
+    return _apply(run, value)
+
+
+def all_sum(world: World, value: Any, axes: tuple[int, ...]) -> Any:
+    """The sum over ``axes`` of partial sums that each device goes on to use for its own shard.
+
+    Each device's gradient of the sum is therefore partial too: the mirror is the same all-reduce.
+    """
+    step = (Step("all_reduce", axes),)
+    return reshard(world, value, step, step)
+
+
+def all_reduce(world: World, value: Any, axes: tuple[int, ...]) -> Any:
+    """The sum over ``axes`` of partial sums, for a use that is the same on every device: its gradient passes unchanged."""
+    return reshard(world, value, (Step("all_reduce", axes),), ())
+
+
+def gather(world: World, value: Any, forward: Sequence[Step], backward: Sequence[Step]) -> Any:
+    """``reshard`` of a parameter that is gathered before use; the backward pass may gather it again (see ``Regather``)."""
+    result = reshard(world, value, forward, backward)
+    if world.regather is not None and isinstance(result, Tensor):
+        world.regather.register(result, value, tuple(Step(*s) for s in forward))
+    return result
+
+
+class Regather:
+    """Keeps gathered parameters out of what autograd saves: the backward pass gathers them again.
+
+    Used as a context around the forward pass. A saved tensor that shares its storage with a gathered parameter is
+    replaced by how to gather it.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._gathered: dict[int, tuple[weakref.ref, Tensor, tuple[Step, ...]]] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def register(self, gathered: Tensor, source: Tensor, steps: tuple[Step, ...]) -> None:
+        """Remembers that ``gathered`` came from ``source`` by ``steps``."""
+        key = gathered.untyped_storage().data_ptr()
+        self._gathered[key] = weakref.ref(gathered), source.detach(), steps
+
+    def _pack(self, tensor: Tensor) -> Any:
+        entry = self._gathered.get(tensor.untyped_storage().data_ptr())
+        if entry is None or entry[0]() is None:
+            return tensor
+        return entry[1], entry[2], tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        source, steps, size, stride, start = saved
+        (gathered,) = self._world.run(steps, [source])
+        return gathered.as_strided(size, stride, start)
+
+    def __enter__(self) -> Regather:
+        self._world.regather = self
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+        self._world.regather = None
+        self._gathered.clear()
+
+
+def all_max(world: World, value: Any, axes: tuple[int, ...]) -> Any:
+    """The maximum over ``axes``; no gradient (its users subtract it again)."""
+    return _apply(lambda parts: world.all_reduce([p.detach() for p in parts], axes, "max"), value)
+
+
+def offset(world: World, size: int, axes: tuple[int, ...], like: Any) -> Any:
+    """Where this device's contiguous part of a dim of ``size``, split by ``axes``, begins. ``like`` gives the form."""
+    starts = world.offset(size, axes)
+    return Parts(starts) if isinstance(like, Parts) else starts[0]
+
+
+def next_seed(world: World) -> int:
+    """A fresh seed for the random operators of one forward pass, the same on every device."""
+    return world.next_seed()
+
+
+def seeded(
+    world: World, seed: int, salt: int, axes: tuple[int, ...], function: Callable, *args: Any, **kwargs: Any
+) -> Any:
+    """Runs a random operator so that replicas agree and shards differ.
+
+    The generator is seeded by ``seed``, ``salt`` (the operator's number) and the device's coordinates on ``axes``, the
+    axes that shard the operator, so devices that compute the same part draw the same numbers.
+    """
+    many = next((len(a) for a in args if isinstance(a, Parts)), None)
+    results = []
+    for index, at in enumerate(world.hosted):
+        mine = [a[index] if isinstance(a, Parts) else a for a in args]
+        devices = [a.device for a in mine if isinstance(a, Tensor) and a.device.type == "cuda"][:1]
+        with torch.random.fork_rng(devices=devices):
+            mixed = seed
+            for number in (salt, *(at[axis] for axis in axes)):
+                draw = torch.Generator().manual_seed((mixed + number) % 2**63)
+                mixed = int(torch.randint(2**62, (), generator=draw))
+            torch.manual_seed(mixed)
+            results.append(function(*mine, **kwargs))
+    return Parts(results) if many is not None else results[0]

@@ -1,0 +1,296 @@
+"""Sharded forms of operators that need collectives inside: norms, softmax, losses, vocabulary lookups.
+
+Each function receives ``at`` (which axes shard which factor, and the collectives) and the operator's own arguments,
+with tensors replaced by proxies of their local parts; it writes the sharded form into the graph by computing with them.
+Statistics are reduced over the axes that shard the normalised dim; each device's gradient of a statistic is partial, so
+``at.sum`` reduces in the backward pass too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = [
+    "At",
+    "attention",
+    "batch_norm",
+    "cross_entropy",
+    "embedding",
+    "group_norm",
+    "layer_norm",
+    "log_softmax",
+    "mean",
+    "mean_loss",
+    "rms_norm",
+    "softmax",
+]
+
+
+class At(Protocol):
+    """Where an operator stands: its strategy, and collectives to call from a lowering."""
+
+    def axes(self, *factors: str) -> tuple[int, ...]:
+        """The mesh axes that shard any of the factors."""
+
+    def size(self, factor: str) -> int:
+        """The whole size of a factor (with every part it was cut into)."""
+
+    @property
+    def reduced(self) -> tuple[int, ...]:
+        """The mesh axes that shard reduced factors."""
+
+    def whole(self, operand: int) -> tuple[int, ...]:
+        """The whole shape of a tensor operand."""
+
+    def sum(self, value: Any, axes: tuple[int, ...]) -> Any:
+        """All-reduce whose gradient is all-reduced too."""
+
+    def reduce(self, value: Any, axes: tuple[int, ...]) -> Any:
+        """All-reduce of a value that every device then uses alike: its gradient is already whole."""
+
+    def max(self, value: Any, axes: tuple[int, ...]) -> Any:
+        """All-reduce by maximum, without gradient."""
+
+    def offset(self, size: int, axes: tuple[int, ...], like: Any) -> Any:
+        """Where this device's part of a dim begins."""
+
+    @property
+    def target(self) -> Any:
+        """The operator that is being lowered."""
+
+    def random(self, function: Any, draws: bool, *args: Any) -> Any:
+        """A node that calls a local function which may draw random numbers."""
+
+    def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """A node that calls a local function."""
+
+
+def _normalise(at: At, x: Any, dims: list[int], count: int, axes: tuple[int, ...], eps: float) -> Any:
+    mean = at.sum(x.sum(dims, keepdim=True), axes) / count
+    centred = x - mean
+    variance = at.sum((centred * centred).sum(dims, keepdim=True), axes) / count
+    return centred * torch.rsqrt(variance + eps), mean, variance
+
+
+def _affine(x: Any, weight: Any, bias: Any) -> Any:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def layer_norm(
+    at: At, x: Any, shape: list[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
+) -> Any:
+    """layer_norm with a sharded normalised dim."""
+    names = [f"h{i}" for i in range(len(shape))]
+    count = 1
+    for n in shape:
+        count *= n
+    out, _mean, _variance = _normalise(
+        at, x, [i - len(shape) for i in range(len(shape))], count, at.axes(*names), eps
+    )
+    return _affine(out, weight, bias)
+
+
+def rms_norm(at: At, x: Any, shape: list[int], weight: Any = None, eps: float | None = None) -> Any:
+    """rms_norm with a sharded normalised dim."""
+    names = [f"h{i}" for i in range(len(shape))]
+    count = 1
+    for n in shape:
+        count *= n
+    dims = [i - len(shape) for i in range(len(shape))]
+    square = at.sum((x * x).sum(dims, keepdim=True), at.axes(*names)) / count
+    return _affine(x * at.call(_inverse_root, square, eps), weight, None)
+
+
+def _inverse_root(square: Tensor, eps: float | None) -> Tensor:
+    return torch.rsqrt(square + (torch.finfo(square.dtype).eps if eps is None else eps))
+
+
+def group_norm(
+    at: At, x: Any, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
+) -> Any:
+    """group_norm with the channels of each group sharded."""
+    shape = at.whole(0)
+    count = 1
+    for n in shape[1:]:
+        count *= n
+    grouped = at.call(_group, x, groups)
+    out, _mean, _variance = _normalise(at, grouped, [2, 3], count // at.size("g"), at.axes("c"), eps)
+    channels = [1, -1] + [1] * (len(shape) - 2)
+    out = at.call(torch.reshape, out, x.shape)
+    weight = None if weight is None else weight.view(channels)
+    return _affine(out, weight, None if bias is None else bias.view(channels))
+
+
+def _group(x: Tensor, groups: int) -> Tensor:
+    return x.reshape(x.shape[0], groups, x.shape[1] // groups, -1)
+
+
+def batch_norm(
+    at: At, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: Any, eps: float
+) -> Any:
+    """Training-mode batch_norm over a sharded batch: (output, new running mean, new running variance)."""
+    shape = at.whole(0)
+    dims = [0, *range(2, len(shape))]
+    count = shape[0]
+    for n in shape[2:]:
+        count *= n
+    out, mean, variance = _normalise(at, x, dims, count, at.axes("n"), eps)
+    channels = [1, -1] + [1] * (len(shape) - 2)
+    weight = None if weight is None else weight.view(channels)
+    out = _affine(out, weight, None if bias is None else bias.view(channels))
+    if running_mean is None:
+        return out, None, None
+    new_mean = at.call(_track, running_mean, mean, momentum, 1.0)
+    return out, new_mean, at.call(_track, running_var, variance, momentum, count / max(1, count - 1))
+
+
+def _track(running: Tensor, batch: Tensor, momentum: float, unbias: float) -> Tensor:
+    return (1 - momentum) * running + momentum * unbias * batch.detach().reshape(-1).to(running.dtype)
+
+
+def softmax(at: At, x: Any, dim: int, dtype: Any = None, *_: Any) -> Any:
+    """softmax along a sharded dim."""
+    shifted, axes = _shift(at, x, dim, dtype)
+    weights = torch.exp(shifted)
+    return weights / at.sum(weights.sum(dim, keepdim=True), axes)
+
+
+def log_softmax(at: At, x: Any, dim: int, dtype: Any = None, *_: Any) -> Any:
+    """log_softmax along a sharded dim."""
+    shifted, axes = _shift(at, x, dim, dtype)
+    return shifted - torch.log(at.sum(torch.exp(shifted).sum(dim, keepdim=True), axes))
+
+
+def _shift(at: At, x: Any, dim: int, dtype: Any) -> tuple[Any, tuple[int, ...]]:
+    axes = at.axes(f"v{dim % len(at.whole(0))}")
+    x = x.to(dtype) if isinstance(dtype, torch.dtype) else x
+    return x - at.max(x.amax(dim, keepdim=True), axes), axes
+
+
+def cross_entropy(
+    at: At,
+    logits: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """cross_entropy with tokens and / or classes sharded: a mean divides by the tokens of all devices."""
+    vocabulary, tokens = at.axes("v"), at.axes("m")
+    if vocabulary:
+        largest = at.max(logits.amax(1, keepdim=True), vocabulary)
+        shifted = logits - largest
+        total = at.reduce(torch.exp(shifted).sum(1), vocabulary)
+        start = at.offset(at.whole(0)[1], vocabulary, target)
+        chosen = at.reduce(at.call(_pick, shifted, target, start), vocabulary)
+        losses = at.call(_ignore, torch.log(total) - chosen, target, ignore_index)
+    else:
+        losses = at.call(_token_losses, logits, target, weight, ignore_index, label_smoothing)
+    if reduction == 0:
+        return losses
+    loss = losses.sum()
+    if reduction == 2:
+        return loss
+    count = at.call(_token_weight, target, weight, ignore_index, losses)
+    return loss / (at.sum(count, tokens) if tokens else count)
+
+
+def _pick(shifted: Tensor, target: Tensor, start: int) -> Tensor:
+    local = target - start
+    here = (local >= 0) & (local < shifted.shape[1])
+    picked = shifted.gather(1, torch.where(here, local, 0).unsqueeze(1)).squeeze(1)
+    return torch.where(here, picked, torch.zeros_like(picked))
+
+
+def _ignore(losses: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    return torch.where(target == ignore_index, torch.zeros_like(losses), losses)
+
+
+def _token_losses(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float
+) -> Tensor:
+    return F.cross_entropy(
+        logits, target, weight, reduction="none", ignore_index=ignore_index, label_smoothing=smoothing
+    )
+
+
+def _token_weight(target: Tensor, weight: Tensor | None, ignore_index: int, like: Tensor) -> Tensor:
+    counted = target != ignore_index
+    if weight is None:
+        return counted.sum().to(like.dtype)
+    return torch.where(counted, weight[torch.where(counted, target, 0)], torch.zeros_like(like)).sum()
+
+
+def embedding(at: At, weight: Any, ids: Any, padding_idx: int = -1, *_: Any) -> Any:
+    """embedding with a sharded vocabulary: each device looks up its own rows, the sum is left partial."""
+    start = at.offset(at.whole(0)[0], at.axes("v"), ids)
+    return at.call(_lookup, weight, ids, start, padding_idx)
+
+
+def _lookup(weight: Tensor, ids: Tensor, start: int, padding_idx: int) -> Tensor:
+    local = ids - start
+    here = (local >= 0) & (local < weight.shape[0])
+    rows = F.embedding(torch.where(here, local, 0), weight)
+    if padding_idx >= 0:
+        rows = torch.where((ids == padding_idx).unsqueeze(-1), rows.detach(), rows)
+    return torch.where(here.unsqueeze(-1), rows, torch.zeros_like(rows))
+
+
+def mean(at: At, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """mean over a sharded dim: the sum over the whole count, left partial."""
+    shape = at.whole(0)
+    chosen = range(len(shape)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    count = 1
+    for d in {d % len(shape) for d in chosen}:
+        count *= shape[d]
+    x = x.to(dtype) if isinstance(dtype, torch.dtype) else x
+    return (x.sum() if dim is None else x.sum(list(chosen), keepdim=keepdim)) / count
+
+
+def mean_loss(at: At, x: Any, target: Any, reduction: int = 1, *args: Any) -> Any:
+    """An element-wise loss over sharded dims: the sum, divided by the whole count for a mean, left partial."""
+    count = 1
+    for n in at.whole(0):
+        count *= n
+    total = at.call(at.target, x, target, 2, *args)
+    return total / count if reduction == 1 else total
+
+
+def attention(
+    at: At,
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any = None,
+    dropout: float = 0.0,
+    causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Attention with sharded query positions: a causal mask starts at this device's first position."""
+    start = at.offset(at.whole(0)[-2], at.axes("s"), q)
+    return at.random(_attend, dropout > 0, q, k, v, mask, dropout, causal, start, scale, enable_gqa)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    start: int,
+    scale: float | None,
+    gqa: bool,
+) -> Tensor:
+    if causal:
+        rows = torch.arange(start, start + q.shape[-2], device=q.device).unsqueeze(1)
+        mask = torch.arange(k.shape[-2], device=q.device).unsqueeze(0) <= rows
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale, enable_gqa=gqa)

@@ -1,0 +1,281 @@
+"""Worlds: who takes part in a collective.
+
+A sharded graph is the same for every device; a *world* gives it its surroundings. ``ProcessWorld`` is one process of a
+``torch.distributed`` job. ``LocalWorld`` is every device of a mesh at once, in this process: its collectives are local
+``stack`` and ``sum``. Both offer the same four primitives over the devices that they host (one, or all), and ``run``
+executes reshard steps on them, padding uneven chunks so that every message has one size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from passes.layout import even_chunk, extent, take_block
+from passes.reshard import Step
+
+__all__ = ["LocalWorld", "ProcessWorld", "World"]
+
+
+class World(nn.Module):
+    """The mesh as a graph sees it. ``hosted`` lists the coordinates of the devices that live in this process."""
+
+    def __init__(self, mesh_shape: tuple[int, ...], hosted: Sequence[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.mesh_shape = mesh_shape
+        self.hosted = tuple(hosted)
+        self.regather: Any = None
+        self._seeds = torch.Generator()
+        self.seed(torch.initial_seed())
+
+    def seed(self, seed: int) -> None:
+        """Starts the sequence of seeds for random operators; every device must be given the same."""
+        self._seeds.manual_seed(seed % 2**63)
+
+    def next_seed(self) -> int:
+        """The next seed, the same on every device."""
+        return int(torch.randint(2**62, (), generator=self._seeds))
+
+    @abstractmethod
+    def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> list[Tensor]:
+        """Every device of the group gets the sum (or ``max``) of the group's tensors."""
+
+    @abstractmethod
+    def all_gather(self, parts: Sequence[Tensor], axis: int) -> list[Tensor]:
+        """Every device gets the group's tensors, stacked in a new dim 0."""
+
+    @abstractmethod
+    def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> list[Tensor]:
+        """Device i of the group gets the sum of everybody's ``part[i]``."""
+
+    @abstractmethod
+    def all_to_all(self, parts: Sequence[Tensor], axis: int) -> list[Tensor]:
+        """Device i of the group gets everybody's ``part[i]``, stacked in dim 0."""
+
+    def extra_repr(self) -> str:
+        """The mesh's shape and the number of hosted devices."""
+        return f"mesh={self.mesh_shape}, hosted={len(self.hosted)}"
+
+    def run(self, steps: Iterable[Step], parts: Sequence[Tensor]) -> list[Tensor]:
+        """Executes reshard steps on the hosted devices' parts of one tensor."""
+        current = list(parts)
+        for step in steps:
+            current = getattr(self, f"_{step.kind}")(step, current)
+        return current
+
+    def offset(self, size: int, axes: Sequence[int]) -> list[int]:
+        """Where each hosted device's contiguous part of a dim of ``size``, split by ``axes``, begins."""
+        starts = []
+        for at in self.hosted:
+            start, length = 0, size
+            for axis in axes:
+                chunk = even_chunk(length, self.mesh_shape[axis])
+                start += min(at[axis] * chunk, length)
+                length = extent(length, (self.mesh_shape[axis],), (at[axis],))
+            starts.append(start)
+        return starts
+
+    def _slice(self, step: Step, parts: list[Tensor]) -> list[Tensor]:
+        (axis,) = step.axes
+        ways = self.mesh_shape[axis]
+        return [
+            take_block(part, step.dim, step.blocks, ways, at[axis]).contiguous()
+            for part, at in zip(parts, self.hosted, strict=True)
+        ]
+
+    def _mask(self, step: Step, parts: list[Tensor]) -> list[Tensor]:
+        return [
+            part if all(at[axis] == 0 for axis in step.axes) else torch.zeros_like(part)
+            for part, at in zip(parts, self.hosted, strict=True)
+        ]
+
+    def _all_reduce(self, step: Step, parts: list[Tensor]) -> list[Tensor]:
+        return self.all_reduce(parts, step.axes)
+
+    def _reduce_scatter(self, step: Step, parts: list[Tensor]) -> list[Tensor]:
+        (axis,) = step.axes
+        ways = self.mesh_shape[axis]
+        stacked = [_split_dim(part, step.dim, step.blocks, ways) for part in parts]
+        shards = [
+            _join_blocks(part, step.dim, step.blocks) if step.blocks > 1 else part
+            for part in self.reduce_scatter(stacked, axis)
+        ]
+        lengths = (
+            extent(part.shape[step.dim], (ways,), (at[axis],))
+            for part, at in zip(parts, self.hosted, strict=True)
+        )
+        if step.blocks > 1:
+            return shards
+        return [shard.narrow(step.dim, 0, n).contiguous() for shard, n in zip(shards, lengths, strict=True)]
+
+    def _all_gather(self, step: Step, parts: list[Tensor]) -> list[Tensor]:
+        (axis,) = step.axes
+        ways = self.mesh_shape[axis]
+        if not step.size:
+            return [_join_dim(part, step.dim, step.blocks) for part in self.all_gather(parts, axis)]
+        outer_ways = [self.mesh_shape[a] for a in step.outer]
+        totals = [extent(step.size, outer_ways, [at[a] for a in step.outer]) for at in self.hosted]
+        # every group has its own total, and every message of one group one length
+        padded = [_pad(part, step.dim, even_chunk(n, ways)) for part, n in zip(parts, totals, strict=True)]
+        joined = [_join_dim(part, step.dim, 1) for part in self.all_gather(padded, axis)]
+        return [part.narrow(step.dim, 0, n).contiguous() for part, n in zip(joined, totals, strict=True)]
+
+    def _all_to_all(self, step: Step, parts: list[Tensor]) -> list[Tensor]:
+        (axis,) = step.axes
+        ways = self.mesh_shape[axis]
+        stacked = [_split_dim(part, step.to_dim, step.to_blocks, ways) for part in parts]
+        if step.to_blocks > 1:
+            stacked = [
+                torch.stack([_join_blocks(s, step.to_dim, step.to_blocks) for s in part]) for part in stacked
+            ]
+        return [_join_dim(part, step.dim, step.blocks) for part in self.all_to_all(stacked, axis)]
+
+
+def _pad(tensor: Tensor, dim: int, length: int) -> Tensor:
+    missing = length - tensor.shape[dim]
+    if missing == 0:
+        return tensor
+    filler = list(tensor.shape)
+    filler[dim] = missing
+    return torch.cat([tensor, tensor.new_zeros(filler)], dim)
+
+
+def _split_dim(tensor: Tensor, dim: int, blocks: int, ways: int) -> Tensor:
+    """(.. dim ..) -> (ways, .., [blocks,] chunk, ..), padded; with blocks > 1 the block dim stays in front of the chunk."""
+    if blocks == 1:
+        chunk = even_chunk(tensor.shape[dim], ways)
+        return torch.stack(_pad(tensor, dim, chunk * ways).split(chunk, dim))
+    return torch.stack(tensor.unflatten(dim, (blocks, -1)).chunk(ways, dim + 1))
+
+
+def _join_blocks(tensor: Tensor, dim: int, blocks: int) -> Tensor:
+    return tensor.flatten(dim, dim + 1)
+
+
+def _join_dim(stacked: Tensor, dim: int, blocks: int) -> Tensor:
+    """(ways, .., dim, ..) -> (.., dim, ..): the inverse of splitting every one of ``blocks`` blocks of ``dim``."""
+    parts = stacked.unbind(0)
+    if blocks == 1:
+        return torch.cat(parts, dim)
+    return torch.cat([part.unflatten(dim, (blocks, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
+
+
+class LocalWorld(World):
+    """Every device of a mesh, in this one process."""
+
+    def __init__(self, mesh_shape: tuple[int, ...]) -> None:
+        super().__init__(mesh_shape, list(itertools.product(*(range(n) for n in mesh_shape))))
+
+    def _groups(self, axes: Sequence[int]) -> Iterable[list[int]]:
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, at in enumerate(self.hosted):
+            groups.setdefault(tuple(c for a, c in enumerate(at) if a not in axes), []).append(index)
+        return groups.values()
+
+    def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> list[Tensor]:
+        """See ``World.all_reduce``."""
+        result = list(parts)
+        for group in self._groups(axes):
+            stacked = torch.stack([parts[i] for i in group])
+            value = stacked.sum(0) if op == "sum" else stacked.amax(0)
+            for i in group:
+                result[i] = value.clone()
+        return result
+
+    def all_gather(self, parts: Sequence[Tensor], axis: int) -> list[Tensor]:
+        """See ``World.all_gather``."""
+        result = list(parts)
+        for group in self._groups((axis,)):
+            stacked = torch.stack([parts[i] for i in group])
+            for i in group:
+                result[i] = stacked
+        return result
+
+    def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> list[Tensor]:
+        """See ``World.reduce_scatter``."""
+        result = list(parts)
+        for group in self._groups((axis,)):
+            total = torch.stack([parts[i] for i in group]).sum(0)
+            for position, i in enumerate(group):
+                result[i] = total[position].clone()
+        return result
+
+    def all_to_all(self, parts: Sequence[Tensor], axis: int) -> list[Tensor]:
+        """See ``World.all_to_all``."""
+        result = list(parts)
+        for group in self._groups((axis,)):
+            for position, i in enumerate(group):
+                result[i] = torch.stack([parts[j][position] for j in group])
+        return result
+
+
+class ProcessWorld(World):
+    """This process's place on a ``DeviceMesh``, and its process groups.
+
+    Args:
+        mesh: the device mesh; its axes are the plan's.
+        groups: the sets of axes that collectives run over (each over a process group of its own).
+    """
+
+    def __init__(self, mesh: DeviceMesh, groups: Iterable[tuple[int, ...]]) -> None:
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None, "this rank is not part of the mesh"
+        super().__init__(tuple(mesh.shape), [tuple(coordinate)])
+        self.device_mesh = mesh
+        self._process_groups = {axes: self._make_group(axes) for axes in sorted(set(groups))}
+
+    def _make_group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
+        if len(axes) == 1:
+            return self.device_mesh.get_group(axes[0])
+        ranks = self.device_mesh.mesh
+        rest = [a for a in range(ranks.dim()) if a not in axes]
+        mine = None
+        for members in (
+            ranks.permute(*rest, *axes).reshape(-1, math.prod(ranks.shape[a] for a in axes)).tolist()
+        ):
+            group = dist.new_group(members)
+            if dist.get_rank() in members:
+                mine = group
+        assert mine is not None
+        return mine
+
+    def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> list[Tensor]:
+        """See ``World.all_reduce``."""
+        value = parts[0].clone(memory_format=torch.contiguous_format)
+        reduction = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+        dist.all_reduce(value, reduction, group=self._process_groups[axes])
+        return [value]
+
+    def all_gather(self, parts: Sequence[Tensor], axis: int) -> list[Tensor]:
+        """See ``World.all_gather``."""
+        part = _as_bytes(parts[0].contiguous())
+        result = part.new_empty((self.mesh_shape[axis], *part.shape))
+        dist.all_gather_into_tensor(result.view(-1), part.view(-1), group=self._process_groups[(axis,)])
+        return [result.view(parts[0].dtype)]
+
+    def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> list[Tensor]:
+        """See ``World.reduce_scatter``."""
+        part = parts[0].contiguous()
+        result = part.new_empty(part.shape[1:])
+        dist.reduce_scatter_single(result.view(-1), part.view(-1), group=self._process_groups[(axis,)])
+        return [result]
+
+    def all_to_all(self, parts: Sequence[Tensor], axis: int) -> list[Tensor]:
+        """See ``World.all_to_all``."""
+        part = _as_bytes(parts[0].contiguous())
+        result = torch.empty_like(part)
+        dist.all_to_all_single(result.view(-1), part.view(-1), group=self._process_groups[(axis,)])
+        return [result.view(parts[0].dtype)]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Booleans travel as bytes: not every backend knows them."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor

@@ -1,0 +1,301 @@
+"""Capturing: the normalised graph computes what the model computes, gradients and buffers included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from passes.capture import Captured, CaptureError, capture
+from tests.float64 import double, float64_mode
+from tests.models import MODELS
+
+
+def run(captured: Captured, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The graph on the model's own state: the user's outputs, and new buffers by name."""
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    flat = captured.graph_module(
+        *(state[n] for n in captured.parameters.values()),
+        *(state[n] for n in captured.buffers.values()),
+        *captured.constants.values(),
+        *captured.signature.flatten(args, kwargs),
+    )
+    buffers = dict(zip(captured.mutations, flat[captured.outputs :], strict=True))
+    return captured.signature.unflatten(flat[: captured.outputs]), {
+        captured.buffers[k]: v for k, v in buffers.items()
+    }
+
+
+def scalar(output: Any) -> torch.Tensor:
+    """One number on which all of an output's floating-point leaves have a say."""
+    floats = [
+        t
+        for t in tree_leaves(output)
+        if isinstance(t, torch.Tensor) and t.is_floating_point() and t.requires_grad
+    ]
+    return sum((t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view(t.shape)).sum() for t in floats)
+
+
+def compare(model: nn.Module, args: Any, kwargs: Any, captured: Captured, tolerance: float = 1e-12) -> None:
+    """Outputs, gradients and changed buffers of the graph and of the model itself agree."""
+    before = {n: b.detach().clone() for n, b in model.named_buffers()}
+    got, changed = run(captured, model, args, kwargs)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name]), f"running the graph changed {name}"
+    loss = scalar(got)
+    grads = (
+        torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        if torch.is_tensor(loss)
+        else None
+    )
+    wanted = model(*args, **kwargs)
+    expected = scalar(wanted)
+    assert type(got) is type(wanted)
+    for a, b in zip(tree_leaves(got), tree_leaves(wanted), strict=True):
+        if torch.is_tensor(b):
+            assert a.requires_grad == b.requires_grad
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+        else:
+            assert a == b
+    if grads is not None:
+        theirs = torch.autograd.grad(expected, list(model.parameters()), allow_unused=True)
+        for (name, _), a, b in zip(model.named_parameters(), grads, theirs, strict=True):
+            assert (a is None) == (b is None), name
+            if a is not None:
+                torch.testing.assert_close(
+                    a, b, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+                )
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(changed.get(name, before[name]), buffer, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_graph_is_the_model(name: str) -> None:
+    model, args, kwargs = double(MODELS[name])
+    with float64_mode():
+        captured = capture(model, args, kwargs)
+        compare(model, args, kwargs, captured)
+
+
+def check(model: nn.Module, *args: Any, **kwargs: Any) -> Captured:
+    """Captures a small model in float64 and compares it with the model itself."""
+    model = model.double()
+    captured = capture(model, args, kwargs)
+    compare(model, args, kwargs, captured)
+    for node in captured.graph_module.graph.nodes:
+        if node.op == "call_function":
+            assert "val" in node.meta and "module" in node.meta
+            schema = getattr(node.target, "_schema", None)
+            assert schema is None or not schema.is_mutable, f"{node.target} writes"
+    return captured
+
+
+def targets(captured: Captured) -> list[str]:
+    """Names of the operators of a captured graph, in order."""
+    return [str(n.target) for n in captured.graph_module.graph.nodes if n.op == "call_function"]
+
+
+def program(function: Any, *, size: int = 8) -> nn.Module:
+    """A model: ``function(self, self.linear(x), ...)`` with a buffer ``state`` of 8 numbers."""
+
+    class Program(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(size, size)
+            self.register_buffer("state", torch.arange(8.0))
+
+        def forward(self, x: torch.Tensor, *rest: Any, **named: Any) -> Any:
+            return function(self, self.linear(x), *rest, **named)
+
+    return Program()
+
+
+def image(*shape: int) -> torch.Tensor:
+    """Deterministic float64 noise."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+
+
+def test_names_and_state() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.BatchNorm1d(8)
+            self.second.weight = self.first.weight
+            self.idle = nn.Parameter(torch.ones(3))
+
+        def forward(
+            self, x: torch.Tensor, scale: float = 1.0, *, shift: torch.Tensor, gain: torch.Tensor
+        ) -> Any:
+            return {
+                "y": self.norm(self.second(self.first(x))) * scale * gain + shift,
+                "n": scale,
+                "nothing": None,
+            }
+
+    model = Tied()
+    captured = check(model, image(4, 8), shift=image(1), gain=image(8))
+    assert sorted(captured.parameters.values()) == sorted(n for n, _ in model.named_parameters())
+    assert captured.aliases == {"second.weight": "first.weight"}
+    assert captured.unused == ("idle",)
+    assert captured.inputs == ("x", "shift", "gain")
+    assert captured.outputs == 3
+    assert {captured.buffers[b] for b in captured.mutations} == {
+        "norm.running_mean", "norm.running_var", "norm.num_batches_tracked",
+    }  # fmt: skip
+    modules = {n.meta["module"] for n in captured.graph_module.graph.nodes if n.op == "call_function"}
+    assert modules == {"", "first", "second", "norm"}
+    sources = {n.meta["source"] for n in captured.graph_module.graph.nodes if n.op == "call_function"}
+    assert all(s.startswith("test_capture.py:") for s in sources)
+
+
+def test_batch_norm_modes() -> None:
+    for norm in (
+        nn.BatchNorm2d(8, momentum=0.3),
+        nn.BatchNorm2d(8, affine=False),
+        nn.BatchNorm2d(8, track_running_stats=False),
+    ):
+        assert any("batch_norm" in t for t in targets(check(norm, image(4, 8, 2, 2))))
+        assert not check(norm.eval(), image(4, 8, 2, 2)).mutations
+
+
+def test_same_tensor_twice_stays_two_inputs() -> None:
+    model, args, kwargs = MODELS["llama"]()
+    captured = capture(model, args, kwargs)
+    assert len(captured.inputs) == 2
+    labels = kwargs["labels"].clone().fill_(3)
+    got, _ = run(captured, model, (), {"labels": labels, "input_ids": kwargs["input_ids"]})
+    torch.testing.assert_close(got.loss, model(input_ids=kwargs["input_ids"], labels=labels).loss)
+
+
+def test_signature() -> None:
+    captured = capture(
+        program(lambda self, y, scale, flag=True: y * scale["by"]),
+        (image(4, 8).float(), {"by": torch.ones(8)}),
+    )
+    x, by = torch.zeros(4, 8), torch.ones(8)
+    flat = captured.signature.flatten((x, {"by": by}))
+    assert flat[0] is x and flat[1] is by
+    with pytest.raises(
+        ValueError, match=r"argument rest\[0\]\['by'\]: expected \[8\] of torch.float32.*got \[4\]"
+    ):
+        captured.signature.flatten((x, {"by": torch.ones(4)}))
+    with pytest.raises(ValueError, match="argument x: .* got .*float64"):
+        captured.signature.flatten((x.double(), {"by": by}))
+    with pytest.raises(ValueError, match="argument rest: its structure differs"):
+        captured.signature.flatten((x, {"other": by}))
+    with pytest.raises(TypeError, match="argument x: the example call had a tensor"):
+        captured.signature.flatten((3, {"by": by}))
+    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+        captured.signature.flatten(())
+
+
+def test_signature_positional_or_keyword() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(
+            self, x: torch.Tensor, y: torch.Tensor, flag: bool = False, **more: torch.Tensor
+        ) -> torch.Tensor:
+            return x * self.weight - y + sum(more.values()) if flag else x - y * self.weight
+
+    x, y = torch.ones(8), torch.zeros(8)
+    captured = capture(Scale(), (), {"y": y, "x": x})
+    assert captured.inputs == ("x", "y")
+    for args, kwargs in [((x, y), {}), ((x,), {"y": y}), ((), {"y": y, "x": x}), ((x, y, False), {})]:
+        assert [t is u for t, u in zip(captured.signature.flatten(args, kwargs), (x, y), strict=True)] == [
+            True,
+            True,
+        ]
+    with pytest.raises(
+        ValueError, match="argument flag: the graph was captured for the value False, this call has True"
+    ):
+        captured.signature.flatten((x, y, True))
+    free = capture(Scale().double(), (image(8), image(8), True), {"b": image(8), "a": image(8) + 1})
+    assert free.inputs == ("x", "y", "a", "b")
+    compare(Scale().double(), (image(8), image(8), True), {"a": image(8), "b": image(8) * 2}, free)
+
+
+def _writes_input(self: Any, y: torch.Tensor, z: torch.Tensor) -> Any:
+    z.add_(1)
+    return y + z
+
+
+def _writes_parameter(self: Any, y: torch.Tensor) -> Any:
+    with torch.no_grad():
+        self.linear.weight.mul_(0.5)
+    return y + self.linear.weight.sum()
+
+
+def _writes_without_gradient(self: Any, y: torch.Tensor) -> Any:
+    y = y * 2
+    with torch.no_grad():
+        y[0].zero_()
+    return y
+
+
+def _writes_detached(self: Any, y: torch.Tensor) -> Any:
+    y.detach().mul_(2)
+    return y
+
+
+def _autocast_on(self: Any, y: torch.Tensor) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return self.linear(y)
+
+
+def _data_dependent(self: Any, y: torch.Tensor) -> Any:
+    return y[y > 0].sum()
+
+
+def _branches(self: Any, y: torch.Tensor) -> Any:
+    return y if y.sum() > 0 else -y
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (_writes_parameter, "changes 'p_linear_weight' in place"),
+        (_writes_without_gradient, r"changes a value under torch.no_grad\(\)"),
+        (_writes_detached, "writes through detach"),
+        (_autocast_on, "autocast.* changes the dtypes"),
+        (_data_dependent, "depends on data"),
+        (_branches, "torch.export failed on Program.*(?s:.*)use_cache=False"),
+    ],
+    ids=lambda f: getattr(f, "__name__", ""),
+)
+def test_refusals(function: Any, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        capture(program(function), (torch.ones(4, 8),))
+
+
+def test_writing_an_input_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"changes 'rest_0' in place|changes '.*' in place"):
+        capture(program(_writes_input), (torch.ones(4, 8), torch.ones(4, 8)))
+
+
+def test_no_example_inputs() -> None:
+    with pytest.raises(ValueError, match="no example inputs"):
+        capture(nn.Linear(8, 8))
+
+
+def test_meta_model_and_tying() -> None:
+    config = transformers.GPT2Config(
+        vocab_size=96, n_embd=16, n_head=4, n_layer=1, n_positions=16, use_cache=False
+    )
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+    captured = capture(model)
+    assert captured.aliases == {"lm_head.weight": "transformer.wte.weight"}
+    assert captured.inputs == ("input_ids",)
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        capture(transformers.GPT2LMHeadModel(config).to("meta"))
+    with pytest.raises(CaptureError, match="torch.export failed on GPT2LMHeadModel"):
+        config.use_cache = True
+        capture(transformers.GPT2LMHeadModel(config))
