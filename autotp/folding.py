@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from passes.factors import Operator
 from passes.rules.shapes import operands_of, results_of
 
-__all__ = ["fold"]
+__all__ = ["fold", "signature"]
 
 _LONGEST_PERIOD = 4096
 _LEAST_SAVING = 6
@@ -30,7 +30,7 @@ def fold(operators: Mapping[fx.Node, Operator], parameters: frozenset[str]) -> d
     """
     nodes = list(operators)
     index: dict[object, int] = {}
-    codes = np.array([index.setdefault(_signature(operators[n], parameters), len(index)) for n in nodes])
+    codes = np.array([index.setdefault(signature(operators[n], parameters), len(index)) for n in nodes])
     stands: dict[fx.Node, fx.Node] = {n: n for n in nodes}
     pending = [(0, len(nodes))]
     while pending:
@@ -47,7 +47,8 @@ def fold(operators: Mapping[fx.Node, Operator], parameters: frozenset[str]) -> d
     return stands | _tie_parameters(nodes, stands, parameters)
 
 
-def _signature(operator: Operator, parameters: frozenset[str]) -> object:
+def signature(operator: Operator, parameters: frozenset[str]) -> object:
+    """What makes two operators interchangeable for planning: rule, shapes, arguments, factors and roles."""
     node = operator.node
     factors = tuple((f.name, f.size, f.role, f.offered) for f in operator.factors.values())
     operands = tuple((tuple(n.meta["val"].shape), n.name in parameters) for n in operands_of(node))

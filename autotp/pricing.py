@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import fx
 
+from autotp.resharding import volumes
 from costmodel import Link, Topology, collectives, compute, memory
 from passes.factors import Operator
 from passes.layout import Layout, local_shape
@@ -50,17 +53,13 @@ class Prices:
         self.topology, self.mesh, self.train, self.optimizer = topology, mesh, train, optimizer
         self.links = topology.links(mesh)
         self.collective = lru_cache(maxsize=None)(self._collective)
+        self._matrices: dict[tuple, np.ndarray] = {}
         self.moving = lru_cache(maxsize=None)(self._moving)
 
     def _collective(self, kind: str, axes: tuple[int, ...], volume: float) -> tuple[float, float]:
         """(seconds, bytes received) of one collective; ``volume`` is in bytes of the larger tensor on one device."""
-        ways = math.prod(self.mesh[a] for a in axes)
-        link = Link(
-            ways, min(self.links[a].bandwidth for a in axes), max(self.links[a].latency for a in axes), ()
-        )
-        return float(collectives.seconds(kind, ways, volume, link)), float(
-            collectives.bytes_moved(kind, ways, volume)
-        )
+        seconds, received = self._collectives(kind, axes, np.array([volume]))
+        return float(seconds[0]), float(received[0])
 
     def _moving(
         self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout
@@ -86,6 +85,46 @@ class Prices:
             more, size = self.moving(shape, itemsize, want.gradient, gradient_of(have))
             seconds, received = seconds + more, received + size
         return Price(0.0, seconds, received)
+
+    def reshards(
+        self,
+        value: torch.Tensor,
+        have: Sequence[Layout],
+        wants: Sequence[Want],
+        *,
+        gradient: bool,
+        regather: np.ndarray,
+    ) -> np.ndarray:
+        """Seconds of ``reshard`` for every (have, want) at once, ``[H, W]``; ``regather`` is a mask of that shape."""
+        shape, itemsize = tuple(value.shape), value.element_size()
+        forward = self._volumes(shape, itemsize, tuple(have), tuple(w.layout for w in wants))
+        seconds = np.where(regather, 2 * forward, forward) if self.train else forward
+        if self.train and gradient:
+            back = self._volumes(
+                shape, itemsize, tuple(w.gradient for w in wants), tuple(map(gradient_of, have))
+            )
+            seconds = seconds + back.T
+        return seconds
+
+    def _volumes(
+        self, shape: tuple[int, ...], itemsize: int, sources: tuple[Layout, ...], targets: tuple[Layout, ...]
+    ) -> np.ndarray:
+        key = shape, itemsize, sources, targets
+        if key not in self._matrices:
+            rows, row = _distinct(sources)
+            columns, column = _distinct(targets)
+            seconds, _ = volumes(shape, itemsize, rows, columns, self.mesh, self._collectives)
+            self._matrices[key] = seconds[np.ix_(row, column)]
+        return self._matrices[key]
+
+    def _collectives(
+        self, kind: str, axes: tuple[int, ...], size: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        ways = math.prod(self.mesh[a] for a in axes)
+        link = Link(
+            ways, min(self.links[a].bandwidth for a in axes), max(self.links[a].latency for a in axes), ()
+        )
+        return collectives.seconds(kind, ways, size, link), collectives.bytes_moved(kind, ways, size)
 
     def bytes(self, value: torch.Tensor, layout: Layout) -> float:
         """Bytes of one device's part."""
@@ -137,3 +176,10 @@ def flop_of(node: fx.Node) -> float:
     """FLOP of a node's whole forward operator."""
     table = rule_of(node)
     return table.flop(node) if table is not None and table.flop is not None else 0.0
+
+
+def _distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], np.ndarray]:
+    """The different layouts, and which of them each one is."""
+    found: dict[Layout, int] = {}
+    index = np.array([found.setdefault(layout, len(found)) for layout in layouts])
+    return list(found), index

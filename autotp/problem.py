@@ -17,6 +17,7 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate
 
 from autotp.families import Family, restricted
+from autotp.folding import signature
 from autotp.ilp import Node, Problem, Tensor, Use
 from autotp.pricing import Prices, flop_of
 from passes.capture import Captured
@@ -77,6 +78,7 @@ class _Assembly:
         for node in model.stands.values():
             self.copies[node] += 1
         self.index: dict[fx.Node, int] = {}
+        self.alike: dict[object, tuple[list[Strategy], np.ndarray, np.ndarray]] = {}
         self.choices: list[Sequence] = []
         self.nodes: list[Node] = []
         self.tensors: list[Tensor] = []
@@ -108,19 +110,27 @@ class _Assembly:
     def _add_operator(self, node: fx.Node) -> None:
         operator, count = self.model.operators[node], self.copies[node]
         weight = any(value_of(n)[0].name in self.captured.parameters for n in operands_of(node))
+        gradient = any((node, i) in self.model.trained for i in range(len(results_of(node))))
+        key = signature(operator, frozenset(self.captured.parameters)), weight, gradient
+        if key not in self.alike:
+            self.alike[key] = self._priced(operator, weight, gradient)
+        found, cost, memory = self.alike[key]
+        self._add(node, found, count * cost, count * memory)
+
+    def _priced(
+        self, operator: Operator, weight: bool, gradient: bool
+    ) -> tuple[list[Strategy], np.ndarray, np.ndarray]:
+        """Strategies of an operator with the seconds and the saved bytes of each."""
+        node = operator.node
         found = restricted(self.family, operator, self.mesh, weight)
-        flop, gradient = (
-            flop_of(node),
-            any((node, i) in self.model.trained for i in range(len(results_of(node)))),
-        )
-        table = rule_of(node)
+        flop, table = flop_of(node), rule_of(node)
         saved = table is not None and table.saves == "result" and self.prices.train and gradient
         cost, memory = [], []
         for strategy in found:
-            cost.append(count * self.prices.operator(operator, strategy, flop, gradient=gradient).seconds)
+            cost.append(self.prices.operator(operator, strategy, flop, gradient=gradient).seconds)
             kept = zip(results_of(node), strategy.results, strict=True) if saved else ()
-            memory.append(count * sum(self.prices.bytes(t, layout) for t, layout in kept))
-        self._add(node, found, cost, memory)
+            memory.append(sum(self.prices.bytes(t, layout) for t, layout in kept))
+        return found, np.asarray(cost), np.asarray(memory, float)
 
     def _wanted_parameters(self) -> dict[fx.Node, list[Layout]]:
         """Parameter -> the layouts that any strategy of a reader wants."""
@@ -216,8 +226,8 @@ class _Assembly:
             table = rule_of(user) if user.op == "call_function" else None
             if table is not None and table.saves == "operands" and prices.train:
                 saving |= set(chosen.tolist())
-        cost = np.zeros((len(rows), len(columns)))
-        temporary = np.zeros_like(cost)
+        regather = np.zeros((len(rows), len(columns)), bool)
+        temporary = np.zeros(regather.shape)
         memory = np.zeros(len(columns))
         for want, c in columns.items():
             if (
@@ -227,12 +237,11 @@ class _Assembly:
                 and value.dtype.is_floating_point
             ):
                 memory[c] = count * prices.bytes(value, want.layout)
-            for layout, r in rows.items():
-                regather = parameter and _gathered(layout, want.layout)
-                price = prices.reshard(value, layout, want, gradient=floating, regather=regather)
-                cost[r, c] = count * price.seconds
-                if regather:
-                    temporary[r, c] = prices.bytes(value, want.layout)
+            if parameter:
+                for layout, r in rows.items():
+                    regather[r, c] = _gathered(layout, want.layout)
+                    temporary[r, c] = prices.bytes(value, want.layout) if regather[r, c] else 0.0
+        cost = count * prices.reshards(value, list(rows), list(columns), gradient=floating, regather=regather)
         return Tensor(node.name, self.index[producer], have, tuple(users), cost, memory, temporary)
 
 

@@ -64,11 +64,19 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """A node with its rule, cut into the graph's common factors. ``rule`` is None for a node without one."""
+    """A node with its rule, cut into the graph's common factors.
+
+    Attributes:
+        node: the captured node.
+        rule: its cut rule; None for a node without one.
+        factors: by name.
+        sums: whether partial sums can reach it, so that strategies which pass them through make sense.
+    """
 
     node: fx.Node
     rule: OpRule | None
     factors: Mapping[str, Factor]
+    sums: bool = True
 
 
 def _add(cuts: list[int], cut: int, size: int) -> bool:
@@ -194,12 +202,32 @@ def analyse(graph: fx.Graph, inputs: Iterable[str] = ()) -> dict[fx.Node, Operat
                     anchored.add(key)
     anchored |= batch
     result = {}
+    learned, partial = _learned(graph), set()
     for node in analysis.nodes:
         rule = analysis.rules[node]
+        if rule is not None:
+            reached = any(value_of(n) in partial for n in operands_of(node))
+            if rule.reduced or (reached and rule.linear):
+                partial |= {(node, i) for i in range(len(results_of(node)))}
         result[node] = (
-            _operator(analysis, node, rule, batch, tokens, anchored) if rule else Operator(node, None, {})
+            _operator(analysis, node, rule, batch, tokens, anchored, node in learned, reached)
+            if rule
+            else Operator(node, None, {}, False)
         )
     return result
+
+
+def _learned(graph: fx.Graph) -> set[fx.Node]:
+    """Operators with a floating-point operand that an input or a parameter reaches: all but masks, ids and positions."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        floating = any(t.dtype.is_floating_point for t in results_of(node))
+        if node.op == "placeholder":
+            if floating:
+                found.add(node)
+        elif node.op == "call_function" and any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _kind(node: fx.Node, rule: OpRule, factor: str) -> str:
@@ -210,7 +238,14 @@ def _kind(node: fx.Node, rule: OpRule, factor: str) -> str:
 
 
 def _operator(
-    analysis: _Analysis, node: fx.Node, rule: OpRule, batch: set, tokens: set, anchored: set
+    analysis: _Analysis,
+    node: fx.Node,
+    rule: OpRule,
+    batch: set,
+    tokens: set,
+    anchored: set,
+    trained: bool,
+    sums: bool,
 ) -> Operator:
     table = rule_of(node)
     assert table is not None
@@ -226,6 +261,9 @@ def _operator(
             role = "batch" if key in batch else "token" if key in tokens else "feature"
             loose = index == 0 or base not in table.contiguous
             offered = base not in rule.whole and loose and (len(parts) == 1 or key in anchored)
+            offered = offered and (
+                trained or role == "batch"
+            )  # masks and positions are cheap: keep their space small
             kind = _kind(node, rule, base) if table.flop and table.lower is None else ""
             factors[name] = Factor(name, base, size, index, len(parts), sole, kind, role, offered)
 
@@ -242,4 +280,4 @@ def _operator(
         linear=rule.linear,
     )
     assert math.prod(cut.sizes.values()) == math.prod(rule.sizes.values())
-    return Operator(node, cut, factors)
+    return Operator(node, cut, factors, sums)

@@ -8,14 +8,32 @@ which collective a change of layout needs.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
-from passes.layout import Layout, blocks_of, fits, is_shard, local_shape, splits
+from passes.layout import Layout, blocks_of, is_shard, local_shape, splits
 
-__all__ = ["COMMUNICATING", "Move", "Step", "moves", "steps"]
+__all__ = [
+    "COMMUNICATING",
+    "DIM",
+    "SUM",
+    "WHOLE",
+    "Move",
+    "Step",
+    "codes",
+    "contended",
+    "is_even",
+    "moves",
+    "steps",
+]
+
+#: Codes of placements in arrays.
+WHOLE, SUM, DIM = -1, -2, 1 << 40
 
 #: The kinds of step that use the network; the others are local.
 COMMUNICATING = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
@@ -53,126 +71,149 @@ def steps(shape: tuple[int, ...], source: Layout, target: Layout, mesh: tuple[in
     return tuple(move.step for move in moves(shape, source, target, mesh))
 
 
-@lru_cache(maxsize=1_000_000)
+@lru_cache(maxsize=200_000)
 def moves(shape: tuple[int, ...], source: Layout, target: Layout, mesh: tuple[int, ...]) -> tuple[Move, ...]:
     """``steps`` with the number of elements that each handles on one device."""
     if source == target:
         return ()
-    state, found = list(source), []
-    while tuple(state) != target:
-        step, after = _next(shape, state, target, mesh)
-        before = math.prod(local_shape(shape, tuple(state), mesh))
-        found.append(Move(step, max(before, math.prod(local_shape(shape, tuple(after), mesh)))))
-        state = after
-    return tuple(found)
-
-
-def _next(shape: tuple[int, ...], state: list, target: Layout, mesh: tuple[int, ...]) -> tuple[Step, list]:
-    axes = [a for a in range(len(mesh)) if state[a] != target[a]]
-    for wanted, kind in ((Replicate, "slice"), (Partial, "reduce_scatter")):
-        for a in axes:
-            if (
-                isinstance(state[a], wanted)
-                and is_shard(target[a])
-                and _can_add(shape, state, target, a, mesh)
-            ):
-                after = _with(state, a, target[a])
-                return Step(kind, (a,), target[a].dim, _local_blocks(after, a, mesh)), after  # type: ignore[attr-defined]
+    have, want = codes([source]), codes([target])
+    contending = contended(have, want, is_even(shape, have, mesh) & is_even(shape, want, mesh))[0]
+    walk = _Walk(shape, list(source), mesh)
+    axes = range(len(mesh))
+    plain = [a for a in axes if not contending[a]]
+    for a in plain:
+        if isinstance(source[a], Replicate) and is_shard(target[a]):
+            walk.split("slice", a, target[a])
+    for a in plain:
+        if isinstance(source[a], Partial) and is_shard(target[a]):
+            walk.split("reduce_scatter", a, target[a])
+    for a in plain:
+        if is_shard(source[a]) and is_shard(target[a]) and source[a] != target[a]:
+            walk.exchange(a, target[a])
+    walk.reduce(
+        a
+        for a in axes
+        if isinstance(source[a], Partial) and not isinstance(target[a], Partial) and walk.partial(a)
+    )
+    for a in plain:
+        if is_shard(source[a]) and not is_shard(target[a]):
+            walk.gather(a)
+    for a in reversed(axes):
+        if contending[a] and is_shard(source[a]):
+            walk.gather(a)
+    walk.mask(a for a in axes if isinstance(target[a], Partial) and not isinstance(source[a], Partial))
     for a in axes:
-        if is_shard(state[a]) and is_shard(target[a]) and _can_remove(state, a):
-            without = _with(state, a, Replicate())
-            if _can_add(shape, without, target, a, mesh):
-                after = _with(state, a, target[a])
-                if _even(shape, state, mesh) and _even(shape, after, mesh):
-                    source_dim, target_dim = state[a].dim, target[a].dim  # type: ignore[attr-defined]
-                    if source_dim != target_dim:
-                        blocks = _local_blocks(state, a, mesh), _local_blocks(after, a, mesh)
-                        return Step("all_to_all", (a,), source_dim, blocks[0], target_dim, blocks[1]), after
-    summed = tuple(a for a in axes if isinstance(state[a], Partial) and isinstance(target[a], Replicate))
-    if summed:
-        after = list(state)
-        for a in summed:
-            after[a] = Replicate()
-        return Step("all_reduce", summed), after
-    stuck = tuple(a for a in axes if isinstance(state[a], Partial))
-    leaving = [a for a in axes if is_shard(state[a])]
-    for a in [*leaving, *(a for a in range(len(mesh)) if is_shard(state[a]))]:
-        if _can_remove(state, a) and _in_the_way(state, a, leaving):
-            return _gather(shape, state, a, mesh), _with(state, a, Replicate())
-    if stuck:  # a partial sum whose target dim is still taken: reduce it in place, slice later
-        after = list(state)
-        for a in stuck:
-            after[a] = Replicate()
-        return Step("all_reduce", stuck), after
-    for a in axes:
-        if is_shard(target[a]):  # what splits the dim now has to make way for the axis that comes before it
-            dim = target[a].dim  # type: ignore[attr-defined]
-            for b in reversed(range(len(mesh))):
-                if is_shard(state[b]) and state[b].dim == dim and _can_remove(state, b):
-                    return _gather(shape, state, b, mesh), _with(state, b, Replicate())
-    masked = tuple(a for a in axes if isinstance(target[a], Partial))
-    after = list(state)
-    for a in masked:
-        after[a] = target[a]
-    return Step("mask", masked), after
+        if contending[a] and is_shard(target[a]):
+            walk.split("slice", a, target[a])
+    assert tuple(walk.state) == target
+    return tuple(walk.found)
 
 
-def _with(state: list, axis: int, placement: object) -> list:
-    after = list(state)
-    after[axis] = placement
-    return after
+class _Walk:
+    """A layout on its way to another, with the moves so far."""
+
+    def __init__(self, shape: tuple[int, ...], state: list[Placement], mesh: tuple[int, ...]) -> None:
+        self.shape, self.state, self.mesh = shape, state, mesh
+        self.found: list[Move] = []
+
+    def partial(self, axis: int) -> bool:
+        return isinstance(self.state[axis], Partial)
+
+    def _elements(self) -> int:
+        return math.prod(local_shape(self.shape, tuple(self.state), self.mesh))
+
+    def _blocks(self, axis: int) -> int:
+        parts = splits(tuple(self.state), self.state[axis].dim, self.mesh)  # type: ignore[attr-defined]
+        return next(s.local_blocks for s in parts if s.axis == axis)
+
+    def _go(self, axes: Iterable[int], placement: Placement) -> int:
+        before = self._elements()
+        for axis in axes:
+            self.state[axis] = placement
+        return max(before, self._elements())
+
+    def split(self, kind: str, axis: int, placement: Placement) -> None:
+        elements = self._go([axis], placement)
+        self.found.append(Move(Step(kind, (axis,), placement.dim, self._blocks(axis)), elements))  # type: ignore[attr-defined]
+
+    def exchange(self, axis: int, placement: Placement) -> None:
+        dim, blocks = self.state[axis].dim, self._blocks(axis)  # type: ignore[attr-defined]
+        elements = self._go([axis], placement)
+        to_dim = placement.dim  # type: ignore[attr-defined]
+        self.found.append(
+            Move(Step("all_to_all", (axis,), dim, blocks, to_dim, self._blocks(axis)), elements)
+        )
+
+    def reduce(self, axes: Iterable[int]) -> None:
+        chosen = tuple(axes)
+        if chosen:
+            self.found.append(Move(Step("all_reduce", chosen), self._go(chosen, Replicate())))
+
+    def mask(self, axes: Iterable[int]) -> None:
+        chosen = tuple(axes)
+        if chosen:
+            self.found.append(Move(Step("mask", chosen), self._go(chosen, Partial())))
+
+    def gather(self, axis: int) -> None:
+        dim, blocks = self.state[axis].dim, self._blocks(axis)  # type: ignore[attr-defined]
+        parts = splits(tuple(self.state), dim, self.mesh)
+        step = Step("all_gather", (axis,), dim, blocks)
+        if self.shape[dim] % math.prod(self.mesh[s.axis] for s in parts):
+            outer = tuple(s.axis for s in parts if s.axis != axis)
+            step = step._replace(size=self.shape[dim], outer=outer)
+        self.found.append(Move(step, self._go([axis], Replicate())))
 
 
-def _key(placement: object) -> tuple[int, int]:
-    return placement.dim, blocks_of(placement)  # type: ignore[attr-defined, arg-type]
+def codes(layouts: Sequence[Layout]) -> np.ndarray:
+    """``[layouts, axes]``: what each axis does as a number: ``WHOLE``, ``SUM``, or ``dim * DIM + blocks``."""
+
+    def code(placement: Placement) -> int:
+        if is_shard(placement):
+            return placement.dim * DIM + blocks_of(placement)  # type: ignore[attr-defined]
+        return SUM if isinstance(placement, Partial) else WHOLE
+
+    return np.array([[code(p) for p in layout] for layout in layouts], dtype=np.int64)
 
 
-def _nested_inside(state: list, axis: int) -> list[int]:
-    """Axes that split the chunks which ``axis`` made."""
-    key = _key(state[axis])
-    return [a for a in range(axis + 1, len(state)) if is_shard(state[a]) and _key(state[a]) == key]
+def is_even(shape: tuple[int, ...], layouts: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
+    """Which of the coded layouts split every dim evenly."""
+    even = np.ones(layouts.shape[:-1], bool)
+    for d, size in enumerate(shape):
+        ways = np.where((layouts >= 0) & (layouts // DIM == d), np.array(mesh, dtype=np.int64), 1).prod(
+            axis=-1
+        )
+        even &= size % ways == 0
+    return even
 
 
-def _can_remove(state: list, axis: int) -> bool:
-    return not _nested_inside(state, axis)
+def contended(source: np.ndarray, target: np.ndarray, even: np.ndarray) -> np.ndarray:
+    """``[..., axes]``: which axes cannot simply move, because they change a dim that others split too.
 
-
-def _in_the_way(state: list, axis: int, leaving: list[int]) -> bool:
-    """Whether ``axis`` has to be gathered: it changes itself, or it splits the chunks of one that does."""
-    return axis in leaving or any(axis in _nested_inside(state, a) for a in leaving)
-
-
-def _can_add(shape: tuple[int, ...], state: list, target: Layout, axis: int, mesh: tuple[int, ...]) -> bool:
-    key = _key(target[axis])
-    for a in range(len(mesh)):
-        same = is_shard(state[a]) and _key(state[a]) == key
-        due = is_shard(target[a]) and _key(target[a]) == key
-        if a > axis and same:
-            return False
-        if a < axis and same != due:
-            return False
-    return fits(shape, tuple(_with(state, axis, target[axis])), mesh)
-
-
-def _local_blocks(state: list, axis: int, mesh: tuple[int, ...]) -> int:
-    parts = splits(tuple(state), state[axis].dim, mesh)
-    return next(s.local_blocks for s in parts if s.axis == axis)
-
-
-def _even(shape: tuple[int, ...], state: list, mesh: tuple[int, ...]) -> bool:
-    for dim, size in enumerate(shape):
-        ways = math.prod(mesh[s.axis] for s in splits(tuple(state), dim, mesh))
-        if size % ways:
-            return False
-    return True
-
-
-def _gather(shape: tuple[int, ...], state: list, axis: int, mesh: tuple[int, ...]) -> Step:
-    dim = state[axis].dim
-    parts = splits(tuple(state), dim, mesh)
-    ways = math.prod(mesh[s.axis] for s in parts)
-    blocks = _local_blocks(state, axis, mesh)
-    if shape[dim] % ways == 0:
-        return Step("all_gather", (axis,), dim, blocks)
-    outer = tuple(s.axis for s in parts if s.axis != axis)
-    return Step("all_gather", (axis,), dim, blocks, size=shape[dim], outer=outer)
+    Joining an inner axis to a dim that outer axes split already is simple, and so is removing it again. Contending axes
+    are gathered, innermost first, and sliced again at the end; so are all that share a dim with them.
+    """
+    axes = source.shape[-1]
+    here = np.where(source >= 0, 1 << np.where(source >= 0, source // DIM, 0), 0)
+    there = np.where(target >= 0, 1 << np.where(target >= 0, target // DIM, 0), 0)
+    dims = np.zeros(np.broadcast_shapes(source.shape, target.shape)[:-1], np.int64)
+    touched = [here[..., a] | there[..., a] for a in range(axes)]
+    for a in range(axes):
+        s, t = source[..., a], target[..., a]
+        changed = s != t
+        recut = changed & (s >= 0) & (t >= 0) & ((s // DIM == t // DIM) | ~even)
+        dims |= np.where(recut, touched[a], 0)
+        for b in range(a + 1, axes):
+            u, v = source[..., b], target[..., b]
+            moved = u != v
+            found = (s >= 0) & (s == u) & changed
+            found |= (t >= 0) & (t == v) & changed & ~(moved & (s == u) & (s < 0))
+            found |= (t >= 0) & (t == u) & changed
+            found |= (s >= 0) & (s == v) & changed & moved
+            for one, other in ((s, u), (t, v), (s, v), (t, u)):
+                shared = (one >= 0) & (other >= 0) & (one // DIM == other // DIM)
+                found |= shared & (one != other) & (changed | moved)
+            dims |= np.where(found, touched[a] | touched[b], 0)
+    for _ in range(axes):
+        for a in range(axes):
+            dims |= np.where(dims & touched[a], touched[a], 0)
+    return np.stack([dims & touched[a] != 0 for a in range(axes)], axis=-1)

@@ -99,7 +99,7 @@ def strategies(operator: Operator, mesh: tuple[int, ...], allow: Allow | None = 
             found += [
                 f.name for f in operator.factors.values() if f.offered and (allow is None or allow(axis, f))
             ]
-            if rule.linear and (allow is None or allow(axis, None)):
+            if rule.linear and operator.sums and (allow is None or allow(axis, None)):
                 found += [SUM + str(i) for i in range(len(rule.linear))]
         choices.append(found)
     for assignment in itertools.product(*choices):

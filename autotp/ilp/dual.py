@@ -1,19 +1,20 @@
 """Lower bounds and pruning without a solver: block-coordinate ascent on the dual of the linear relaxation.
 
-A tensor with several uses is relaxed to one table per use. The cost of a reshard, paid once, is split among the uses
-that may want it,
+A tensor with several uses is relaxed to one table per use. The cost of a reshard, paid once, is split among
+the uses that may want it,
 
     sum over distinct wanted l of C[h,l]  >=  sum_i share_i[h, want_i],     share_i >= 0,  sum_i share_i = C,
 
-which is the dual of the facility-location form of the mixed-integer program. What results is a sum of node and pair
-tables; moving cost between a node and its pairs (messages) leaves every assignment's total alone and
+which is the dual of the facility-location form of the mixed-integer program. What results is a sum of node
+and pair tables; moving cost between a node and its pairs (messages) leaves every assignment's total alone and
 
-    bound = sum_o min theta_o + sum_pairs min phi                                                      (1) Dual.bound
+    bound = sum_o min theta_o + sum_pairs min phi                                      (1) Dual.bound
 
-rises. The sweeps are the sequential tree-reweighted ones (Kolmogorov, "Convergent tree-reweighted message passing",
-PAMI 2006), exact on trees; :meth:`Dual.rebalance` moves shares from where they are slack to where they are tight. With a
-price per byte, node and column costs include their bytes' price and ``price * bound`` is taken off: Lagrangian duality
-of the memory bound. A strategy whose cheapest completion by the same bound exceeds a known assignment is ruled out.
+rises. The sweeps are the sequential tree-reweighted ones (Kolmogorov, "Convergent tree-reweighted message
+passing", PAMI 2006), exact on trees; :meth:`Dual.rebalance` moves shares from where they are slack to where
+they are tight. With a price per byte, node and column costs include their bytes' price and ``price * bound``
+is taken off: Lagrangian duality of the memory bound. A strategy whose cheapest completion by the same bound
+exceeds a known assignment is ruled out.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ __all__ = ["Dual"]
 
 @dataclass(slots=True)
 class _Port:
-    """What a table can tell apart of one node's strategies: class of each, and how to minimise over classes."""
+    """What a table can tell apart of one node's strategies: class of each, and how to minimise over
+    classes.
+    """
 
     index: np.ndarray
     order: np.ndarray
@@ -42,13 +45,34 @@ class _Port:
 
 @dataclass(slots=True)
 class _Pair:
-    """One use of one tensor as a table ``phi`` between two nodes; ``share`` covers the columns of ``columns``."""
+    """One use of one tensor as a table ``phi`` between two nodes; ``share`` covers the columns of
+    ``columns``.
+    """
 
     nodes: tuple[int, int]
     ports: tuple[_Port, _Port]
     phi: np.ndarray
     share: np.ndarray
     columns: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A use's part of its tensor's cost, by strategies of producer and consumer."""
+
+    pair: _Pair | None
+    own: np.ndarray
+
+    def at(self, producer: np.ndarray, consumer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Its share of the cost, and how far its table is above the table's least entry."""
+        if self.pair is None:
+            return self.own[consumer], np.zeros(len(consumer))
+        row, column = self.pair.ports[0].index[producer], self.pair.ports[1].index[consumer]
+        real = column < len(self.pair.columns)
+        share = (
+            np.where(real, self.pair.share[row, np.where(real, column, 0)], 0.0) if real.any() else 0.0 * row
+        )
+        return share, self.pair.phi[row, column] - self.pair.phi.min()
 
 
 def _port(values: np.ndarray) -> tuple[_Port, np.ndarray]:
@@ -62,7 +86,8 @@ class Dual:
 
     Args:
         problem: the problem; its bound counts only when ``price`` is positive.
-        cap: seconds of a known assignment (priced), or anything above the optimum: larger costs are cut to twice this.
+        cap: seconds of a known assignment (priced), or anything above the optimum: larger costs are cut to
+            twice this.
         price: seconds per byte.
     """
 
@@ -79,6 +104,7 @@ class Dual:
         self.big = 2.0 * max(cap - self.offset, 0.0) + 1e-300
         self.theta = [np.minimum(theta, self.big) for theta in self.theta]
         self.pairs: list[_Pair] = []
+        self.parts: list[list[_Part]] = []
         self.tables: list[tuple[list[_Pair], int]] = []
         for tensor in problem.tensors:
             self._split(tensor)
@@ -97,17 +123,22 @@ class Dual:
             wanted[np.unique(use.want[use.want >= 0])] += 1.0
         cost = cost / np.maximum(wanted, 1.0)
         made = []
+        parts: list[_Part] = []
+        self.parts.append(parts)
         for use in tensor.uses:
             if use.node == tensor.producer:
                 own = np.where(use.want < 0, 0.0, cost[tensor.have, np.maximum(use.want, 0)])
                 self.theta[use.node] = np.minimum(self.theta[use.node] + own, self.big)
+                parts.append(_Part(None, own))
                 continue
             have, rows = _port(tensor.have)
             want, columns = _port(np.where(use.want < 0, cost.shape[1], use.want))
             real = columns[columns < cost.shape[1]]
             share = cost[np.ix_(rows, real)]
             phi = np.hstack([share, np.zeros((len(rows), len(columns) - len(real)))])
-            made.append(_Pair((tensor.producer, use.node), (have, want), phi, share, real))
+            pair = _Pair((tensor.producer, use.node), (have, want), phi, share, real)
+            made.append(pair)
+            parts.append(_Part(pair, np.zeros(0)))
         self.pairs.extend(made)
         if len(made) > 1:
             self.tables.append((made, cost.shape[1]))
@@ -135,7 +166,9 @@ class Dual:
         return full
 
     def sweep(self) -> list[np.ndarray]:
-        """Messages forward and back once; returns, per node, a lower bound on any assignment with each strategy."""
+        """Messages forward and back once; returns, per node, a lower bound on any assignment with each
+        strategy.
+        """
         count = len(self.theta)
         for node in range(count):
             self._visit(node, self.after[node], self.before[node])
@@ -148,7 +181,9 @@ class Dual:
         return through
 
     def rebalance(self) -> None:
-        """Move shares of reshards that several uses may share from uses for which they are slack to all of them."""
+        """Move shares of reshards that several uses may share from uses for which they are slack to all of
+        them.
+        """
         for pairs, width in self.tables:
             pool = np.zeros((len(pairs[0].phi), width))
             wanted = np.zeros(width)

@@ -1,16 +1,18 @@
 """Exact elimination of nodes by min-plus products, when nothing binds the memory.
 
-Without a memory bound the objective is a sum of tables, one per node and one per tensor, and a node ``o`` can be
-minimised out of it for good (bucket elimination, Dechter 1999): all tables that mention ``o`` become one table
+Without a memory bound the objective is a sum of tables, one per node and one per tensor, and a node ``o`` can
+be minimised out of it for good (bucket elimination, Dechter 1999): all tables that mention ``o`` become one
+table
 
     f(neighbours of o) = min_s ( cost_o[s] + sum over tables of table(s, neighbours) ),
 
-and the argmin is kept to restore ``o`` afterwards. A node with one tensor in and one out is the min-plus matrix product of
-the two; a leaf becomes a cost of its only neighbour. A table is not indexed by its nodes' strategies but by what it
-can tell apart of them (rows, columns, pairs of these), which keeps it small.
+and the argmin is kept to restore ``o`` afterwards. A node with one tensor in and one out is the min-plus
+matrix product of the two; a leaf becomes a cost of its only neighbour. A table is not indexed by its nodes'
+strategies but by what it can tell apart of them (rows, columns, pairs of these), which keeps it small.
 
-:func:`eliminate_all` does this for every node if the tables stay within a budget of work; :func:`eliminate_some` takes
-out the nodes whose removal leaves at most a table between two nodes and returns what is left as a problem.
+:func:`eliminate_all` does this for every node if the tables stay within a budget of work;
+:func:`eliminate_some` takes out the nodes whose removal leaves at most a table between two nodes and returns
+what is left as a problem.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ import numpy as np
 from autotp.ilp.problem import Node, Problem, Tensor, Use
 
 __all__ = ["Core", "eliminate_all", "eliminate_some"]
+
+_LARGEST = 3e7  # entries of a table: 240 MB
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,9 +177,9 @@ class _Pool:
             at = [factor.nodes.index(n) for n in (node, *neighbours) if n in factor.nodes]
             shape = [len(own_first), *(len(joint[n][1]) if n in factor.nodes else 1 for n in neighbours)]
             aligned.append(np.transpose(table, at).reshape(shape))
-        shape = [len(joint[n][1]) for n in neighbours]
-        least = np.full(shape, math.inf)
-        best = np.full(shape, leader[0])
+        sizes = tuple(len(joint[n][1]) for n in neighbours)
+        least = np.full(sizes, math.inf)
+        best = np.full(sizes, leader[0])
         for c in range(len(own_first)):
             value: np.ndarray = np.asarray(self.unary[node][leader[c]])
             for table in aligned:
@@ -186,26 +190,27 @@ class _Pool:
         for factor_node in columns:
             self.of_node[factor_node] = {k: None for k in self.of_node[factor_node] if k in self.factors}
         self.left.discard(node)
-        index = tuple(joint[n][0] for n in neighbours)
-        self.steps.append(_Step(node, neighbours, index, best))
+        classes = tuple(joint[n][0] for n in neighbours)
+        self.steps.append(_Step(node, neighbours, classes, best))
+        # Without neighbours the table is a constant, which nothing is left to carry and nobody needs.
         if neighbours:
-            self.add(_Factor(neighbours, index, tuple(shape), least, None))
-        else:
-            # Nothing is left to carry the constant; restoring evaluates the choice itself.
-            self.of_node[node] = {}
+            self.add(_Factor(neighbours, classes, sizes, least, None))
 
 
 def eliminate_all(problem: Problem, *, budget: float) -> tuple[int, ...] | None:
-    """The optimal choice, memory ignored, or None when some table would take more than ``budget`` entries of work."""
+    """The optimal choice, memory ignored, or None when some table would take more than ``budget`` entries
+    of work.
+    """
     pool = _Pool(problem)
     cached = {node: pool.estimate(node)[1] for node in pool.left}
     spent = 0.0
     while pool.left:
         node = min(pool.left, key=lambda n: (cached[n], n))
         spent += cached[node]
-        if spent > budget:
-            return None
         touched = pool.estimate(node)[0]
+        tables = [math.prod(pool.factors[k].sizes) for k in pool.of_node[node]]
+        if spent > budget or max([math.prod(touched.values()), *tables]) > _LARGEST:
+            return None
         pool.eliminate(node)
         for n in touched:
             cached[n] = pool.estimate(n)[1]

@@ -3,17 +3,18 @@
 With ``x[o,s]`` binary, ``X_i[t,l] = sum of x[o_i,s] over s wanting column l`` (use i of t, node ``o_i``) and
 ``P[t,h] = sum of x[producer(t),s] over s having row h``:
 
-    minimise  sum_{o,s} cost_o[s] x[o,s] + sum_{t,h,l} cost_t[h,l] y[t,h,l]                        (1) nodes, cells
+    minimise  sum_{o,s} cost_o[s] x[o,s] + sum_{t,h,l} cost_t[h,l] y[t,h,l]                  (1) nodes, cells
     s.t.      sum_s x[o,s] = 1                                            for every o              (2) nodes
               w[t,l] >= X_i[t,l]                                          for every use i          (3) shared
               sum_h y[t,h,l] = w[t,l],   y[t,h,l] <= P[t,h]               for every t, h, l        (4) cells
               sum_l y[t,h,l] = P[t,h] (<= if a use may want none), sum_h y[t,h,l] = X[t,l]  one use (5) paired
-              T >= sum_h temporary_t[h,l] y[t,h,l]                        for every t, l           (6) temporary
+              T >= sum_h temporary_t[h,l] y[t,h,l]                        for every t, l         (6) temporary
               sum memory_o[s] x[o,s] + sum memory_t[l] w[t,l] + T <= bound                         (7) build
 
-(4) is the facility-location form of the reshard: the product ``P w`` relaxed as tightly as two-index constraints allow;
-(5) is the transportation polytope, the convex hull for two nodes. ``y`` of an impossible reshard does not exist, and cells
-of one column of a shared tensor with the same cost and bytes are one variable, which loses nothing in (4).
+(4) is the facility-location form of the reshard: the product ``P w`` relaxed as tightly as two-index
+constraints allow; (5) is the transportation polytope, the convex hull for two nodes. ``y`` of an impossible
+reshard does not exist, and cells of one column of a shared tensor with the same cost and bytes are one
+variable, which loses nothing in (4).
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ _SCALE = 1e4  # what the reference cost becomes: a reduced-cost tolerance of 1e-
 
 @dataclass(frozen=True, slots=True)
 class MipResult:
-    """Outcome of one run: the choice (None if none was found), the proven lower bound in seconds, and whether it is over."""
+    """Outcome of one run: the choice (None if none was found), the proven lower bound in seconds, and
+    whether it is over.
+    """
 
     choice: tuple[int, ...] | None
     bound: float
@@ -100,7 +103,9 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A built program: its rows, the ``x`` variables of each node, and what one unit of its objective is in seconds."""
+    """A built program: its rows, the ``x`` variables of each node, and what one unit of its objective is
+    in seconds.
+    """
 
     rows: _Rows
     x: tuple[tuple[int, ...], ...]
@@ -143,7 +148,9 @@ class _Builder:
             self.memory.append((variable, memory * self.byte))
 
     def indicator(self, node: int, index: np.ndarray) -> dict[int, int]:
-        """A variable per value of ``index`` that is 1 when the node's strategy has it (``x`` itself where it is one)."""
+        """A variable per value of ``index`` that is 1 when the node's strategy has it (``x`` itself where
+        it is one).
+        """
         groups: dict[int, list[int]] = {}
         for x, value in zip(self.x[node], index.tolist(), strict=True):
             if value >= 0:
@@ -232,7 +239,6 @@ def build(
     *,
     largest_cost: float = 0.0,
     excluded: Sequence[Sequence[int]] = (),
-    cutoff: float = math.inf,
 ) -> Model:
     """State ``problem`` as a mixed-integer program, constraints (1)-(7) of the module.
 
@@ -241,7 +247,6 @@ def build(
         reference: seconds of about the size of the optimum, for scaling.
         largest_cost: what each byte of the largest temporary adds to the objective.
         excluded: choices that are not allowed.
-        cutoff: seconds; only choices of at most this are looked for.
     """
     unit = reference / _SCALE if reference > 0 and math.isfinite(reference) else 1.0
     builder = _Builder(problem, unit, largest_cost)
@@ -250,9 +255,6 @@ def build(
         builder.tensor(tensor)
     if builder.bounded:
         builder.rows.constraint(builder.memory, -math.inf, problem.memory_bound * builder.byte)
-    if math.isfinite(cutoff):
-        terms = [(k, cost) for k, cost in enumerate(builder.rows.cost) if cost]
-        builder.rows.constraint(terms, -math.inf, cutoff / builder.unit)
     for choice in excluded:
         xs = [(x[s], 1.0) for x, s in zip(builder.x, choice, strict=True)]
         builder.rows.constraint(xs, -math.inf, len(xs) - 1.0)
@@ -266,7 +268,8 @@ def run(model: Model, *, time_limit: float, threads: int, solver: str = "highs")
         model: from :func:`build`.
         time_limit: seconds.
         threads: for the solvers that take a count (HiGHS uses its own pool).
-        solver: ``highs``, ``scip`` or ``cp-sat``.
+        solver: ``highs`` or ``scip``. HiGHS was never far behind and often far ahead on transformer layers;
+            CP-SAT, made to round these continuous variables, once proved a wrong optimum.
 
     Returns:
         the best choice found; ``finished`` with no choice means that none exists (the bound is then ``inf``).

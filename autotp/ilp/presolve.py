@@ -4,7 +4,8 @@
 * :func:`undominated` removes strategy ``s`` of a node when another one ``r`` of that node has
   ``cost[r] - cost[s] + sum over ports of sup(reshard with r - reshard with s) <= 0``, the same for resting bytes, and no
   larger temporary; the supremum runs over everything the neighbours may still choose.
-* :func:`compact` cuts the arrays down to what is left, merges equal rows and columns, and drops tensors that cost nothing.
+* :func:`compact` cuts the arrays down to what is left, merges equal rows and columns, and drops tensors that
+cost nothing.
 
 One strategy is removed at a time, by one that is still there, so ties need no special care.
 """
@@ -19,7 +20,7 @@ import numpy as np
 
 from autotp.ilp.problem import Node, Problem, Tensor, Use
 
-__all__ = ["Reduced", "compact", "consistent", "reduce", "undominated"]
+__all__ = ["Reduced", "compact", "consistent", "undominated"]
 
 Alive = list[np.ndarray]  # per node a boolean mask over its strategies
 
@@ -37,7 +38,9 @@ class Reduced:
 
 
 def consistent(problem: Problem, alive: Alive) -> bool:
-    """Clear, in place, strategies that cannot be part of any finite assignment; False when a node has none left."""
+    """Clear, in place, strategies that cannot be part of any finite assignment; False when a node has none
+    left.
+    """
     for node, mask in zip(problem.nodes, alive, strict=True):
         mask &= np.isfinite(node.cost)
     changed = True
@@ -90,7 +93,9 @@ def _have_change(tensor: Tensor, rows: np.ndarray, wants: list[np.ndarray], boun
 def _want_change(
     tensor: Tensor, rows: np.ndarray, columns: np.ndarray, others: np.ndarray, bounded: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``[r, s]`` twice: most that wanting ``columns[r]`` instead of ``columns[s]`` can add, in seconds and in bytes."""
+    """``[r, s]`` twice: most that wanting ``columns[r]`` instead of ``columns[s]`` can add, in seconds and
+    in bytes.
+    """
     none = columns < 0
     at = np.maximum(columns, 0)
     cost = np.where(none, 0.0, tensor.cost[np.ix_(rows, at)])
@@ -125,7 +130,9 @@ def _ports(problem: Problem) -> list[dict[int, list[int]]]:
 
 
 def undominated(problem: Problem, alive: Alive, *, bounded: bool) -> int:
-    """Clear, in place, dominated strategies of every node, one node after the other; returns how many were cleared."""
+    """Clear, in place, dominated strategies of every node, one node after the other; returns how many were
+    cleared.
+    """
     removed = 0
     for index, ports in enumerate(_ports(problem)):
         mask = alive[index]
@@ -223,25 +230,3 @@ def compact(problem: Problem, alive: Alive, *, bounded: bool) -> Reduced:
         )
         tensors.append(Tensor(tensor.name, tensor.producer, have, uses, cost, memory, temporary))
     return Reduced(Problem(nodes, tuple(tensors), problem.memory_bound if bounded else math.inf), kept)
-
-
-def reduce(problem: Problem, *, bounded: bool, alive: Alive | None = None, rounds: int = 4) -> Reduced | None:
-    """All of the above until nothing changes; None when the layouts admit no assignment at all.
-
-    Args:
-        problem: the problem.
-        bounded: keep the memory bound; otherwise everything about bytes is dropped, which lets more be removed.
-        alive: strategies to start from (not changed).
-        rounds: at most this many sweeps of dominance.
-    """
-    masks = (
-        [mask.copy() for mask in alive]
-        if alive
-        else [np.ones(len(node.cost), dtype=bool) for node in problem.nodes]
-    )
-    for _ in range(rounds):
-        if not consistent(problem, masks):
-            return None
-        if not undominated(problem, masks, bounded=bounded):
-            break
-    return compact(problem, masks, bounded=bounded)

@@ -1,10 +1,11 @@
 """The integer program in the abstract: nodes that choose one strategy each, and tensors that link them.
 
-Given one strategy ``s(o)`` per node, a tensor ``t`` rests in row ``have[s(producer)]`` and is wanted in the set
-``L(t)`` of *distinct* columns ``want[s(consumer)]`` over its uses (-1 is left out). Then
+Given one strategy ``s(o)`` per node, a tensor ``t`` rests in row ``have[s(producer)]`` and is wanted in the
+set ``L(t)`` of *distinct* columns ``want[s(consumer)]`` over its uses (-1 is left out). Then
 
     seconds = sum_o cost_o[s(o)] + sum_t sum_{l in L(t)} cost_t[have, l]                              (1)
-    memory  = sum_o memory_o[s(o)] + sum_t sum_{l in L(t)} memory_t[l] + max_{t, l in L(t)} temporary_t[have, l]  (2)
+    memory  = sum_o memory_o[s(o)] + sum_t sum_{l in L(t)} memory_t[l]
+              + max_{t, l in L(t)} temporary_t[have, l]                                        (2)
 
 :func:`evaluate` implements (1) and (2) and is the definition that every solution method is tested against.
 """
@@ -41,7 +42,8 @@ class Use:
 
     Attributes:
         node: index of the consuming node.
-        want: ``[S]`` column of the tensor's matrices that each strategy of the consumer asks for; -1 asks for none.
+        want: ``[S]`` column of the tensor's matrices that each strategy of the consumer asks for; -1 asks for
+            none.
     """
 
     node: int
@@ -57,9 +59,11 @@ class Tensor:
         producer: index of the producing node.
         have: ``[S]`` row of the matrices that each strategy of the producer leaves the tensor in.
         uses: the consumers; one node may appear twice, and may be the producer itself.
-        cost: ``[H, W]`` seconds of the reshard from row to column with its gradient mirror; ``inf`` = impossible.
+        cost: ``[H, W]`` seconds of the reshard from row to column with its gradient mirror; ``inf`` =
+            impossible.
         memory: ``[W]`` bytes held until the backward pass, counted once per distinct wanted column.
-        temporary: ``[H, W]`` bytes that live only while the reshard's result is in use; the largest one counts.
+        temporary: ``[H, W]`` bytes that live only while the reshard's result is in use; the largest one
+            counts.
     """
 
     name: str
@@ -82,10 +86,15 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a full assignment costs: seconds (``inf`` when a chosen reshard is impossible) and bytes per device."""
+    """What a full assignment costs: seconds (``inf`` when a chosen reshard is impossible) and bytes per
+    device.
+
+    ``temporary`` is the part of ``memory`` that the largest temporary accounts for.
+    """
 
     seconds: float
     memory: float
+    temporary: float = 0.0
 
 
 def distinct_wants(tensor: Tensor, choice: Sequence[int]) -> list[int]:
@@ -124,7 +133,7 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
             resting.append(float(tensor.memory[column]))
             largest = max(largest, float(tensor.temporary[row, column]))
     total = math.fsum(seconds) if all(map(math.isfinite, seconds)) else math.inf
-    return Evaluation(total, math.fsum([*resting, largest]))
+    return Evaluation(total, math.fsum([*resting, largest]), largest)
 
 
 def validate(problem: Problem) -> None:

@@ -1,14 +1,17 @@
-"""Prove an optimum: bounds by duality, pruning, a split on the largest temporary, and a solver for what remains.
+"""Prove an optimum: bounds by duality, pruning, a split on the largest temporary, and a solver for what
+remains.
 
-The part of the memory that is a maximum, ``T = max temporary``, has no good linear relaxation. It is branched on instead:
-on a piece ``lo <= T <= hi`` reshards above ``hi`` are impossible and ``lo`` bytes are known to be taken. On each piece
+The part of the memory that is a maximum, ``T = max temporary``, has no good linear relaxation. It is branched
+on instead: on a piece ``lo <= T <= hi`` reshards above ``hi`` are impossible and ``lo`` bytes are known to be
+taken. On each piece
 
-    seconds >= max over price >= 0 of  min over choices of  seconds + price * (resting bytes - (bound - lo))        (1) climb
+    seconds >= max_{price >= 0} min_choices  seconds + price * (resting bytes - (bound - lo))   (1) _climb
 
-where the inner minimum is bounded by :class:`autotp.ilp.dual.Dual` and the price is found by cutting planes in one
-dimension: every choice met is a line in the price, and the next price is where the lowest two lines cross. Strategies
-whose own bound exceeds the best choice known go; a piece that is still open is split, or, when small enough, solved
-as a mixed-integer program.
+where the inner minimum is bounded by :class:`autotp.ilp.dual.Dual` and the price is found by cutting planes
+in one
+dimension: every choice met is a line in the price, and the next price is where the lowest two lines cross.
+Strategies whose own bound exceeds the best choice known go; a piece that is still open is split, or, when
+small enough, solved as a mixed-integer program.
 """
 
 from __future__ import annotations
@@ -22,54 +25,22 @@ import numpy as np
 
 from autotp.ilp import mip
 from autotp.ilp.dual import Dual
+from autotp.ilp.eliminate import eliminate_all
+from autotp.ilp.labels import settle
 from autotp.ilp.local import improve
+from autotp.ilp.pieces import Piece, Settings
 from autotp.ilp.presolve import Reduced, compact, consistent, undominated
+from autotp.ilp.prices import next_price, priced
 from autotp.ilp.problem import Problem, evaluate
 
-__all__ = ["Search", "Settings"]
+__all__ = ["Search"]
 
-# Rounds: first look only for what is better than a limit that leaves this many strategies. Pruning against a low limit
-# leaves far less to the solver; if nothing is found the bound has risen to it, and if something is, it is the optimum.
+# Rounds: first look only for what is better than a limit that leaves this many strategies. Pruning against
+# a low limit leaves far less to the solver; if nothing is found the bound has risen to it, and if something
+# is, it is the optimum.
 _ROUNDS = (120, 240, 480, 960)
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Knobs of the search.
-
-    Attributes:
-        deadline: on the monotonic clock.
-        threads: for solvers that take a count.
-        cutoff: objective values at or above this are of no interest.
-        tolerance: relative; a piece is done when its bound is this close to the best value.
-        small: most cells of a piece that is handed to the solver without further splitting.
-        enough: stop as soon as a choice of at most this value is found.
-        solver: which one.
-    """
-
-    deadline: float
-    threads: int = 2
-    cutoff: float = math.inf
-    tolerance: float = 2e-10
-    small: int = 4000
-    enough: float = -math.inf
-    solver: str = "highs"
-
-
-@dataclass(slots=True)
-class _Piece:
-    """A part of the search space: a range of the largest temporary, the strategies left, and bounds through each."""
-
-    low: float
-    high: float
-    alive: list[np.ndarray]
-    floors: list[np.ndarray]
-    bound: float
-    price: float = 0.0
-
-    def copy(self) -> _Piece:
-        alive, floors = [mask.copy() for mask in self.alive], [floor.copy() for floor in self.floors]
-        return replace(self, alive=alive, floors=floors)
+_SWEEPS = 60
+_WORK = 2e9  # entries that exact elimination may visit before a solver is the better bet
 
 
 @dataclass(slots=True)
@@ -85,6 +56,7 @@ class Search:
         bound: proven lower bound (after :meth:`run`).
         variables: of the largest program handed to a solver.
         pieces: how many pieces were looked at.
+        method: the heaviest means that was needed: duality, labels, elimination or mip.
     """
 
     problem: Problem
@@ -95,16 +67,16 @@ class Search:
     bound: float = -math.inf
     variables: int = 0
     pieces: int = 0
+    method: str = "duality"
     limit: float = math.inf
     lines: list[tuple[float, float]] = field(default_factory=list)
 
     def offer(self, choice: Sequence[int]) -> None:
         """Take ``choice`` if it is allowed and better than the best so far."""
         found = evaluate(self.problem, choice)
-        resting = evaluate(_without_temporaries(self.problem), choice).memory
-        value = found.seconds + self.largest_cost * (found.memory - resting)
+        value = found.seconds + self.largest_cost * found.temporary
         if math.isfinite(found.seconds):
-            self.lines.append((found.seconds, resting))
+            self.lines.append((found.seconds, found.memory - found.temporary))
         if found.memory <= self.problem.memory_bound and value < self.value:
             self.value, self.choice = value, tuple(choice)
 
@@ -113,9 +85,10 @@ class Search:
         best = min(self.value, self.settings.cutoff, self.limit)
         return best - self.settings.tolerance * abs(best) if math.isfinite(best) else math.inf
 
-    def settle(self, choice: Sequence[int]) -> None:
-        """Accept ``choice`` as the optimum."""
+    def settle(self, choice: Sequence[int], method: str) -> None:
+        """Accept ``choice`` as the optimum, found by ``method``."""
         self.offer(choice)
+        self.method = method
         self.bound = self.value
 
     def run(self, *, floor: float = -math.inf) -> None:
@@ -127,7 +100,7 @@ class Search:
         if math.isinf(self.problem.memory_bound) and not self.largest_cost:
             temporaries = []
         top = min(max(temporaries, default=0.0), self.problem.memory_bound)
-        root = _Piece(0.0, float(top), masks, [np.full(len(m), -math.inf) for m in masks], floor)
+        root = Piece(0.0, float(top), masks, [np.full(len(m), -math.inf) for m in masks], floor)
         self.bound = floor
         if self._tighten(root) is None:
             self.bound = min(self.value, max(floor, root.bound))
@@ -141,7 +114,7 @@ class Search:
             if self._over() or self.bound >= self.target():
                 break
 
-    def _limits(self, root: _Piece) -> list[float]:
+    def _limits(self, root: Piece) -> list[float]:
         """Rising limits that leave ever more strategies, the last being no limit."""
         floors = np.sort(np.concatenate([f[m] for f, m in zip(root.floors, root.alive, strict=True)]))
         limits = []
@@ -153,7 +126,7 @@ class Search:
     def _over(self) -> bool:
         return time.monotonic() > self.settings.deadline or self.value <= self.settings.enough
 
-    def _exhaust(self, root: _Piece) -> float:
+    def _exhaust(self, root: Piece) -> float:
         """Settle everything below ``limit``; the proven bound."""
         closed = math.inf
         stack = [root.copy()]
@@ -162,7 +135,7 @@ class Search:
             if piece.bound < self.target() and not self._over():
                 self.pieces += 1
                 reduced = self._tighten(piece)
-                if reduced is not None and not self._over():
+                if reduced is not None and not self._over() and not self._label(piece, reduced):
                     parts = self._split(piece, reduced)
                     if parts:
                         stack.extend(sorted(parts, key=lambda p: -p.bound))
@@ -171,7 +144,7 @@ class Search:
             closed = min(closed, piece.bound)
         return closed
 
-    def _restricted(self, piece: _Piece) -> Reduced | None:
+    def _restricted(self, piece: Piece) -> Reduced | None:
         tensors = self.problem.tensors
         if math.isfinite(self.problem.memory_bound) or self.largest_cost:
             tensors = tuple(
@@ -182,8 +155,10 @@ class Search:
             return None
         return compact(limited, piece.alive, bounded=True)
 
-    def _tighten(self, piece: _Piece) -> Reduced | None:
-        """Bound and prune until neither helps much; None when the piece is settled, its bound then saying at what."""
+    def _tighten(self, piece: Piece) -> Reduced | None:
+        """Bound and prune until neither helps much; None when the piece is settled, its bound then saying
+        at what.
+        """
         size = math.inf
         dominated = False
         for mask, floor in zip(piece.alive, piece.floors, strict=True):
@@ -203,35 +178,56 @@ class Search:
             else:
                 dominated = True
 
-    def _climb(self, piece: _Piece, reduced: Reduced) -> None:
-        """Raise the piece's bound by (1) and prune its strategies, better choices being offered on the way."""
+    def _climb(self, piece: Piece, reduced: Reduced) -> None:
+        """Raise the piece's bound by (1) and prune its strategies, better choices being offered on the
+        way.
+        """
         small = reduced.problem
         base = self.largest_cost * piece.low
         room = self.problem.memory_bound - piece.low
-        bounded = math.isfinite(room)
-        prices = [piece.price]
-        tried = 0
-        while prices and tried < 12:
-            price = prices.pop()
-            tried += 1
+        price: float | None = piece.price
+        for _ in range(12):
+            assert price is not None
             dual = Dual(replace(small, memory_bound=room), self._cap(small), price=price)
-            bound, through = _ascend(dual, self.target() - base)
-            if bound + base > piece.bound:
-                piece.bound, piece.price = bound + base, price
-            self._prune(piece, reduced, through, base)
-            if piece.bound >= self.target():
+            self._ascend(piece, reduced, dual, base)
+            if piece.bound >= self.target() or math.isinf(room):
                 return
-            choice = improve(replace(_priced(small, price), memory_bound=math.inf), dual.decode())
-            self.offer(reduced.restore(choice))
-            if not bounded:
-                return
-            if evaluate(small, choice).memory <= self.problem.memory_bound:
-                self.offer(reduced.restore(improve(small, choice)))
-            following = _next_price([(seconds, resting - room) for seconds, resting in self.lines], price)
+            following = next_price([(seconds, resting - room) for seconds, resting in self.lines], price)
             if following is None and price == 0:
-                following = 0.1 * abs(bound) / max(room, 1.0)
-            if following is not None and abs(following - price) > 1e-6 * max(following, price):
-                prices.append(following)
+                following = 0.1 * abs(piece.bound) / max(room, 1.0)
+            if following is None or abs(following - price) <= 1e-6 * max(following, price):
+                return
+            price = following
+
+    def _ascend(self, piece: Piece, reduced: Reduced, dual: Dual, base: float) -> None:
+        """Sweep at one price until the bound reaches the target or hardly rises, and read choices off the
+        messages.
+        """
+        last = -math.inf
+        for number in range(1, _SWEEPS + 1):
+            through = dual.sweep()
+            bound = dual.bound() + base
+            done = bound >= self.target()
+            if done or number % 5 == 0:
+                if bound > piece.bound:
+                    piece.bound, piece.price = bound, dual.price
+                self._prune(piece, reduced, through, base)
+                slow = bound - last < 0.02 * (min(self.target(), self._cap(reduced.problem)) - bound)
+                if done or (slow and number > 5):
+                    break
+                last = bound
+                if math.isinf(self.value) and number == 5:
+                    self._read(reduced, dual)
+            dual.rebalance()
+        if not done:
+            self._read(reduced, dual)
+
+    def _read(self, reduced: Reduced, dual: Dual) -> None:
+        small = reduced.problem
+        choice = improve(replace(priced(small, dual.price), memory_bound=math.inf), dual.decode())
+        self.offer(reduced.restore(choice))
+        if math.isfinite(small.memory_bound) and evaluate(small, choice).memory <= small.memory_bound:
+            self.offer(reduced.restore(improve(small, choice)))
 
     def _cap(self, small: Problem) -> float:
         best = min(self.value, self.settings.cutoff)
@@ -242,12 +238,12 @@ class Search:
             total += float(np.where(np.isfinite(tensor.cost), tensor.cost, 0.0).max(axis=0).sum())
         return total
 
-    def _prune(self, piece: _Piece, reduced: Reduced, through: list[np.ndarray], base: float) -> None:
+    def _prune(self, piece: Piece, reduced: Reduced, through: list[np.ndarray], base: float) -> None:
         for mask, floor, kept, bounds in zip(piece.alive, piece.floors, reduced.kept, through, strict=True):
             floor[kept] = np.maximum(floor[kept], bounds + base)
             mask &= floor < self.target()
 
-    def _split(self, piece: _Piece, reduced: Reduced) -> list[_Piece]:
+    def _split(self, piece: Piece, reduced: Reduced) -> list[Piece]:
         small = reduced.problem
         cells = sum(t.cost.size for t in small.tensors) + sum(len(n.cost) for n in small.nodes)
         if cells <= self.settings.small:
@@ -268,14 +264,22 @@ class Search:
             halves.append(replace(piece.copy(), low=float(low), high=float(high)))
         return halves
 
-    def _finish(self, piece: _Piece, reduced: Reduced) -> None:
-        """Hand the piece to the solver, which has tolerances: every choice it finds is priced exactly and excluded."""
+    def _finish(self, piece: Piece, reduced: Reduced) -> None:
+        """Hand the piece to the solver, which has tolerances: every choice it finds is priced exactly and
+        excluded.
+        """
+        if math.isinf(self.problem.memory_bound) and not self.largest_cost:
+            choice = eliminate_all(reduced.problem, budget=_WORK)
+            if choice is not None:
+                self.method = "elimination"
+                self.offer(reduced.restore(choice))
+                piece.bound = max(piece.bound, self.target())
+                return
+        self.method = "mip"
         found: list[tuple[int, ...]] = []
         for _ in range(30):
             small = self._trimmed(reduced.problem, piece)
-            model = mip.build(
-                small, self._cap(small), largest_cost=self.largest_cost, excluded=found, cutoff=self.target()
-            )
+            model = mip.build(small, self._cap(small), largest_cost=self.largest_cost, excluded=found)
             self.variables = max(self.variables, model.size)
             left = self.settings.deadline - time.monotonic()
             result = mip.run(
@@ -289,8 +293,33 @@ class Search:
             if result.choice is None or not result.finished or result.bound >= self.target():
                 break
 
-    def _trimmed(self, small: Problem, piece: _Piece) -> Problem:
-        """Without reshards that alone cost more than the best choice, which would only spoil the solver's scale."""
+    def _label(self, piece: Piece, reduced: Reduced) -> bool:
+        """Settle the piece by labels if they stay few."""
+        base = self.largest_cost * piece.low
+        target = self.target() - base
+        if not math.isfinite(target):
+            return False
+        room = self.problem.memory_bound - piece.low
+        price = piece.price if math.isfinite(room) else 0.0
+        dual = Dual(replace(reduced.problem, memory_bound=room), self._cap(reduced.problem), price=price)
+        for _ in range(_SWEEPS):
+            dual.sweep()
+            dual.rebalance()
+        settled, choice = settle(
+            reduced.problem, dual, target=target, base=piece.low, largest_cost=self.largest_cost
+        )
+        if choice is not None:
+            self.offer(reduced.restore(choice))
+        if settled:
+            if self.method == "duality":
+                self.method = "labels"
+            piece.bound = max(piece.bound, self.target())
+        return settled
+
+    def _trimmed(self, small: Problem, piece: Piece) -> Problem:
+        """Without reshards that alone cost more than the best choice, which would only spoil the solver's
+        scale.
+        """
         room = (
             self.target()
             - self.largest_cost * piece.low
@@ -298,51 +327,3 @@ class Search:
         )
         tensors = tuple(replace(t, cost=np.where(t.cost > room, math.inf, t.cost)) for t in small.tensors)
         return replace(small, tensors=tensors)
-
-
-def _without_temporaries(problem: Problem) -> Problem:
-    tensors = tuple(replace(t, temporary=np.zeros_like(t.temporary)) for t in problem.tensors)
-    return replace(problem, tensors=tensors)
-
-
-def _priced(problem: Problem, price: float) -> Problem:
-    if not price:
-        return problem
-    nodes = tuple(replace(node, cost=node.cost + price * node.memory) for node in problem.nodes)
-    tensors = tuple(replace(t, cost=t.cost + price * t.memory[None, :]) for t in problem.tensors)
-    return replace(problem, nodes=nodes, tensors=tensors)
-
-
-def _ascend(dual: Dual, target: float, *, most: int = 60) -> tuple[float, list[np.ndarray]]:
-    """Sweep until the bound reaches the target or hardly rises; the bound, and bounds through every strategy."""
-    last = bound = -math.inf
-    through: list[np.ndarray] = []
-    for number in range(most):
-        through = dual.sweep()
-        bound = dual.bound()
-        if bound >= target:
-            break
-        if number % 5 == 4:
-            if math.isfinite(target) and bound - last < 0.02 * (target - bound):
-                break
-            last = bound
-        dual.rebalance()
-    return bound, through
-
-
-def _next_price(lines: list[tuple[float, float]], price: float) -> float | None:
-    """Where ``min over lines of seconds + price * slope`` is greatest; the price to raise to when no line falls."""
-    falling = [line for line in lines if line[1] < 0]
-    rising = [line for line in lines if line[1] > 0]
-    if not rising:
-        return price / 16 if price > 0 else None
-    if not falling:
-        return price * 8 if price > 0 else None
-    best, at = -math.inf, 0.0
-    candidates = [0.0] + [(f[0] - r[0]) / (r[1] - f[1]) for f in falling for r in rising]
-    for candidate in candidates:
-        if candidate >= 0:
-            value = min(line[0] + candidate * line[1] for line in lines)
-            if value > best:
-                best, at = value, candidate
-    return at

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autotp.ilp.eliminate import eliminate_all, eliminate_some
+from autotp.ilp.pieces import Settings
 from autotp.ilp.presolve import compact, consistent
 from autotp.ilp.problem import Node, Problem, evaluate, validate
-from autotp.ilp.search import Search, Settings
+from autotp.ilp.search import Search
 
 __all__ = ["Infeasible", "Solution", "solve"]
 
@@ -23,7 +24,8 @@ class Infeasible(ValueError):
     """No assignment exists: none fits the memory bound, or the layouts admit none.
 
     Attributes:
-        needed_memory: the least bytes per device that any assignment needs; ``inf`` when the layouts admit none.
+        needed_memory: the least bytes per device that any assignment needs; ``inf`` when the layouts admit
+            none.
     """
 
     def __init__(self, message: str, needed_memory: float) -> None:
@@ -42,7 +44,7 @@ class Solution:
         bound: no assignment within the memory bound costs less than this (proven).
         optimal: ``seconds`` equals ``bound`` to 1e-9 relative.
         gap: ``(seconds - bound) / seconds``.
-        method: which part settled it.
+        method: the heaviest means that was needed: elimination (of all), duality, labels or mip.
         variables: of the largest integer program handed to a solver, 0 if none was.
     """
 
@@ -77,11 +79,11 @@ def solve(
     """
     validate(problem)
     settings = Settings(time.monotonic() + time_limit, threads, cutoff)
-    free, method = _unbounded(problem, settings)
-    if free.bound >= cutoff:
+    free = _unbounded(problem, settings)
+    if free.value >= cutoff and free.bound >= cutoff - 1e-9 * abs(cutoff):
         return None
     if free.choice is not None and evaluate(problem, free.choice).memory <= problem.memory_bound:
-        return _solution(problem, free, method)
+        return _solution(problem, free)
     start = _fitting(problem, settings)
     search = Search(problem, settings)
     if start is not None:
@@ -89,13 +91,15 @@ def solve(
     if free.choice is not None:
         search.offer(free.choice)
     search.run(floor=free.bound)
-    if search.bound >= cutoff:
+    if search.value >= cutoff and search.bound >= cutoff - 1e-9 * abs(cutoff):
         return None
-    return _solution(problem, search, "duality" if not search.variables else "mip")
+    return _solution(problem, search)
 
 
-def _unbounded(problem: Problem, settings: Settings) -> tuple[Search, str]:
-    """The problem without its memory bound: everything about bytes is dropped, and nodes are eliminated exactly."""
+def _unbounded(problem: Problem, settings: Settings) -> Search:
+    """The problem without its memory bound: everything about bytes is dropped, and nodes are eliminated
+    exactly.
+    """
     masks = [np.ones(len(node.cost), dtype=bool) for node in problem.nodes]
     if not consistent(problem, masks):
         raise Infeasible(_NO_LAYOUT, math.inf)
@@ -103,22 +107,22 @@ def _unbounded(problem: Problem, settings: Settings) -> tuple[Search, str]:
     core = eliminate_some(reduced.problem)
     small = core.problem
     search = Search(small, settings)
-    method = "elimination"
     choice = eliminate_all(small, budget=_EASY)
     if choice is not None:
-        search.settle(choice)
+        search.settle(choice, "elimination")
     else:
         search.run()
-        method = "duality" if not search.variables else "mip"
     if search.choice is not None:
         search.choice = reduced.restore(core.restore(search.choice))
     elif math.isinf(search.bound) and math.isinf(settings.cutoff):
         raise Infeasible(_NO_LAYOUT, math.inf)
-    return search, method
+    return search
 
 
 def _fitting(problem: Problem, settings: Settings) -> tuple[int, ...] | None:
-    """Some choice within the memory bound, or the proof that none exists; None when time ran out before either."""
+    """Some choice within the memory bound, or the proof that none exists; None when time ran out before
+    either.
+    """
     nodes = tuple(
         Node(n.name, np.where(np.isfinite(n.cost), n.memory, math.inf), np.zeros(len(n.cost)))
         for n in problem.nodes
@@ -150,7 +154,7 @@ def _fitting(problem: Problem, settings: Settings) -> tuple[int, ...] | None:
     )
 
 
-def _solution(problem: Problem, search: Search, method: str) -> Solution:
+def _solution(problem: Problem, search: Search) -> Solution:
     if search.choice is None:
         raise TimeoutError(
             f"no assignment of {len(problem.nodes)} nodes was found within the time limit; raise time_limit"
@@ -159,5 +163,5 @@ def _solution(problem: Problem, search: Search, method: str) -> Solution:
     bound = min(search.bound, value.seconds)
     gap = (value.seconds - bound) / abs(value.seconds) if value.seconds > bound else 0.0
     return Solution(
-        search.choice, value.seconds, value.memory, bound, gap <= 1e-9, gap, method, search.variables
+        search.choice, value.seconds, value.memory, bound, gap <= 1e-9, gap, search.method, search.variables
     )

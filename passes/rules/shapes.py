@@ -30,6 +30,7 @@ __all__ = [
     "reduction",
     "repeat",
     "reshape",
+    "scaled",
     "results_of",
     "select",
     "shape_of",
@@ -111,6 +112,15 @@ def elementwise(*linear: Sequence[int]) -> Any:
         return pointwise(operands, results[0], fitting)
 
     return build
+
+
+def scaled(node: fx.Node) -> OpRule | None:
+    """mul, div: linear in the one tensor that a number scales. Products of two tensors take whole operands: passing a
+    partial sum through them saves no communication, and every such choice costs planning time."""
+    operands, results = _shapes(node)
+    return pointwise(
+        operands, results[0], [(0,)] if len(operands) == 1 and node.args[0] in operands_of(node) else ()
+    )
 
 
 def broadcast(node: fx.Node) -> OpRule | None:
@@ -372,4 +382,4 @@ def einsum(node: fx.Node) -> OpRule | None:
         return None
     operands, results = _shapes(node)
     text = ", ".join(" ".join(t) for t in terms) + " -> " + " ".join(right)
-    return instantiate(text, operands, results, linear=[(i,) for i in range(len(operands))])
+    return instantiate(text, operands, results)

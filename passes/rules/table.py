@@ -151,7 +151,7 @@ def _bound_convolution(node: fx.Node) -> OpRule:
     operands = [by.shape_of(n) for n in by.operands_of(node)]
     sizes = {"g": groups} if groups > 1 else {}
     results = [by.shape_of(node)]
-    return instantiate(_convolution(node), operands, results, additive=(2,), linear=((0, 2),), sizes=sizes)
+    return instantiate(_convolution(node), operands, results, additive=(2,), sizes=sizes)
 
 
 def _layer_norm(node: fx.Node) -> OpRule:
@@ -234,8 +234,8 @@ def _elementwise() -> dict[str, Rule]:
         table[f"aten.{op}.default"] = cheap
     for overload in ("Tensor", "Scalar", "default"):
         table[f"aten.add.{overload}"] = table[f"aten.sub.{overload}"] = Rule(by.broadcast, saves="")
-        table[f"aten.mul.{overload}"] = Rule(by.elementwise((0,), (1,)))
-        table[f"aten.div.{overload}"] = Rule(by.elementwise((0,)))
+        table[f"aten.mul.{overload}"] = Rule(by.scaled)
+        table[f"aten.div.{overload}"] = Rule(by.scaled)
     return {name: rule for name, rule in table.items() if _exists(name)}
 
 
@@ -255,14 +255,12 @@ def _exists(name: str) -> bool:
 RULES: Mapping[str, Rule] = {
     **_elementwise(),
     # contractions
-    "aten.linear.default": Rule("… k, n k, n -> … n", additive=(2,), linear=((0, 2),), flop=_contraction(1)),
-    "aten.matmul.default": Rule("… r k, … k c -> … r c", linear=((0,), (1,)), flop=_contraction(1)),
-    "aten.mm.default": Rule("r k, k c -> r c", linear=((0,), (1,)), flop=_contraction(1)),
-    "aten.bmm.default": Rule("b r k, b k c -> b r c", linear=((0,), (1,)), flop=_contraction(1)),
-    "aten.addmm.default": Rule(_addmm, additive=(0,), linear=((0, 1),), flop=_contraction(2)),
-    "aten.baddbmm.default": Rule(
-        "b r c, b r k, b k c -> b r c", additive=(0,), linear=((0, 1),), flop=_contraction(2)
-    ),
+    "aten.linear.default": Rule("… k, n k, n -> … n", additive=(2,), flop=_contraction(1)),
+    "aten.matmul.default": Rule("… r k, … k c -> … r c", flop=_contraction(1)),
+    "aten.mm.default": Rule("r k, k c -> r c", flop=_contraction(1)),
+    "aten.bmm.default": Rule("b r k, b k c -> b r c", flop=_contraction(1)),
+    "aten.addmm.default": Rule(_addmm, additive=(0,), flop=_contraction(2)),
+    "aten.baddbmm.default": Rule("b r c, b r k, b k c -> b r c", additive=(0,), flop=_contraction(2)),
     "aten.einsum.default": Rule(by.einsum, flop=_einsum_flop),
     "aten.conv1d.default": Rule(_bound_convolution, divide={6: "g"}, flop=_contraction(1)),
     "aten.conv2d.default": Rule(_bound_convolution, divide={6: "g"}, flop=_contraction(1)),
