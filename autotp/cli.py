@@ -87,13 +87,9 @@ def _plan(
         ),
     ],
     topology: Annotated[str, typer.Option(help="A preset's name (see `autotp topology`) or a TOML file.")],
-    devices: Annotated[
-        int | None, typer.Option(help="How many devices; left out, as many as the topology has.")
-    ] = None,
+    devices: Annotated[int | None, typer.Option(help="How many devices; left out, as many as the topology has.")] = None,
     strategy: Annotated[str, typer.Option(help=f"What to search: {', '.join(autotp.FAMILIES)}.")] = "auto",
-    mesh: Annotated[
-        str | None, typer.Option(help="Sizes of the mesh axes, outermost first, such as 2,2.")
-    ] = None,
+    mesh: Annotated[str | None, typer.Option(help="Sizes of the mesh axes, outermost first, such as 2,2.")] = None,
     memory: Annotated[
         str | None, typer.Option(help='Memory to use on each device, such as "80 GB"; left out, all of it.')
     ] = None,
@@ -249,9 +245,7 @@ def _mesh(text: str) -> tuple[int, ...]:
     except ValueError:
         shape = ()
     if not shape or min(shape) < 1:
-        raise AutotpError(
-            f"--mesh {text!r}: expected the sizes of the mesh axes, outermost first, such as 2,2"
-        )
+        raise AutotpError(f"--mesh {text!r}: expected the sizes of the mesh axes, outermost first, such as 2,2")
     return shape
 
 

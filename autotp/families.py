@@ -87,9 +87,7 @@ FAMILIES: dict[str, Family] = {
             2,
             lambda n: (n - 1,),
         ),
-        Family(
-            "megatron-sp", "megatron-1d with the sequence split between", 2, lambda n: (n - 1,), sequence=True
-        ),
+        Family("megatron-sp", "megatron-1d with the sequence split between", 2, lambda n: (n - 1,), sequence=True),
         Family(
             "tensor3d",
             "two axes split columns and rows, swapped in the next layer",
@@ -120,13 +118,9 @@ def family(name: str) -> Family:
     return FAMILIES[name]
 
 
-def restricted(
-    chosen: Family, operator: Operator, mesh: tuple[int, ...], reads_weight: bool
-) -> list[Strategy]:
+def restricted(chosen: Family, operator: Operator, mesh: tuple[int, ...], reads_weight: bool) -> list[Strategy]:
     """The strategies of ``operator`` that the family allows; for an operator with a weight, those that fit it best."""
-    found = list(
-        strategies(operator, mesh, lambda axis, factor: chosen.allows(operator, axis, factor, len(mesh)))
-    )
+    found = list(strategies(operator, mesh, lambda axis, factor: chosen.allows(operator, axis, factor, len(mesh))))
     table = rule_of(operator.node)
     if chosen.model_axes is None or table is None or table.flop is None or not reads_weight:
         return found

@@ -59,6 +59,8 @@ def collect(parts: Parts) -> Tensor:
 
 
 def _run(node: fx.Node, values: Mapping[fx.Node, Any], world: World) -> Any:
+    args: Any
+    kwargs: Any
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: values[n])
     target: Any = node.target
     if target in _HOSTED:
@@ -67,9 +69,7 @@ def _run(node: fx.Node, values: Mapping[fx.Node, Any], world: World) -> Any:
         return args[0][args[1]]
     if node.op == "call_method":
         name = str(target)
-        return Parts(
-            getattr(_one(args[0], i), name)(*_one(args[1:], i), **_one(kwargs, i)) for i in _range(world)
-        )
+        return Parts(getattr(_one(args[0], i), name)(*_one(args[1:], i), **_one(kwargs, i)) for i in _range(world))
     return Parts(target(*_one(args, i), **_one(kwargs, i)) for i in _range(world))
 
 

@@ -26,9 +26,7 @@ def distribute(tensor: Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(local, mesh, layout, run_check=False, shape=tensor.shape, stride=stride)
 
 
-def state_of(
-    model: nn.Module, initialise: Callable[[nn.Module], None] | None, seed: int
-) -> Iterator[tuple[str, Tensor]]:
+def state_of(model: nn.Module, initialise: Callable[[nn.Module], None] | None, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Every parameter and buffer (name, whole value), one module at a time.
 
     A module whose own state is on ``meta`` is filled in by a copy of that module alone, initialised by ``initialise`` (by

@@ -76,9 +76,7 @@ def parallelize(
         except Exception as error:  # noqa: BLE001
             problem = error
     reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        reports, (settled.hash, None if problem is None else f"{type(problem).__name__}: {problem}")
-    )
+    dist.all_gather_object(reports, (settled.hash, None if problem is None else f"{type(problem).__name__}: {problem}"))
     _agree(reports, problem)
     assert rewritten is not None
     device = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend()) else "cpu"
@@ -143,6 +141,4 @@ def _agree(reports: Sequence[tuple[str, str | None]], problem: Exception | None)
         if failure is not None:
             raise PlanMismatchError(f"rank {rank} failed to build the plan's graph: {failure}")
         if digest != reports[0][0]:
-            raise PlanMismatchError(
-                f"rank {rank} holds plan {digest}, rank 0 {reports[0][0]}; give all ranks one model"
-            )
+            raise PlanMismatchError(f"rank {rank} holds plan {digest}, rank 0 {reports[0][0]}; give all ranks one model")

@@ -208,9 +208,7 @@ class Plan:
         except (KeyError, TypeError) as error:
             raise AutotpError(f"{source}: missing or wrong key {error}; make the plan again") from error
         if data.get("hash") != plan.hash:
-            raise AutotpError(
-                f"{source}: the plan was changed by hand (hash {data.get('hash')}, content {plan.hash})"
-            )
+            raise AutotpError(f"{source}: the plan was changed by hand (hash {data.get('hash')}, content {plan.hash})")
         return plan
 
     def save(self, path: str | os.PathLike) -> None:

@@ -187,12 +187,10 @@ def _check_batch(chosen: Family, model: Model, assembled: Assembled, mesh: tuple
     axes = [a for a in range(len(mesh)) if a not in chosen.model_axes(len(mesh)) and mesh[a] > 1]
     batched = False
     for node, operator in model.operators.items():
-        if model.stands[node] is node and any(
-            f.role == "batch" and f.kind == "m" for f in operator.factors.values()
-        ):
+        if model.stands[node] is node and any(f.role == "batch" and f.kind == "m" for f in operator.factors.values()):
             batched = True
             for strategy in assembled.choices[assembled.index[node]]:
-                served = [strategy.assignment[a] for a in axes]  # type: ignore[union-attr]
+                served = [strategy.assignment[a] or "" for a in axes]  # type: ignore[union-attr]
                 if all(f in operator.factors and operator.factors[f].role == "batch" for f in served):
                     return
     if axes and batched:
@@ -306,6 +304,4 @@ def _edge(model: Model, prices: Prices, layouts: Mapping, seen: set, operand: fx
         return Price(0.0, 0.0, 0.0)
     seen.add(key)
     parameter = value[0].name in model.captured.parameters
-    return prices.reshard(
-        operand.meta["val"], layouts[value], want, gradient=value in model.trained, regather=parameter
-    )
+    return prices.reshard(operand.meta["val"], layouts[value], want, gradient=value in model.trained, regather=parameter)

@@ -47,9 +47,7 @@ class Prices:
         optimizer: a key of ``costmodel.memory.OPTIMIZERS``.
     """
 
-    def __init__(
-        self, topology: Topology, mesh: tuple[int, ...], *, train: bool = True, optimizer: str = "adamw"
-    ) -> None:
+    def __init__(self, topology: Topology, mesh: tuple[int, ...], *, train: bool = True, optimizer: str = "adamw") -> None:
         self.topology, self.mesh, self.train, self.optimizer = topology, mesh, train, optimizer
         self.links = topology.links(mesh)
         self.collective = lru_cache(maxsize=None)(self._collective)
@@ -61,9 +59,7 @@ class Prices:
         seconds, received = self._collectives(kind, axes, np.array([volume]))
         return float(seconds[0]), float(received[0])
 
-    def _moving(
-        self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout
-    ) -> tuple[float, float]:
+    def _moving(self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout) -> tuple[float, float]:
         """(seconds, bytes received) of the steps from one layout to another."""
         seconds = received = 0.0
         for step, elements in moves(shape, source, target, self.mesh):
@@ -73,10 +69,8 @@ class Prices:
                 received += size
         return seconds, received
 
-    def reshard(
-        self, value: torch.Tensor, have: Layout, want: Want, *, gradient: bool, regather: bool
-    ) -> Price:
-        """One tensor's reshard with its mirror; ``regather``: a gathered parameter is gathered again for the backward pass."""
+    def reshard(self, value: torch.Tensor, have: Layout, want: Want, *, gradient: bool, regather: bool) -> Price:
+        """One tensor's reshard with its mirror; ``regather``: a parameter that is gathered again for the backward pass."""
         shape, itemsize = tuple(value.shape), value.element_size()
         seconds, received = self.moving(shape, itemsize, have, want.layout)
         if self.train and regather and seconds:
@@ -100,9 +94,7 @@ class Prices:
         forward = self._volumes(shape, itemsize, tuple(have), tuple(w.layout for w in wants))
         seconds = np.where(regather, 2 * forward, forward) if self.train else forward
         if self.train and gradient:
-            back = self._volumes(
-                shape, itemsize, tuple(w.gradient for w in wants), tuple(map(gradient_of, have))
-            )
+            back = self._volumes(shape, itemsize, tuple(w.gradient for w in wants), tuple(map(gradient_of, have)))
             seconds = seconds + back.T
         return seconds
 
@@ -117,14 +109,11 @@ class Prices:
             self._matrices[key] = seconds[np.ix_(row, column)]
         return self._matrices[key]
 
-    def _collectives(
-        self, kind: str, axes: tuple[int, ...], size: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _collectives(self, kind: str, axes: tuple[int, ...], size: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         ways = math.prod(self.mesh[a] for a in axes)
-        link = Link(
-            ways, min(self.links[a].bandwidth for a in axes), max(self.links[a].latency for a in axes), ()
-        )
-        return collectives.seconds(kind, ways, size, link), collectives.bytes_moved(kind, ways, size)
+        link = Link(ways, min(self.links[a].bandwidth for a in axes), max(self.links[a].latency for a in axes), ())
+        seconds, received = collectives.seconds(kind, ways, size, link), collectives.bytes_moved(kind, ways, size)
+        return np.asarray(seconds), np.asarray(received)
 
     def bytes(self, value: torch.Tensor, layout: Layout) -> float:
         """Bytes of one device's part."""
@@ -139,9 +128,7 @@ class Prices:
         passes = 3.0 if self.train and gradient else 1.0
         if table is not None and table.view:
             return Price(0.0, 0.0, 0.0)
-        moved = sum(
-            self.bytes(n.meta["val"], w.layout) for n, w in zip(operands, strategy.wants, strict=True)
-        )
+        moved = sum(self.bytes(n.meta["val"], w.layout) for n, w in zip(operands, strategy.wants, strict=True))
         moved += sum(self.bytes(t, layout) for t, layout in zip(results, strategy.results, strict=True))
         work = flop / strategy.ways(self.mesh)
         dtype = str((results or [operands[0].meta["val"]])[0].dtype).removeprefix("torch.")

@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,9 +63,7 @@ class Assembled:
     choices: Sequence[Sequence[Strategy] | Sequence[Layout]]
 
 
-def assemble(
-    model: Model, mesh: tuple[int, ...], chosen: Family, prices: Prices, memory_bound: float
-) -> Assembled:
+def assemble(model: Model, mesh: tuple[int, ...], chosen: Family, prices: Prices, memory_bound: float) -> Assembled:
     """The integer program of a model on a mesh, within a family."""
     return _Assembly(model, mesh, chosen, prices).run(memory_bound)
 
@@ -98,11 +97,9 @@ class _Assembly:
         output = graph.output_node()
         self._add(output, [None], [0.0], [0.0])
         self._add_tensors(output)
-        return Assembled(
-            Problem(tuple(self.nodes), tuple(self.tensors), memory_bound), self.index, self.choices
-        )
+        return Assembled(Problem(tuple(self.nodes), tuple(self.tensors), memory_bound), self.index, self.choices)
 
-    def _add(self, node: fx.Node, choices: Sequence, cost: Sequence[float], memory: Sequence[float]) -> None:
+    def _add(self, node: fx.Node, choices: Sequence, cost: Any, memory: Any) -> None:
         self.index[node] = len(self.nodes)
         self.choices.append(choices)
         self.nodes.append(Node(node.name, np.asarray(cost, float), np.asarray(memory, float)))
@@ -117,9 +114,7 @@ class _Assembly:
         found, cost, memory = self.alike[key]
         self._add(node, found, count * cost, count * memory)
 
-    def _priced(
-        self, operator: Operator, weight: bool, gradient: bool
-    ) -> tuple[list[Strategy], np.ndarray, np.ndarray]:
+    def _priced(self, operator: Operator, weight: bool, gradient: bool) -> tuple[list[Strategy], np.ndarray, np.ndarray]:
         """Strategies of an operator with the seconds and the saved bytes of each."""
         node = operator.node
         found = restricted(self.family, operator, self.mesh, weight)
@@ -155,17 +150,13 @@ class _Assembly:
             for layout in [self.whole, *wanted]:
                 settled = tuple(Replicate() if isinstance(p, Partial) else p for p in layout)
                 further = self._further(shape, settled)
-                layouts |= (
-                    {further: None} if self.family.rest == "sharded" else {settled: None, further: None}
-                )
+                layouts |= {further: None} if self.family.rest == "sharded" else {settled: None, further: None}
         if self.family.rest == "sharded":  # as far as this parameter can be sharded at all
             most = max(_ways(layout, self.mesh) for layout in layouts)
             layouts = {layout: None for layout in layouts if _ways(layout, self.mesh) == most}
         count = max(1, self.copies[node])
         found = list(layouts)
-        self._add(
-            node, found, [0.0] * len(found), [count * self.prices.state(value, layout) for layout in found]
-        )
+        self._add(node, found, [0.0] * len(found), [count * self.prices.state(value, layout) for layout in found])
 
     def _further(self, shape: tuple[int, ...], layout: Layout) -> Layout:
         """Shards on every axis that is left over, on the first dim that can take it."""
@@ -197,9 +188,7 @@ class _Assembly:
             grouped[key] += 1
             example.setdefault(key, named[(producer, result)])
         for (producer, result, uses), count in grouped.items():
-            self.tensors.append(
-                self._tensor(example[(producer, result, uses)], producer, result, uses, count)
-            )
+            self.tensors.append(self._tensor(example[(producer, result, uses)], producer, result, uses, count))
 
     def _tensor(self, node: fx.Node, producer: fx.Node, result: int, uses: Sequence, count: int) -> Tensor:
         value, prices = node.meta["val"], self.prices
@@ -214,11 +203,7 @@ class _Assembly:
         users, saving = [], set()
         for user, position in uses:
             whole = Want(self.whole, self.whole)
-            wants = (
-                [whole]
-                if user.op == "output"
-                else [s.wants[position] for s in self.choices[self.index[user]]]
-            )
+            wants = [whole] if user.op == "output" else [s.wants[position] for s in self.choices[self.index[user]]]
             if not floating:
                 wants = [Want(w.layout, self.whole) for w in wants]
             chosen = np.array([columns.setdefault(w, len(columns)) for w in wants])
@@ -230,12 +215,7 @@ class _Assembly:
         temporary = np.zeros(regather.shape)
         memory = np.zeros(len(columns))
         for want, c in columns.items():
-            if (
-                not parameter
-                and producer.op != "placeholder"
-                and c in saving
-                and value.dtype.is_floating_point
-            ):
+            if not parameter and producer.op != "placeholder" and c in saving and value.dtype.is_floating_point:
                 memory[c] = count * prices.bytes(value, want.layout)
             if parameter:
                 for layout, r in rows.items():

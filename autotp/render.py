@@ -187,17 +187,13 @@ class _Operators:
             )
 
 
-def _dearest(
-    rows: Sequence[FoldedOperator], limit: int | None
-) -> tuple[list[FoldedOperator], list[FoldedOperator]]:
+def _dearest(rows: Sequence[FoldedOperator], limit: int | None) -> tuple[list[FoldedOperator], list[FoldedOperator]]:
     if limit is None:
         return list(rows), []
     least = NEGLIGIBLE * sum(row.seconds for row in rows)
     order = sorted(range(len(rows)), key=lambda i: (-rows[i].seconds, i))
     kept = {i for i in order[:limit] if rows[i].seconds >= least}
-    return [row for i, row in enumerate(rows) if i in kept], [
-        row for i, row in enumerate(rows) if i not in kept
-    ]
+    return [row for i, row in enumerate(rows) if i in kept], [row for i, row in enumerate(rows) if i not in kept]
 
 
 def _cells(row: FoldedOperator, layouts: bool) -> list[str]:
@@ -317,9 +313,7 @@ def presets_table(topologies: Iterable[Topology]) -> Table:
     table.add_column("memory", justify="right")
     table.add_column("levels, innermost first")
     for topology in topologies:
-        levels = ", ".join(
-            f"{level.size} {level.name} at {_bandwidth(level.bandwidth)}" for level in topology.levels
-        )
+        levels = ", ".join(f"{level.size} {level.name} at {_bandwidth(level.bandwidth)}" for level in topology.levels)
         device = topology.device
         table.add_row(
             escape(topology.name),

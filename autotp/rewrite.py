@@ -33,9 +33,7 @@ class Rewritten:
         return whole_layout(len(self.sharding.mesh))
 
 
-def rewrite(
-    model: nn.Module, plan: Plan, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-) -> Rewritten:
+def rewrite(model: nn.Module, plan: Plan, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Rewritten:
     """Captures ``model`` again and shards the graph by ``plan``.
 
     Raises:
@@ -68,21 +66,15 @@ def _strategy(operator: Operator, plan: Plan) -> Strategy:
     for strategy in strategies(operator, plan.mesh_shape, allow):
         if strategy.assignment == wanted:
             return strategy
-    raise PlanMismatchError(
-        f"operator {name}: the plan's strategy {wanted} does not exist for it; make a new plan"
-    )
+    raise PlanMismatchError(f"operator {name}: the plan's strategy {wanted} does not exist for it; make a new plan")
 
 
 def _resting(captured: Captured, plan: Plan) -> dict[str, Layout]:
     resting = {}
-    shapes = {
-        n.name: tuple(n.meta["val"].shape) for n in captured.graph_module.graph.nodes if n.op == "placeholder"
-    }
+    shapes = {n.name: tuple(n.meta["val"].shape) for n in captured.graph_module.graph.nodes if n.op == "placeholder"}
     for name, fqn in captured.parameters.items():
         layout = plan.resting(fqn)
         if not fits(shapes[name], layout, plan.mesh_shape):
-            raise PlanMismatchError(
-                f"parameter {fqn} of shape {shapes[name]} cannot rest in the plan's layout {layout}"
-            )
+            raise PlanMismatchError(f"parameter {fqn} of shape {shapes[name]} cannot rest in the plan's layout {layout}")
         resting[name] = layout
     return resting

@@ -61,9 +61,7 @@ class Simulated(nn.Module):
         whole |= dict(captured.constants)
         whole |= dict(zip(captured.inputs, captured.signature.flatten(args, kwargs), strict=True))
         resting, everywhere = sharding.resting, self.rewritten.whole
-        parts = {
-            name: distribute(name, whole[name], resting.get(name, everywhere), self.world) for name in whole
-        }
+        parts = {name: distribute(name, whole[name], resting.get(name, everywhere), self.world) for name in whole}
         outputs = execute(self.rewritten.graph_module.graph, self.world, parts)
         for name, new in zip(captured.mutations, outputs[captured.outputs :], strict=True):
             layout = resting.get(name, everywhere)

@@ -29,9 +29,7 @@ def compile_formula(symbols: Sequence[sympy.Symbol], expression: sympy.Expr) -> 
     """
     stray = expression.free_symbols - set(symbols)
     if stray:
-        raise ValueError(
-            f"formula {expression}: symbols {sorted(map(str, stray))} are not among its arguments"
-        )
+        raise ValueError(f"formula {expression}: symbols {sorted(map(str, stray))} are not among its arguments")
     compiled = sympy.lambdify(list(symbols), expression, modules="numpy", cse=True)
 
     def evaluate(*values: Number) -> Number:

@@ -70,9 +70,7 @@ def local_topology(environ: Mapping[str, str], driver: Path = _DRIVER) -> Topolo
 def _count(environ: Mapping[str, str], key: str, default: int) -> int:
     text = environ.get(key, str(default)).strip()
     if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise TopologyError(
-            f"environment: {key}={text!r} must be a positive whole number, as torchrun sets it"
-        )
+        raise TopologyError(f"environment: {key}={text!r} must be a positive whole number, as torchrun sets it")
     return int(text)
 
 

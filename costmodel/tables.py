@@ -26,9 +26,7 @@ class Table:
         TopologyError: ``data`` is no mapping, lacks a required key or has an unknown one.
     """
 
-    def __init__(
-        self, data: Mapping[str, Any], where: str, required: Sequence[str], optional: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, data: Mapping[str, Any], where: str, required: Sequence[str], optional: Sequence[str] = ()) -> None:
         """Checks the keys; see the class."""
         if not isinstance(data, Mapping):
             raise TopologyError(f"{where}: a table is wanted, not {data!r}")
@@ -78,9 +76,7 @@ class Table:
         """The value of a key that must be a non-empty array of tables (TOML ``[[key]]``)."""
         value = self.data[key]
         if not isinstance(value, list | tuple) or not value or not all(isinstance(v, Mapping) for v in value):
-            raise TopologyError(
-                f"{self.where}: {key} must be one table or more, written [[{key}]], not {value!r}"
-            )
+            raise TopologyError(f"{self.where}: {key} must be one table or more, written [[{key}]], not {value!r}")
         return value
 
 

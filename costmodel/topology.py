@@ -71,9 +71,7 @@ class Topology:
             raise TopologyError(f"topology {self.name!r}: it needs one level at least")
         for name in names:
             if names.count(name) > 1:
-                raise TopologyError(
-                    f"topology {self.name!r}: two levels are named {name!r}; give each its own name"
-                )
+                raise TopologyError(f"topology {self.name!r}: two levels are named {name!r}; give each its own name")
 
     @property
     def devices(self) -> int:
@@ -138,9 +136,7 @@ class Topology:
                 break
             sizes[index] = level.size
             inner *= level.size
-        levels = tuple(
-            dataclasses.replace(level, size=size) for level, size in zip(self.levels, sizes, strict=True)
-        )
+        levels = tuple(dataclasses.replace(level, size=size) for level, size in zip(self.levels, sizes, strict=True))
         return dataclasses.replace(self, levels=levels)
 
     def to_dict(self) -> dict[str, Any]:
@@ -149,8 +145,7 @@ class Topology:
             "name": self.name,
             "device": self.device.to_dict(),
             "levels": [
-                {"name": lv.name, "size": lv.size, "bandwidth": lv.bandwidth, "latency": lv.latency}
-                for lv in self.levels
+                {"name": lv.name, "size": lv.size, "bandwidth": lv.bandwidth, "latency": lv.latency} for lv in self.levels
             ],
         }
 
@@ -205,15 +200,9 @@ class Topology:
             with resources.as_file(presets[text]) as path:
                 return cls.from_dict(read_toml(path), str(path))
         path = Path(text)
-        if (
-            isinstance(name_or_path, str)
-            and path.suffix != ".toml"
-            and path.name == text
-            and not path.is_file()
-        ):
+        if isinstance(name_or_path, str) and path.suffix != ".toml" and path.name == text and not path.is_file():
             raise TopologyError(
-                f"no topology preset is named {text!r}{suggestion(text, presets)} "
-                "(or the path of a .toml file)"
+                f"no topology preset is named {text!r}{suggestion(text, presets)} (or the path of a .toml file)"
             )
         return cls.from_dict(read_toml(path), str(path))
 
@@ -243,9 +232,7 @@ class Topology:
             TopologyError: a figure is not positive, or no preset has that name.
             UnitError: a quantity cannot be read.
         """
-        level = Level(
-            "flat", devices, parse_quantity(bandwidth, "bandwidth"), parse_quantity(latency, "time")
-        )
+        level = Level("flat", devices, parse_quantity(bandwidth, "bandwidth"), parse_quantity(latency, "time"))
         chosen = device if isinstance(device, Device) else cls.load(device).device
         return cls(f"flat-{devices}", chosen, (level,))
 

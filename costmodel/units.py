@@ -58,15 +58,11 @@ def parse_quantity(value: str | int | float, quantity: Quantity) -> float:
     """
     units = _UNITS[quantity]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise UnitError(
-            f"{value!r} is not a {quantity}: give a number or text such as {_example(quantity)!r}"
-        )
+        raise UnitError(f"{value!r} is not a {quantity}: give a number or text such as {_example(quantity)!r}")
     if isinstance(value, str):
         match = _PATTERN.fullmatch(value)
         if match is None:
-            raise UnitError(
-                f"{value!r} is not a {quantity}: write a number and a unit, such as {_example(quantity)!r}"
-            )
+            raise UnitError(f"{value!r} is not a {quantity}: write a number and a unit, such as {_example(quantity)!r}")
         unit = match[2].replace("µ", "u").replace("μ", "u")
         scale, divisor = (1, 1) if not unit else units.get(unit, (0, 0))
         if divisor == 0:
@@ -113,10 +109,7 @@ def _unknown_unit(value: str, unit: str, quantity: Quantity) -> str:
     shorthand = _BIT_SHORTHAND.fullmatch(unit)
     if quantity == "bandwidth" and shorthand is not None:
         prefix = shorthand[1]
-        return (
-            f"{value!r}: {unit!r} is read as bits by some and as bytes by others; "
-            f"write '{prefix}bit/s' or '{prefix}B/s'"
-        )
+        return f"{value!r}: {unit!r} is read as bits by some and as bytes by others; write '{prefix}bit/s' or '{prefix}B/s'"
     other = next((kind for kind in get_args(Quantity) if kind != quantity and unit in _UNITS[kind]), None)
     if other is not None:
         return f"{value!r} is a {other}, and a {quantity} is wanted, such as {_example(quantity)!r}"

@@ -61,9 +61,7 @@ class Task:
 def arguments(description: str, steps: int) -> argparse.Namespace:
     """Read the options that every example takes."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument(
-        "--topology", help="a preset's name or a TOML file (default: a guess at this machine)"
-    )
+    parser.add_argument("--topology", help="a preset's name or a TOML file (default: a guess at this machine)")
     parser.add_argument(
         "--strategy",
         default="tensor3d",
@@ -203,9 +201,7 @@ def compare(task: Task, curve: Sequence[float], reference: Sequence[float], cons
     difference = largest_difference(curve, reference)
     console.print(curve_table(curve, reference))
     verdict = "[green]the same curve[/]" if difference <= TOLERANCE else "[red]NOT the same curve[/]"
-    console.print(
-        f"{task.name}: {verdict}; largest relative difference {difference:.1e}, allowed {TOLERANCE:g}"
-    )
+    console.print(f"{task.name}: {verdict}; largest relative difference {difference:.1e}, allowed {TOLERANCE:g}")
     return difference
 
 

@@ -109,9 +109,7 @@ class Builder:
         with torch._C.DisableTorchFunction(), torch.no_grad(), self.mode:
             return target(*args, **kwargs)
 
-    def emit(
-        self, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None, *, like: fx.Node
-    ) -> fx.Node:
+    def emit(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None, *, like: fx.Node) -> fx.Node:
         """A new call that stands where ``like`` stood: it has its module, source and stack trace.
 
         Raises:

@@ -56,9 +56,7 @@ class CallSignature:
         bound = bind(parameters, args, kwargs)
         paths, spec = tree_flatten_with_path(bound)
         leaves = [
-            Leaf(_path(path), tuple(v.shape), v.dtype, None)
-            if isinstance(v, Tensor)
-            else Leaf(_path(path), None, None, v)
+            Leaf(_path(path), tuple(v.shape), v.dtype, None) if isinstance(v, Tensor) else Leaf(_path(path), None, None, v)
             for path, v in paths
         ]
         return cls(parameters, spec, tuple(leaves), out_spec)
@@ -113,9 +111,7 @@ class CallSignature:
                     f"argument {name}: its structure differs from the example call's: expected {old}, "
                     f"got {new}; capture the model again with an example of this kind of call"
                 )
-        return (
-            "the call's structure differs from the example call's; capture the model again with such a call"
-        )
+        return "the call's structure differs from the example call's; capture the model again with such a call"
 
 
 def bind(parameters: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -166,9 +166,7 @@ class _Analysis:
 
 
 def _data_operand(node: fx.Node) -> int:
-    return (
-        1 if len(operands_of(node)) > 1 and str(node.target).startswith(("aten.addmm", "aten.baddbmm")) else 0
-    )
+    return 1 if len(operands_of(node)) > 1 and str(node.target).startswith(("aten.addmm", "aten.baddbmm")) else 0
 
 
 def analyse(graph: fx.Graph, inputs: Iterable[str] = ()) -> dict[fx.Node, Operator]:
@@ -261,9 +259,7 @@ def _operator(
             role = "batch" if key in batch else "token" if key in tokens else "feature"
             loose = index == 0 or base not in table.contiguous
             offered = base not in rule.whole and loose and (len(parts) == 1 or key in anchored)
-            offered = offered and (
-                trained or role == "batch"
-            )  # masks and positions are cheap: keep their space small
+            offered = offered and (trained or role == "batch")  # masks and positions are cheap: keep their space small
             kind = _kind(node, rule, base) if table.flop and table.lower is None else ""
             factors[name] = Factor(name, base, size, index, len(parts), sole, kind, role, offered)
 

@@ -70,9 +70,7 @@ def _has_effect(node: fx.Node) -> bool:
 
 
 class _Functionaliser:
-    def __init__(
-        self, graph: fx.Graph, mode: FakeTensorMode, buffers: Collection[str], learned: Collection[str]
-    ) -> None:
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode, buffers: Collection[str], learned: Collection[str]) -> None:
         self.old = graph
         self.build = Builder(mode)
         self.buffers = buffers
@@ -100,9 +98,7 @@ class _Functionaliser:
         for node, value in written.items():
             places[node.name] = len(output)
             now = value.now
-            output.append(
-                self.build.emit(aten.detach.default, (now,), like=now) if self.needs_gradient(now) else now
-            )
+            output.append(self.build.emit(aten.detach.default, (now,), like=now) if self.needs_gradient(now) else now)
         return self.build.finish(output), places
 
     # -- what shares memory with what --
@@ -122,9 +118,7 @@ class _Functionaliser:
         for argument in node.all_input_nodes:
             if mine & _storages(self.shadows[argument]):
                 # The fresh results of one operator, in a tuple, each have memory of their own.
-                fresh = (
-                    not isinstance(self.shadows[argument], Tensor) and self.values[argument].source is None
-                )
+                fresh = not isinstance(self.shadows[argument], Tensor) and self.values[argument].source is None
                 return None if fresh else argument
         return None
 
@@ -220,9 +214,7 @@ class _Functionaliser:
         target: Any = node.target
         reshapes = torch.Tag.inplace_view in target.tags and target is not aten.detach_.default
         if _writes(target) != [0] or reshapes or not isinstance(node.args[0], fx.Node):
-            raise CaptureError(
-                f"{where(node)}: {target} cannot be made out-of-place; use an out-of-place operator"
-            )
+            raise CaptureError(f"{where(node)}: {target} cannot be made out-of-place; use an out-of-place operator")
         written, before = node.args[0], args[0]
         old = before.meta["val"]
         if target is aten.copy_.default:
@@ -276,9 +268,7 @@ class _Functionaliser:
         shared = {n for key in _storages(self.shadows[root]) for n in self.owners[key]}
         if len(shared) > 1:
             names = ", ".join(sorted(n.name for n in shared))
-            raise CaptureError(
-                f"{where(like)}: writes to memory that {names} share; give each its own tensor"
-            )
+            raise CaptureError(f"{where(like)}: writes to memory that {names} share; give each its own tensor")
         if root.op == "placeholder" and root.name not in self.buffers:
             raise CaptureError(
                 f"{where(like)}: the model changes '{root.name}' in place, which is an input, a parameter "
@@ -288,11 +278,7 @@ class _Functionaliser:
 
 def _is_running_statistic(node: fx.Node) -> bool:
     """Whether a node is one of the results of ``batch_norm_train`` that never have a gradient."""
-    return (
-        node.target is operator.getitem
-        and node.all_input_nodes[0].target is batch_norm_train
-        and node.args[1] in (1, 2)
-    )
+    return node.target is operator.getitem and node.all_input_nodes[0].target is batch_norm_train and node.args[1] in (1, 2)
 
 
 def _storages(value: Any) -> set[int]:
@@ -305,11 +291,7 @@ def _is_write(node: fx.Node) -> bool:
 
 def _writes(target: Any) -> list[int]:
     """Positions of the arguments that an operator writes to."""
-    return [
-        i
-        for i, a in enumerate(target._schema.arguments)
-        if a.alias_info is not None and a.alias_info.is_write
-    ]
+    return [i for i, a in enumerate(target._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
 
 
 def _out_of_place(node: fx.Node) -> Any:

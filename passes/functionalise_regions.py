@@ -96,17 +96,14 @@ class _Inliner:
                     _neutral(args[4], node, self.builder, args[0])
             elif isinstance(node.target, torch._ops.HigherOrderOperator):
                 raise CaptureError(
-                    f"{where(node)}: control flow ({node.target}) cannot be planned; rewrite the model "
-                    "without it"
+                    f"{where(node)}: control flow ({node.target}) cannot be planned; rewrite the model without it"
                 )
             elif isinstance(args[0] if args else None, (list, tuple)) and _is_getitem(node):
                 environment[node] = args[0][args[1]]
             elif not _has_tensor(node):
                 environment[node] = node.meta["val"]
             else:
-                environment[node] = self.builder.copy(
-                    node, self.outside(args, grad), self.outside(kwargs, grad)
-                )
+                environment[node] = self.builder.copy(node, self.outside(args, grad), self.outside(kwargs, grad))
                 environment[node].meta["grad"] = grad
         raise CaptureError("the exported graph has no output node")
 
@@ -118,11 +115,7 @@ class _Inliner:
 def _plain(value: Any) -> Any:
     """fx's immutable containers as plain ones, which pytree knows."""
     if isinstance(value, (list, tuple)):
-        return (
-            type(value)(_plain(v) for v in value)
-            if type(value) in (list, tuple)
-            else [_plain(v) for v in value]
-        )
+        return type(value)(_plain(v) for v in value) if type(value) in (list, tuple) else [_plain(v) for v in value]
     return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
@@ -143,9 +136,7 @@ def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
         value = getattr(value, part)
     if isinstance(value, torch.nn.Module):
         return value
-    raise CaptureError(
-        f"{where(node)}: attribute '{node.target}' is no module; register it as a buffer of the model"
-    )
+    raise CaptureError(f"{where(node)}: attribute '{node.target}' is no module; register it as a buffer of the model")
 
 
 def _neutral(module: fx.GraphModule, region: fx.Node, builder: Builder, device: Any) -> None:

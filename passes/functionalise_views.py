@@ -72,19 +72,13 @@ def put_back(build: Builder, view: fx.Node, source: fx.Node, new: fx.Node, like:
     name = operator_name(view.target)
     given = arguments_of(view, view.args, dict(view.kwargs)) if name.startswith("aten::") else {}
     if item is not None and name == "aten::unbind":
-        return build.emit(
-            aten.select_scatter.default, (source, new, given["dim"] % old.dim(), item), like=like
-        )
+        return build.emit(aten.select_scatter.default, (source, new, given["dim"] % old.dim(), item), like=like)
     if item is not None and name in SPLITS:
         dim = given.get("dim", 0) % old.dim()
         ends = list(accumulate(v.shape[dim] for v in view.meta["val"]))
         start = ends[item] - made.shape[dim]
         return build.emit(aten.slice_scatter.default, (source, new, dim, start, ends[item]), like=like)
-    if (
-        name in RESHAPES
-        and view.target is not aten.view.dtype
-        or name in ("aten::unsqueeze", "aten::squeeze")
-    ):
+    if name in RESHAPES and view.target is not aten.view.dtype or name in ("aten::unsqueeze", "aten::squeeze"):
         return build.emit(aten.reshape.default, (new, list(old.shape)), like=like)
     if name in PERMUTES and not old.is_complex():
         others = dict(list(given.items())[1:])
@@ -100,9 +94,7 @@ def put_back(build: Builder, view: fx.Node, source: fx.Node, new: fx.Node, like:
         dim = given["dim"] % old.dim()
         start = given["start"] % old.shape[dim] if isinstance(given["start"], int) else None
         if start is not None:
-            return build.emit(
-                aten.slice_scatter.default, (source, new, dim, start, start + given["length"]), like=like
-            )
+            return build.emit(aten.slice_scatter.default, (source, new, dim, start, start + given["length"]), like=like)
     if name == "aten::select":
         return build.emit(aten.select_scatter.default, (source, new, given["dim"], given["index"]), like=like)
     if name == "aten::diagonal":

@@ -60,7 +60,7 @@ def is_shard(placement: Placement) -> bool:
 
 def blocks_of(placement: Placement) -> int:
     """The number of blocks that a shard placement splits alike (1 for ``Shard``)."""
-    return placement.split_factor if isinstance(placement, _StridedShard) else 1
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
 
 
 @lru_cache(maxsize=200_000)
@@ -74,9 +74,7 @@ def splits(layout: Layout, dim: int, mesh: tuple[int, ...]) -> tuple[Split, ...]
     found = []
     for blocks, axis in cuts:
         coarser = math.prod(mesh[a] for b, a in cuts if b < blocks)
-        nested = all(
-            blocks % (b * math.prod(mesh[a] for c, a in cuts if c == b)) == 0 for b, _ in cuts if b < blocks
-        )
+        nested = all(blocks % (b * math.prod(mesh[a] for c, a in cuts if c == b)) == 0 for b, _ in cuts if b < blocks)
         found.append(Split(axis, blocks // coarser if nested else 0))
     return tuple(found)
 
@@ -142,9 +140,7 @@ def take_block(tensor: torch.Tensor, dim: int, local_blocks: int, ways: int, ind
     return tensor.unflatten(dim, (local_blocks, size)).narrow(dim + 1, start, length).flatten(dim, dim + 1)
 
 
-def take(
-    tensor: torch.Tensor, layout: Layout, mesh: tuple[int, ...], coordinates: Sequence[int]
-) -> torch.Tensor:
+def take(tensor: torch.Tensor, layout: Layout, mesh: tuple[int, ...], coordinates: Sequence[int]) -> torch.Tensor:
     """One device's part of a whole tensor. Partial axes are not split: the caller decides who holds the value."""
     for dim in range(tensor.dim()):
         for axis, local_blocks in splits(layout, dim, mesh):

@@ -58,9 +58,7 @@ def normalise(graph: fx.Graph, mode: FakeTensorMode, mutated: Collection[str] = 
 
 def _origin(node: fx.Node) -> fx.Node:
     """What a chain of views shows."""
-    while node.op == "call_function" and (
-        operator_name(node.target) in VIEWS or node.target is aten.detach.default
-    ):
+    while node.op == "call_function" and (operator_name(node.target) in VIEWS or node.target is aten.detach.default):
         node = node.all_input_nodes[0]
     return node
 
@@ -69,11 +67,7 @@ def _rewrite(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[st
     if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
         return args[0][args[1]]
     handler = _HANDLERS.get(operator_name(node.target))
-    value = (
-        handler(build, node, args, kwargs)
-        if handler and isinstance(node.target, torch._ops.OpOverload)
-        else None
-    )
+    value = handler(build, node, args, kwargs) if handler and isinstance(node.target, torch._ops.OpOverload) else None
     return build.copy(node, args, kwargs) if value is None else value
 
 

@@ -111,11 +111,7 @@ def _split(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str,
         return None
     dim = given["dim"] % len(_shape(source))
     sizes = [v.shape[dim] for v in node.meta["val"]]
-    return (
-        [source]
-        if len(sizes) == 1
-        else build.emit(aten.split_with_sizes.default, (source, sizes, dim), like=node)
-    )
+    return [source] if len(sizes) == 1 else build.emit(aten.split_with_sizes.default, (source, sizes, dim), like=node)
 
 
 def _unbind(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -131,9 +127,7 @@ def _strided(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[st
     if old.stride() == new.stride() or not old.is_contiguous():
         source = args[0]
     else:
-        source = build.emit(
-            aten.clone.default, (args[0],), {"memory_format": torch.contiguous_format}, like=node
-        )
+        source = build.emit(aten.clone.default, (args[0],), {"memory_format": torch.contiguous_format}, like=node)
     return build.emit(node.target, (source, *args[1:]), kwargs, like=node)
 
 

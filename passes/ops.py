@@ -146,9 +146,7 @@ def next_seed(world: World) -> int:
     return world.next_seed()
 
 
-def seeded(
-    world: World, seed: int, salt: int, axes: tuple[int, ...], function: Callable, *args: Any, **kwargs: Any
-) -> Any:
+def seeded(world: World, seed: int, salt: int, axes: tuple[int, ...], function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Runs a random operator so that replicas agree and shards differ.
 
     The generator is seeded by ``seed``, ``salt`` (the operator's number) and the device's coordinates on ``axes``, the

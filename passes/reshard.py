@@ -91,9 +91,7 @@ def moves(shape: tuple[int, ...], source: Layout, target: Layout, mesh: tuple[in
         if is_shard(source[a]) and is_shard(target[a]) and source[a] != target[a]:
             walk.exchange(a, target[a])
     walk.reduce(
-        a
-        for a in axes
-        if isinstance(source[a], Partial) and not isinstance(target[a], Partial) and walk.partial(a)
+        a for a in axes if isinstance(source[a], Partial) and not isinstance(target[a], Partial) and walk.partial(a)
     )
     for a in plain:
         if is_shard(source[a]) and not is_shard(target[a]):
@@ -140,9 +138,7 @@ class _Walk:
         dim, blocks = self.state[axis].dim, self._blocks(axis)  # type: ignore[attr-defined]
         elements = self._go([axis], placement)
         to_dim = placement.dim  # type: ignore[attr-defined]
-        self.found.append(
-            Move(Step("all_to_all", (axis,), dim, blocks, to_dim, self._blocks(axis)), elements)
-        )
+        self.found.append(Move(Step("all_to_all", (axis,), dim, blocks, to_dim, self._blocks(axis)), elements))
 
     def reduce(self, axes: Iterable[int]) -> None:
         chosen = tuple(axes)
@@ -179,9 +175,7 @@ def is_even(shape: tuple[int, ...], layouts: np.ndarray, mesh: tuple[int, ...]) 
     """Which of the coded layouts split every dim evenly."""
     even = np.ones(layouts.shape[:-1], bool)
     for d, size in enumerate(shape):
-        ways = np.where((layouts >= 0) & (layouts // DIM == d), np.array(mesh, dtype=np.int64), 1).prod(
-            axis=-1
-        )
+        ways = np.where((layouts >= 0) & (layouts // DIM == d), np.array(mesh, dtype=np.int64), 1).prod(axis=-1)
         even &= size % ways == 0
     return even
 

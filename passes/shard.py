@@ -23,7 +23,7 @@ from passes.reshard import Step, steps
 from passes.rules.shapes import operands_of
 from passes.rules.table import Rule, name_of, rule_of
 from passes.strategy import SUM, Strategy, Want, gradient_of, whole_layout
-from passes.world import World
+from passes.world import LocalWorld
 
 __all__ = ["Sharding", "shard", "used_groups"]
 
@@ -112,7 +112,7 @@ class _Rewriter:
             elif node.op == "output":
                 self.output(node)
         root = torch.nn.Module()
-        root.world = World(self.mesh, ())
+        root.world = LocalWorld((1,) * len(self.mesh))
         result = fx.GraphModule(root, self.graph, class_name="Sharded")
         result.graph.lint()
         return result
@@ -132,7 +132,7 @@ class _Rewriter:
             parameter = value[0].name in self.sharding.parameters
             regather = parameter and any(step.kind == "all_gather" for step in forward)
             target = ops.gather if regather else ops.reshard
-            args = (self.world, self.nodes[node], tuple(map(tuple, forward)), tuple(map(tuple, backward)))
+            args: Any = (self.world, self.nodes[node], tuple(map(tuple, forward)), tuple(map(tuple, backward)))
             self.edges[key] = self.graph.call_function(target, args)
             self.edges[key].meta = {"tensor": node.name, "have": have, "want": want, "val": node.meta["val"]}
         return self.edges[key]
@@ -170,20 +170,14 @@ class _Rewriter:
         new.meta = dict(node.meta) | {"operator": node.name, "strategy": strategy}
         self.nodes[node] = new
 
-    def _emit(
-        self, node: fx.Node, table: Rule | None, strategy: Strategy, args: list, kwargs: dict
-    ) -> fx.Node:
+    def _emit(self, node: fx.Node, table: Rule | None, strategy: Strategy, args: list, kwargs: dict) -> fx.Node:
         if table is None:
-            return (
-                self.random(node.target, (), args, kwargs)
-                if _draws(node)
-                else self._call(node.target, args, kwargs)
-            )
+            return self.random(node.target, (), args, kwargs) if _draws(node) else self._call(node.target, args, kwargs)
         at = _At(self, node, strategy)
         for position, factor in (table.divide or {}).items():
             _divide(args, position, at.ways(factor))
         if table.lower is not None and (at.inner or at.reduced):
-            proxied = fx.node.map_arg([args, kwargs], lambda n: fx.Proxy(n, self.tracer))
+            proxied: Any = fx.node.map_aggregate([args, kwargs], self._proxy)  # type: ignore[arg-type]
             result = table.lower(at, *proxied[0], **proxied[1])
             if isinstance(result, tuple):
                 result = self._call(_pack, [r.node if isinstance(r, fx.Proxy) else r for r in result], {})
@@ -194,6 +188,9 @@ class _Rewriter:
         if table.random and _draws(node):
             return self.random(node.target, at.sharded, args, kwargs)
         return self._call(node.target, args, kwargs)
+
+    def _proxy(self, argument: Any) -> Any:
+        return fx.Proxy(argument, self.tracer) if isinstance(argument, fx.Node) else argument
 
     def random(self, function: Any, axes: tuple[int, ...], args: list, kwargs: dict) -> fx.Node:
         """A node that draws random numbers, alike on devices that do not differ on ``axes``."""
@@ -279,9 +276,7 @@ class _At:
 
     @property
     def sharded(self) -> tuple[int, ...]:
-        return tuple(
-            a for a, f in enumerate(self._strategy.assignment) if f is not None and not f.startswith(SUM)
-        )
+        return tuple(a for a, f in enumerate(self._strategy.assignment) if f is not None and not f.startswith(SUM))
 
     @property
     def inner(self) -> tuple[int, ...]:

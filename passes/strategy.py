@@ -57,9 +57,7 @@ class Strategy:
 
     def ways(self, mesh: tuple[int, ...]) -> int:
         """The number of devices among which the operator's work is divided."""
-        return math.prod(
-            n for n, f in zip(mesh, self.assignment, strict=True) if f is not None and not f.startswith(SUM)
-        )
+        return math.prod(n for n, f in zip(mesh, self.assignment, strict=True) if f is not None and not f.startswith(SUM))
 
 
 def whole_layout(axes: int) -> Layout:
@@ -96,9 +94,7 @@ def strategies(operator: Operator, mesh: tuple[int, ...], allow: Allow | None = 
     for axis, size in enumerate(mesh):
         found: list[str | None] = [None]
         if size > 1:
-            found += [
-                f.name for f in operator.factors.values() if f.offered and (allow is None or allow(axis, f))
-            ]
+            found += [f.name for f in operator.factors.values() if f.offered and (allow is None or allow(axis, f))]
             if rule.linear and operator.sums and (allow is None or allow(axis, None)):
                 found += [SUM + str(i) for i in range(len(rule.linear))]
         choices.append(found)
@@ -113,9 +109,7 @@ def _divides(operator: Operator, assignment: tuple[str | None, ...], mesh: tuple
     table = rule_of(operator.node)
     assert table is not None
     divided = set((table.divide or {}).values())
-    if (
-        table.shape is not None and operator.rule is not None
-    ):  # sizes that only an argument tells must be even
+    if table.shape is not None and operator.rule is not None:  # sizes that only an argument tells must be even
         given = {f for dims in operator.rule.operands for dim in dims for f in dim}
         divided |= {f.base for f in operator.factors.values() if f.name not in given}
     for name in {a for a in assignment if a and not a.startswith(SUM)}:
@@ -189,6 +183,7 @@ def _strategy(
 def _uneven_dims(shape: tuple[int, ...], layout: Layout, mesh: tuple[int, ...]) -> int:
     count = 0
     for d, size in enumerate(shape):
-        ways = math.prod(mesh[a] for a, p in enumerate(layout) if is_shard(p) and p.dim == d)  # type: ignore[attr-defined]
+        here = [mesh[a] for a, p in enumerate(layout) if is_shard(p) and p.dim == d]  # type: ignore[attr-defined]
+        ways: int = math.prod(here)
         count += even_chunk(size, ways) * ways != size
     return count

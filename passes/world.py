@@ -108,10 +108,7 @@ class World(nn.Module):
             _join_blocks(part, step.dim, step.blocks) if step.blocks > 1 else part
             for part in self.reduce_scatter(stacked, axis)
         ]
-        lengths = (
-            extent(part.shape[step.dim], (ways,), (at[axis],))
-            for part, at in zip(parts, self.hosted, strict=True)
-        )
+        lengths = (extent(part.shape[step.dim], (ways,), (at[axis],)) for part, at in zip(parts, self.hosted, strict=True))
         if step.blocks > 1:
             return shards
         return [shard.narrow(step.dim, 0, n).contiguous() for shard, n in zip(shards, lengths, strict=True)]
@@ -133,9 +130,7 @@ class World(nn.Module):
         ways = self.mesh_shape[axis]
         stacked = [_split_dim(part, step.to_dim, step.to_blocks, ways) for part in parts]
         if step.to_blocks > 1:
-            stacked = [
-                torch.stack([_join_blocks(s, step.to_dim, step.to_blocks) for s in part]) for part in stacked
-            ]
+            stacked = [torch.stack([_join_blocks(s, step.to_dim, step.to_blocks) for s in part]) for part in stacked]
         return [_join_dim(part, step.dim, step.blocks) for part in self.all_to_all(stacked, axis)]
 
 
@@ -238,9 +233,7 @@ class ProcessWorld(World):
         ranks = self.device_mesh.mesh
         rest = [a for a in range(ranks.dim()) if a not in axes]
         mine = None
-        for members in (
-            ranks.permute(*rest, *axes).reshape(-1, math.prod(ranks.shape[a] for a in axes)).tolist()
-        ):
+        for members in ranks.permute(*rest, *axes).reshape(-1, math.prod(ranks.shape[a] for a in axes)).tolist():
             group = dist.new_group(members)
             if dist.get_rank() in members:
                 mine = group

@@ -29,9 +29,7 @@ def small_problem(seed: int) -> Problem:
         return rng.random(shape) * 10.0 ** rng.integers(-6, 2, shape)
 
     sizes = [int(rng.integers(1, 5)) for _ in range(int(rng.integers(1, 5)))]
-    nodes = tuple(
-        Node(f"n{k}", values(size), rng.integers(0, 6, size).astype(float)) for k, size in enumerate(sizes)
-    )
+    nodes = tuple(Node(f"n{k}", values(size), rng.integers(0, 6, size).astype(float)) for k, size in enumerate(sizes))
     tensors = []
     for number in range(int(rng.integers(0, 6))):
         rows, columns = (int(n) for n in rng.integers(1, 5, 2))
@@ -39,9 +37,7 @@ def small_problem(seed: int) -> Problem:
         uses = []
         for _ in range(int(rng.integers(0, 5))):
             consumer = int(rng.integers(len(sizes)))
-            uses.append(
-                Use(consumer, rng.integers(-1 if rng.random() < 0.5 else 0, columns, sizes[consumer]))
-            )
+            uses.append(Use(consumer, rng.integers(-1 if rng.random() < 0.5 else 0, columns, sizes[consumer])))
         cost = values(rows, columns)
         if rng.random() < 0.4:
             cost[rng.random((rows, columns)) < 0.25] = math.inf
@@ -121,17 +117,10 @@ class _Layer:
         if len(inner) == 2:
             for n, speed, letter in zip(self.mesh, self.bandwidth, strategy, strict=True):
                 if letter == weight[0]:
-                    a = self.bytes(
-                        "bs" + weight[1], tuple(c if c in "bs" + weight[1] else "R" for c in strategy)
-                    )
+                    a = self.bytes("bs" + weight[1], tuple(c if c in "bs" + weight[1] else "R" for c in strategy))
                     seconds += 2 * (n - 1) / n * a / speed
                 if letter in "bs":
-                    seconds += (
-                        (n - 1)
-                        / n
-                        * self.bytes(weight, tuple(c if c in weight else "R" for c in strategy))
-                        / speed
-                    )
+                    seconds += (n - 1) / n * self.bytes(weight, tuple(c if c in weight else "R" for c in strategy)) / speed
         return seconds
 
 
@@ -169,14 +158,10 @@ def transformer_layer(mesh: tuple[int, ...], copies: int = 32) -> Problem:
     for name, users in wants.items():
         rests, count = name.endswith(".weight"), 1 if name.startswith("head") else copies
         rows, columns = sorted(set(left[name])), sorted({layout for _, want in users for layout in want})
-        cost = np.array(
-            [[layer.reshard(factors[name], rests, row, column) for column in columns] for row in rows]
-        )
+        cost = np.array([[layer.reshard(factors[name], rests, row, column) for column in columns] for row in rows])
         gathered = np.array([[layer.bytes(factors[name], c) * (r != c) for c in columns] for r in rows])
         kept = np.array([0.0 if rests else count * layer.bytes(factors[name], column) for column in columns])
-        uses = tuple(
-            Use(index[user], np.array([columns.index(layout) for layout in want])) for user, want in users
-        )
+        uses = tuple(Use(index[user], np.array([columns.index(layout) for layout in want])) for user, want in users)
         have = np.array([rows.index(layout) for layout in left[name]])
         tensors.append(Tensor(name, index[name], have, uses, count * cost, kept, gathered))
     return Problem(tuple(nodes), tuple(tensors))

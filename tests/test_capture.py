@@ -25,18 +25,12 @@ def run(captured: Captured, model: nn.Module, args: Any, kwargs: Any) -> tuple[A
         *captured.signature.flatten(args, kwargs),
     )
     buffers = dict(zip(captured.mutations, flat[captured.outputs :], strict=True))
-    return captured.signature.unflatten(flat[: captured.outputs]), {
-        captured.buffers[k]: v for k, v in buffers.items()
-    }
+    return captured.signature.unflatten(flat[: captured.outputs]), {captured.buffers[k]: v for k, v in buffers.items()}
 
 
 def scalar(output: Any) -> torch.Tensor:
     """One number on which all of an output's floating-point leaves have a say."""
-    floats = [
-        t
-        for t in tree_leaves(output)
-        if isinstance(t, torch.Tensor) and t.is_floating_point() and t.requires_grad
-    ]
+    floats = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.requires_grad]
     return sum((t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view(t.shape)).sum() for t in floats)
 
 
@@ -47,11 +41,7 @@ def compare(model: nn.Module, args: Any, kwargs: Any, captured: Captured, tolera
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, before[name]), f"running the graph changed {name}"
     loss = scalar(got)
-    grads = (
-        torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-        if torch.is_tensor(loss)
-        else None
-    )
+    grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True) if torch.is_tensor(loss) else None
     wanted = model(*args, **kwargs)
     expected = scalar(wanted)
     assert type(got) is type(wanted)
@@ -66,9 +56,7 @@ def compare(model: nn.Module, args: Any, kwargs: Any, captured: Captured, tolera
         for (name, _), a, b in zip(model.named_parameters(), grads, theirs, strict=True):
             assert (a is None) == (b is None), name
             if a is not None:
-                torch.testing.assert_close(
-                    a, b, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-                )
+                torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
     for name, buffer in model.named_buffers():
         torch.testing.assert_close(changed.get(name, before[name]), buffer, rtol=tolerance, atol=tolerance)
 
@@ -128,9 +116,7 @@ def test_names_and_state() -> None:
             self.second.weight = self.first.weight
             self.idle = nn.Parameter(torch.ones(3))
 
-        def forward(
-            self, x: torch.Tensor, scale: float = 1.0, *, shift: torch.Tensor, gain: torch.Tensor
-        ) -> Any:
+        def forward(self, x: torch.Tensor, scale: float = 1.0, *, shift: torch.Tensor, gain: torch.Tensor) -> Any:
             return {
                 "y": self.norm(self.second(self.first(x))) * scale * gain + shift,
                 "n": scale,
@@ -180,9 +166,7 @@ def test_signature() -> None:
     x, by = torch.zeros(4, 8), torch.ones(8)
     flat = captured.signature.flatten((x, {"by": by}))
     assert flat[0] is x and flat[1] is by
-    with pytest.raises(
-        ValueError, match=r"argument rest\[0\]\['by'\]: expected \[8\] of torch.float32.*got \[4\]"
-    ):
+    with pytest.raises(ValueError, match=r"argument rest\[0\]\['by'\]: expected \[8\] of torch.float32.*got \[4\]"):
         captured.signature.flatten((x, {"by": torch.ones(4)}))
     with pytest.raises(ValueError, match="argument x: .* got .*float64"):
         captured.signature.flatten((x.double(), {"by": by}))
@@ -200,9 +184,7 @@ def test_signature_positional_or_keyword() -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(8))
 
-        def forward(
-            self, x: torch.Tensor, y: torch.Tensor, flag: bool = False, **more: torch.Tensor
-        ) -> torch.Tensor:
+        def forward(self, x: torch.Tensor, y: torch.Tensor, flag: bool = False, **more: torch.Tensor) -> torch.Tensor:
             return x * self.weight - y + sum(more.values()) if flag else x - y * self.weight
 
     x, y = torch.ones(8), torch.zeros(8)
@@ -213,9 +195,7 @@ def test_signature_positional_or_keyword() -> None:
             True,
             True,
         ]
-    with pytest.raises(
-        ValueError, match="argument flag: the graph was captured for the value False, this call has True"
-    ):
+    with pytest.raises(ValueError, match="argument flag: the graph was captured for the value False, this call has True"):
         captured.signature.flatten((x, y, True))
     free = capture(Scale().double(), (image(8), image(8), True), {"b": image(8), "a": image(8) + 1})
     assert free.inputs == ("x", "y", "a", "b")
@@ -286,9 +266,7 @@ def test_no_example_inputs() -> None:
 
 
 def test_meta_model_and_tying() -> None:
-    config = transformers.GPT2Config(
-        vocab_size=96, n_embd=16, n_head=4, n_layer=1, n_positions=16, use_cache=False
-    )
+    config = transformers.GPT2Config(vocab_size=96, n_embd=16, n_head=4, n_layer=1, n_positions=16, use_cache=False)
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(config)
     captured = capture(model)

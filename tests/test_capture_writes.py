@@ -97,10 +97,7 @@ def _split(self: Any, y: torch.Tensor) -> Any:
 
 def _views(self: Any, y: torch.Tensor) -> Any:
     y = y.reshape(2, -1, 4).movedim(0, -1).mT.unsqueeze(-1).squeeze(-1).flatten(-2).unflatten(1, (-1, 2))
-    y = (
-        y.transpose(0, 1).swapaxes(1, 2).expand(-1, -1, 4).contiguous()[..., :].view_as(torch.empty(4, 2, 4))
-        + 0
-    )
+    y = y.transpose(0, 1).swapaxes(1, 2).expand(-1, -1, 4).contiguous()[..., :].view_as(torch.empty(4, 2, 4)) + 0
     return (
         y,
         torch.broadcast_tensors(y, y[:1])[1].repeat(2, 1, 1),

@@ -177,9 +177,7 @@ def test_the_cheapest_rows_are_left_out_and_counted() -> None:
 
 
 @pytest.mark.parametrize("factory", ["build", "keywords", "mixed"])
-def test_plan_prints_a_table_without_colours(
-    model_file: Path, factory: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_prints_a_table_without_colours(model_file: Path, factory: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--topology", "dgx-a100", "--devices", 4, "--strategy", "megatron-1d", "--mesh", "1,4")
     assert run("plan", "--model", f"{model_file}:{factory}", *words) == 0
     out = capsys.readouterr().out
@@ -187,9 +185,7 @@ def test_plan_prints_a_table_without_colours(
     assert "\x1b" not in out
 
 
-def test_plan_prints_and_saves_json(
-    model_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_prints_and_saves_json(model_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
     options = ("--topology", "cpu", "--devices", 2, "--memory", "1 GB", "--json", "--save", file)
     assert run("plan", "--model", f"{model_file}:build", *options) == 0
@@ -255,9 +251,7 @@ def test_wrong_options_end_with_2(
     assert err.startswith("error: ") and message in err
 
 
-def test_a_model_that_cannot_be_captured_ends_with_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_cannot_be_captured_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "branching.py"
     file.write_text(
         "import torch\n"

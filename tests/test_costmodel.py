@@ -31,9 +31,7 @@ from costmodel.local import local_topology
 
 DEVICE = Device("d", {"float32": 1e12, "bfloat16": 8e12}, 1e9, 1e11, 1e-6)
 BOXES = Topology("boxes", DEVICE, (Level("in", 4, 100.0, 1.0), Level("out", 2, 60.0, 5.0)))
-PODS = Topology(
-    "pods", DEVICE, (Level("a", 2, 80.0, 1.0), Level("b", 2, 40.0, 2.0), Level("c", 2, 12.0, 3.0))
-)
+PODS = Topology("pods", DEVICE, (Level("a", 2, 80.0, 1.0), Level("b", 2, 40.0, 2.0), Level("c", 2, 12.0, 3.0)))
 GOOD = """
 name = "mine"
 [device]
@@ -130,9 +128,7 @@ def test_units_scale_exactly_or_are_refused(number, quantity, unit):
         with pytest.raises(UnitError):
             parse_quantity(f"{number!r} {unit}", quantity)
     else:
-        assert parse_quantity(f"{number!r} {unit}", quantity) == pytest.approx(
-            number * scale[unit], rel=1e-15
-        )
+        assert parse_quantity(f"{number!r} {unit}", quantity) == pytest.approx(number * scale[unit], rel=1e-15)
 
 
 @settings(max_examples=200, deadline=None)
@@ -267,9 +263,7 @@ def test_unknown_names(tmp_path):
 )
 def test_links(topology, mesh, expected):
     found = topology.links(mesh)
-    assert found == tuple(
-        Link(s, b, lat, tuple(lv.split())) for s, (b, lat, lv) in zip(mesh, expected, strict=True)
-    )
+    assert found == tuple(Link(s, b, lat, tuple(lv.split())) for s, (b, lat, lv) in zip(mesh, expected, strict=True))
 
 
 def test_links_where_nothing_divides():
@@ -384,9 +378,7 @@ volumes = st.floats(0, 1e12)
 @given(st.sampled_from(KINDS), ranks, volumes, st.floats(0, 1e-3), st.floats(1e6, 1e12))
 def test_collectives_follow_their_closed_forms(kind, n, v, a, b):
     link = Link(n, b, a)
-    assert collectives.seconds(kind, n, v, link) == pytest.approx(
-        CLOSED[kind](n, v, a, b), rel=1e-12, abs=1e-18
-    )
+    assert collectives.seconds(kind, n, v, link) == pytest.approx(CLOSED[kind](n, v, a, b), rel=1e-12, abs=1e-18)
     factor = 2 if kind == "all_reduce" else 1
     assert collectives.bytes_moved(kind, n, v) == pytest.approx(factor * (n - 1) / n * v, rel=1e-12)
 
@@ -404,9 +396,7 @@ def test_collectives_grow_with_ranks_and_bytes(kind, n, v, more_ranks, more_byte
 @pytest.mark.parametrize("kind", KINDS)
 def test_collective_expressions_equal_what_is_compiled(kind):
     symbols = (collectives.n, collectives.V, collectives.alpha, collectives.beta)
-    for values in itertools.product(
-        (1, 2, 3, 8, 2048), (1, 10**9), (sympy.Rational(1, 10**6),), (10**9, 10**11)
-    ):
+    for values in itertools.product((1, 2, 3, 8, 2048), (1, 10**9), (sympy.Rational(1, 10**6),), (10**9, 10**11)):
         exact = collectives.EXPRESSIONS[kind].subs(dict(zip(symbols, values, strict=True)))
         assert collectives.evaluate(kind, *map(float, values)) == pytest.approx(float(exact), rel=1e-12)
     moved = collectives.TRAFFIC[kind].subs({collectives.n: 8, collectives.V: 1000})

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import itertools
 import math
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +12,9 @@ from autotp.ilp import Infeasible, Node, Problem, Tensor, Use, evaluate, mip, so
 from autotp.ilp.dual import Dual
 from autotp.ilp.eliminate import eliminate_all, eliminate_some
 from autotp.ilp.local import improve
+from autotp.ilp.pieces import Settings
 from autotp.ilp.presolve import compact, consistent, undominated
+from autotp.ilp.search import Search
 from tests.ilp_instances import brute_force, small_problem, transformer_layer
 
 SEEDS = 320
@@ -28,9 +32,7 @@ def chain(memory_bound: float = math.inf) -> Problem:
     c = Node("c", np.array([0.0, 5.0, 9.0]), np.zeros(3))
     cost = np.array([[3.0, 0.0], [0.5, math.inf]])
     uses = (Use(1, np.array([0, 1])), Use(2, np.array([0, 1, -1])))
-    tensor = Tensor(
-        "a.out", 0, np.array([0, 1]), uses, cost, np.array([10.0, 20.0]), np.array([[7.0, 0.0], [2.0, 0.0]])
-    )
+    tensor = Tensor("a.out", 0, np.array([0, 1]), uses, cost, np.array([10.0, 20.0]), np.array([[7.0, 0.0], [2.0, 0.0]]))
     return Problem((a, b, c), (tensor,), memory_bound)
 
 
@@ -44,9 +46,7 @@ def chain(memory_bound: float = math.inf) -> Problem:
         ((1, 1, 0), math.inf, 4 + 10 + 20 + 2),
     ],
 )
-def test_evaluate_counts_each_wanted_layout_once(
-    choice: tuple[int, ...], seconds: float, memory: float
-) -> None:
+def test_evaluate_counts_each_wanted_layout_once(choice: tuple[int, ...], seconds: float, memory: float) -> None:
     found = evaluate(chain(), choice)
     assert (found.seconds, found.memory) == (seconds, memory)
 
@@ -90,6 +90,31 @@ def test_solve_equals_enumeration(first: int) -> None:
             assert found.memory <= bound
             assert close(found.seconds, best), (seed, bound, found, best)
             assert found.optimal and found.gap <= 1e-9 and found.bound <= found.seconds
+
+
+@pytest.mark.parametrize("labels", [0, 60, 10_000])
+@pytest.mark.parametrize("largest_cost", [0.0, 1.0])
+def test_every_way_through_the_search_equals_enumeration(labels: int, largest_cost: float) -> None:
+    methods = set()
+    for seed in range(400, 520):
+        problem = small_problem(seed)
+        best, least = brute_force(problem)
+        if math.isinf(best):
+            continue
+        bounded = replace(problem, memory_bound=least + 1)
+        best = min(
+            found.seconds + largest_cost * found.temporary
+            for choice in itertools.product(*(range(len(node.cost)) for node in problem.nodes))
+            if (found := evaluate(problem, choice)).memory <= least + 1
+        )
+        # A cutoff stands in for the choice that solve() would start from.
+        settings = Settings(time.monotonic() + 60, labels=labels, work=0, small=0, cutoff=1.5 * best + 1e-9)
+        search = Search(bounded, settings, largest_cost=largest_cost)
+        search.run()
+        assert search.choice is not None and close(search.value, best), seed
+        assert search.value >= search.bound >= best * (1 - 1e-9), seed
+        methods.add(search.method)
+    assert ("labels" if labels else "mip") in methods
 
 
 def test_cutoff_returns_none_exactly_when_nothing_is_cheaper() -> None:

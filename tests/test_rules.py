@@ -3,7 +3,6 @@
 import math
 import operator
 
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -56,11 +55,7 @@ def build_elementwise(name, draw):
             args.append(floats(*shape) > 0.5 if logical else floats(*shape))
             first = False
         elif argument.name == "dtype" and op in ("to", "_to_copy"):
-            (
-                kwargs.__setitem__("dtype", torch.float64)
-                if argument.kwarg_only
-                else args.append(torch.float64)
-            )
+            (kwargs.__setitem__("dtype", torch.float64) if argument.kwarg_only else args.append(torch.float64))
         elif argument.has_default_value() or argument.kwarg_only:
             continue
         elif argument.name == "device":
@@ -113,9 +108,7 @@ def attention(draw):
 
 def reshape(draw):
     a, b, c = sizes(draw, 3)
-    target = draw(
-        st.sampled_from([[a * b, c], [a, b * c], [a * b * c], [a, b, c, 1], [b, a, c], [a, 1, b * c]])
-    )
+    target = draw(st.sampled_from([[a * b, c], [a, b * c], [a * b * c], [a, b, c, 1], [b, a, c], [a, 1, b * c]]))
     return [floats(a, b, c), target]
 
 
@@ -176,21 +169,15 @@ def signal(*extra):
 
 
 CASES = {
-    "aten.linear.default": lambda d: (lambda a, b, k, n: [floats(a, b, k), floats(n, k), floats(n)])(
-        *sizes(d, 4)
-    ),
-    "aten.matmul.default": lambda d: (lambda a, b, r, k, c: [floats(a, b, r, k), floats(b, k, c)])(
-        *sizes(d, 5)
-    ),
+    "aten.linear.default": lambda d: (lambda a, b, k, n: [floats(a, b, k), floats(n, k), floats(n)])(*sizes(d, 4)),
+    "aten.matmul.default": lambda d: (lambda a, b, r, k, c: [floats(a, b, r, k), floats(b, k, c)])(*sizes(d, 5)),
     "aten.mm.default": lambda d: (lambda r, k, c: [floats(r, k), floats(k, c)])(*sizes(d, 3)),
     "aten.bmm.default": lambda d: (lambda b, r, k, c: [floats(b, r, k), floats(b, k, c)])(*sizes(d, 4)),
     "aten.addmm.default": lambda d: (lambda r, k, c: [floats(c), floats(r, k), floats(k, c)])(*sizes(d, 3)),
-    "aten.baddbmm.default": lambda d: (
-        lambda b, r, k, c: [floats(b, r, c), floats(b, r, k), floats(b, k, c)]
-    )(*sizes(d, 4)),
-    "aten.einsum.default": lambda d: (lambda a, b, c: ["bij,bjk->bik", [floats(2, a, b), floats(2, b, c)]])(
-        *sizes(d, 3)
+    "aten.baddbmm.default": lambda d: (lambda b, r, k, c: [floats(b, r, c), floats(b, r, k), floats(b, k, c)])(
+        *sizes(d, 4)
     ),
+    "aten.einsum.default": lambda d: (lambda a, b, c: ["bij,bjk->bik", [floats(2, a, b), floats(2, b, c)]])(*sizes(d, 3)),
     "aten.conv1d.default": convolution(1),
     "aten.conv2d.default": convolution(2),
     "aten.conv3d.default": convolution(3),
@@ -214,9 +201,7 @@ CASES = {
         *[d(st.sampled_from([5, 6, 8])), *sizes(d, 2)]
     ),
     "aten.gather.default": lambda d: (lambda a, b: [floats(a, b), 1, integers(b, a, 3)])(*sizes(d, 2)),
-    "aten.index.Tensor": lambda d: (lambda a, b: [floats(a, 5, b), [integers(a, 4, 1), integers(5, 1, 6)]])(
-        *sizes(d, 2)
-    ),
+    "aten.index.Tensor": lambda d: (lambda a, b: [floats(a, 5, b), [integers(a, 4, 1), integers(5, 1, 6)]])(*sizes(d, 2)),
     "aten.sum.default": lambda d: [floats(*sizes(d, 2))],
     "aten.mean.default": lambda d: [floats(*sizes(d, 2))],
     "aten.sum.dim_IntList": reduce_dim,
@@ -248,12 +233,8 @@ CASES = {
     "aten.tril.default": lambda d: [floats(any_size(d), 4, 4)],
     "aten.triu.default": lambda d: [floats(any_size(d), 4, 4)],
     "aten.where.self": lambda d: (lambda a, b: [floats(a, b) > 0.5, floats(a, b), floats(b)])(*sizes(d, 2)),
-    "aten.masked_fill.Scalar": lambda d: (lambda a, b: [floats(a, b), floats(a, 1) > 0.5, 0.25])(
-        *sizes(d, 2)
-    ),
-    "aten.masked_fill.Tensor": lambda d: (lambda a, b: [floats(a, b), floats(a, 1) > 0.5, floats(1)[0]])(
-        *sizes(d, 2)
-    ),
+    "aten.masked_fill.Scalar": lambda d: (lambda a, b: [floats(a, b), floats(a, 1) > 0.5, 0.25])(*sizes(d, 2)),
+    "aten.masked_fill.Tensor": lambda d: (lambda a, b: [floats(a, b), floats(a, 1) > 0.5, floats(1)[0]])(*sizes(d, 2)),
     "aten.addcmul.default": lambda d: (lambda a, b: [floats(a, b), floats(a, b), floats(a, b)])(*sizes(d, 2)),
     "aten.lerp.Scalar": lambda d: (lambda a, b: [floats(a, b), floats(a, b), 0.3])(*sizes(d, 2)),
     "aten.max_pool1d.default": signal([2]),
@@ -359,9 +340,7 @@ def check(name, draw, mesh, pick):
 
     def leaves():
         fixed = CONSTANT.get(name, ())
-        return {
-            n: v.clone().requires_grad_(v.is_floating_point() and n not in fixed) for n, v in values.items()
-        }
+        return {n: v.clone().requires_grad_(v.is_floating_point() and n not in fixed) for n, v in values.items()}
 
     ours, theirs = leaves(), leaves()
     parts = {n: distribute(n, v, resting[n], world) for n, v in ours.items()}
@@ -434,9 +413,7 @@ def _first(strategy):
     if "booleans" in text:
         return False
     options = list(getattr(strategy, "elements", [4]))
-    return next(
-        (o for o in options if isinstance(o, int) and not isinstance(o, bool) and o % 4 == 0), options[0]
-    )
+    return next((o for o in options if isinstance(o, int) and not isinstance(o, bool) and o % 4 == 0), options[0])
 
 
 def test_strategies_divide_work():

@@ -28,6 +28,8 @@ from autotp.ilp.problem import Problem, Tensor
 
 __all__ = ["Dual"]
 
+_ROUNDING = 1e-13
+
 
 @dataclass(slots=True)
 class _Port:
@@ -69,9 +71,7 @@ class _Part:
             return self.own[consumer], np.zeros(len(consumer))
         row, column = self.pair.ports[0].index[producer], self.pair.ports[1].index[consumer]
         real = column < len(self.pair.columns)
-        share = (
-            np.where(real, self.pair.share[row, np.where(real, column, 0)], 0.0) if real.any() else 0.0 * row
-        )
+        share = np.where(real, self.pair.share[row, np.where(real, column, 0)], 0.0) if real.any() else 0.0 * row
         return share, self.pair.phi[row, column] - self.pair.phi.min()
 
 
@@ -102,6 +102,9 @@ class Dual:
             self.offset += least
             self.theta.append(theta - least)
         self.big = 2.0 * max(cap - self.offset, 0.0) + 1e-300
+        # Rounding must never turn into a false proof: what sums of numbers this large may lose is taken off.
+        room = price * problem.memory_bound if price > 0 else 0.0
+        self.error = _ROUNDING * (abs(room) + abs(self.offset) + self.big)
         self.theta = [np.minimum(theta, self.big) for theta in self.theta]
         self.pairs: list[_Pair] = []
         self.parts: list[list[_Part]] = []
@@ -145,13 +148,18 @@ class Dual:
 
     def bound(self) -> float:
         """The proven lower bound (1), in seconds."""
-        return self.offset + math.fsum(
-            [*(float(theta.min()) for theta in self.theta), *(float(pair.phi.min()) for pair in self.pairs)]
+        return (
+            self.offset
+            - self.error
+            + math.fsum(
+                [
+                    *(float(theta.min()) for theta in self.theta),
+                    *(float(pair.phi.min()) for pair in self.pairs),
+                ]
+            )
         )
 
-    def _visit(
-        self, node: int, ahead: list[tuple[_Pair, int]], behind: list[tuple[_Pair, int]]
-    ) -> np.ndarray:
+    def _visit(self, node: int, ahead: list[tuple[_Pair, int]], behind: list[tuple[_Pair, int]]) -> np.ndarray:
         theta = self.theta[node]
         for pair, side in (*ahead, *behind):
             least = pair.phi.min(axis=1 - side)

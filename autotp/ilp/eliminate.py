@@ -155,9 +155,7 @@ class _Pool:
 
     def eliminate(self, node: int) -> None:
         factors = [self.factors.pop(number) for number in self.of_node[node]]
-        columns: dict[int, list[np.ndarray]] = (
-            {node: [np.arange(len(self.unary[node]))]} if not factors else {}
-        )
+        columns: dict[int, list[np.ndarray]] = {node: [np.arange(len(self.unary[node]))]} if not factors else {}
         for factor in factors:
             for n, index in zip(factor.nodes, factor.index, strict=True):
                 columns.setdefault(n, []).append(index)
@@ -233,12 +231,7 @@ def eliminate_some(problem: Problem, *, growth: float = 2.0, work: float = 4e6) 
             continue
         sizes, cost = pool.estimate(node)
         before = sum(math.prod(pool.factors[k].sizes) for k in pool.of_node[node])
-        if (
-            not sizes
-            or len(sizes) > 2
-            or cost > work
-            or math.prod(sizes.values()) > max(growth * before, 64.0)
-        ):
+        if not sizes or len(sizes) > 2 or cost > work or math.prod(sizes.values()) > max(growth * before, 64.0):
             continue
         pool.eliminate(node)
         queue.extend(n for n in sizes if n not in queue)
@@ -264,8 +257,6 @@ def _core(pool: _Pool) -> Core:
         name = f"{pool.problem.nodes[a].name}~{pool.problem.nodes[b].name}"
         use = Use(number[b], factor.index[1])
         zero = np.zeros_like(table)
-        tensors.append(
-            Tensor(name, number[a], factor.index[0], (use,), table, np.zeros(table.shape[1]), zero)
-        )
+        tensors.append(Tensor(name, number[a], factor.index[0], (use,), table, np.zeros(table.shape[1]), zero))
     nodes = tuple(Node(pool.problem.nodes[n].name, unary[n], np.zeros(len(unary[n]))) for n in left)
     return Core(Problem(nodes, tuple(tensors)), left, tuple(pool.steps), len(pool.unary))

@@ -72,11 +72,7 @@ class _Labels:
         index = np.flatnonzero(self.allowed(table))
         if len(index) > self.limit:
             raise _TooMany
-        return (
-            table
-            if len(index) == len(table.at)
-            else table.rows(index, [(p, i[index]) for p, i in table.parents])
-        )
+        return table if len(index) == len(table.at) else table.rows(index, [(p, i[index]) for p, i in table.parents])
 
     def key(self, table: _Table, nodes: tuple[int, ...]) -> np.ndarray:
         key = np.zeros(len(table.at), dtype=np.int64)
@@ -187,7 +183,7 @@ def settle(
     target: float,
     base: float = 0.0,
     largest_cost: float = 0.0,
-    limit: int = 2_000_000,
+    limit: int,
 ) -> tuple[bool, tuple[int, ...] | None]:
     """The cheapest choice below ``target``, or the proof that there is none.
 

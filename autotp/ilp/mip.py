@@ -135,9 +135,7 @@ class _Builder:
             xs = []
             for cost, memory in zip(node.cost.tolist(), node.memory.tolist(), strict=True):
                 possible = math.isfinite(cost)
-                x = self.rows.variable(
-                    cost / self.unit if possible else 0.0, integer=True, upper=float(possible)
-                )
+                x = self.rows.variable(cost / self.unit if possible else 0.0, integer=True, upper=float(possible))
                 self.remember(x, memory)
                 xs.append(x)
             self.rows.constraint([(x, 1.0) for x in xs], 1.0, 1.0)
@@ -280,9 +278,7 @@ def run(model: Model, *, time_limit: float, threads: int, solver: str = "highs")
         absolute_gap_tolerance=0.0,
         threads=None if solver == "highs" else threads,
     )
-    result = mathopt.solve(
-        mathopt.Model.from_model_proto(model.rows.proto()), _SOLVERS[solver], params=params
-    )
+    result = mathopt.solve(mathopt.Model.from_model_proto(model.rows.proto()), _SOLVERS[solver], params=params)
     reason = result.termination.reason
     if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
         return MipResult(None, math.inf, True)

@@ -19,6 +19,8 @@ class Settings:
         threads: for solvers that take a count.
         cutoff: objective values at or above this are of no interest.
         tolerance: relative; a piece is done when its bound is this close to the best value.
+        labels: most labels in a table, see :mod:`autotp.ilp.labels`.
+        work: most entries that exact elimination may visit before a solver is the better bet.
         small: most cells of a piece that is handed to the solver without further splitting.
         enough: stop as soon as a choice of at most this value is found.
         solver: which one.
@@ -28,6 +30,8 @@ class Settings:
     threads: int = 2
     cutoff: float = math.inf
     tolerance: float = 2e-10
+    labels: int = 2_000_000
+    work: float = 2e9
     small: int = 4000
     enough: float = -math.inf
     solver: str = "highs"

@@ -2,7 +2,8 @@
 
 * :func:`consistent` removes strategies that no neighbour can ever be joined to by a finite reshard.
 * :func:`undominated` removes strategy ``s`` of a node when another one ``r`` of that node has
-  ``cost[r] - cost[s] + sum over ports of sup(reshard with r - reshard with s) <= 0``, the same for resting bytes, and no
+  ``cost[r] - cost[s] + sum over ports of sup(reshard with r - reshard with s) <= 0``,
+  the same for resting bytes, and no
   larger temporary; the supremum runs over everything the neighbours may still choose.
 * :func:`compact` cuts the arrays down to what is left, merges equal rows and columns, and drops tensors that
 cost nothing.
@@ -159,9 +160,7 @@ def undominated(problem: Problem, alive: Alive, *, bounded: bool) -> int:
                 use = tensor.uses[sides[0]]
                 rows = np.unique(tensor.have[alive[tensor.producer]])
                 columns, place = np.unique(use.want[strategies], return_inverse=True)
-                others = [
-                    np.unique(u.want[alive[u.node]]) for i, u in enumerate(tensor.uses) if i != sides[0]
-                ]
+                others = [np.unique(u.want[alive[u.node]]) for i, u in enumerate(tensor.uses) if i != sides[0]]
                 joined = np.concatenate(others) if others else np.zeros(0, dtype=int)
                 more, bytes_ = _want_change(tensor, rows, columns, joined, bounded)
                 seconds = seconds + more[np.ix_(place, place)]

@@ -23,7 +23,7 @@ def next_price(lines: list[tuple[float, float]], price: float) -> float | None:
     """Where ``min over lines of seconds + price * slope`` is greatest; the price to raise to when no line
     falls.
     """
-    falling = [line for line in lines if line[1] < 0]
+    falling = [line for line in lines if line[1] <= 0]
     rising = [line for line in lines if line[1] > 0]
     if not rising:
         return price / 16 if price > 0 else None

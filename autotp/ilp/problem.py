@@ -113,17 +113,13 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
         ValueError: if ``choice`` does not name one existing strategy per node.
     """
     if len(choice) != len(problem.nodes):
-        raise ValueError(
-            f"evaluate: choice has {len(choice)} entries for {len(problem.nodes)} nodes; give one each"
-        )
+        raise ValueError(f"evaluate: choice has {len(choice)} entries for {len(problem.nodes)} nodes; give one each")
     seconds: list[float] = []
     resting: list[float] = []
     largest = 0.0
     for node, strategy in zip(problem.nodes, choice, strict=True):
         if not 0 <= strategy < len(node.cost):
-            raise ValueError(
-                f"evaluate: node {node.name!r} has {len(node.cost)} strategies, choice says {strategy}"
-            )
+            raise ValueError(f"evaluate: node {node.name!r} has {len(node.cost)} strategies, choice says {strategy}")
         seconds.append(float(node.cost[strategy]))
         resting.append(float(node.memory[strategy]))
     for tensor in problem.tensors:
@@ -148,13 +144,9 @@ def validate(problem: Problem) -> None:
     for node in problem.nodes:
         size = len(node.cost)
         if size == 0:
-            raise ValueError(
-                f"node {node.name!r}: no strategies; give at least one (replicated is always right)"
-            )
+            raise ValueError(f"node {node.name!r}: no strategies; give at least one (replicated is always right)")
         if node.memory.shape != (size,):
-            raise ValueError(
-                f"node {node.name!r}: memory has shape {node.memory.shape}, cost {node.cost.shape}"
-            )
+            raise ValueError(f"node {node.name!r}: memory has shape {node.memory.shape}, cost {node.cost.shape}")
         _check_values(f"node {node.name!r}", "cost", node.cost, inf=True, sign=False)
         _check_values(f"node {node.name!r}", "memory", node.memory, inf=False, sign=True)
     for tensor in problem.tensors:
@@ -164,19 +156,15 @@ def validate(problem: Problem) -> None:
         rows, columns = tensor.cost.shape
         if tensor.memory.shape != (columns,) or tensor.temporary.shape != (rows, columns):
             raise ValueError(
-                f"{where}: memory {tensor.memory.shape} and temporary {tensor.temporary.shape} do not fit cost "
-                f"{tensor.cost.shape}; give [W] and [H, W]"
+                f"{where}: memory {tensor.memory.shape} and temporary {tensor.temporary.shape} do not fit "
+                f"cost {tensor.cost.shape}; give [W] and [H, W]"
             )
         _check_values(where, "cost", tensor.cost, inf=True, sign=True)
         _check_values(where, "memory", tensor.memory, inf=False, sign=True)
-        _check_values(
-            where, "temporary", np.where(np.isinf(tensor.cost), 0.0, tensor.temporary), inf=False, sign=True
-        )
+        _check_values(where, "temporary", np.where(np.isinf(tensor.cost), 0.0, tensor.temporary), inf=False, sign=True)
         _check_port(where, "have", tensor.producer, tensor.have, problem, low=0, high=rows, count=count)
         for number, use in enumerate(tensor.uses):
-            _check_port(
-                where, f"uses[{number}].want", use.node, use.want, problem, low=-1, high=columns, count=count
-            )
+            _check_port(where, f"uses[{number}].want", use.node, use.want, problem, low=-1, high=columns, count=count)
 
 
 def _check_values(where: str, field: str, values: np.ndarray, *, inf: bool, sign: bool) -> None:
@@ -199,6 +187,4 @@ def _check_port(
             f"{where}: {field} has shape {index.shape}, but node {problem.nodes[node].name!r} has {size} strategies"
         )
     if size and not (low <= int(index.min()) and int(index.max()) < high):
-        raise ValueError(
-            f"{where}: {field} ranges over {index.min()}..{index.max()}; allowed are {low}..{high - 1}"
-        )
+        raise ValueError(f"{where}: {field} ranges over {index.min()}..{index.max()}; allowed are {low}..{high - 1}")

@@ -1,5 +1,4 @@
-"""Prove an optimum: bounds by duality, pruning, a split on the largest temporary, and a solver for what
-remains.
+"""Prove an optimum: bounds by duality, pruning, a split on the largest temporary, a solver for the rest.
 
 The part of the memory that is a maximum, ``T = max temporary``, has no good linear relaxation. It is branched
 on instead: on a piece ``lo <= T <= hi`` reshards above ``hi`` are impossible and ``lo`` bytes are known to be
@@ -8,10 +7,10 @@ taken. On each piece
     seconds >= max_{price >= 0} min_choices  seconds + price * (resting bytes - (bound - lo))   (1) _climb
 
 where the inner minimum is bounded by :class:`autotp.ilp.dual.Dual` and the price is found by cutting planes
-in one
-dimension: every choice met is a line in the price, and the next price is where the lowest two lines cross.
-Strategies whose own bound exceeds the best choice known go; a piece that is still open is split, or, when
-small enough, solved as a mixed-integer program.
+in one dimension: every choice met is a line in the price, and the next price is where the lowest two lines
+cross. Strategies whose own bound exceeds the best choice known go. What is left is settled by labels
+(:mod:`autotp.ilp.labels`) if they stay few; if not, the piece is split, and solved as a mixed-integer program
+(:mod:`autotp.ilp.mip`) when it cannot be, or is small.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ __all__ = ["Search"]
 # is, it is the optimum.
 _ROUNDS = (120, 240, 480, 960)
 _SWEEPS = 60
-_WORK = 2e9  # entries that exact elimination may visit before a solver is the better bet
 
 
 @dataclass(slots=True)
@@ -94,9 +92,7 @@ class Search:
     def run(self, *, floor: float = -math.inf) -> None:
         """Search until everything is settled or time is over; ``floor`` is a bound known beforehand."""
         masks = [np.isfinite(node.cost) for node in self.problem.nodes]
-        temporaries = [
-            t.temporary[np.isfinite(t.cost)].max(initial=0.0) for t in self.problem.tensors if t.uses
-        ]
+        temporaries = [t.temporary[np.isfinite(t.cost)].max(initial=0.0) for t in self.problem.tensors if t.uses]
         if math.isinf(self.problem.memory_bound) and not self.largest_cost:
             temporaries = []
         top = min(max(temporaries, default=0.0), self.problem.memory_bound)
@@ -147,9 +143,7 @@ class Search:
     def _restricted(self, piece: Piece) -> Reduced | None:
         tensors = self.problem.tensors
         if math.isfinite(self.problem.memory_bound) or self.largest_cost:
-            tensors = tuple(
-                replace(t, cost=np.where(t.temporary > piece.high, math.inf, t.cost)) for t in tensors
-            )
+            tensors = tuple(replace(t, cost=np.where(t.temporary > piece.high, math.inf, t.cost)) for t in tensors)
         limited = replace(self.problem, tensors=tensors)
         if not consistent(limited, piece.alive):
             return None
@@ -190,12 +184,16 @@ class Search:
             assert price is not None
             dual = Dual(replace(small, memory_bound=room), self._cap(small), price=price)
             self._ascend(piece, reduced, dual, base)
-            if piece.bound >= self.target() or math.isinf(room):
+            if piece.bound >= self.target() or math.isinf(room) or self._over():
                 return
             following = next_price([(seconds, resting - room) for seconds, resting in self.lines], price)
             if following is None and price == 0:
                 following = 0.1 * abs(piece.bound) / max(room, 1.0)
-            if following is None or abs(following - price) <= 1e-6 * max(following, price):
+            if (
+                following is None
+                or following * room > 1e3 * self._cap(small)
+                or abs(following - price) <= 1e-6 * max(following, price)
+            ):
                 return
             price = following
 
@@ -248,9 +246,7 @@ class Search:
         cells = sum(t.cost.size for t in small.tensors) + sum(len(n.cost) for n in small.nodes)
         if cells <= self.settings.small:
             return []
-        values = np.unique(
-            np.concatenate([t.temporary[np.isfinite(t.cost)] for t in small.tensors] or [np.zeros(1)])
-        )
+        values = np.unique(np.concatenate([t.temporary[np.isfinite(t.cost)] for t in small.tensors] or [np.zeros(1)]))
         values = values[(values >= piece.low) & (values <= piece.high)]
         gain = (piece.price + self.largest_cost) * (piece.high - piece.low)
         best = min(self.value, self.settings.cutoff)
@@ -269,7 +265,7 @@ class Search:
         excluded.
         """
         if math.isinf(self.problem.memory_bound) and not self.largest_cost:
-            choice = eliminate_all(reduced.problem, budget=_WORK)
+            choice = eliminate_all(reduced.problem, budget=self.settings.work)
             if choice is not None:
                 self.method = "elimination"
                 self.offer(reduced.restore(choice))
@@ -282,9 +278,7 @@ class Search:
             model = mip.build(small, self._cap(small), largest_cost=self.largest_cost, excluded=found)
             self.variables = max(self.variables, model.size)
             left = self.settings.deadline - time.monotonic()
-            result = mip.run(
-                model, time_limit=left, threads=self.settings.threads, solver=self.settings.solver
-            )
+            result = mip.run(model, time_limit=left, threads=self.settings.threads, solver=self.settings.solver)
             if result.choice is not None:
                 self.offer(reduced.restore(result.choice))
                 found.append(result.choice)
@@ -306,7 +300,12 @@ class Search:
             dual.sweep()
             dual.rebalance()
         settled, choice = settle(
-            reduced.problem, dual, target=target, base=piece.low, largest_cost=self.largest_cost
+            reduced.problem,
+            dual,
+            target=target,
+            base=piece.low,
+            largest_cost=self.largest_cost,
+            limit=self.settings.labels,
         )
         if choice is not None:
             self.offer(reduced.restore(choice))
@@ -320,10 +319,6 @@ class Search:
         """Without reshards that alone cost more than the best choice, which would only spoil the solver's
         scale.
         """
-        room = (
-            self.target()
-            - self.largest_cost * piece.low
-            - sum(float(node.cost.min()) for node in small.nodes)
-        )
+        room = self.target() - self.largest_cost * piece.low - sum(float(node.cost.min()) for node in small.nodes)
         tensors = tuple(replace(t, cost=np.where(t.cost > room, math.inf, t.cost)) for t in small.tensors)
         return replace(small, tensors=tensors)

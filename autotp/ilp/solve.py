@@ -58,9 +58,7 @@ class Solution:
     variables: int
 
 
-def solve(
-    problem: Problem, *, time_limit: float = 60.0, threads: int = 2, cutoff: float = math.inf
-) -> Solution | None:
+def solve(problem: Problem, *, time_limit: float = 60.0, threads: int = 2, cutoff: float = math.inf) -> Solution | None:
     """The cheapest assignment within the memory bound.
 
     Args:
@@ -124,8 +122,7 @@ def _fitting(problem: Problem, settings: Settings) -> tuple[int, ...] | None:
     either.
     """
     nodes = tuple(
-        Node(n.name, np.where(np.isfinite(n.cost), n.memory, math.inf), np.zeros(len(n.cost)))
-        for n in problem.nodes
+        Node(n.name, np.where(np.isfinite(n.cost), n.memory, math.inf), np.zeros(len(n.cost))) for n in problem.nodes
     )
     tensors = tuple(
         replace(
@@ -148,20 +145,16 @@ def _fitting(problem: Problem, settings: Settings) -> tuple[int, ...] | None:
         return None
     needed = evaluate(problem, search.choice).memory
     raise Infeasible(
-        f"no combination of strategies fits {problem.memory_bound:.6g} bytes per device: at least {needed:.6g} are "
-        "needed; give more devices, more memory per device, or a smaller batch",
+        f"no combination of strategies fits {problem.memory_bound:.6g} bytes per device: "
+        f"at least {needed:.6g} are needed; give more devices, more memory per device, or a smaller batch",
         needed,
     )
 
 
 def _solution(problem: Problem, search: Search) -> Solution:
     if search.choice is None:
-        raise TimeoutError(
-            f"no assignment of {len(problem.nodes)} nodes was found within the time limit; raise time_limit"
-        )
+        raise TimeoutError(f"no assignment of {len(problem.nodes)} nodes was found within the time limit; raise time_limit")
     value = evaluate(problem, search.choice)
     bound = min(search.bound, value.seconds)
     gap = (value.seconds - bound) / abs(value.seconds) if value.seconds > bound else 0.0
-    return Solution(
-        search.choice, value.seconds, value.memory, bound, gap <= 1e-9, gap, search.method, search.variables
-    )
+    return Solution(search.choice, value.seconds, value.memory, bound, gap <= 1e-9, gap, search.method, search.variables)

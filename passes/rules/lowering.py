@@ -81,17 +81,13 @@ def _affine(x: Any, weight: Any, bias: Any) -> Any:
     return x if bias is None else x + bias
 
 
-def layer_norm(
-    at: At, x: Any, shape: list[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
-) -> Any:
+def layer_norm(at: At, x: Any, shape: list[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
     """layer_norm with a sharded normalised dim."""
     names = [f"h{i}" for i in range(len(shape))]
     count = 1
     for n in shape:
         count *= n
-    out, _mean, _variance = _normalise(
-        at, x, [i - len(shape) for i in range(len(shape))], count, at.axes(*names), eps
-    )
+    out, _mean, _variance = _normalise(at, x, [i - len(shape) for i in range(len(shape))], count, at.axes(*names), eps)
     return _affine(out, weight, bias)
 
 
@@ -110,9 +106,7 @@ def _inverse_root(square: Tensor, eps: float | None) -> Tensor:
     return torch.rsqrt(square + (torch.finfo(square.dtype).eps if eps is None else eps))
 
 
-def group_norm(
-    at: At, x: Any, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
-) -> Any:
+def group_norm(at: At, x: Any, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
     """group_norm with the channels of each group sharded."""
     shape = at.whole(0)
     count = 1
@@ -212,12 +206,8 @@ def _ignore(losses: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     return torch.where(target == ignore_index, torch.zeros_like(losses), losses)
 
 
-def _token_losses(
-    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float
-) -> Tensor:
-    return F.cross_entropy(
-        logits, target, weight, reduction="none", ignore_index=ignore_index, label_smoothing=smoothing
-    )
+def _token_losses(logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float) -> Tensor:
+    return F.cross_entropy(logits, target, weight, reduction="none", ignore_index=ignore_index, label_smoothing=smoothing)
 
 
 def _token_weight(target: Tensor, weight: Tensor | None, ignore_index: int, like: Tensor) -> Tensor:

@@ -106,9 +106,7 @@ def instantiate(
     parsed = [*_parse_side(left)[: len(operands)], *_parse_side(right)]
     shapes = [*operands, *results]
     if len(parsed) != len(shapes):
-        raise RuleError(
-            f"rule {expression!r} names {len(parsed)} tensors, the operator has {len(shapes)}: {shapes}"
-        )
+        raise RuleError(f"rule {expression!r} names {len(parsed)} tensors, the operator has {len(shapes)}: {shapes}")
     bound: list[list[Dim]] = []
     for dims, shape in zip(parsed, shapes, strict=True):
         bound.append(_bind(expression, dims, shape, whole))

@@ -80,9 +80,7 @@ def _shapes(node: fx.Node) -> tuple[list[Shape], list[Shape]]:
     return [shape_of(n) for n in operands_of(node)], [tuple(t.shape) for t in results_of(node)]
 
 
-def _rule(
-    operands: Sequence[Sequence[Dim]], results: Sequence[Sequence[Dim]], sizes: dict, **options: Any
-) -> OpRule:
+def _rule(operands: Sequence[Sequence[Dim]], results: Sequence[Sequence[Dim]], sizes: dict, **options: Any) -> OpRule:
     used = {f for tensor in (*operands, *results) for dim in tensor for f in dim}
     linear = options.pop("linear", ())
     return OpRule(
@@ -96,9 +94,7 @@ def _rule(
 
 def _named(shape: Shape) -> tuple[list[Dim], dict[str, int]]:
     """One factor per dim."""
-    return [(f"d{i}",) if n > 1 else () for i, n in enumerate(shape)], {
-        f"d{i}": n for i, n in enumerate(shape) if n > 1
-    }
+    return [(f"d{i}",) if n > 1 else () for i, n in enumerate(shape)], {f"d{i}": n for i, n in enumerate(shape) if n > 1}
 
 
 def elementwise(*linear: Sequence[int]) -> Any:
@@ -118,9 +114,7 @@ def scaled(node: fx.Node) -> OpRule | None:
     """mul, div: linear in the one tensor that a number scales. Products of two tensors take whole operands: passing a
     partial sum through them saves no communication, and every such choice costs planning time."""
     operands, results = _shapes(node)
-    return pointwise(
-        operands, results[0], [(0,)] if len(operands) == 1 and node.args[0] in operands_of(node) else ()
-    )
+    return pointwise(operands, results[0], [(0,)] if len(operands) == 1 and node.args[0] in operands_of(node) else ())
 
 
 def broadcast(node: fx.Node) -> OpRule | None:
@@ -310,13 +304,7 @@ def reduction(*, linear: bool) -> Any:
         results = [tuple(t.shape) for t in results_of(node)]
         where = argument(node, 1, "dim")
         keep = bool(argument(node, 2, "keepdim", False))
-        chosen = (
-            range(len(source))
-            if where is None or where == []
-            else [where]
-            if isinstance(where, int)
-            else where
-        )
+        chosen = range(len(source)) if where is None or where == [] else [where] if isinstance(where, int) else where
         gone = {d % len(source) for d in chosen} if source else set()
         dims, sizes = _named(source)
         operand = [() if i in gone and not linear else d for i, d in enumerate(dims)]

@@ -61,11 +61,7 @@ def name_of(node: fx.Node) -> str:
     if isinstance(target, str):
         return target
     text = str(target)
-    return (
-        text
-        if text.startswith("aten.")
-        else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', text)}"
-    )
+    return text if text.startswith("aten.") else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', text)}"
 
 
 def rule_of(node: fx.Node) -> Rule | None:
@@ -97,11 +93,7 @@ def _contraction(weight: int) -> Callable[[fx.Node], float]:
             return 2.0 * math.prod(by.shape_of(by.operands_of(node)[0])) * math.prod(operand[1:])
         if kind.startswith("aten.conv"):
             return 2.0 * result * math.prod(operand[1:])
-        return (
-            2.0
-            * result
-            * (operand[-1] if kind == "aten.linear.default" else operand[max(0, len(operand) - 2)])
-        )
+        return 2.0 * result * (operand[-1] if kind == "aten.linear.default" else operand[max(0, len(operand) - 2)])
 
     return flop
 
@@ -156,7 +148,7 @@ def _bound_convolution(node: fx.Node) -> OpRule:
 
 def _layer_norm(node: fx.Node) -> OpRule:
     operands = [by.shape_of(n) for n in by.operands_of(node)]
-    names = [f"h{i}" for i in range(len(node.args[1]))]
+    names = [f"h{i}" for i in range(len(node.args[1]))]  # type: ignore[arg-type]
     dims = " ".join(f"[{n}]" for n in names)
     form = f"… {dims}, {dims}, {dims} -> … {dims}"
     return instantiate(form, operands, [by.shape_of(node)], inner=names)
@@ -164,7 +156,7 @@ def _layer_norm(node: fx.Node) -> OpRule:
 
 def _group_norm(node: fx.Node) -> OpRule:
     operands = [by.shape_of(n) for n in by.operands_of(node)]
-    groups = node.args[1]
+    groups: int = node.args[1]  # type: ignore[assignment]
     sizes = {f: n for f, n in {"g": groups, "c": operands[0][1] // groups}.items() if n > 1}
     whole = instantiate("n (g c) *, (g c), (g c) -> n (g c) *", operands, [by.shape_of(node)], sizes=sizes)
     return OpRule(whole.operands, whole.results, whole.sizes, inner=frozenset({"c"} & set(whole.sizes)))
@@ -205,13 +197,24 @@ def _loss(node: fx.Node) -> OpRule | None:
     return instantiate(", ".join([text] * len(operands)) + f" -> {result}", operands, [by.shape_of(node)])
 
 
-_UNARY = """abs acos acosh asin asinh atan atanh bitwise_not ceil celu clamp clamp_min clamp_max cos cosh elu erf erfc exp
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+_UNARY = _words(
+    """
+abs acos acosh asin asinh atan atanh bitwise_not ceil celu clamp clamp_min clamp_max cos cosh elu erf erfc exp
 exp2 expm1 floor frac gelu hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu log log10 log1p log2 log_sigmoid
 logical_not mish nan_to_num reciprocal relu relu6 round rsqrt sgn sigmoid sign silu sin sinh softplus sqrt square tan tanh
 threshold trunc pow selu tanhshrink softsign hardshrink softshrink logit erfinv lgamma digamma _to_copy to type_as
-""".split()
-_BINARY = """atan2 bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ eq ne lt le gt ge fmod remainder floor_divide
-maximum minimum logical_and logical_or logical_xor hypot xlogy pow copysign prelu_ rsub""".split()
+"""
+)
+_BINARY = _words(
+    """
+atan2 bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ eq ne lt le gt ge fmod remainder floor_divide
+maximum minimum logical_and logical_or logical_xor hypot xlogy pow copysign prelu_ rsub
+"""
+)
 _OVERLOADS = (
     "default",
     "Tensor",
@@ -227,9 +230,7 @@ _CASTS = ("dtype", "dtype_layout", "device", "other")
 
 def _elementwise() -> dict[str, Rule]:
     plain, cheap = Rule(by.elementwise()), Rule(by.elementwise(), saves="result")
-    table = {
-        f"aten.{op}.{overload}": plain for op in (*_UNARY, *_BINARY) for overload in (*_OVERLOADS, *_CASTS)
-    }
+    table = {f"aten.{op}.{overload}": plain for op in (*_UNARY, *_BINARY) for overload in (*_OVERLOADS, *_CASTS)}
     for op in ("tanh", "sigmoid", "exp", "relu", "sqrt", "rsqrt", "reciprocal"):
         table[f"aten.{op}.default"] = cheap
     for overload in ("Tensor", "Scalar", "default"):
@@ -245,11 +246,7 @@ def _exists(name: str) -> bool:
         return False
     schema = getattr(getattr(torch.ops.aten, op), overload)._schema
     takes = [str(a.type) for a in schema.arguments]
-    return (
-        "Tensor" in takes
-        and [str(r.type) for r in schema.returns] == ["Tensor"]
-        and "Device" not in takes[:1]
-    )
+    return "Tensor" in takes and [str(r.type) for r in schema.returns] == ["Tensor"] and "Device" not in takes[:1]
 
 
 RULES: Mapping[str, Rule] = {
@@ -274,17 +271,13 @@ RULES: Mapping[str, Rule] = {
     "aten.layer_norm.default": Rule(_layer_norm, lower=low.layer_norm),
     "aten.rms_norm.default": Rule(_layer_norm, lower=low.rms_norm, statistics=(1, 1)),
     "aten.group_norm.default": Rule(_group_norm, lower=low.group_norm, divide={1: "g"}),
-    "passes.functional.batch_norm_train": Rule(
-        "[n] c *, c, c, c, c -> [n] c *, c, c", inner=("n",), lower=low.batch_norm
-    ),
+    "passes.functional.batch_norm_train": Rule("[n] c *, c, c, c, c -> [n] c *, c, c", inner=("n",), lower=low.batch_norm),
     "aten.batch_norm.default": Rule("n c *, c, c, c, c -> n c *"),
     "aten.softmax.int": Rule(_softmax, lower=low.softmax, statistics=(2, 1), saves="result"),
     "aten.log_softmax.int": Rule(_softmax, lower=low.log_softmax, statistics=(2, 1), saves="result"),
     "aten._softmax.default": Rule(_softmax, lower=low.softmax, statistics=(2, 1), saves="result"),
     "aten._log_softmax.default": Rule(_softmax, lower=low.log_softmax, statistics=(2, 1), saves="result"),
-    "aten.cross_entropy_loss.default": Rule(
-        _cross_entropy, lower=low.cross_entropy, statistics=(3, 0), contiguous=("v",)
-    ),
+    "aten.cross_entropy_loss.default": Rule(_cross_entropy, lower=low.cross_entropy, statistics=(3, 0), contiguous=("v",)),
     "aten.mse_loss.default": Rule(_loss, lower=low.mean_loss),
     "aten.l1_loss.default": Rule(_loss, lower=low.mean_loss),
     "aten.smooth_l1_loss.default": Rule(_loss, lower=low.mean_loss),
