@@ -14,7 +14,7 @@ from autotp.materialise import distribute, state_of
 from autotp.plan import Plan
 from autotp.rewrite import Rewritten
 from passes import ops
-from passes.shard import used_groups
+from passes.shard import place_constants, used_groups
 from passes.world import ProcessWorld
 
 __all__ = ["DistributedModule"]
@@ -62,7 +62,9 @@ class DistributedModule(fx.GraphModule):
             _attach(root, alias, _find(root, fqn))
         for name, constant in captured.constants.items():
             _attach(root, f"autotp_constants.{name}", constant.to(mesh.device_type), False)
-        super().__init__(root, _bound(rewritten), class_name="DistributedModule")
+        graph = _bound(rewritten)
+        place_constants(graph, torch.device(mesh.device_type))
+        super().__init__(root, graph, class_name="DistributedModule")
         for name, child in root.named_children():
             self.add_module(name, child)
         for name, parameter in root.named_parameters(recurse=False, remove_duplicate=False):

@@ -12,6 +12,7 @@ from autotp.lockstep import assemble, collect, distribute, execute
 from autotp.plan import Plan
 from autotp.rewrite import Rewritten, rewrite
 from passes.ops import Parts
+from passes.shard import place_constants
 from passes.world import LocalWorld, World
 
 __all__ = ["Simulated", "simulate"]
@@ -51,6 +52,8 @@ class Simulated(nn.Module):
         self.model = model
         self.rewritten = rewritten
         self.world = world
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        place_constants(rewritten.graph_module.graph, device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own signature and output structure; inputs are the global batch."""

@@ -25,7 +25,7 @@ from passes.rules.table import Rule, name_of, rule_of
 from passes.strategy import SUM, Strategy, Want, gradient_of, whole_layout
 from passes.world import LocalWorld
 
-__all__ = ["Sharding", "shard", "used_groups"]
+__all__ = ["Sharding", "place_constants", "shard", "used_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,18 @@ def used_groups(module: fx.GraphModule) -> set[tuple[int, ...]]:
         elif node.target is ops.all_sum or node.target is ops.all_reduce or node.target is ops.all_max:
             found.add(tuple(node.args[2]))
     return found
+
+
+def place_constants(graph: fx.Graph, device: torch.device) -> None:
+    """Points operators that make tensors anew (``arange``, masks) to ``device``, wherever the model was captured."""
+
+    def move(argument: Any) -> Any:
+        return device if isinstance(argument, torch.device) else argument
+
+    for node in graph.nodes:
+        if node.op in ("call_function", "call_method"):
+            node.args = fx.node.map_aggregate(node.args, move)
+            node.kwargs = fx.node.map_aggregate(node.kwargs, move)
 
 
 class _Rewriter:

@@ -251,7 +251,7 @@ class ProcessWorld(World):
         """See ``World.all_gather``."""
         part = _as_bytes(parts[0].contiguous())
         result = part.new_empty((self.mesh_shape[axis], *part.shape))
-        dist.all_gather_into_tensor(result.view(-1), part.view(-1), group=self._process_groups[(axis,)])
+        dist.all_gather_single(result.view(-1), part.view(-1), group=self._process_groups[(axis,)])
         return [result.view(parts[0].dtype)]
 
     def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> list[Tensor]:

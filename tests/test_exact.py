@@ -1,0 +1,159 @@
+"""The promise: a plan's numbers are the model's. Forward, gradients, buffers and three AdamW steps, in float64, to 1e-9."""
+
+import functools
+import math
+
+import pytest
+import torch
+from float64 import double, float64_mode
+from models import MODELS
+from torch.utils._pytree import tree_leaves
+
+import autotp
+from autotp.families import family
+from autotp.planner import plan_captured
+from autotp.rewrite import apply
+from autotp.simulate import Simulated
+from costmodel import Device
+from passes.capture import capture
+from passes.world import LocalWorld
+
+FAMILIES = ["auto", "data", "zero3", "megatron-1d", "megatron-sp", "tensor3d", "atp"]
+MESHES = [(4,), (2, 2), (8,), (2, 4), (2, 2, 2)]
+
+#: Part of each family's scheme names, and the least share of the operators with weights that must be of that scheme.
+USED = {
+    "data": ("data", 1.0),
+    "zero3": ("ZeRO-3", 0.9),
+    "megatron-1d": ("1D", 0.5),
+    "megatron-sp": ("1D", 0.5),
+    "tensor3d": ("2D Tensor3D", 0.5),
+    "atp": ("2D Tensor3D", 0.5),
+}
+
+#: Every family, model and mesh at least once; every family on at least three models.
+COVERING = [
+    ("gpt2", "auto", (2, 2)),
+    ("gpt2", "megatron-1d", (2, 4)),
+    ("gpt2", "tensor3d", (2, 2, 2)),
+    ("gpt2", "zero3", (4,)),
+    ("llama", "auto", (2, 2, 2)),
+    ("llama", "atp", (2, 4)),
+    ("llama", "data", (8,)),
+    ("llama", "megatron-sp", (2, 2)),
+    ("bert", "tensor3d", (2, 2)),
+    ("bert", "megatron-sp", (4,)),
+    ("bert", "zero3", (2, 4)),
+    ("vit", "auto", (8,)),
+    ("vit", "atp", (2, 2, 2)),
+    ("vit", "megatron-1d", (4,)),
+    ("resnet", "data", (2, 2)),
+    ("resnet", "tensor3d", (2, 4)),
+    ("resnet", "megatron-1d", (2, 2, 2)),
+    ("resnet", "auto", (4,)),
+    ("unet", "auto", (2, 2)),
+    ("unet", "zero3", (8,)),
+    ("unet", "tensor3d", (2, 2)),
+    ("unet", "data", (2, 2, 2)),
+    ("unet", "megatron-sp", (2, 4)),
+    ("unet", "atp", (4,)),
+]
+
+#: So slow that dividing work pays at once: on a fast device the best plan for a tiny model is to compute everything
+#: everywhere, and nothing would be tested.
+SLOW = Device("slow", {"float64": 1e6, "float32": 1e6}, 1e12, 1e6, 0.0)
+
+
+@functools.cache
+def captured(name):
+    with float64_mode():
+        model, args, kwargs = double(MODELS[name])
+        return capture(model, args, kwargs)
+
+
+def tensors(output):
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def loss_of(output):
+    first = tensors(output)[0]
+    return first if first.dim() == 0 else (first**2).mean()
+
+
+def close(got, want, scale, told):
+    error = (got.detach().double() - want.detach().double()).abs().max().item() if want.numel() else 0.0
+    assert error <= 1e-9 * max(scale, 1e-300), f"{told}: off by {error:.3g} at scale {scale:.3g}"
+
+
+def check(name, strategy, mesh):
+    topology = autotp.Topology.flat(math.prod(mesh), bandwidth=1e12, latency=1e-9, device=SLOW)
+    plan = plan_captured(captured(name), topology, family(strategy), mesh=mesh)
+    with float64_mode():
+        plain, args, kwargs = double(MODELS[name])
+        model, _, _ = double(MODELS[name])
+        ours = Simulated(model, apply(captured(name), plan), LocalWorld(mesh))
+        # A gradient that is 0 but for rounding becomes a full step of Adam with the default epsilon, in a random direction.
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (plain, model)]
+        for step in range(3):
+            expected, output = plain(*args, **kwargs), ours(*args, **kwargs)
+            assert type(output) is type(expected)
+            for got, want in zip(tensors(output), tensors(expected), strict=True):
+                close(got, want, want.abs().max().item(), f"output in step {step}")
+            for m, result in ((plain, expected), (model, output)):
+                m.zero_grad()
+                loss_of(result).backward()
+            wanted = {n: p.grad for n, p in plain.named_parameters()}
+            largest = max(g.abs().max().item() for g in wanted.values() if g is not None)
+            for n, p in model.named_parameters():
+                if wanted[n] is None:
+                    assert p.grad is None or not p.grad.any(), n
+                else:
+                    scale = max(wanted[n].abs().max().item(), 1e-3 * largest)
+                    close(p.grad, wanted[n], scale, f"gradient of {n} in step {step}")
+            for optimizer in optimizers:
+                optimizer.step()
+    for (n, want), got in zip(plain.named_parameters(), model.parameters(), strict=True):
+        close(got, want, max(want.abs().max().item(), 1e-2), f"parameter {n} after three steps")
+    for (n, want), got in zip(plain.named_buffers(), model.buffers(), strict=True):
+        close(got, want, want.double().abs().max().item(), f"buffer {n}")
+    return plan
+
+
+def weight_operators(plan):
+    return [op for op in plan.operators if op.target.startswith(("aten.linear", "aten.addmm", "aten.conv"))]
+
+
+def assert_used(plan, strategy, mesh):
+    operators = weight_operators(plan)
+    sharded = sum(op.scheme != "replicated" for op in operators)
+    assert sharded >= 0.5 * len(operators), [op.scheme for op in operators]
+    if strategy in USED and not (len(mesh) == 1 and strategy in ("tensor3d", "atp")):
+        scheme, share = USED[strategy]
+        found = sum(scheme in op.scheme for op in operators)
+        assert found >= share * len(operators), (scheme, [op.scheme for op in operators])
+
+
+@pytest.mark.parametrize(("name", "strategy", "mesh"), COVERING, ids=lambda v: str(v).replace(" ", ""))
+def test_a_covering_part(name, strategy, mesh):
+    plan = check(name, strategy, mesh)
+    assert_used(plan, strategy, mesh)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize("strategy", FAMILIES)
+@pytest.mark.parametrize("name", list(m for m in MODELS if m != "llama_logits"))
+def test_the_whole_matrix(name, strategy, mesh):
+    check(name, strategy, mesh)
+
+
+def test_the_covering_part_covers():
+    assert {f for _, f, _ in COVERING} == set(FAMILIES)
+    assert {m for _, _, m in COVERING} == set(MESHES)
+    assert {n for n, _, _ in COVERING} == set(MODELS) - {"llama_logits"}
+
+
+def test_logits_without_labels():
+    """The loss outside the model: logits come out whole and carry gradients back."""
+    plan = check("llama_logits", "megatron-1d", (2, 2))
+    assert any("1D" in op.scheme for op in weight_operators(plan))
