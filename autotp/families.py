@@ -29,6 +29,7 @@ class Family:
         sequence: the model axes may split tokens, outside contractions.
         both: with two model axes, a weight's operator uses one for its result and one for its reduction.
         whole_norms: normalisation sees the whole hidden dim.
+        scatters: a partial sum may be reduced straight into shards; else it is all-reduced, as the scheme's authors do.
         rest: how parameters rest: "free", "whole" or "sharded".
     """
 
@@ -39,6 +40,7 @@ class Family:
     sequence: bool = False
     both: bool = False
     whole_norms: bool = False
+    scatters: bool = True
     rest: str = "free"
 
     def allows(self, operator: Operator, axis: int, factor: Factor | None, axes: int) -> bool:
@@ -86,6 +88,7 @@ FAMILIES: dict[str, Family] = {
             "the last axis splits columns, then rows; the others the batch",
             2,
             lambda n: (n - 1,),
+            scatters=False,
         ),
         Family("megatron-sp", "megatron-1d with the sequence split between", 2, lambda n: (n - 1,), sequence=True),
         Family(
@@ -94,6 +97,7 @@ FAMILIES: dict[str, Family] = {
             3,
             lambda n: range(n)[-2:],
             both=True,
+            scatters=False,
         ),
         Family(
             "atp",
@@ -102,6 +106,7 @@ FAMILIES: dict[str, Family] = {
             lambda n: range(n)[-2:],
             both=True,
             whole_norms=True,
+            scatters=False,
         ),
     )
 }

@@ -222,11 +222,18 @@ class _Assembly:
                     regather[r, c] = _gathered(layout, want.layout)
                     temporary[r, c] = prices.bytes(value, want.layout) if regather[r, c] else 0.0
         cost = count * prices.reshards(value, list(rows), list(columns), gradient=floating, regather=regather)
+        if not self.family.scatters and not parameter:
+            scattered = np.array([[_scattered(layout, w.layout) for w in columns] for layout in rows])
+            cost = np.where(scattered, np.inf, cost)
         return Tensor(node.name, self.index[producer], have, tuple(users), cost, memory, temporary)
 
 
 def _ways(layout: Layout, mesh: tuple[int, ...]) -> int:
     return math.prod(n for n, p in zip(mesh, layout, strict=True) if is_shard(p))
+
+
+def _scattered(have: Layout, want: Layout) -> bool:
+    return any(isinstance(h, Partial) and is_shard(w) for h, w in zip(have, want, strict=True))
 
 
 def _gathered(have: Layout, want: Layout) -> bool:
