@@ -36,7 +36,7 @@ def execute(graph: fx.Graph, world: World, inputs: Mapping[str, Parts]) -> list[
     values: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
-            values[node] = inputs[node.name]
+            values[node] = inputs[str(node.target)]
         elif node.op == "get_attr":
             values[node] = world
         elif node.op == "output":

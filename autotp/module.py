@@ -96,18 +96,18 @@ def _bound(rewritten: Rewritten) -> fx.Graph:
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     for node in rewritten.graph_module.graph.nodes:
-        if node.op == "placeholder" and node.name in captured.inputs:
-            values[node] = graph.placeholder(node.name)
+        if node.op == "placeholder" and node.target in captured.inputs:
+            values[node] = graph.placeholder(str(node.target))
     for node in rewritten.graph_module.graph.nodes:
         if node in values:
             continue
-        if node.op == "placeholder" and node.name in captured.parameters:
-            stored = graph.get_attr(captured.parameters[node.name])
+        if node.op == "placeholder" and node.target in captured.parameters:
+            stored = graph.get_attr(captured.parameters[str(node.target)])
             values[node] = graph.call_function(local_part, (stored,))
-        elif node.op == "placeholder" and node.name in captured.buffers:
-            values[node] = graph.get_attr(captured.buffers[node.name])
+        elif node.op == "placeholder" and node.target in captured.buffers:
+            values[node] = graph.get_attr(captured.buffers[str(node.target)])
         elif node.op == "placeholder":
-            values[node] = graph.get_attr(f"autotp_constants.{node.name}")
+            values[node] = graph.get_attr(f"autotp_constants.{node.target}")
         elif node.op == "get_attr":
             values[node] = graph.get_attr(_WORLD)
         else:

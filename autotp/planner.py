@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
@@ -140,18 +141,14 @@ def plan_captured(
     proven, solving = True, 0.0
     for sizes in meshes:
         prices = Prices(topology, sizes, train=mode == "train", optimizer=optimizer)
-        assembled = assemble(model, sizes, chosen, prices, bound)
-        _check_batch(chosen, model, assembled, sizes)
         cutoff = math.inf if best is None else best[0].seconds
-        begun = time.perf_counter()
-        left = max(1.0, time_limit - (begun - started))
+        left = max(1.0, time_limit - (time.perf_counter() - started))
         try:
-            solution = solve(assembled.problem, time_limit=left, cutoff=cutoff)
+            assembled, solution, spent = _solve(model, sizes, chosen, prices, bound, left, cutoff)
         except Infeasible as error:
             needed = min(needed, error.needed_memory)
             continue
-        finally:
-            solving += time.perf_counter() - begun
+        solving += spent
         if solution is None:
             continue
         proven = proven and solution.optimal
@@ -180,20 +177,43 @@ def plan_captured(
     return _describe(model, assembled, solution, prices, chosen, bound, proven, gap, mode, planning)
 
 
+def _solve(
+    model: Model,
+    mesh: tuple[int, ...],
+    chosen: Family,
+    prices: Prices,
+    bound: float,
+    time_limit: float,
+    cutoff: float,
+) -> tuple[Assembled, Solution | None, float]:
+    """The optimum on one mesh, with the solver's seconds.
+
+    A family that only all-reduces may have no way to hand a partial sum on; then it may scatter after all.
+    """
+    assembled = assemble(model, mesh, chosen, prices, bound)
+    _check_batch(chosen, model, assembled, mesh)
+    begun = time.perf_counter()
+    try:
+        solution = solve(assembled.problem, time_limit=time_limit, cutoff=cutoff)
+    except Infeasible as error:
+        if chosen.scatters or math.isfinite(error.needed_memory):
+            raise
+        return _solve(model, mesh, replace(chosen, scatters=True), prices, bound, time_limit, cutoff)
+    return assembled, solution, time.perf_counter() - begun
+
+
 def _check_batch(chosen: Family, model: Model, assembled: Assembled, mesh: tuple[int, ...]) -> None:
     """A family whose axes split the batch needs a batch that they divide."""
     if chosen.model_axes is None:
         return
     axes = [a for a in range(len(mesh)) if a not in chosen.model_axes(len(mesh)) and mesh[a] > 1]
-    batched = False
     for node, operator in model.operators.items():
-        if model.stands[node] is node and any(f.role == "batch" and f.kind == "m" for f in operator.factors.values()):
-            batched = True
+        if model.stands[node] is node:
             for strategy in assembled.choices[assembled.index[node]]:
                 served = [strategy.assignment[a] or "" for a in axes]  # type: ignore[union-attr]
                 if all(f in operator.factors and operator.factors[f].role == "batch" for f in served):
                     return
-    if axes and batched:
+    if axes:
         shapes = {
             n.name: tuple(n.meta["val"].shape)
             for n in model.captured.graph_module.graph.nodes

@@ -5,6 +5,7 @@ Nothing is run: all values are fake, and models on the meta device are welcome.
 
 from __future__ import annotations
 
+import builtins
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -180,8 +181,9 @@ class _Names:
             name = spec.arg.name
             if spec.kind is InputKind.USER_INPUT:
                 constant = isinstance(spec.arg, ConstantArgument)
-                user.append(None if constant else name)
-                self.renamed[name] = (spec.arg.value,) if constant else name
+                values = {**values, _unreserved(name): values[name]}
+                user.append(None if constant else _unreserved(name))
+                self.renamed[name] = (spec.arg.value,) if constant else _unreserved(name)
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
                 held = self.parameters if spec.kind is InputKind.PARAMETER else self.buffers
                 fqn = canonical[spec.target]
@@ -199,6 +201,11 @@ class _Names:
         self.inputs = _in_call_order(model, user, args, kwargs)
         order = [*self.parameters, *self.buffers, *self.constants, *self.inputs]
         self.placeholders = {name: values[name] for name in order}
+
+
+def _unreserved(name: str) -> str:
+    """An argument's name that is free in generated code: fx renames nodes called ``input`` or ``iter`` on its own."""
+    return f"{name}_" if hasattr(builtins, name) else name
 
 
 def _in_call_order(

@@ -1,0 +1,139 @@
+"""Bad input: each error names the place and the remedy."""
+
+from importlib import resources
+
+import pytest
+import torch
+from torch import nn
+
+import autotp
+from autotp.cli import main
+from costmodel import TopologyError
+from passes.capture import CaptureError
+
+
+class Branch(nn.Module):
+    def forward(self, x):
+        return x * 2 if x.sum() > 0 else x
+
+
+def two_layers():
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+
+
+def test_a_model_that_export_refuses():
+    with pytest.raises(CaptureError) as error:
+        autotp.plan(Branch(), autotp.Topology.flat(2), (torch.randn(4),))
+    assert "Branch" in str(error.value)
+
+
+def test_no_example_inputs():
+    with pytest.raises(ValueError, match="args"):
+        autotp.plan(two_layers(), autotp.Topology.flat(2))
+
+
+def test_topology_file_with_a_wrong_key(tmp_path):
+    file = tmp_path / "box.toml"
+    preset = resources.files("costmodel") / "presets" / "cpu.toml"
+    file.write_text(preset.read_text().replace("memory_bandwidth =", "memory_bandwith ="))
+    with pytest.raises(TopologyError) as error:
+        autotp.Topology.load(str(file))
+    assert "box.toml" in str(error.value)
+    assert "memory_bandwith" in str(error.value)
+
+
+def test_topology_file_with_a_wrong_unit(tmp_path):
+    file = tmp_path / "box.toml"
+    file.write_text((resources.files("costmodel") / "presets" / "cpu.toml").read_text().replace("GB/s", "GBq/s"))
+    with pytest.raises(TopologyError) as error:
+        autotp.Topology.load(str(file))
+    assert "box.toml" in str(error.value)
+    assert "GBq/s" in str(error.value)
+
+
+@pytest.mark.parametrize("mesh", [(3,), (2, 3), (8, 2)])
+def test_a_device_count_that_fits_no_mesh(mesh):
+    with pytest.raises(autotp.AutotpError, match=r"has 4; choose a mesh whose sizes multiply to 4"):
+        autotp.plan(two_layers(), autotp.Topology.flat(4), (torch.randn(4, 64),), mesh=mesh)
+
+
+def test_devices_that_do_not_fit_the_topology():
+    with pytest.raises(TopologyError, match="12"):
+        autotp.Topology.load("dgx-a100").resized(12)
+
+
+def test_unknown_names():
+    topology, x = autotp.Topology.flat(2), (torch.randn(4, 64),)
+    with pytest.raises(autotp.AutotpError, match=r"'megatron' is unknown; choose one of auto, data"):
+        autotp.plan(two_layers(), topology, x, strategy="megatron")
+    with pytest.raises(autotp.AutotpError, match="optimizer 'lion' is unknown"):
+        autotp.plan(two_layers(), topology, x, optimizer="lion")
+    with pytest.raises(autotp.AutotpError, match="mode 'test' is unknown"):
+        autotp.plan(two_layers(), topology, x, mode="test")
+
+
+def test_a_plan_for_another_model():
+    x = torch.randn(4, 64)
+    plan = autotp.plan(two_layers(), autotp.Topology.flat(2), (x,))
+    other = nn.Sequential(nn.Linear(64, 64))
+    with pytest.raises(autotp.PlanMismatchError, match="another model"):
+        autotp.simulate(other, plan, (x,))
+    with pytest.raises(autotp.PlanMismatchError, match="another model, or for inputs of other shapes"):
+        autotp.simulate(two_layers(), plan, (torch.randn(8, 64),))
+
+
+def test_inputs_of_another_shape_at_run_time():
+    x = torch.randn(4, 64)
+    model = two_layers()
+    simulated = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), (x,)), (x,))
+    with pytest.raises((TypeError, ValueError), match=r"input"):
+        simulated(torch.randn(6, 64))
+
+
+def test_a_memory_bound_that_no_plan_meets():
+    with pytest.raises(autotp.MemoryBoundError) as error:
+        autotp.plan(two_layers(), autotp.Topology.flat(2), (torch.randn(4, 64),), memory=1e4)
+    assert error.value.available == 1e4
+    assert error.value.needed > 1e4
+    for part in ("the smallest needs", "more;", "use more devices"):
+        assert part in str(error.value)
+    held = autotp.plan(two_layers(), autotp.Topology.flat(2), (torch.randn(4, 64),), memory=error.value.needed * 1.0001)
+    assert held.predicted.memory_bytes <= error.value.needed * 1.0001
+
+
+@pytest.mark.parametrize("strategy", ["data", "zero3"])
+def test_a_batch_that_no_axis_divides(strategy):
+    with pytest.raises(autotp.AutotpError) as error:
+        autotp.plan(two_layers(), autotp.Topology.flat(4), (torch.randn(2, 64),), strategy=strategy)
+    assert "(2, 64)" in str(error.value)
+    assert "multiple of 4" in str(error.value)
+
+
+FACTORY = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Linear(8, 8), (torch.randn(2, 8),)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--topology", "no-such-box", "--devices", "2"], "no-such-box"),
+        (["--topology", "dgx-a100", "--devices", "12"], "12"),
+        (["--topology", "dgx-a100", "--devices", "4", "--mesh", "3"], "multiply to 4"),
+        (["--topology", "dgx-a100", "--devices", "4", "--strategy", "data"], "multiple of 4"),
+        (["--topology", "dgx-a100", "--devices", "2", "--memory", "0.1 kB"], "the smallest needs"),
+        (["--topology", "dgx-a100", "--devices", "2", "--strategy", "magic"], "choose one of"),
+    ],
+)
+def test_the_command_line_says_it_in_one_line(arguments, message, tmp_path, capsys):
+    (tmp_path / "net.py").write_text(FACTORY)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--model", f"{tmp_path}/net.py:build", *arguments])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error.replace("\n", " ")
+    assert "Traceback" not in error

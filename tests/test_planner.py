@@ -1,0 +1,213 @@
+"""The planner: its optimum is that of exhaustive search, its plan costs what it claims, and plans survive a round trip."""
+
+import itertools
+import json
+import math
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+from models import MODELS
+from torch import nn
+from torch.nn import functional as F
+
+import autotp
+from autotp.families import family
+from autotp.ilp import Infeasible, evaluate, solve
+from autotp.planner import candidate_meshes, plan_captured, prepare
+from autotp.pricing import Prices
+from autotp.problem import assemble
+from costmodel import Device
+from passes.capture import capture
+
+SLOW = Device("slow", {"float32": 1e7}, 1e9, 1e7, 0.0)
+MOST = 20_000
+
+
+class Random(nn.Module):
+    """A random small graph: linears, activations, residuals, norms, products of branches."""
+
+    def __init__(self, seed):
+        super().__init__()
+        draw = random.Random(seed)
+        self.width = draw.choice([4, 6, 8])
+        self.steps = [draw.choice(["linear", "relu", "residual", "norm", "product"]) for _ in range(draw.choice([1, 2]))]
+        self.linears = nn.ModuleList(nn.Linear(self.width, self.width, bias=draw.random() < 0.5) for _ in self.steps)
+        self.norms = nn.ModuleList(nn.LayerNorm(self.width, elementwise_affine=draw.random() < 0.5) for _ in self.steps)
+
+    def forward(self, x):
+        for kind, linear, norm in zip(self.steps, self.linears, self.norms, strict=True):
+            if kind == "linear":
+                x = linear(x)
+            elif kind == "relu":
+                x = F.relu(linear(x))
+            elif kind == "residual":
+                x = x + linear(x)
+            elif kind == "norm":
+                x = norm(x)
+            else:
+                x = linear(x) * x
+        return x
+
+
+def brute_force(problem, bound):
+    best, least = math.inf, math.inf
+    for choice in itertools.product(*(range(len(n.cost)) for n in problem.nodes)):
+        value = evaluate(problem, choice)
+        if math.isfinite(value.seconds):
+            least = min(least, value.memory)
+            if value.memory <= bound:
+                best = min(best, value.seconds)
+    return best, least
+
+
+def small_problems():
+    """(seed, problem) of graphs whose assignments can all be tried."""
+    found = 0
+    for seed in range(600):
+        torch.manual_seed(seed)
+        model = Random(seed)
+        x = torch.randn(random.Random(seed).choice([4, 6]), model.width)
+        captured = prepare(capture(model, (x,)))
+        mesh = [(2,), (2, 2)][seed % 2]
+        prices = Prices(autotp.Topology.flat(math.prod(mesh), bandwidth=1e6, latency=1e-5, device=SLOW), mesh)
+        problem = assemble(captured, mesh, family("auto"), prices, math.inf).problem
+        if math.prod(len(n.cost) for n in problem.nodes) <= MOST:
+            found += 1
+            yield seed, captured, mesh, prices, problem
+        if found == 24:
+            return
+
+
+def test_optimum_equals_exhaustive_search_with_and_without_a_memory_bound():
+    count = bounded = 0
+    for seed, model, mesh, prices, problem in small_problems():
+        best, least = brute_force(problem, math.inf)
+        solution = solve(problem)
+        assert solution.optimal
+        assert solution.seconds == pytest.approx(best, rel=1e-9), seed
+        count += 1
+        if solution.memory > least * 1.01:
+            bound = least + 0.4 * (solution.memory - least)
+            tight = assemble(model, mesh, family("auto"), prices, bound).problem
+            expected, _ = brute_force(tight, bound)
+            held = solve(tight)
+            assert held.memory <= bound
+            assert held.seconds == pytest.approx(expected, rel=1e-9), seed
+            assert held.seconds >= solution.seconds * (1 - 1e-12)
+            bounded += 1
+        with pytest.raises(Infeasible) as refused:
+            solve(assemble(model, mesh, family("auto"), prices, least * 0.9).problem)
+        assert refused.value.needed_memory == pytest.approx(least, rel=1e-9)
+    assert count >= 20
+    assert bounded >= 5
+
+
+@pytest.mark.parametrize("strategy", ["auto", "zero3", "megatron-sp", "tensor3d"])
+def test_predicted_seconds_equal_the_objective(strategy):
+    """``Plan.predicted`` is added up operator by operator over the unfolded graph; the solver saw the folded one."""
+    model, args, kwargs = MODELS["gpt2"]()
+    topology = autotp.Topology.flat(4, bandwidth=1e8, latency=1e-6, device=SLOW)
+    captured = capture(model, args, kwargs)
+    plan = plan_captured(captured, topology, family(strategy), mesh=(2, 2))
+    prices = Prices(topology, (2, 2))
+    problem = assemble(prepare(captured), (2, 2), family(strategy), prices, SLOW.memory).problem
+    assert plan.predicted.step_seconds == pytest.approx(solve(problem).seconds, rel=1e-9)
+    assert plan.predicted.memory_bytes == pytest.approx(solve(problem).memory, rel=1e-9)
+    total = plan.predicted.compute_seconds + plan.predicted.communication_seconds
+    assert plan.predicted.step_seconds == pytest.approx(total)
+
+
+class Deep(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(layers)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_the_program_does_not_grow_with_depth():
+    x = torch.randn(8, 16)
+    sizes = []
+    for layers in (6, 24):
+        model = prepare(capture(Deep(layers), (x,)))
+        prices = Prices(autotp.Topology.flat(4), (2, 2))
+        sizes.append(len(assemble(model, (2, 2), family("auto"), prices, math.inf).problem.nodes))
+    assert sizes[0] == sizes[1]
+
+
+def test_a_memory_bound_shards_parameters():
+    topology = autotp.Topology.flat(4, bandwidth=1e12, latency=1e-9)
+    model, x = Deep(4), torch.randn(8, 16)
+    free = autotp.plan(model, topology, (x,), mesh=(4,), strategy="auto")
+    tight = autotp.plan(model, topology, (x,), mesh=(4,), strategy="auto", memory=free.predicted.memory_bytes * 0.5)
+    assert tight.predicted.memory_bytes <= free.predicted.memory_bytes * 0.5
+    assert any(layout != "R" for layout in tight.parameters.values())
+
+
+def test_meshes():
+    assert list(candidate_meshes(8, 2)) == [(8,), (2, 4), (4, 2)]
+    assert (2, 2, 2) in set(candidate_meshes(8, 3))
+    assert list(candidate_meshes(1, 3)) == [(1,)]
+    plan = autotp.plan(Deep(2), autotp.Topology.flat(8, device=SLOW), (torch.randn(8, 16),))
+    assert math.prod(plan.mesh_shape) == 8
+    assert plan.planning["meshes"] == len(list(candidate_meshes(8, 3)))
+
+
+def test_round_trip(tmp_path):
+    plan = autotp.plan(Deep(2), autotp.Topology.flat(4), (torch.randn(8, 16),), strategy="tensor3d", mesh=(2, 2))
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    again = autotp.Plan.load(path)
+    assert again.hash == plan.hash
+    assert again == plan
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+    data = json.loads(path.read_text())
+    data["mesh_shape"] = [4, 1]
+    path.write_text(json.dumps(data))
+    with pytest.raises(autotp.AutotpError, match="changed by hand"):
+        autotp.Plan.load(path)
+    data["format"] = 99
+    path.write_text(json.dumps(data))
+    with pytest.raises(autotp.AutotpError, match="'format'"):
+        autotp.Plan.load(path)
+
+
+def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
+    plan = autotp.plan(Deep(1), autotp.Topology.flat(2), (torch.randn(8, 16),))
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk")))
+    with pytest.raises(OSError, match="disk"):
+        plan.save(tmp_path / "plan.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_price_for_one_reshard_and_for_the_matrix_of_all():
+    """The planner prices all reshards of a tensor at once; one by one they cost the same."""
+    from passes.layout import fits, place
+    from passes.strategy import Want, whole_layout
+    from torch.distributed.tensor import Partial, Replicate
+
+    draw = random.Random(0)
+    for mesh, shape in [((4,), (8, 12)), ((2, 2), (8, 7)), ((2, 3), (12, 18, 5)), ((2, 2, 2), (16, 8))]:
+        prices = Prices(autotp.Topology.flat(math.prod(mesh)), mesh)
+        options = [Replicate(), Partial(), *(place(d, b) for d in range(len(shape)) for b in (1, 1, 2))]
+        layouts = set()
+        for _ in range(60):
+            layout = tuple(draw.choice(options) for _ in mesh)
+            if fits(shape, layout, mesh):
+                layouts.add(layout)
+        rows = sorted(layouts, key=str)
+        value = torch.empty(shape)
+        wants = [Want(layout, whole_layout(len(mesh))) for layout in rows]
+        matrix = prices.reshards(value, rows, wants, gradient=False, regather=np.zeros((len(rows),) * 2, bool))
+        for i, have in enumerate(rows):
+            for j, want in enumerate(wants):
+                one = prices.reshard(value, have, want, gradient=False, regather=False).seconds
+                assert matrix[i, j] == pytest.approx(one, rel=1e-9, abs=1e-15), (mesh, have, want)

@@ -1,0 +1,56 @@
+"""True processes: torchrun and gloo."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.distributed
+
+
+def torchrun(processes, program, *arguments, timeout=150):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parent}:{HERE}", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command += [str(HERE / "torchrun_programs" / program), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    ("processes", "model", "strategy", "mesh"),
+    [
+        (2, "llama", "zero3", "2"),
+        (2, "unet", "megatron-1d", "2"),
+        (4, "llama", "megatron-sp", "2x2"),
+        (4, "unet", "tensor3d", "2x2"),
+    ],
+)
+def test_three_steps_equal_one_device(processes, model, strategy, mesh):
+    done = torchrun(processes, "train.py", model, strategy, mesh)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "exact" in done.stdout
+
+
+@pytest.mark.parametrize("case", ["meta", "dropout"])
+def test_special_cases(case):
+    done = torchrun(2, "special.py", case)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "passed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("mismatch", "the plan is for 4 devices (mesh (4,)), but 2 processes run"),
+        ("refused", "choose a batch that is a multiple of 2"),
+    ],
+)
+def test_errors_reach_every_rank_and_end_the_job(case, message):
+    begun = time.monotonic()
+    done = torchrun(2, "special.py", case)
+    assert done.returncode != 0
+    assert done.stderr.count(message) >= 1, done.stderr[-3000:]
+    assert time.monotonic() - begun < 90

@@ -1,0 +1,91 @@
+"""Single cases under torchrun: meta, mismatch, refused, dropout."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from models import MODELS
+from torch import nn
+
+import autotp
+
+
+def meta():
+    """A model that was never whole: materialised module by module, alike on all ranks, and trained."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    torch.manual_seed(7)
+    ids = torch.randint(0, 97, (4, 8))
+    parallel = autotp.parallelize(model, None, kwargs={"input_ids": ids, "labels": ids}, strategy="megatron-1d", mesh=(2,))
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(5):
+        loss = parallel(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.3, losses
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, losses)
+    assert all(other == losses for other in everywhere), everywhere
+
+
+def mismatch():
+    """A plan for four devices on two processes."""
+    model, args, kwargs = MODELS["llama"]()
+    plan = autotp.plan(model, autotp.Topology.flat(4), args, kwargs, strategy="data")
+    autotp.parallelize(model, None, args, kwargs, plan=plan)
+
+
+def refused():
+    """A batch that the mesh does not divide: rank 0 plans, every rank hears why."""
+    autotp.parallelize(nn.Linear(4, 4), None, (torch.randn(1, 4),), strategy="data")
+
+
+def dropout():
+    """Shards draw different masks, replicas the same; the next step draws anew."""
+
+    class Drop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64))
+
+        def forward(self, x):
+            return nn.functional.dropout(x * self.weight, 0.5, True)
+
+    x = torch.ones(8, 64)
+    for strategy, alike in (("data", False), ("megatron-1d", True)):
+        model = Drop()
+        parallel = autotp.parallelize(model, None, (x,), strategy=strategy)
+        first, second = parallel(x), parallel(x)
+        everywhere = [None] * 2
+        dist.all_gather_object(everywhere, first.detach())
+        assert torch.equal(everywhere[0], everywhere[1])
+        assert not torch.equal(first, second)
+        assert 0.35 < (first == 0).double().mean() < 0.65
+        sharded = any(op.strategy for op in parallel.plan.operators if "dropout" in op.target)
+        if sharded and not alike:
+            assert not torch.equal(first[:4] == 0, first[4:] == 0)
+        first.sum().backward()
+        gradient = parallel.get_parameter("weight").grad.full_tensor()
+        torch.testing.assert_close(gradient, first.detach().sum(0))
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    globals()[sys.argv[1]]()
+    if dist.get_rank() == 0:
+        print("passed")
+    dist.destroy_process_group()

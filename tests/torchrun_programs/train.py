@@ -1,0 +1,60 @@
+"""Three AdamW steps of a distributed model beside the plain one, in float64: MODEL STRATEGY MESH."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from float64 import double, float64_mode
+from models import MODELS
+from torch.utils._pytree import tree_leaves
+
+import autotp
+
+
+def loss_of(output):
+    first = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+    return first if first.dim() == 0 else (first**2).mean()
+
+
+def close(got, want, scale, told):
+    error = (got - want).abs().max().item()
+    assert error <= 1e-9 * scale, f"{told}: off by {error:.3g} at scale {scale:.3g}"
+
+
+def main(name, strategy, mesh):
+    dist.init_process_group("gloo")
+    with float64_mode():
+        plain, args, kwargs = double(MODELS[name])
+        model, _, _ = double(MODELS[name])
+        parallel = autotp.parallelize(model, None, args, kwargs, strategy=strategy, mesh=mesh)
+        assert isinstance(parallel, torch.fx.GraphModule)
+        assert any(op.scheme != "replicated" for op in parallel.plan.operators)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (plain, parallel)]
+        for step in range(3):
+            outputs = []
+            for m, optimizer in zip((plain, parallel), optimizers, strict=True):
+                outputs.append(m(*args, **kwargs))
+                optimizer.zero_grad()
+                loss_of(outputs[-1]).backward()
+            assert type(outputs[0]) is type(outputs[1])
+            expected = dict(plain.named_parameters())
+            largest = max(p.grad.abs().max().item() for p in expected.values() if p.grad is not None)
+            for n, p in parallel.named_parameters():
+                if expected[n].grad is not None:
+                    scale = max(expected[n].grad.abs().max().item(), 1e-3 * largest)
+                    close(p.grad.full_tensor(), expected[n].grad, scale, f"gradient of {n} in step {step}")
+            norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (plain, parallel)]
+            close(norms[1].full_tensor(), norms[0], norms[0].item(), "gradient norm")
+            for optimizer in optimizers:
+                optimizer.step()
+            close(loss_of(outputs[1]).detach(), loss_of(outputs[0]).detach(), 1.0, f"loss in step {step}")
+        for n, p in parallel.named_parameters():
+            close(p.full_tensor(), expected[n], max(expected[n].abs().max().item(), 1e-2), f"parameter {n}")
+        assert {*dict(parallel.named_parameters())} == {*expected}
+    if dist.get_rank() == 0:
+        print("exact")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], tuple(int(n) for n in sys.argv[3].split("x")))
