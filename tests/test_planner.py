@@ -190,9 +190,10 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
 
 def test_one_price_for_one_reshard_and_for_the_matrix_of_all():
     """The planner prices all reshards of a tensor at once; one by one they cost the same."""
+    from torch.distributed.tensor import Partial, Replicate
+
     from passes.layout import fits, place
     from passes.strategy import Want, whole_layout
-    from torch.distributed.tensor import Partial, Replicate
 
     draw = random.Random(0)
     for mesh, shape in [((4,), (8, 12)), ((2, 2), (8, 7)), ((2, 3), (12, 18, 5)), ((2, 2, 2), (16, 8))]:
