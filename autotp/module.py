@@ -73,11 +73,12 @@ class DistributedModule(fx.GraphModule):
             self.register_buffer(name, buffer, name not in root._non_persistent_buffers_set)
         self.plan = plan
         self._captured = captured
+        self._signature = rewritten.signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass of the model, with the model's own arguments and output structure."""
         captured = self._captured
-        inputs = captured.signature.flatten(args, kwargs)
+        inputs = self._signature.flatten(args, kwargs)
         world = self.get_submodule(_WORLD)
         if torch.is_grad_enabled():
             with ops.Regather(world):  # type: ignore[arg-type]

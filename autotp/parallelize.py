@@ -35,6 +35,7 @@ def parallelize(
     mode: str = "train",
     memory: float | None = None,
     optimizer: str = "adamw",
+    inputs: str = "global",
     initialise: Callable[[nn.Module], None] | None = None,
 ) -> fx.GraphModule:
     """Distributes ``model`` over the processes that torchrun started.
@@ -47,6 +48,8 @@ def parallelize(
         args, kwargs: example inputs of the global batch, the same on every rank.
         plan: a plan made before; left out, one is made with the options that follow (see ``autotp.plan``).
         strategy, mesh, mode, memory, optimizer: see ``autotp.plan``.
+        inputs: what each call is given: ``global``, the whole batch on every rank, or ``local``, this rank's part of it
+            (dim 0, split by the mesh axes that the plan splits the batch over). Outputs are whole either way.
         initialise: fills in a module's own parameters and buffers, for models on ``meta``.
 
     Returns:
@@ -56,6 +59,8 @@ def parallelize(
         AutotpError: on every rank alike, when an argument is wrong or no plan fits.
         PlanMismatchError: when the plan is not for this model or this number of processes.
     """
+    if inputs not in ("global", "local"):
+        raise AutotpError(f"inputs={inputs!r} is unknown; choose 'global' or 'local'")
     _join()
     captured, problem = None, None
     try:
@@ -72,7 +77,7 @@ def parallelize(
     rewritten = None
     if problem is None and captured is not None:
         try:
-            rewritten = apply(captured, settled)
+            rewritten = apply(captured, settled, inputs)
         except Exception as error:  # noqa: BLE001
             problem = error
     reports: list[Any] = [None] * dist.get_world_size()

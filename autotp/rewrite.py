@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
+from torch.distributed.tensor import Replicate
 
-from autotp.errors import PlanMismatchError
+from autotp.errors import AutotpError, PlanMismatchError
 from autotp.plan import Plan, fingerprint
-from passes.capture import Captured, capture
+from passes.capture import CallSignature, Captured, capture
 from passes.factors import Operator, analyse
-from passes.layout import Layout, fits
+from passes.layout import Layout, fits, local_shape, place
 from passes.shard import Sharding, shard
 from passes.strategy import SUM, Strategy, strategies, whole_layout
 
@@ -26,6 +28,17 @@ class Rewritten:
     captured: Captured
     sharding: Sharding
     graph_module: fx.GraphModule
+
+    @property
+    def signature(self) -> CallSignature:
+        """The model's calling convention, for this device's part of the inputs."""
+        shapes = {
+            n.name: tuple(n.meta["val"].shape) for n in self.captured.graph_module.graph.nodes if n.op == "placeholder"
+        }
+        layouts = self.sharding.resting
+        return self.captured.signature.with_shapes(
+            [local_shape(shapes[name], layouts.get(name, self.whole), self.sharding.mesh) for name in self.captured.inputs]
+        )
 
     @property
     def whole(self) -> Layout:
@@ -42,8 +55,8 @@ def rewrite(model: nn.Module, plan: Plan, args: Sequence[Any] = (), kwargs: Mapp
     return apply(capture(model, tuple(args), kwargs), plan)
 
 
-def apply(captured: Captured, plan: Plan) -> Rewritten:
-    """Shards a captured graph by ``plan``."""
+def apply(captured: Captured, plan: Plan, inputs: str = "global") -> Rewritten:
+    """Shards a captured graph by ``plan``; ``inputs`` are the ``global`` batch on every device, or its ``local`` part."""
     module = captured.graph_module
     if fingerprint(captured) != plan.model_hash:
         raise PlanMismatchError(
@@ -52,8 +65,36 @@ def apply(captured: Captured, plan: Plan) -> Rewritten:
         )
     operators = analyse(module.graph, captured.inputs)
     chosen = {node.name: _strategy(operators[node], plan) for node in operators}
-    sharding = Sharding(plan.mesh_shape, chosen, _resting(captured, plan), frozenset(captured.parameters))
+    resting = _resting(captured, plan)
+    if inputs == "local":
+        resting |= _input_layouts(captured, operators, chosen, plan.mesh_shape)
+    sharding = Sharding(plan.mesh_shape, chosen, resting, frozenset(captured.parameters))
     return Rewritten(captured, sharding, shard(module, operators, sharding, captured.mutations))
+
+
+def _input_layouts(
+    captured: Captured, operators: Mapping[fx.Node, Operator], chosen: Mapping[str, Strategy], mesh: tuple[int, ...]
+) -> dict[str, Layout]:
+    """Dim 0 of every input, split by the axes that split the batch anywhere."""
+    axes = {
+        axis
+        for node, operator in operators.items()
+        for axis, factor in enumerate(chosen[node.name].assignment)
+        if factor is not None and factor in operator.factors and operator.factors[factor].role == "batch"
+    }
+    layout = tuple(place(0) if axis in axes else Replicate() for axis in range(len(mesh)))
+    ways = math.prod(mesh[axis] for axis in axes)
+    found = {}
+    for node in captured.graph_module.graph.nodes:
+        if node.op == "placeholder" and node.name in captured.inputs and ways > 1:
+            shape = tuple(node.meta["val"].shape)
+            if not shape or shape[0] % ways:
+                raise AutotpError(
+                    f"inputs='local': dim 0 of input {node.name!r} of shape {shape} is not divisible by the {ways} ways "
+                    "in which the plan splits the batch; use inputs='global'"
+                )
+            found[node.name] = layout
+    return found
 
 
 def _strategy(operator: Operator, plan: Plan) -> Strategy:

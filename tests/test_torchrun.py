@@ -34,7 +34,7 @@ def test_three_steps_equal_one_device(processes, model, strategy, mesh):
     assert "exact" in done.stdout
 
 
-@pytest.mark.parametrize("case", ["meta", "dropout"])
+@pytest.mark.parametrize("case", ["meta", "dropout", "local_inputs"])
 def test_special_cases(case):
     done = torchrun(2, "special.py", case)
     assert done.returncode == 0, done.stderr[-3000:]
