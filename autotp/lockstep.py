@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from autotp.errors import AutotpError
 from passes import ops
 from passes.layout import Layout, is_shard, take
-from passes.ops import Parts
+from passes.ops import Parts, part_of
 from passes.world import World
 
 __all__ = ["assemble", "collect", "distribute", "execute"]
@@ -69,23 +69,12 @@ def _run(node: fx.Node, values: Mapping[fx.Node, Any], world: World) -> Any:
         return args[0][args[1]]
     if node.op == "call_method":
         name = str(target)
-        return Parts(getattr(_one(args[0], i), name)(*_one(args[1:], i), **_one(kwargs, i)) for i in _range(world))
-    return Parts(target(*_one(args, i), **_one(kwargs, i)) for i in _range(world))
+        return Parts(getattr(part_of(args[0], i), name)(*part_of(args[1:], i), **part_of(kwargs, i)) for i in _range(world))
+    return Parts(target(*part_of(args, i), **part_of(kwargs, i)) for i in _range(world))
 
 
 def _range(world: World) -> range:
     return range(len(world.hosted))
-
-
-def _one(value: Any, index: int) -> Any:
-    """One device's view of arguments that hold ``Parts``."""
-    if isinstance(value, Parts):
-        return value[index]
-    if isinstance(value, (list, tuple)):
-        return type(value)([_one(v, index) for v in value])
-    if isinstance(value, dict):
-        return {k: _one(v, index) for k, v in value.items()}
-    return value
 
 
 def assemble(parts: Sequence[Tensor], shape: torch.Size, layout: Layout, world: World) -> Tensor:

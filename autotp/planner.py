@@ -213,13 +213,13 @@ def _check_batch(chosen: Family, model: Model, assembled: Assembled, mesh: tuple
                 served = [strategy.assignment[a] or "" for a in axes]  # type: ignore[union-attr]
                 if all(f in operator.factors and operator.factors[f].role == "batch" for f in served):
                     return
-    if axes:
-        shapes = {
-            n.name: tuple(n.meta["val"].shape)
-            for n in model.captured.graph_module.graph.nodes
-            if n.op == "placeholder" and n.name in model.captured.inputs
-        }
-        ways = math.prod(mesh[a] for a in axes)
+    ways = math.prod(mesh[a] for a in axes)
+    shapes = {
+        n.name: tuple(n.meta["val"].shape)
+        for n in model.captured.graph_module.graph.nodes
+        if n.op == "placeholder" and n.name in model.captured.inputs
+    }
+    if any(shape and shape[0] % ways for shape in shapes.values()):
         raise AutotpError(
             f"strategy {chosen.name!r} splits the batch {ways} ways on mesh {mesh}, but dim 0 of the example inputs "
             f"{shapes} is not divisible by {ways}; choose a batch that is a multiple of {ways}, or another mesh or strategy"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from passes.reshard import Step
 from passes.world import World
@@ -25,6 +26,7 @@ __all__ = [
     "gather",
     "next_seed",
     "offset",
+    "part_of",
     "reshard",
     "seeded",
 ]
@@ -32,6 +34,17 @@ __all__ = [
 
 class Parts(list):
     """One value per device of the mesh, in the order of ``World.hosted``."""
+
+
+def part_of(value: Any, index: int) -> Any:
+    """One device's view of arguments that hold ``Parts``, however deep."""
+    if isinstance(value, Parts):
+        return value[index]
+    if isinstance(value, (list, tuple)):
+        return (list if isinstance(value, list) else tuple)(part_of(v, index) for v in value)
+    if isinstance(value, dict):
+        return {k: part_of(v, index) for k, v in value.items()}
+    return value
 
 
 class _Reshard(torch.autograd.Function):
@@ -152,16 +165,16 @@ def seeded(world: World, seed: int, salt: int, axes: tuple[int, ...], function: 
     The generator is seeded by ``seed``, ``salt`` (the operator's number) and the device's coordinates on ``axes``, the
     axes that shard the operator, so devices that compute the same part draw the same numbers.
     """
-    many = next((len(a) for a in args if isinstance(a, Parts)), None)
     results = []
     for index, at in enumerate(world.hosted):
-        mine = [a[index] if isinstance(a, Parts) else a for a in args]
-        devices = [a.device for a in mine if isinstance(a, Tensor) and a.device.type == "cuda"][:1]
-        with torch.random.fork_rng(devices=devices):
+        mine, named = part_of(args, index), part_of(kwargs, index)
+        devices = {t.device for t in tree_leaves(mine) if isinstance(t, Tensor) and t.device.type == "cuda"}
+        with torch.random.fork_rng(devices=list(devices)):
             mixed = seed
             for number in (salt, *(at[axis] for axis in axes)):
                 draw = torch.Generator().manual_seed((mixed + number) % 2**63)
                 mixed = int(torch.randint(2**62, (), generator=draw))
             torch.manual_seed(mixed)
-            results.append(function(*mine, **kwargs))
-    return Parts(results) if many is not None else results[0]
+            results.append(function(*mine, **named))
+    hosted = any(isinstance(a, Parts) for a in tree_leaves((args, kwargs), is_leaf=lambda a: isinstance(a, Parts)))
+    return Parts(results) if hosted or len(results) > 1 else results[0]

@@ -1,0 +1,162 @@
+"""Unusual models: whatever torch.export takes is planned, and what cannot be sharded is replicated, with the same numbers."""
+
+import math
+
+import pytest
+import torch
+from test_exact import SLOW
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+
+import autotp
+
+
+class Lookup(nn.Module):
+    """Padding index, buffers, ignored labels, label smoothing, a dict of lists as output."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(13, 10, padding_idx=3)
+        self.inner = nn.Linear(10, 7)
+        self.outer = nn.Linear(7, 13)
+        self.register_buffer("scale", torch.rand(7))
+
+    def forward(self, ids, labels):
+        x = self.inner(self.table(ids)).tanh() * self.scale
+        y = self.outer(x)
+        loss = F.cross_entropy(y.view(-1, 13), labels.view(-1), ignore_index=2, label_smoothing=0.1)
+        return {"loss": loss, "rest": [y, x.sum((0, 1))]}
+
+
+class Grouped(nn.Module):
+    """Grouped-query attention with a causal mask inside the operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.o = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.k, self.v = nn.Linear(16, 8), nn.Linear(16, 8)
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o(y.transpose(1, 2).flatten(2)) + x
+
+
+class Picture(nn.Module):
+    """Grouped, strided and transposed convolutions, einsum, padding, rolling, an integer output."""
+
+    def __init__(self):
+        super().__init__()
+        self.grouped = nn.Conv2d(4, 8, 3, padding=1, groups=4)
+        self.strided = nn.Conv2d(8, 12, 3, stride=2)
+        self.norm, self.group = nn.BatchNorm2d(12), nn.GroupNorm(2, 12)
+        self.up = nn.ConvTranspose2d(12, 4, 2, stride=2)
+        self.mix = nn.Parameter(torch.randn(12, 12))
+
+    def forward(self, x):
+        y = F.relu(self.norm(self.strided(self.grouped(x))))
+        y = self.group(torch.einsum("nchw,cd->ndhw", y, self.mix))
+        y = F.pad(self.up(y), (1, 1, 1, 1))
+        return y.roll(1, -1).flip(2).clamp(-1, 1), F.avg_pool2d(y, 2).argmax(1)
+
+
+class Tied(nn.Module):
+    """A tied table, an unused layer, a no_grad region, stacking, splitting, indexing, gathering."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.inner, self.unused = nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(3, 3)
+
+    def forward(self, ids):
+        x = self.table(ids)
+        with torch.no_grad():
+            mean = x.mean()
+        x = self.inner(x) - mean
+        x = torch.stack([x, x * 2]).sum(0)
+        a, b = x.chunk(2, -1)
+        x = torch.cat([F.silu(a) * b, a], -1)[:, torch.arange(ids.shape[1]).flip(0)]
+        x = x.masked_fill(ids.unsqueeze(-1) == 1, 0.5)
+        return F.linear(x, self.table.weight).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+
+
+class Statistics(nn.Module):
+    """Operators without a rule among operators with one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(6, 9)), nn.Parameter(torch.randn(9))
+
+    def forward(self, x):
+        y = (x @ self.a).softmax(-1)
+        z = torch.var_mean(y, -1)[0].unsqueeze(-1)
+        chosen = torch.where(y > 0.1, y, x.sum())
+        return y * self.b + z + torch.sort(y, -1)[0] + y.cumsum(0) + y.amax(0) + chosen, (y**2).mean(), y.std()
+
+
+class Recurrent(nn.Module):
+    """One operator without a rule holds nearly all of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.out = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.out(self.cell(x)[0])
+
+
+def encoder():
+    return nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+
+
+CASES = {
+    "lookup": (Lookup, lambda: (torch.randint(0, 13, (8, 6)), torch.randint(0, 13, (8, 6)))),
+    "grouped": (Grouped, lambda: (torch.randn(4, 8, 16).double(),)),
+    "picture": (Picture, lambda: (torch.randn(4, 4, 8, 8).double(),)),
+    "tied": (Tied, lambda: (torch.randint(0, 11, (8, 6)),)),
+    "statistics": (Statistics, lambda: (torch.randn(8, 6).double(),)),
+    "recurrent": (Recurrent, lambda: (torch.randn(4, 3, 6).double(),)),
+    "encoder": (encoder, lambda: (torch.randn(4, 8, 16).double(),)),
+}
+
+
+def tensors(output):
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def loss_of(outputs):
+    """Every element has its own weight, so that a permuted result has another loss."""
+    weigh = (t * torch.linspace(0.5, 1, t.numel(), dtype=t.dtype).view(t.shape) for t in outputs if t.requires_grad)
+    return sum(t.sum() for t in weigh)
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 2), (4,)], ids=str)
+@pytest.mark.parametrize("strategy", ["auto", "tensor3d", "megatron-sp", "zero3"])
+@pytest.mark.parametrize("name", list(CASES))
+def test_the_numbers_are_the_plain_models(name, strategy, mesh):
+    factory, example = CASES[name]
+    torch.manual_seed(1)
+    args = example()
+    torch.manual_seed(1)
+    plain = factory().double()
+    torch.manual_seed(1)
+    model = factory().double()
+    topology = autotp.Topology.flat(math.prod(mesh), bandwidth=1e12, latency=1e-9, device=SLOW)
+    plan = autotp.plan(model, topology, args, strategy=strategy, mesh=mesh)
+    expected, outputs = plain(*args), autotp.simulate(model, plan, args)(*args)
+    for got, want in zip(tensors(outputs), tensors(expected), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+    loss_of(tensors(expected)).backward()
+    loss_of(tensors(outputs)).backward()
+    for (n, want), got in zip(plain.named_parameters(), model.parameters(), strict=True):
+        wanted = torch.zeros_like(want) if want.grad is None else want.grad
+        found = torch.zeros_like(got) if got.grad is None else got.grad
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11, msg=lambda m, n=n: f"{n}: {m}")
+    for want, got in zip(plain.buffers(), model.buffers(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+def test_what_has_no_rule_is_reported():
+    torch.manual_seed(1)
+    plan = autotp.plan(Statistics().double(), autotp.Topology.flat(2), (torch.randn(8, 6).double(),))
+    assert {"var_mean", "sort", "std"} == set(plan.replicated)
