@@ -1,4 +1,4 @@
-"""Unusual models: whatever torch.export takes is planned, and what cannot be sharded is replicated, with the same numbers."""
+"""Unusual models: whatever torch.export takes is planned; what cannot be sharded is replicated, with the same numbers."""
 
 import math
 
