@@ -45,20 +45,30 @@ def simulate(
 
 
 class Simulated(nn.Module):
-    """A model whose forward and backward pass run as the devices of a plan would run them."""
+    """A model whose forward and backward pass run as the devices of a plan would run them.
+
+    Attributes:
+        rewritten: the sharded graph and what it was made from.
+        world: hosts every device.
+    """
+
+    rewritten: Rewritten
+    world: World
 
     def __init__(self, model: nn.Module, rewritten: Rewritten, world: World) -> None:
         super().__init__()
-        self.model = model
-        self.rewritten = rewritten
-        self.world = world
+        # The model's own tables, not copies: names, state dict and later changes of the model are the same here.
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[table] = model.__dict__[table]
+        self.training = model.training
+        self.__dict__ |= {"rewritten": rewritten, "world": world}
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         place_constants(rewritten.graph_module.graph, device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own signature and output structure; inputs are the global batch."""
         captured, sharding = self.rewritten.captured, self.rewritten.sharding
-        state = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        state = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         whole: dict[str, Tensor] = {name: state[fqn] for name, fqn in captured.parameters.items()}
         whole |= {name: state[fqn] for name, fqn in captured.buffers.items()}
         whole |= dict(captured.constants)

@@ -212,3 +212,15 @@ def test_one_price_for_one_reshard_and_for_the_matrix_of_all():
             for j, want in enumerate(wants):
                 one = prices.reshard(value, have, want, gradient=False, regather=False).seconds
                 assert matrix[i, j] == pytest.approx(one, rel=1e-9, abs=1e-15), (mesh, have, want)
+
+
+def test_simulated_parameters_are_the_models_own():
+    model, x = Deep(2), torch.randn(8, 16)
+    plan = autotp.plan(model, autotp.Topology.flat(2), (x,), strategy="data")
+    simulated = autotp.simulate(model, plan, (x,))
+    assert list(simulated.state_dict()) == list(model.state_dict())
+    for (name, mine), (own, theirs) in zip(simulated.named_parameters(), model.named_parameters(), strict=True):
+        assert name == own
+        assert mine is theirs
+    simulated(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
