@@ -95,6 +95,9 @@ def _plan(
     ] = None,
     mode: Annotated[str, typer.Option(help="train or inference.")] = "train",
     optimizer: Annotated[str, typer.Option(help=f"Whose state to count: {', '.join(OPTIMIZERS)}.")] = "adamw",
+    panels: Annotated[
+        int | None, typer.Option(help="Panels in which products gather their operands; left out, as memory needs.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan, as JSON, to this file too.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show the cheap operators too.")] = False,
@@ -118,6 +121,7 @@ def _plan(
             mode=mode,
             memory=bound,
             optimizer=optimizer,
+            panels=panels,
         )
     if save is not None:
         try:

@@ -6,6 +6,7 @@ how parameters rest. It never adds a strategy.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,99 +15,162 @@ from passes.factors import Factor, Operator
 from passes.rules.table import rule_of
 from passes.strategy import Strategy, strategies
 
-__all__ = ["FAMILIES", "Family", "family", "restricted"]
+__all__ = ["FAMILIES", "Family", "Restriction", "family", "restricted"]
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """One scheme.
 
+    Each mesh axis has a role, a letter: ``b`` splits the batch; ``m`` splits rows (batch or tokens); ``d``, depth, splits
+    rows and leaves parameters whole; ``n`` splits columns; ``w`` splits columns or rows of the weight, as each operator
+    likes. What no contraction decides follows: columns are features.
+
     Attributes:
         name: as the user writes it.
         summary: one line.
-        axes: the greatest number of mesh axes that it has a use for.
-        model_axes: given the number of axes, those that split the model; the others split the batch.
-        sequence: the model axes may split tokens, outside contractions.
-        both: with two model axes, a weight's operator uses one for its result and one for its reduction.
+        axes: the greatest number of mesh axes that it has a use for, and ``least`` the smallest that shows the scheme.
+        roles: given the number of axes, the words of roles to try; None leaves every axis free.
+        between: what ``w`` axes may split outside contractions besides features: roles of factors.
+        both: with two ``w`` axes, a weight's operator uses one for its result and one for its reduction.
         whole_norms: normalisation sees the whole hidden dim.
         scatters: a partial sum may be reduced straight into shards; else it is all-reduced, as the scheme's authors do.
+        fills: every operator uses as many axes as it can, so that all tensors rest as the scheme says; else only those
+            with a weight do.
         rest: how parameters rest: "free", "whole" or "sharded".
     """
 
     name: str
     summary: str
     axes: int = 3
-    model_axes: Callable[[int], Sequence[int]] | None = None
-    sequence: bool = False
+    least: int = 1
+    roles: Callable[[int], Sequence[str]] | None = None
+    between: frozenset[str] = frozenset()
     both: bool = False
     whole_norms: bool = False
     scatters: bool = True
+    fills: bool = False
     rest: str = "free"
 
-    def allows(self, operator: Operator, axis: int, factor: Factor | None, axes: int) -> bool:
+    def restrictions(self, axes: int) -> list[Restriction]:
+        """The restrictions to try on a mesh of so many axes; the best plan of all is the family's."""
+        return [Restriction(self, word) for word in ([None] if self.roles is None else self.roles(axes))]
+
+
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """A family on a mesh whose axes have their roles; ``roles`` is None where the family leaves them free."""
+
+    family: Family
+    roles: str | None = None
+
+    def allows(self, operator: Operator, axis: int, factor: Factor | None) -> bool:
         """Whether ``axis`` may serve ``factor`` of ``operator`` (None: pass partial sums through)."""
-        if self.model_axes is None:
+        if self.roles is None:
             return True
-        if axis not in self.model_axes(axes):
+        role = self.roles[axis]
+        if role == "b":
             return factor is not None and factor.role == "batch"
         if factor is None:
             return True
+        if role in "md":
+            return factor.role in ("batch", "token") and factor.kind in ("", "m")
         if factor.kind:
-            return factor.kind in ("n", "k")
-        if self.whole_norms and operator.rule is not None and factor.name in operator.rule.inner:
+            return factor.kind in ("n" if role == "n" else "nk")
+        if self.family.whole_norms and operator.rule is not None and factor.name in operator.rule.inner:
             return "cross_entropy" in str(operator.node.target)
-        return factor.role == "feature" or (self.sequence and factor.role == "token")
+        return factor.role == "feature" or (role == "w" and factor.role in self.family.between)
 
     def score(self, operator: Operator, strategy: Strategy) -> int:
         """How far a strategy of an operator that reads a weight makes the uses of the axes that the family asks for."""
-        if self.model_axes is None:
+        if self.roles is None:
             return 0
-        axes = len(strategy.assignment)
-        model = list(self.model_axes(axes))
-        served = [strategy.assignment[a] for a in range(axes)]
-        used = sum(served[a] in operator.factors for a in range(axes) if a not in model)
-        kinds = [operator.factors[served[a]].kind for a in model if served[a] in operator.factors]  # type: ignore[index]
-        if self.both and len(model) > 1:
-            return 2 * used + len(set(kinds))
-        return 2 * used + len(kinds)
+        score, kinds = 0, []
+        for role, served in zip(self.roles, strategy.assignment, strict=True):
+            if served is not None and served in operator.factors:
+                score += 2
+                if role == "w":
+                    kinds.append(operator.factors[served].kind)
+        return score + len(set(kinds) if self.family.both else kinds)
+
+    def rests(self, axis: int) -> str:
+        """How parameters rest along an axis: "free", "whole" or "sharded"."""
+        return "whole" if self.roles is not None and self.roles[axis] == "d" else self.family.rest
+
+
+def _words(*tails: str) -> Callable[[int], list[str]]:
+    """Roles by number of axes: the word of that length; beyond the longest, batch axes outside it."""
+
+    def roles(axes: int) -> list[str]:
+        length = min(axes, max(map(len, tails)))
+        orders = {"".join(order) for tail in tails if len(tail) == length for order in itertools.permutations(tail)}
+        return ["b" * (axes - length) + word for word in sorted(orders)]
+
+    return roles
 
 
 FAMILIES: dict[str, Family] = {
     f.name: f
     for f in (
         Family("auto", "the whole space, per operator"),
-        Family("data", "every axis splits the batch; parameters whole", 1, lambda n: (), rest="whole"),
-        Family(
-            "zero3",
-            "every axis splits the batch; parameters sharded at rest",
-            1,
-            lambda n: (),
-            rest="sharded",
-        ),
+        Family("data", "every axis splits the batch; parameters whole", 1, roles=_words("b"), rest="whole"),
+        Family("zero3", "every axis splits the batch; parameters sharded at rest", 1, roles=_words("b"), rest="sharded"),
         Family(
             "megatron-1d",
             "the last axis splits columns, then rows; the others the batch",
             2,
-            lambda n: (n - 1,),
+            roles=_words("w"),
             scatters=False,
         ),
-        Family("megatron-sp", "megatron-1d with the sequence split between", 2, lambda n: (n - 1,), sequence=True),
+        Family(
+            "megatron-sp",
+            "megatron-1d with the sequence split between",
+            2,
+            roles=_words("w"),
+            between=frozenset({"token"}),
+        ),
         Family(
             "tensor3d",
             "two axes split columns and rows, swapped in the next layer",
-            3,
-            lambda n: range(n)[-2:],
+            roles=_words("w", "ww"),
             both=True,
             scatters=False,
         ),
         Family(
             "atp",
             "tensor3d with norms that see the whole hidden dim",
-            3,
-            lambda n: range(n)[-2:],
+            roles=_words("w", "ww"),
             both=True,
             whole_norms=True,
             scatters=False,
+        ),
+        Family(
+            "summa-2d",
+            "one axis splits rows, one columns; operands are gathered panel by panel",
+            least=2,
+            roles=_words("m", "mn"),
+            fills=True,
+            rest="sharded",
+        ),
+        Family(
+            "tesseract-2.5d",
+            "summa-2d in each of several layers of depth that share the weights and split the batch",
+            4,
+            least=3,
+            roles=_words("m", "mn", "dmn"),
+            fills=True,
+            rest="sharded",
+        ),
+        Family(
+            "3d",
+            "one axis each splits rows, columns and the reduction; every operand rests on all three",
+            4,
+            least=3,
+            roles=_words("w", "mw", "mww"),
+            between=frozenset({"batch", "token"}),
+            both=True,
+            fills=True,
+            rest="sharded",
         ),
     )
 }
@@ -123,11 +187,12 @@ def family(name: str) -> Family:
     return FAMILIES[name]
 
 
-def restricted(chosen: Family, operator: Operator, mesh: tuple[int, ...], reads_weight: bool) -> list[Strategy]:
-    """The strategies of ``operator`` that the family allows; for an operator with a weight, those that fit it best."""
-    found = list(strategies(operator, mesh, lambda axis, factor: chosen.allows(operator, axis, factor, len(mesh))))
+def restricted(chosen: Restriction, operator: Operator, mesh: tuple[int, ...], reads_weight: bool) -> list[Strategy]:
+    """The strategies of ``operator`` that the family allows; of an operator with a weight only those that fit it best."""
+    found = list(strategies(operator, mesh, lambda axis, factor: chosen.allows(operator, axis, factor)))
     table = rule_of(operator.node)
-    if chosen.model_axes is None or table is None or table.flop is None or not reads_weight:
+    weight = table is not None and table.flop is not None and reads_weight
+    if chosen.roles is None or not (weight or chosen.family.fills):
         return found
     best = max(chosen.score(operator, s) for s in found)
     return [s for s in found if chosen.score(operator, s) == best]

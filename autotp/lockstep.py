@@ -13,12 +13,13 @@ from autotp.errors import AutotpError
 from passes import ops
 from passes.layout import Layout, is_shard, take
 from passes.ops import Parts, part_of
+from passes.panelled import panelled
 from passes.world import World
 
 __all__ = ["assemble", "collect", "distribute", "execute"]
 
 _HOSTED = frozenset(
-    {ops.reshard, ops.gather, ops.all_sum, ops.all_reduce, ops.all_max, ops.offset, ops.seeded, ops.next_seed}
+    {ops.reshard, ops.gather, ops.all_sum, ops.all_reduce, ops.all_max, ops.offset, ops.seeded, ops.next_seed, panelled}
 )
 
 

@@ -35,6 +35,7 @@ def parallelize(
     mode: str = "train",
     memory: float | None = None,
     optimizer: str = "adamw",
+    panels: int | None = None,
     inputs: str = "global",
     initialise: Callable[[nn.Module], None] | None = None,
 ) -> fx.GraphModule:
@@ -47,7 +48,7 @@ def parallelize(
         topology: the machine; by default ``Topology.local()``.
         args, kwargs: example inputs of the global batch, the same on every rank.
         plan: a plan made before; left out, one is made with the options that follow (see ``autotp.plan``).
-        strategy, mesh, mode, memory, optimizer: see ``autotp.plan``.
+        strategy, mesh, mode, memory, optimizer, panels: see ``autotp.plan``.
         inputs: what each call is given: ``global``, the whole batch on every rank, or ``local``, this rank's part of it
             (dim 0, split by the mesh axes that the plan splits the batch over). Outputs are whole either way.
         initialise: fills in a module's own parameters and buffers, for models on ``meta``.
@@ -69,7 +70,7 @@ def parallelize(
         problem = error
     agreed: list[Any] = [None]
     if dist.get_rank() == 0:
-        agreed = [_decide(captured, problem, topology, plan, strategy, mesh, mode, memory, optimizer)]
+        agreed = [_decide(captured, problem, topology, plan, strategy, mesh, mode, memory, optimizer, panels)]
     dist.broadcast_object_list(agreed, src=0)
     if isinstance(agreed[0], Exception):
         raise agreed[0]
@@ -110,6 +111,7 @@ def _decide(
     mode: str,
     memory: float | None,
     optimizer: str,
+    panels: int | None,
 ) -> Any:
     """(the plan's JSON, a seed), or the error that every rank is to raise."""
     try:
@@ -124,10 +126,17 @@ def _decide(
                     f"topology {machine.name!r} has {machine.devices} devices, but {devices} processes run; start torchrun "
                     f"with {machine.devices} processes, or give topology.resized({devices})"
                 )
-            check(mode, optimizer, mesh, machine)
+            check(mode, optimizer, mesh, machine, panels)
             sizes = None if mesh is None else tuple(mesh)
             plan = plan_captured(
-                captured, machine, family(strategy), mesh=sizes, mode=mode, memory=memory, optimizer=optimizer
+                captured,
+                machine,
+                family(strategy),
+                mesh=sizes,
+                mode=mode,
+                memory=memory,
+                optimizer=optimizer,
+                panels=panels,
             )
         if plan.devices != devices:
             raise PlanMismatchError(

@@ -23,7 +23,7 @@ from passes.layout import Layout, blocks_of, describe, is_shard, place
 __all__ = ["FORMAT", "Plan", "PlannedOperator", "Predicted", "decode_layout", "encode_layout", "fingerprint"]
 
 #: Version of the JSON form; plans of another version are refused.
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,13 @@ class PlannedOperator:
         layouts: operands, then results, for people.
         count: how many identical operators (folded layers) were decided together with this one, itself included.
         fold: name of the operator that stands for them.
-        seconds, communication_seconds: of this one operator, forward and backward; communication includes the reshards
-            of its operands (a reshard that several operators share is counted at the first).
-        bytes_moved: bytes that each device receives for it.
+        seconds, communication_seconds: of this one operator, forward and backward. Communication includes the reshards of
+            its operands, divided evenly among the operators that share one, and the reduction of the partial sums that
+            it makes, wherever that happens.
+        bytes_moved: bytes that each device receives for that communication.
+        bound_bytes: for a matrix product with a weight, the least bytes that some device must move for it, forward and
+            backward, when nothing rests in copies (``costmodel.bounds``); else 0.
+        panels: how many panels its gathered operands come in; 1: they are gathered whole.
         replicated: it has no rule, so every device computes it whole.
     """
 
@@ -74,7 +78,14 @@ class PlannedOperator:
     seconds: float
     communication_seconds: float
     bytes_moved: float
+    bound_bytes: float
+    panels: int
     replicated: bool
+
+    @property
+    def bound_ratio(self) -> float | None:
+        """Bytes moved over the communication lower bound; None where there is no bound or it is 0."""
+        return self.bytes_moved / self.bound_bytes if self.bound_bytes else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +152,19 @@ class Plan:
         return self.layouts[parameter]
 
     @property
+    def bound_ratio(self) -> float | None:
+        """Bytes that all matrix products with a weight move over their communication lower bounds; None without any."""
+        bound = sum(op.bound_bytes for op in self.operators)
+        return sum(op.bytes_moved for op in self.operators if op.bound_bytes) / bound if bound else None
+
+    @property
     def hash(self) -> str:
         """Identifies everything that decides the distributed graph, and nothing else."""
         decided = {
             "model": self.model_hash,
             "mesh": self.mesh_shape,
             "operators": {op.name: op.assignment for op in self.operators},
+            "panels": {op.name: op.panels for op in self.operators if op.panels > 1},
             "parameters": {name: encode_layout(layout) for name, layout in self.layouts.items()},
         }
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]

@@ -9,29 +9,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
+from autotp.describe import AXIS_NAMES, Found, describe_plan
 from autotp.errors import AutotpError, MemoryBoundError
-from autotp.families import Family, family
+from autotp.families import Family, Restriction, family
 from autotp.folding import fold
-from autotp.ilp import Infeasible, Solution, solve
-from autotp.plan import Plan, PlannedOperator, Predicted, fingerprint
-from autotp.pricing import Price, Prices, flop_of
+from autotp.ilp import Infeasible, Pruned, Solution, solve
+from autotp.plan import Plan
+from autotp.pricing import Prices
 from autotp.problem import Assembled, Model, assemble, trained_values
-from autotp.schemes import scheme
 from costmodel import Topology
 from costmodel.memory import OPTIMIZERS
 from passes.capture import Captured, capture
-from passes.factors import analyse, value_of
-from passes.layout import Layout, describe
-from passes.rules.shapes import operands_of, results_of
-from passes.rules.table import name_of
-from passes.strategy import SUM, Strategy, Want, whole_layout
+from passes.factors import analyse
 
 __all__ = ["AXIS_NAMES", "candidate_meshes", "check", "plan", "plan_captured", "prepare"]
-
-#: Names of mesh axes, outermost first.
-AXIS_NAMES = ("x", "y", "z", "w")
 
 
 def plan(
@@ -45,6 +38,7 @@ def plan(
     mode: str = "train",
     memory: float | None = None,
     optimizer: str = "adamw",
+    panels: int | None = None,
     time_limit: float = 120.0,
 ) -> Plan:
     """Plans how ``model`` runs on ``topology``. Needs no process group and no device; the model may be on ``meta``.
@@ -58,6 +52,8 @@ def plan(
         mode: ``train`` or ``inference``.
         memory: bytes each device may use; by default the device's memory.
         optimizer: which state to count: a key of ``costmodel.memory.OPTIMIZERS``.
+        panels: in how many panels every product whose operands are gathered gets them, where that number divides; 1 for
+            none. Left out, operands are gathered whole unless the memory bound asks for panels.
         time_limit: seconds for the solver, over all meshes.
 
     Raises:
@@ -66,7 +62,7 @@ def plan(
         MemoryBoundError: when no plan fits the memory.
     """
     topology = Topology.load(topology) if isinstance(topology, str) else topology
-    check(mode, optimizer, mesh, topology)
+    check(mode, optimizer, mesh, topology, panels)
     chosen = family(strategy)
     started = time.perf_counter()
     captured = capture(model, tuple(args), kwargs)
@@ -79,13 +75,16 @@ def plan(
         mode=mode,
         memory=memory,
         optimizer=optimizer,
+        panels=panels,
         time_limit=time_limit,
         stats={"capture_seconds": capture_seconds},
     )
 
 
-def check(mode: str, optimizer: str, mesh: Sequence[int] | None, topology: Topology) -> None:
+def check(mode: str, optimizer: str, mesh: Sequence[int] | None, topology: Topology, panels: int | None = None) -> None:
     """Refuses wrong options with an ``AutotpError`` that names the right ones."""
+    if panels is not None and (not isinstance(panels, int) or panels < 1):
+        raise AutotpError(f"panels {panels!r}: give a positive number, or leave it out")
     if mode not in ("train", "inference"):
         raise AutotpError(f"mode {mode!r} is unknown; choose 'train' or 'inference'")
     if optimizer not in OPTIMIZERS:
@@ -107,16 +106,22 @@ def prepare(captured: Captured) -> Model:
     return Model(captured, operators, stands, trained_values(captured, operators))
 
 
-def candidate_meshes(devices: int, axes: int) -> Iterator[tuple[int, ...]]:
-    """All ordered factorisations of ``devices`` into at most ``axes`` sizes above 1, fewest axes first."""
+def candidate_meshes(devices: int, axes: int, least: int = 1) -> Iterator[tuple[int, ...]]:
+    """All ordered factorisations of ``devices`` into ``least`` to ``axes`` sizes above 1, fewest axes first.
+
+    Where ``devices`` has fewer prime factors than ``least``, as many axes as it has.
+    """
     if devices == 1:
         yield (1,)
         return
     divisors = [n for n in range(2, devices + 1) if devices % n == 0]
-    for count in range(1, axes + 1):
-        for sizes in itertools.product(divisors, repeat=count):
-            if math.prod(sizes) == devices:
-                yield sizes
+    by_count = [
+        [sizes for sizes in itertools.product(divisors, repeat=count) if math.prod(sizes) == devices]
+        for count in range(1, axes + 1)
+    ]
+    most = sum(1 for found in by_count if found)
+    for found in by_count[min(least, most) - 1 :]:
+        yield from found
 
 
 def plan_captured(
@@ -128,6 +133,7 @@ def plan_captured(
     mode: str = "train",
     memory: float | None = None,
     optimizer: str = "adamw",
+    panels: int | None = None,
     time_limit: float = 120.0,
     stats: Mapping[str, Any] | None = None,
 ) -> Plan:
@@ -135,26 +141,29 @@ def plan_captured(
     started = time.perf_counter()
     bound = topology.device.memory if memory is None else memory
     model = prepare(captured)
-    best: tuple[Solution, Assembled, Prices] | None = None
+    best: Found | None = None
     lowest, needed = math.inf, math.inf
-    meshes = [mesh] if mesh is not None else list(candidate_meshes(topology.devices, chosen.axes))
+    meshes = [mesh] if mesh is not None else list(candidate_meshes(topology.devices, chosen.axes, chosen.least))
     proven, solving = True, 0.0
     for sizes in meshes:
         prices = Prices(topology, sizes, train=mode == "train", optimizer=optimizer)
-        cutoff = math.inf if best is None else best[0].seconds
-        left = max(1.0, time_limit - (time.perf_counter() - started))
-        try:
-            assembled, solution, spent = _solve(model, sizes, chosen, prices, bound, left, cutoff)
-        except Infeasible as error:
-            needed = min(needed, error.needed_memory)
-            continue
-        solving += spent
-        if solution is None:
-            continue
-        proven = proven and solution.optimal
-        lowest = min(lowest, solution.bound)
-        if best is None or solution.seconds < best[0].seconds:
-            best = solution, assembled, prices
+        for restriction in chosen.restrictions(len(sizes)):
+            for count in [1, None] if panels is None else [panels]:  # panels cost time: only where memory is short
+                cutoff = math.inf if best is None else best.solution.seconds
+                left = max(1.0, time_limit - (time.perf_counter() - started))
+                try:
+                    assembled, solution, spent = _solve(model, sizes, restriction, prices, bound, left, cutoff, count)
+                except Infeasible as error:
+                    needed = min(needed, error.needed_memory)
+                    continue
+                solving += spent
+                proven = proven and (isinstance(solution, Pruned) or solution.optimal)
+                if isinstance(solution, Solution):
+                    lowest = min(lowest, solution.bound)
+                    if best is None or solution.seconds < best.solution.seconds:
+                        best = Found(assembled, solution, prices, count)
+                if not solution.bound_binds:
+                    break
     if best is None:
         raise MemoryBoundError(
             f"no plan of strategy {chosen.name!r} fits {bound / 1e9:.3g} GB on each device: the smallest needs "
@@ -163,50 +172,59 @@ def plan_captured(
             needed,
             bound,
         )
-    solution, assembled, prices = best
-    gap = 0.0 if proven else max(0.0, 1 - lowest / solution.seconds)
     planning = dict(stats or {}) | {
         "seconds": time.perf_counter() - started,
         "solver_seconds": solving,
-        "variables": solution.variables,
-        "method": solution.method,
+        "variables": best.solution.variables,
+        "method": best.solution.method,
         "meshes": len(meshes),
         "operators": len(model.operators),
         "folded_operators": sum(model.stands[n] is n for n in model.operators),
     }
-    return _describe(model, assembled, solution, prices, chosen, bound, proven, gap, mode, planning)
+    return describe_plan(
+        model,
+        best,
+        strategy=chosen.name,
+        optimal=proven,
+        gap=0.0 if proven else max(0.0, 1 - lowest / best.solution.seconds),
+        mode=mode,
+        memory_bound=bound,
+        planning=planning,
+    )
 
 
 def _solve(
     model: Model,
     mesh: tuple[int, ...],
-    chosen: Family,
+    chosen: Restriction,
     prices: Prices,
     bound: float,
     time_limit: float,
     cutoff: float,
-) -> tuple[Assembled, Solution | None, float]:
+    panels: int | None,
+) -> tuple[Assembled, Solution | Pruned, float]:
     """The optimum on one mesh, with the solver's seconds.
 
     A family that only all-reduces may have no way to hand a partial sum on; then it may scatter after all.
     """
-    assembled = assemble(model, mesh, chosen, prices, bound)
+    assembled = assemble(model, mesh, chosen, prices, bound, panels != 1)
     _check_batch(chosen, model, assembled, mesh)
     begun = time.perf_counter()
     try:
         solution = solve(assembled.problem, time_limit=time_limit, cutoff=cutoff)
     except Infeasible as error:
-        if chosen.scatters or math.isfinite(error.needed_memory):
+        if chosen.family.scatters or math.isfinite(error.needed_memory):
             raise
-        return _solve(model, mesh, replace(chosen, scatters=True), prices, bound, time_limit, cutoff)
+        loosened = replace(chosen, family=replace(chosen.family, scatters=True))
+        return _solve(model, mesh, loosened, prices, bound, time_limit, cutoff, panels)
     return assembled, solution, time.perf_counter() - begun
 
 
-def _check_batch(chosen: Family, model: Model, assembled: Assembled, mesh: tuple[int, ...]) -> None:
+def _check_batch(chosen: Restriction, model: Model, assembled: Assembled, mesh: tuple[int, ...]) -> None:
     """A family whose axes split the batch needs a batch that they divide."""
-    if chosen.model_axes is None:
+    if chosen.roles is None:
         return
-    axes = [a for a in range(len(mesh)) if a not in chosen.model_axes(len(mesh)) and mesh[a] > 1]
+    axes = [a for a, role in enumerate(chosen.roles) if role == "b" and mesh[a] > 1]
     for node, operator in model.operators.items():
         if model.stands[node] is node:
             for strategy in assembled.choices[assembled.index[node]]:
@@ -221,107 +239,6 @@ def _check_batch(chosen: Family, model: Model, assembled: Assembled, mesh: tuple
     }
     if any(shape and shape[0] % ways for shape in shapes.values()):
         raise AutotpError(
-            f"strategy {chosen.name!r} splits the batch {ways} ways on mesh {mesh}, but dim 0 of the example inputs "
+            f"strategy {chosen.family.name!r} splits the batch {ways} ways on mesh {mesh}, but dim 0 of the example inputs "
             f"{shapes} is not divisible by {ways}; choose a batch that is a multiple of {ways}, or another mesh or strategy"
         )
-
-
-def _describe(
-    model: Model,
-    assembled: Assembled,
-    solution: Solution,
-    prices: Prices,
-    chosen: Family,
-    bound: float,
-    proven: bool,
-    gap: float,
-    mode: str,
-    planning: Mapping[str, Any],
-) -> Plan:
-    captured, mesh = model.captured, prices.mesh
-    names = AXIS_NAMES[: len(mesh)]
-    whole = whole_layout(len(mesh))
-    graph = captured.graph_module.graph
-
-    def choice(node: fx.Node) -> Any:
-        index = assembled.index[model.stands.get(node, node)]
-        return assembled.choices[index][solution.choice[index]]
-
-    layouts: dict[Any, Layout] = {}
-    resting: dict[str, Layout] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            layouts[(node, 0)] = choice(node) if node.name in captured.parameters else whole
-            if node.name in captured.parameters:
-                resting[captured.parameters[node.name]] = layouts[(node, 0)]
-    copies: dict[fx.Node, int] = {}
-    for node in model.operators:
-        copies[model.stands[node]] = copies.get(model.stands[node], 0) + 1
-    seen: set = set()
-    planned = []
-    compute = communication = 0.0
-    for node, operator in model.operators.items():
-        strategy: Strategy = choice(node)
-        gradient = any((node, i) in model.trained for i in range(len(results_of(node))))
-        own = prices.operator(operator, strategy, flop_of(node), gradient=gradient)
-        moved, received = own[1], own[2]
-        weights = []
-        for operand, want in zip(operands_of(node), strategy.wants, strict=True):
-            price = _edge(model, prices, layouts, seen, operand, want)
-            moved, received = moved + price[1], received + price[2]
-            if operand.name in captured.parameters:
-                weights.append(layouts[(operand, 0)])
-        for i, layout in enumerate(strategy.results):
-            layouts[(node, i)] = layout
-        compute, communication = compute + own[0], communication + moved
-        shown = [w.layout for w in strategy.wants] + list(strategy.results)
-        used = sorted({f for f in strategy.assignment if f is not None and not f.startswith(SUM)})
-        planned.append(
-            PlannedOperator(
-                name=node.name,
-                target=name_of(node),
-                module=str(node.meta.get("module", "")),
-                scheme=scheme(operator, strategy, weights),
-                assignment=strategy.assignment,
-                strategy={f: tuple(names[a] for a in strategy.axes(f)) for f in used},
-                layouts=tuple(describe(layout, names) for layout in shown),
-                count=copies[model.stands[node]],
-                fold=model.stands[node].name,
-                seconds=own[0] + moved,
-                communication_seconds=moved,
-                bytes_moved=received,
-                replicated=operator.rule is None and bool(operands_of(node)),
-            )
-        )
-    for leaf in graph.output_node().args[0]:  # type: ignore[union-attr]
-        if isinstance(leaf, fx.Node) and value_of(leaf) in layouts:
-            communication += _edge(model, prices, layouts, seen, leaf, Want(whole, whole))[1]
-    for fqn in captured.unused:
-        resting[fqn] = whole
-    step = compute + communication
-    return Plan(
-        strategy=chosen.name,
-        mesh_shape=mesh,
-        mesh_axes=names,
-        topology=prices.topology,
-        operators=tuple(planned),
-        layouts=resting,
-        optimal=proven,
-        gap=gap,
-        predicted=Predicted(step, compute, communication, communication, solution.memory),
-        model_hash=fingerprint(captured),
-        mode=mode,
-        optimizer=prices.optimizer,
-        memory_bound=bound,
-        planning=planning,
-    )
-
-
-def _edge(model: Model, prices: Prices, layouts: Mapping, seen: set, operand: fx.Node, want: Want) -> Price:
-    value = value_of(operand)
-    key = value, want
-    if key in seen:
-        return Price(0.0, 0.0, 0.0)
-    seen.add(key)
-    parameter = value[0].name in model.captured.parameters
-    return prices.reshard(operand.meta["val"], layouts[value], want, gradient=value in model.trained, regather=parameter)

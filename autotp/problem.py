@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,14 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate
 
-from autotp.families import Family, restricted
+from autotp.families import Restriction, restricted
 from autotp.folding import signature
 from autotp.ilp import Node, Problem, Tensor, Use
 from autotp.pricing import Prices, flop_of
 from passes.capture import Captured
 from passes.factors import Operator, Value, value_of
 from passes.layout import Layout, fits, is_shard, place
+from passes.panel import data_position
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of
 from passes.strategy import Strategy, Want, whole_layout
@@ -63,14 +64,21 @@ class Assembled:
     choices: Sequence[Sequence[Strategy] | Sequence[Layout]]
 
 
-def assemble(model: Model, mesh: tuple[int, ...], chosen: Family, prices: Prices, memory_bound: float) -> Assembled:
-    """The integer program of a model on a mesh, within a family."""
-    return _Assembly(model, mesh, chosen, prices).run(memory_bound)
+def assemble(
+    model: Model, mesh: tuple[int, ...], chosen: Restriction, prices: Prices, memory_bound: float, panelled: bool = False
+) -> Assembled:
+    """The integer program of a model on a mesh, within a family.
+
+    ``panelled``: products keep their data operand as it rests and gather it again, in panels, for the backward pass.
+    """
+    return _Assembly(model, mesh, chosen, prices, panelled).run(memory_bound)
 
 
 class _Assembly:
-    def __init__(self, model: Model, mesh: tuple[int, ...], chosen: Family, prices: Prices) -> None:
-        self.model, self.mesh, self.family, self.prices = model, mesh, chosen, prices
+    def __init__(self, model: Model, mesh: tuple[int, ...], chosen: Restriction, prices: Prices, panelled: bool) -> None:
+        self.panelled = panelled
+        self.kept: dict[int, np.ndarray] = {}
+        self.model, self.mesh, self.chosen, self.prices = model, mesh, chosen, prices
         self.whole = whole_layout(len(mesh))
         self.captured = model.captured
         self.copies: dict[fx.Node, int] = defaultdict(int)
@@ -97,6 +105,8 @@ class _Assembly:
         output = graph.output_node()
         self._add(output, [None], [0.0], [0.0])
         self._add_tensors(output)
+        for index, memory in self.kept.items():
+            self.nodes[index] = replace(self.nodes[index], memory=self.nodes[index].memory + memory)
         return Assembled(Problem(tuple(self.nodes), tuple(self.tensors), memory_bound), self.index, self.choices)
 
     def _add(self, node: fx.Node, choices: Sequence, cost: Any, memory: Any) -> None:
@@ -117,7 +127,7 @@ class _Assembly:
     def _priced(self, operator: Operator, weight: bool, gradient: bool) -> tuple[list[Strategy], np.ndarray, np.ndarray]:
         """Strategies of an operator with the seconds and the saved bytes of each."""
         node = operator.node
-        found = restricted(self.family, operator, self.mesh, weight)
+        found = restricted(self.chosen, operator, self.mesh, weight)
         flop, table = flop_of(node), rule_of(node)
         saved = table is not None and table.saves == "result" and self.prices.train and gradient
         cost, memory = [], []
@@ -144,25 +154,31 @@ class _Assembly:
         if node.name not in self.captured.parameters:
             self._add(node, [self.whole], [0.0], [float(value.numel() * value.element_size())])
             return
-        shape = tuple(value.shape)
-        layouts = {self.whole: None} if self.family.rest != "sharded" else {}
-        if self.family.rest != "whole":
-            for layout in [self.whole, *wanted]:
-                settled = tuple(Replicate() if isinstance(p, Partial) else p for p in layout)
-                further = self._further(shape, settled)
-                layouts |= {further: None} if self.family.rest == "sharded" else {settled: None, further: None}
-        if self.family.rest == "sharded":  # as far as this parameter can be sharded at all
-            most = max(_ways(layout, self.mesh) for layout in layouts)
-            layouts = {layout: None for layout in layouts if _ways(layout, self.mesh) == most}
+        found = self._resting_layouts(tuple(value.shape), wanted)
         count = max(1, self.copies[node])
-        found = list(layouts)
         self._add(node, found, [0.0] * len(found), [count * self.prices.state(value, layout) for layout in found])
 
+    def _resting_layouts(self, shape: tuple[int, ...], wanted: Sequence[Layout]) -> list[Layout]:
+        """Where a parameter may rest: as readers want it, or sharded further; as far as it can be if the family says so."""
+        rests = self.chosen.family.rest
+        if rests == "whole":
+            return [self.whole]
+        layouts: dict[Layout, None] = {self.whole: None} if rests == "free" else {}
+        for layout in [self.whole, *wanted]:
+            settled = tuple(Replicate() if isinstance(p, Partial) else p for p in layout)
+            further = self._further(shape, settled)
+            layouts |= {further: None} if rests == "sharded" else {settled: None, further: None}
+        if rests == "sharded":
+            most = max(_ways(layout, self.mesh) for layout in layouts)
+            layouts = {layout: None for layout in layouts if _ways(layout, self.mesh) == most}
+        return list(layouts)
+
     def _further(self, shape: tuple[int, ...], layout: Layout) -> Layout:
-        """Shards on every axis that is left over, on the first dim that can take it."""
+        """Shards on every axis that is left over, on the first dim that can take it, untouched dims first."""
+        dims = sorted(range(len(shape)), key=lambda d: (any(is_shard(p) and p.dim == d for p in layout), d))  # type: ignore[attr-defined]
         for axis, placement in enumerate(layout):
-            if isinstance(placement, Replicate) and self.mesh[axis] > 1:
-                for dim in range(len(shape)):
+            if isinstance(placement, Replicate) and self.mesh[axis] > 1 and self.chosen.rests(axis) != "whole":
+                for dim in dims:
                     taken = any(is_shard(p) and p.dim == dim for p in layout[axis + 1 :])  # type: ignore[attr-defined]
                     candidate = (*layout[:axis], place(dim), *layout[axis + 1 :])
                     if not taken and fits(shape, candidate, self.mesh):
@@ -200,7 +216,7 @@ class _Assembly:
         rows: dict[Layout, int] = {}
         have = np.array([rows.setdefault(layout, len(rows)) for layout in placed])
         columns: dict[Want, int] = {}
-        users, saving = [], set()
+        users, saving, products = [], set(), set()
         for user, position in uses:
             whole = Want(self.whole, self.whole)
             wants = [whole] if user.op == "output" else [s.wants[position] for s in self.choices[self.index[user]]]
@@ -208,21 +224,30 @@ class _Assembly:
                 wants = [Want(w.layout, self.whole) for w in wants]
             chosen = np.array([columns.setdefault(w, len(columns)) for w in wants])
             users.append(Use(self.index[user], chosen))
+            if self.panelled and not parameter and user.op == "call_function" and data_position(user) == position:
+                products |= set(chosen.tolist())
+                continue
             table = rule_of(user) if user.op == "call_function" else None
             if table is not None and table.saves == "operands" and prices.train:
                 saving |= set(chosen.tolist())
         regather = np.zeros((len(rows), len(columns)), bool)
         temporary = np.zeros(regather.shape)
         memory = np.zeros(len(columns))
+        keeps = producer.op != "placeholder" and value.dtype.is_floating_point
+        if products and prices.train and keeps:
+            kept = np.array([prices.bytes(value, layout) for layout in rows])
+            self.kept[self.index[producer]] = self.kept.get(self.index[producer], 0.0) + count * kept[have]
         for want, c in columns.items():
-            if not parameter and producer.op != "placeholder" and c in saving and value.dtype.is_floating_point:
+            if c in products:
+                regather[:, c] = [_gathered(layout, want.layout) for layout in rows]
+            if not parameter and c in saving and keeps:
                 memory[c] = count * prices.bytes(value, want.layout)
             if parameter:
                 for layout, r in rows.items():
                     regather[r, c] = _gathered(layout, want.layout)
                     temporary[r, c] = prices.bytes(value, want.layout) if regather[r, c] else 0.0
         cost = count * prices.reshards(value, list(rows), list(columns), gradient=floating, regather=regather)
-        if not self.family.scatters and not parameter:
+        if not self.chosen.family.scatters and not parameter:
             scattered = np.array([[_scattered(layout, w.layout) for w in columns] for layout in rows])
             cost = np.where(scattered, np.inf, cost)
         return Tensor(node.name, self.index[producer], have, tuple(users), cost, memory, temporary)

@@ -80,6 +80,11 @@ class FoldedOperator:
         """Bytes that each device receives for all of them in a step."""
         return sum(operator.bytes_moved for operator in self.operators)
 
+    @property
+    def bound_bytes(self) -> float:
+        """The communication lower bound of those that are matrix products, in bytes; 0 for others."""
+        return sum(operator.bound_bytes for operator in self.operators)
+
 
 def fold_operators(operators: Iterable[PlannedOperator]) -> list[FoldedOperator]:
     """Gather operators that differ only in the number of their layer, in the order of the first of each.
@@ -99,6 +104,7 @@ def fold_operators(operators: Iterable[PlannedOperator]) -> list[FoldedOperator]
             operator.scheme,
             strategy,
             tuple(operator.layouts),
+            operator.panels,
             operator.replicated,
         )
         rows.setdefault(key, []).append(operator)
@@ -158,7 +164,7 @@ def _planning(stats: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Operators:
-    """The table of operators, which leaves the layouts out where they would have no room."""
+    """The table of operators, which leaves layouts and bounds out where they would have no room."""
 
     rows: Sequence[FoldedOperator]
     limit: int | None
@@ -175,6 +181,8 @@ class _Operators:
         if layouts:
             table.add_column("layouts (operands, results)", overflow="fold")
         table.add_column("received", justify="right", no_wrap=True)
+        if layouts:
+            table.add_column("/ bound", justify="right", no_wrap=True)
         table.add_column("time a step", justify="right", no_wrap=True)
         for row in rows:
             table.add_row(*_cells(row, layouts))
@@ -203,11 +211,14 @@ def _cells(row: FoldedOperator, layouts: bool) -> list[str]:
         escape(_short(operator.target)),
         str(len(row.operators)),
         "[yellow]no rule[/]" if operator.replicated else escape(operator.scheme),
-        escape(_strategy(operator.strategy)) or "[dim]–[/]",
+        (escape(_strategy(operator.strategy)) or "[dim]–[/]")
+        + (f", {operator.panels} panels" if operator.panels > 1 else ""),
     ]
     if layouts:
         cells.append(escape(", ".join(operator.layouts)))
-    return [*cells, _bytes(row.bytes_moved) if row.bytes_moved else "[dim]–[/]", _time(row.seconds)]
+    moved = _bytes(row.bytes_moved) if row.bytes_moved else "[dim]–[/]"
+    ratio = f"{row.bytes_moved / row.bound_bytes:.2f}" if row.bound_bytes else "[dim]–[/]"
+    return [*cells, moved, *([ratio] if layouts else []), _time(row.seconds)]
 
 
 def _prediction(plan: Plan) -> Table:
@@ -228,6 +239,14 @@ def _prediction(plan: Plan) -> Table:
         "memory a device",
         f"{_bytes(predicted.memory_bytes)} of {_bytes(allowed)} [{colour}]({used:.1%})[/]",
     )
+    if plan.bound_ratio is not None:
+        least = sum(operator.bound_bytes for operator in plan.operators)
+        everything = sum(operator.bytes_moved for operator in plan.operators)
+        grid.add_row(
+            "communication",
+            f"products with weights move {plan.bound_ratio:.2f} × their lower bound of {_bytes(least)}, "
+            f"the whole model {everything / least:.2f} × [dim](below 1: tensors rest in copies)[/]",
+        )
     if plan.optimal:
         grid.add_row("optimality", "[green]proven optimal[/] [dim](for this cost model and search space)[/]")
     else:

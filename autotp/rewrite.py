@@ -15,6 +15,7 @@ from autotp.plan import Plan, fingerprint
 from passes.capture import CallSignature, Captured, capture
 from passes.factors import Operator, analyse
 from passes.layout import Layout, fits, local_shape, place
+from passes.panel import loops, panel
 from passes.shard import Sharding, shard
 from passes.strategy import SUM, Strategy, strategies, whole_layout
 
@@ -69,7 +70,16 @@ def apply(captured: Captured, plan: Plan, inputs: str = "global") -> Rewritten:
     if inputs == "local":
         resting |= _input_layouts(captured, operators, chosen, plan.mesh_shape)
     sharding = Sharding(plan.mesh_shape, chosen, resting, frozenset(captured.parameters))
-    return Rewritten(captured, sharding, shard(module, operators, sharding, captured.mutations))
+    sharded = shard(module, operators, sharding, captured.mutations)
+    panels = {op.name: op.panels for op in plan.operators if op.panels > 1}
+    if panels:
+        found = loops(operators, chosen, resting, plan.mesh_shape)
+        known = {node.name: loop.most for loop in found for node in loop.members}
+        for name, count in panels.items():
+            if known.get(name, 1) % count:
+                raise PlanMismatchError(f"operator {name}: it cannot have the plan's {count} panels; make a new plan")
+        sharded = panel(sharded, found, panels)
+    return Rewritten(captured, sharding, sharded)
 
 
 def _input_layouts(

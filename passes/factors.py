@@ -46,7 +46,7 @@ class Factor:
         size: its whole size.
         part: which part of ``base`` it is, and ``parts`` how many there are.
         sole: it is alone in every dim that has it, so uneven sizes are possible.
-        kind: for a contraction, "m" (rows), "n" (result only) or "k" (reduced); else "".
+        kind: for a contraction, "m" (rows), "n" (result only) or "k" (reduced); else, or for a batch of products, "".
         role: "batch", "token", "feature" or "" across the graph.
         offered: whether strategies shard it.
     """
@@ -231,8 +231,11 @@ def _learned(graph: fx.Graph) -> set[fx.Node]:
 def _kind(node: fx.Node, rule: OpRule, factor: str) -> str:
     if factor in rule.reduced:
         return "k"
-    data = rule.operands[_data_operand(node)]
-    return "m" if any(factor in dim for dim in data) else "n"
+    position = _data_operand(node)
+    rows, columns = ({f for dim in rule.operands[i] for f in dim} for i in (position, position + 1))
+    if factor in rows and factor in columns:
+        return ""
+    return "m" if factor in rows else "n"
 
 
 def _operator(

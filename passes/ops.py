@@ -145,7 +145,7 @@ class Regather:
 
 def all_max(world: World, value: Any, axes: tuple[int, ...]) -> Any:
     """The maximum over ``axes``; no gradient (its users subtract it again)."""
-    return _apply(lambda parts: world.all_reduce([p.detach() for p in parts], axes, "max"), value)
+    return _apply(lambda parts: world.all_reduce([p.detach() for p in parts], axes, "max").wait(), value)
 
 
 def offset(world: World, size: int, axes: tuple[int, ...], like: Any) -> Any:

@@ -19,6 +19,7 @@ from torch import fx
 from passes import ops
 from passes.factors import Operator, Value, value_of
 from passes.layout import Layout, even_chunk, local_shape, splits
+from passes.panelled import Operand, panelled
 from passes.reshard import Step, steps
 from passes.rules.shapes import operands_of
 from passes.rules.table import Rule, name_of, rule_of
@@ -71,6 +72,9 @@ def used_groups(module: fx.GraphModule) -> set[tuple[int, ...]]:
     for node in module.graph.nodes:
         if node.target is ops.reshard or node.target is ops.gather:
             found |= {Step(*step).axes for step in (*node.args[2], *node.args[3])}
+        elif node.target is panelled:
+            for operand in map(Operand.of, node.args[3]):
+                found |= {step.axes for stage in operand[2:] for step in stage}
         elif node.target is ops.all_sum or node.target is ops.all_reduce or node.target is ops.all_max:
             found.add(tuple(node.args[2]))
     return found

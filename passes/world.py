@@ -2,8 +2,9 @@
 
 A sharded graph is the same for every device; a *world* gives it its surroundings. ``ProcessWorld`` is one process of a
 ``torch.distributed`` job. ``LocalWorld`` is every device of a mesh at once, in this process: its collectives are local
-``stack`` and ``sum``. Both offer the same four primitives over the devices that they host (one, or all), and ``run``
-executes reshard steps on them, padding uneven chunks so that every message has one size.
+``stack`` and ``sum``. Both offer the same four primitives over the devices that they host (one, or all), each of which
+returns at once what is ``Pending``. ``run`` executes reshard steps on them, padding uneven chunks so that every message
+has one size; ``launch`` leaves the last step under way.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,35 @@ from torch.distributed.device_mesh import DeviceMesh
 from passes.layout import even_chunk, extent, take_block
 from passes.reshard import Step
 
-__all__ = ["LocalWorld", "ProcessWorld", "World"]
+__all__ = ["LocalWorld", "Pending", "ProcessWorld", "World"]
+
+
+class Pending:
+    """A collective under way: the hosted devices' results, to be had by ``wait``.
+
+    Args:
+        parts: the tensors that the collective fills, one per hosted device.
+        work: torch's handle, None when nothing is under way.
+        sent: tensors that must live until the end.
+    """
+
+    def __init__(self, parts: Iterable[Tensor], work: Any = None, sent: Any = None) -> None:
+        self._parts, self._work, self._sent = list(parts), work, sent
+        self._then: list[Callable[[list[Tensor]], list[Tensor]]] = []
+
+    def then(self, function: Callable[[list[Tensor]], list[Tensor]]) -> Pending:
+        """The same with local work on the results, done when they are waited for."""
+        self._then.append(function)
+        return self
+
+    def wait(self) -> list[Tensor]:
+        """The results, when they are there."""
+        if self._work is not None:
+            self._work.wait()
+        for function in self._then:
+            self._parts = function(self._parts)
+        self._work, self._sent, self._then = None, None, []
+        return self._parts
 
 
 class World(nn.Module):
@@ -45,19 +74,19 @@ class World(nn.Module):
         return int(torch.randint(2**62, (), generator=self._seeds))
 
     @abstractmethod
-    def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> list[Tensor]:
+    def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
         """Every device of the group gets the sum (or ``max``) of the group's tensors."""
 
     @abstractmethod
-    def all_gather(self, parts: Sequence[Tensor], axis: int) -> list[Tensor]:
+    def all_gather(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """Every device gets the group's tensors, stacked in a new dim 0."""
 
     @abstractmethod
-    def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> list[Tensor]:
+    def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """Device i of the group gets the sum of everybody's ``part[i]``."""
 
     @abstractmethod
-    def all_to_all(self, parts: Sequence[Tensor], axis: int) -> list[Tensor]:
+    def all_to_all(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """Device i of the group gets everybody's ``part[i]``, stacked in dim 0."""
 
     def extra_repr(self) -> str:
@@ -66,10 +95,14 @@ class World(nn.Module):
 
     def run(self, steps: Iterable[Step], parts: Sequence[Tensor]) -> list[Tensor]:
         """Executes reshard steps on the hosted devices' parts of one tensor."""
-        current = list(parts)
+        return self.launch(steps, parts).wait()
+
+    def launch(self, steps: Iterable[Step], parts: Sequence[Tensor]) -> Pending:
+        """``run`` that does not wait for the last step."""
+        pending = Pending(parts)
         for step in steps:
-            current = getattr(self, f"_{step.kind}")(step, current)
-        return current
+            pending = getattr(self, f"_{step.kind}")(step, pending.wait())
+        return pending
 
     def offset(self, size: int, axes: Sequence[int]) -> list[int]:
         """Where each hosted device's contiguous part of a dim of ``size``, split by ``axes``, begins."""
@@ -83,55 +116,61 @@ class World(nn.Module):
             starts.append(start)
         return starts
 
-    def _slice(self, step: Step, parts: list[Tensor]) -> list[Tensor]:
+    def _slice(self, step: Step, parts: list[Tensor]) -> Pending:
         (axis,) = step.axes
         ways = self.mesh_shape[axis]
-        return [
+        return Pending(
             take_block(part, step.dim, step.blocks, ways, at[axis]).contiguous()
             for part, at in zip(parts, self.hosted, strict=True)
-        ]
+        )
 
-    def _mask(self, step: Step, parts: list[Tensor]) -> list[Tensor]:
-        return [
+    def _mask(self, step: Step, parts: list[Tensor]) -> Pending:
+        return Pending(
             part if all(at[axis] == 0 for axis in step.axes) else torch.zeros_like(part)
             for part, at in zip(parts, self.hosted, strict=True)
-        ]
+        )
 
-    def _all_reduce(self, step: Step, parts: list[Tensor]) -> list[Tensor]:
+    def _all_reduce(self, step: Step, parts: list[Tensor]) -> Pending:
         return self.all_reduce(parts, step.axes)
 
-    def _reduce_scatter(self, step: Step, parts: list[Tensor]) -> list[Tensor]:
+    def _reduce_scatter(self, step: Step, parts: list[Tensor]) -> Pending:
         (axis,) = step.axes
         ways = self.mesh_shape[axis]
         stacked = [_split_dim(part, step.dim, step.blocks, ways) for part in parts]
-        shards = [
-            _join_blocks(part, step.dim, step.blocks) if step.blocks > 1 else part
-            for part in self.reduce_scatter(stacked, axis)
-        ]
-        lengths = (extent(part.shape[step.dim], (ways,), (at[axis],)) for part, at in zip(parts, self.hosted, strict=True))
-        if step.blocks > 1:
-            return shards
-        return [shard.narrow(step.dim, 0, n).contiguous() for shard, n in zip(shards, lengths, strict=True)]
+        lengths = [extent(part.shape[step.dim], (ways,), (at[axis],)) for part, at in zip(parts, self.hosted, strict=True)]
 
-    def _all_gather(self, step: Step, parts: list[Tensor]) -> list[Tensor]:
+        def finish(shards: list[Tensor]) -> list[Tensor]:
+            if step.blocks > 1:
+                return [_join_blocks(shard, step.dim, step.blocks) for shard in shards]
+            return [shard.narrow(step.dim, 0, n).contiguous() for shard, n in zip(shards, lengths, strict=True)]
+
+        return self.reduce_scatter(stacked, axis).then(finish)
+
+    def _all_gather(self, step: Step, parts: list[Tensor]) -> Pending:
         (axis,) = step.axes
         ways = self.mesh_shape[axis]
         if not step.size:
-            return [_join_dim(part, step.dim, step.blocks) for part in self.all_gather(parts, axis)]
+            pending = self.all_gather(parts, axis)
+            return pending.then(lambda gathered: [_join_dim(part, step.dim, step.blocks) for part in gathered])
         outer_ways = [self.mesh_shape[a] for a in step.outer]
         totals = [extent(step.size, outer_ways, [at[a] for a in step.outer]) for at in self.hosted]
         # every group has its own total, and every message of one group one length
         padded = [_pad(part, step.dim, even_chunk(n, ways)) for part, n in zip(parts, totals, strict=True)]
-        joined = [_join_dim(part, step.dim, 1) for part in self.all_gather(padded, axis)]
-        return [part.narrow(step.dim, 0, n).contiguous() for part, n in zip(joined, totals, strict=True)]
 
-    def _all_to_all(self, step: Step, parts: list[Tensor]) -> list[Tensor]:
+        def finish(gathered: list[Tensor]) -> list[Tensor]:
+            joined = [_join_dim(part, step.dim, 1) for part in gathered]
+            return [part.narrow(step.dim, 0, n).contiguous() for part, n in zip(joined, totals, strict=True)]
+
+        return self.all_gather(padded, axis).then(finish)
+
+    def _all_to_all(self, step: Step, parts: list[Tensor]) -> Pending:
         (axis,) = step.axes
         ways = self.mesh_shape[axis]
         stacked = [_split_dim(part, step.to_dim, step.to_blocks, ways) for part in parts]
         if step.to_blocks > 1:
             stacked = [torch.stack([_join_blocks(s, step.to_dim, step.to_blocks) for s in part]) for part in stacked]
-        return [_join_dim(part, step.dim, step.blocks) for part in self.all_to_all(stacked, axis)]
+        pending = self.all_to_all(stacked, axis)
+        return pending.then(lambda found: [_join_dim(part, step.dim, step.blocks) for part in found])
 
 
 def _pad(tensor: Tensor, dim: int, length: int) -> Tensor:
@@ -175,7 +214,7 @@ class LocalWorld(World):
             groups.setdefault(tuple(c for a, c in enumerate(at) if a not in axes), []).append(index)
         return groups.values()
 
-    def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> list[Tensor]:
+    def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
         """See ``World.all_reduce``."""
         result = list(parts)
         for group in self._groups(axes):
@@ -183,33 +222,33 @@ class LocalWorld(World):
             value = stacked.sum(0) if op == "sum" else stacked.amax(0)
             for i in group:
                 result[i] = value.clone()
-        return result
+        return Pending(result)
 
-    def all_gather(self, parts: Sequence[Tensor], axis: int) -> list[Tensor]:
+    def all_gather(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.all_gather``."""
         result = list(parts)
         for group in self._groups((axis,)):
             stacked = torch.stack([parts[i] for i in group])
             for i in group:
                 result[i] = stacked
-        return result
+        return Pending(result)
 
-    def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> list[Tensor]:
+    def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.reduce_scatter``."""
         result = list(parts)
         for group in self._groups((axis,)):
             total = torch.stack([parts[i] for i in group]).sum(0)
             for position, i in enumerate(group):
                 result[i] = total[position].clone()
-        return result
+        return Pending(result)
 
-    def all_to_all(self, parts: Sequence[Tensor], axis: int) -> list[Tensor]:
+    def all_to_all(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.all_to_all``."""
         result = list(parts)
         for group in self._groups((axis,)):
             for position, i in enumerate(group):
                 result[i] = torch.stack([parts[j][position] for j in group])
-        return result
+        return Pending(result)
 
 
 class ProcessWorld(World):
@@ -240,33 +279,36 @@ class ProcessWorld(World):
         assert mine is not None
         return mine
 
-    def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> list[Tensor]:
+    def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
         """See ``World.all_reduce``."""
         value = parts[0].clone(memory_format=torch.contiguous_format)
         reduction = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-        dist.all_reduce(value, reduction, group=self._process_groups[axes])
-        return [value]
+        work = dist.all_reduce(value, reduction, group=self._process_groups[axes], async_op=True)
+        return Pending([value], work)
 
-    def all_gather(self, parts: Sequence[Tensor], axis: int) -> list[Tensor]:
+    def all_gather(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.all_gather``."""
         part = _as_bytes(parts[0].contiguous())
         result = part.new_empty((self.mesh_shape[axis], *part.shape))
-        dist.all_gather_single(result.view(-1), part.view(-1), group=self._process_groups[(axis,)])
-        return [result.view(parts[0].dtype)]
+        group = self._process_groups[(axis,)]
+        work = dist.all_gather_single(result.view(-1), part.view(-1), group=group, async_op=True)
+        return Pending([result.view(parts[0].dtype)], work, part)
 
-    def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> list[Tensor]:
+    def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.reduce_scatter``."""
         part = parts[0].contiguous()
         result = part.new_empty(part.shape[1:])
-        dist.reduce_scatter_single(result.view(-1), part.view(-1), group=self._process_groups[(axis,)])
-        return [result]
+        group = self._process_groups[(axis,)]
+        work = dist.reduce_scatter_single(result.view(-1), part.view(-1), group=group, async_op=True)
+        return Pending([result], work, part)
 
-    def all_to_all(self, parts: Sequence[Tensor], axis: int) -> list[Tensor]:
+    def all_to_all(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.all_to_all``."""
         part = _as_bytes(parts[0].contiguous())
         result = torch.empty_like(part)
-        dist.all_to_all_single(result.view(-1), part.view(-1), group=self._process_groups[(axis,)])
-        return [result.view(parts[0].dtype)]
+        group = self._process_groups[(axis,)]
+        work = dist.all_to_all_single(result.view(-1), part.view(-1), group=group, async_op=True)
+        return Pending([result.view(parts[0].dtype)], work, part)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -77,6 +77,8 @@ def operator(name: str, module: str, **changes: object) -> PlannedOperator:
         "seconds": 1e-3,
         "communication_seconds": 4e-4,
         "bytes_moved": 1e6,
+        "bound_bytes": 4e5,
+        "panels": 1,
         "replicated": False,
     }
     return PlannedOperator(**(fields | changes))

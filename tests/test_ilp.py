@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autotp.ilp import Infeasible, Node, Problem, Tensor, Use, evaluate, mip, solve
+from autotp.ilp import Infeasible, Node, Problem, Pruned, Tensor, Use, evaluate, mip, solve
 from autotp.ilp.dual import Dual
 from autotp.ilp.eliminate import eliminate_all, eliminate_some
 from autotp.ilp.local import improve
@@ -117,7 +117,7 @@ def test_every_way_through_the_search_equals_enumeration(labels: int, largest_co
     assert ("labels" if labels else "mip") in methods
 
 
-def test_cutoff_returns_none_exactly_when_nothing_is_cheaper() -> None:
+def test_cutoff_prunes_exactly_when_nothing_is_cheaper() -> None:
     for seed in range(60):
         problem = small_problem(seed)
         best, least = brute_force(problem)
@@ -126,7 +126,7 @@ def test_cutoff_returns_none_exactly_when_nothing_is_cheaper() -> None:
         for bound in (math.inf, least + 1):
             bounded = replace(problem, memory_bound=bound)
             best, _ = brute_force(bounded)
-            assert solve(bounded, cutoff=best * 0.999) is None, seed
+            assert isinstance(solve(bounded, cutoff=best * 0.999), Pruned), seed
             found = solve(bounded, cutoff=best * 1.001)
             assert found is not None and close(found.seconds, best), seed
 

@@ -73,7 +73,7 @@ def small_problems():
         captured = prepare(capture(model, (x,)))
         mesh = [(2,), (2, 2)][seed % 2]
         prices = Prices(autotp.Topology.flat(math.prod(mesh), bandwidth=1e6, latency=1e-5, device=SLOW), mesh)
-        problem = assemble(captured, mesh, family("auto"), prices, math.inf).problem
+        problem = assemble(captured, mesh, family("auto").restrictions(len(mesh))[0], prices, math.inf).problem
         if math.prod(len(n.cost) for n in problem.nodes) <= MOST:
             found += 1
             yield seed, captured, mesh, prices, problem
@@ -91,7 +91,7 @@ def test_optimum_equals_exhaustive_search_with_and_without_a_memory_bound():
         count += 1
         if solution.memory > least * 1.01:
             bound = least + 0.4 * (solution.memory - least)
-            tight = assemble(model, mesh, family("auto"), prices, bound).problem
+            tight = assemble(model, mesh, family("auto").restrictions(len(mesh))[0], prices, bound).problem
             expected, _ = brute_force(tight, bound)
             held = solve(tight)
             assert held.memory <= bound
@@ -99,7 +99,7 @@ def test_optimum_equals_exhaustive_search_with_and_without_a_memory_bound():
             assert held.seconds >= solution.seconds * (1 - 1e-12)
             bounded += 1
         with pytest.raises(Infeasible) as refused:
-            solve(assemble(model, mesh, family("auto"), prices, least * 0.9).problem)
+            solve(assemble(model, mesh, family("auto").restrictions(len(mesh))[0], prices, least * 0.9).problem)
         assert refused.value.needed_memory == pytest.approx(least, rel=1e-9)
     assert count >= 20
     assert bounded >= 5
@@ -113,7 +113,7 @@ def test_predicted_seconds_equal_the_objective(strategy):
     captured = capture(model, args, kwargs)
     plan = plan_captured(captured, topology, family(strategy), mesh=(2, 2))
     prices = Prices(topology, (2, 2))
-    problem = assemble(prepare(captured), (2, 2), family(strategy), prices, SLOW.memory).problem
+    problem = assemble(prepare(captured), (2, 2), family(strategy).restrictions(2)[0], prices, SLOW.memory).problem
     assert plan.predicted.step_seconds == pytest.approx(solve(problem).seconds, rel=1e-9)
     assert plan.predicted.memory_bytes == pytest.approx(solve(problem).memory, rel=1e-9)
     total = plan.predicted.compute_seconds + plan.predicted.communication_seconds
@@ -139,7 +139,7 @@ def test_the_program_does_not_grow_with_depth():
     for layers in (6, 24):
         model = prepare(capture(Deep(layers), (x,)))
         prices = Prices(autotp.Topology.flat(4), (2, 2))
-        sizes.append(len(assemble(model, (2, 2), family("auto"), prices, math.inf).problem.nodes))
+        sizes.append(len(assemble(model, (2, 2), family("auto").restrictions(2)[0], prices, math.inf).problem.nodes))
     assert sizes[0] == sizes[1]
 
 

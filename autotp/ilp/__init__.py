@@ -1,6 +1,6 @@
 """Choose one strategy per operator: the abstract integer program and its solver (no torch)."""
 
 from autotp.ilp.problem import Evaluation, Node, Problem, Tensor, Use, evaluate
-from autotp.ilp.solve import Infeasible, Solution, solve
+from autotp.ilp.solve import Infeasible, Pruned, Solution, solve
 
-__all__ = ["Evaluation", "Infeasible", "Node", "Problem", "Solution", "Tensor", "Use", "evaluate", "solve"]
+__all__ = ["Evaluation", "Infeasible", "Node", "Problem", "Pruned", "Solution", "Tensor", "Use", "evaluate", "solve"]

@@ -14,7 +14,7 @@ from autotp.ilp.presolve import compact, consistent
 from autotp.ilp.problem import Node, Problem, evaluate, validate
 from autotp.ilp.search import Search
 
-__all__ = ["Infeasible", "Solution", "solve"]
+__all__ = ["Infeasible", "Pruned", "Solution", "solve"]
 
 _NO_LAYOUT = "no combination of strategies has a finite cost: every one needs an impossible reshard"
 _EASY = 3e5  # entries that elimination may visit before duality is the faster way
@@ -46,6 +46,7 @@ class Solution:
         gap: ``(seconds - bound) / seconds``.
         method: the heaviest means that was needed: elimination (of all), duality, labels or mip.
         variables: of the largest integer program handed to a solver, 0 if none was.
+        bound_binds: without the memory bound something cheaper might exist.
     """
 
     choice: tuple[int, ...]
@@ -56,9 +57,17 @@ class Solution:
     gap: float
     method: str
     variables: int
+    bound_binds: bool = False
 
 
-def solve(problem: Problem, *, time_limit: float = 60.0, threads: int = 2, cutoff: float = math.inf) -> Solution | None:
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """Nothing cheaper than the cutoff exists; ``bound_binds``: within the memory bound."""
+
+    bound_binds: bool
+
+
+def solve(problem: Problem, *, time_limit: float = 60.0, threads: int = 2, cutoff: float = math.inf) -> Solution | Pruned:
     """The cheapest assignment within the memory bound.
 
     Args:
@@ -68,7 +77,7 @@ def solve(problem: Problem, *, time_limit: float = 60.0, threads: int = 2, cutof
         cutoff: seconds; stop as soon as it is proven that nothing cheaper than this exists.
 
     Returns:
-        the solution, or None when nothing cheaper than ``cutoff`` exists.
+        the solution, or ``Pruned`` when nothing cheaper than ``cutoff`` exists.
 
     Raises:
         Infeasible: when the layouts admit no assignment, or none within the memory bound.
@@ -79,7 +88,7 @@ def solve(problem: Problem, *, time_limit: float = 60.0, threads: int = 2, cutof
     settings = Settings(time.monotonic() + time_limit, threads, cutoff)
     free = _unbounded(problem, settings)
     if free.value >= cutoff and free.bound >= cutoff - 1e-9 * abs(cutoff):
-        return None
+        return Pruned(False)
     if free.choice is not None and evaluate(problem, free.choice).memory <= problem.memory_bound:
         return _solution(problem, free)
     start = _fitting(problem, settings)
@@ -90,8 +99,8 @@ def solve(problem: Problem, *, time_limit: float = 60.0, threads: int = 2, cutof
         search.offer(free.choice)
     search.run(floor=free.bound)
     if search.value >= cutoff and search.bound >= cutoff - 1e-9 * abs(cutoff):
-        return None
-    return _solution(problem, search)
+        return Pruned(True)
+    return replace(_solution(problem, search), bound_binds=True)
 
 
 def _unbounded(problem: Problem, settings: Settings) -> Search:

@@ -1,0 +1,212 @@
+"""From the solver's choice to a ``Plan``: every operator with its scheme, its costs and its panels."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+from torch.distributed.tensor import Partial
+
+from autotp.ilp import Solution
+from autotp.panelling import choose_panels
+from autotp.plan import Plan, PlannedOperator, Predicted, fingerprint
+from autotp.pricing import Price, Prices, flop_of
+from autotp.problem import Assembled, Model
+from autotp.schemes import scheme
+from costmodel import bounds
+from passes.factors import Value, value_of
+from passes.layout import Layout, describe
+from passes.panel import Loop, loops
+from passes.rules.shapes import operands_of, results_of
+from passes.rules.table import name_of, rule_of
+from passes.strategy import SUM, Strategy, Want, whole_layout
+
+__all__ = ["AXIS_NAMES", "Found", "describe_plan"]
+
+#: Names of mesh axes, outermost first.
+AXIS_NAMES = ("x", "y", "z", "w")
+
+NOTHING = Price(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A solution with what it was found for.
+
+    Attributes:
+        assembled: the integer program.
+        solution: its optimum.
+        prices: of the mesh.
+        panels: panels of each product: a number, None for the fastest; 1 for none.
+    """
+
+    assembled: Assembled
+    solution: Solution
+    prices: Prices
+    panels: int | None = 1
+
+
+def describe_plan(model: Model, found: Found, **told: Any) -> Plan:
+    """The plan of a solution; ``told`` are the plan's fields that the solution does not decide."""
+    return _Description(model, found).plan(**told)
+
+
+class _Description:
+    def __init__(self, model: Model, found: Found) -> None:
+        self.model, self.found, self.prices = model, found, found.prices
+        self.captured, self.mesh = model.captured, found.prices.mesh
+        self.graph = self.captured.graph_module.graph
+        self.strategies: dict[str, Strategy] = {node.name: self.choice(node) for node in model.operators}
+        whole = whole_layout(len(self.mesh))
+        self.resting: dict[str, Layout] = {}
+        self.layouts: dict[Value, Layout] = {}
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                parameter = node.name in self.captured.parameters
+                self.layouts[(node, 0)] = self.choice(node) if parameter else whole
+                if parameter:
+                    self.resting[node.name] = self.layouts[(node, 0)]
+        for node in model.operators:
+            for i, layout in enumerate(self.strategies[node.name].results):
+                self.layouts[(node, i)] = layout
+
+    def choice(self, node: fx.Node) -> Any:
+        index = self.found.assembled.index[self.model.stands.get(node, node)]
+        return self.found.assembled.choices[index][self.found.solution.choice[index]]
+
+    def plan(self, **told: Any) -> Plan:
+        model, names = self.model, AXIS_NAMES[: len(self.mesh)]
+        own = {node: self.own(node) for node in model.operators}
+        panels = self.panels()
+        moved, unassigned = self.edges()
+        copies: dict[fx.Node, int] = defaultdict(int)
+        for node in model.operators:
+            copies[model.stands[node]] += 1
+        planned = []
+        for node, operator in model.operators.items():
+            strategy = self.strategies[node.name]
+            operands = operands_of(node)
+            have = [self.layouts[value_of(n)] for n in operands]
+            communication = own[node][1] + moved[node][1]
+            shown = [w.layout for w in strategy.wants] + list(strategy.results)
+            used = sorted({f for f in strategy.assignment if f is not None and not f.startswith(SUM)})
+            planned.append(
+                PlannedOperator(
+                    name=node.name,
+                    target=name_of(node),
+                    module=str(node.meta.get("module", "")),
+                    scheme=scheme(operator, strategy, have, [n.name in self.captured.parameters for n in operands]),
+                    assignment=strategy.assignment,
+                    strategy={f: tuple(names[a] for a in strategy.axes(f)) for f in used},
+                    layouts=tuple(describe(layout, names) for layout in shown),
+                    count=copies[model.stands[node]],
+                    fold=model.stands[node].name,
+                    seconds=own[node][0] + communication,
+                    communication_seconds=communication,
+                    bytes_moved=own[node][2] + moved[node][2],
+                    bound_bytes=self.bound(node),
+                    panels=panels.get(node.name, 1),
+                    replicated=operator.rule is None and bool(operands),
+                )
+            )
+        compute = sum(price[0] for price in own.values())
+        communication = sum(op.communication_seconds for op in planned) + unassigned
+        resting = {self.captured.parameters[name]: layout for name, layout in self.resting.items()}
+        resting |= {fqn: whole_layout(len(self.mesh)) for fqn in self.captured.unused}
+        step = compute + communication
+        return Plan(
+            mesh_shape=self.mesh,
+            mesh_axes=names,
+            topology=self.prices.topology,
+            operators=tuple(planned),
+            layouts=resting,
+            predicted=Predicted(step, compute, communication, communication, self.found.solution.memory),
+            model_hash=fingerprint(self.captured),
+            optimizer=self.prices.optimizer,
+            **told,
+        )
+
+    def own(self, node: fx.Node) -> Price:
+        """What an operator costs by itself."""
+        gradient = any((node, i) in self.model.trained for i in range(len(results_of(node))))
+        return self.prices.operator(
+            self.model.operators[node], self.strategies[node.name], flop_of(node), gradient=gradient
+        )
+
+    def panels(self) -> dict[str, int]:
+        self.loops: list[Loop] = []
+        if self.found.panels == 1:
+            return {}
+        possible = loops(self.model.operators, self.strategies, self.resting, self.mesh)
+        chosen = choose_panels(possible, self.model.operators, self.strategies, self.prices, self.found.panels)
+        self.loops = [loop for loop in possible if loop.members[0].name in chosen]
+        return chosen
+
+    def edges(self) -> tuple[dict[fx.Node, Price], float]:
+        """What each operator's reshards cost, and the seconds of those that belong to none."""
+        readers: dict[tuple[Value, Want], list[fx.Node]] = defaultdict(list)
+        tensors: dict[Value, fx.Node] = {}
+        for node in self.model.operators:
+            for operand, want in zip(operands_of(node), self.strategies[node.name].wants, strict=True):
+                readers[value_of(operand), want].append(node)
+                tensors[value_of(operand)] = operand
+        whole = whole_layout(len(self.mesh))
+        for leaf in self.graph.output_node().args[0]:  # type: ignore[union-attr]
+            if isinstance(leaf, fx.Node) and value_of(leaf) in self.layouts:
+                readers[value_of(leaf), Want(whole, whole)] += []
+                tensors[value_of(leaf)] = leaf
+        again = {(value_of(loop.data), node) for loop in self.loops for node in loop.members if loop.absorbed[0]}
+        origins = self.origins()
+        found: dict[fx.Node, Price] = defaultdict(lambda: NOTHING)
+        unassigned = 0.0
+        for (value, want), users in readers.items():
+            parameter = value[0].name in self.captured.parameters
+            price = self.prices.reshard(
+                tensors[value].meta["val"],
+                self.layouts[value],
+                want,
+                gradient=value in self.model.trained,
+                regather=parameter or any((value, user) in again for user in users),
+            )
+            summed = (isinstance(h, Partial) for h, w in zip(self.layouts[value], want.layout, strict=True) if h != w)
+            charged = [origins[value]] if any(summed) and value in origins else users
+            if not charged and value[0] in self.model.operators:
+                charged = [value[0]]
+            if not charged:
+                unassigned += price[1]
+            for user in charged:
+                share = found[user]
+                found[user] = Price(0.0, share[1] + price[1] / len(charged), share[2] + price[2] / len(charged))
+        return found, unassigned
+
+    def origins(self) -> dict[Value, fx.Node]:
+        """A tensor of partial sums -> the operator that made them, which may have passed them on since."""
+        found: dict[Value, fx.Node] = {}
+        for node, operator in self.model.operators.items():
+            strategy = self.strategies[node.name]
+            passed = [int(a[1:]) for a in strategy.assignment if a is not None and a.startswith(SUM)]
+            origin = node
+            if passed and operator.rule is not None:
+                before = [value_of(operands_of(node)[i]) for i in operator.rule.linear[passed[0]]]
+                origin = next((found[value] for value in before if value in found), node)
+            for i, layout in enumerate(strategy.results):
+                if any(isinstance(p, Partial) for p in layout):
+                    found[(node, i)] = origin
+        return found
+
+    def bound(self, node: fx.Node) -> float:
+        """Bytes that a matrix product with a weight must move at least, forward and backward."""
+        table, operator = rule_of(node), self.model.operators[node]
+        operands = operands_of(node)
+        weights = [n for n in operands if n.name in self.captured.parameters and n.meta["val"].dim() == 2]
+        if table is None or table.flop is None or operator.rule is None or not weights or "conv" in name_of(node):
+            return 0.0
+        m, k, n = (math.prod(f.size for f in operator.factors.values() if f.kind == kind) for kind in ("m", "k", "n"))
+        least = bounds.matmul_elements(m, k, n, math.prod(self.mesh)) * results_of(node)[0].element_size()
+        products = 1
+        if self.prices.train:
+            products += sum(value_of(o) in self.model.trained for o in operands if o.meta["val"].dim() > 1)
+        return float(products * least)
