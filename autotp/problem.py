@@ -23,7 +23,7 @@ from autotp.ilp import Node, Problem, Tensor, Use
 from autotp.pricing import Prices, flop_of
 from passes.capture import Captured
 from passes.factors import Operator, Value, value_of
-from passes.layout import Layout, fits, is_shard, place
+from passes.layout import Layout, blocks_of, fits, is_shard, place
 from passes.panel import data_position
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of
@@ -179,12 +179,18 @@ class _Assembly:
         for axis, placement in enumerate(layout):
             if isinstance(placement, Replicate) and self.mesh[axis] > 1 and self.chosen.rests(axis) != "whole":
                 for dim in dims:
-                    taken = any(is_shard(p) and p.dim == dim for p in layout[axis + 1 :])  # type: ignore[attr-defined]
-                    candidate = (*layout[:axis], place(dim), *layout[axis + 1 :])
-                    if not taken and fits(shape, candidate, self.mesh):
+                    candidate = (*layout[:axis], place(dim, self._joint(layout, axis, dim)), *layout[axis + 1 :])
+                    if fits(shape, candidate, self.mesh):
                         layout = candidate
                         break
         return layout
+
+    def _joint(self, layout: Layout, axis: int, dim: int) -> int:
+        """In how many blocks ``axis`` may split a dim further without moving what other axes hold of it."""
+        others = [(a, blocks_of(p)) for a, p in enumerate(layout) if is_shard(p) and p.dim == dim]  # type: ignore[attr-defined]
+        if all(a < axis and blocks == 1 for a, blocks in others):
+            return 1
+        return max(blocks * math.prod(self.mesh[a] for a, b in others if b == blocks) for _, blocks in others)
 
     def _add_tensors(self, output: fx.Node) -> None:
         grouped: dict[tuple, int] = defaultdict(int)

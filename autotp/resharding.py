@@ -30,7 +30,7 @@ def volumes(
     have, want = codes(sources), codes(targets)
     even = is_even(shape, have, mesh)[:, None] & is_even(shape, want, mesh)[None, :]
     source, target = have[:, None, :], want[None, :, :]
-    contending = contended(source, target, even)
+    contending = contended(source, target, even, mesh)
     state = np.broadcast_to(source, contending.shape).copy()
     goal = np.broadcast_to(target, contending.shape)
     seconds = np.zeros(contending.shape[:-1])

@@ -77,7 +77,7 @@ def moves(shape: tuple[int, ...], source: Layout, target: Layout, mesh: tuple[in
     if source == target:
         return ()
     have, want = codes([source]), codes([target])
-    contending = contended(have, want, is_even(shape, have, mesh) & is_even(shape, want, mesh))[0]
+    contending = contended(have, want, is_even(shape, have, mesh) & is_even(shape, want, mesh), mesh)[0]
     walk = _Walk(shape, list(source), mesh)
     axes = range(len(mesh))
     plain = [a for a in axes if not contending[a]]
@@ -180,11 +180,12 @@ def is_even(shape: tuple[int, ...], layouts: np.ndarray, mesh: tuple[int, ...]) 
     return even
 
 
-def contended(source: np.ndarray, target: np.ndarray, even: np.ndarray) -> np.ndarray:
+def contended(source: np.ndarray, target: np.ndarray, even: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
     """``[..., axes]``: which axes cannot simply move, because they change a dim that others split too.
 
-    Joining an inner axis to a dim that outer axes split already is simple, and so is removing it again. Contending axes
-    are gathered, innermost first, and sliced again at the end; so are all that share a dim with them.
+    Joining an inner axis to a dim that outer axes split already is simple, and so is removing it again; so is changing an
+    axis that cuts the dim apart from where the others cut it, as digits of a number are apart. Contending axes are
+    gathered, innermost first, and sliced again at the end; so are all that share a dim with them.
     """
     axes = source.shape[-1]
     here = np.where(source >= 0, 1 << np.where(source >= 0, source // DIM, 0), 0)
@@ -205,9 +206,21 @@ def contended(source: np.ndarray, target: np.ndarray, even: np.ndarray) -> np.nd
             found |= (s >= 0) & (s == v) & changed & moved
             for one, other in ((s, u), (t, v), (s, v), (t, u)):
                 shared = (one >= 0) & (other >= 0) & (one // DIM == other // DIM)
-                found |= shared & (one != other) & (changed | moved)
+                mixed = shared & (one != other) & (changed | moved)
+                if mixed.any():
+                    found |= mixed & ~(even & _apart(one, other, source, target, mesh))
             dims |= np.where(found, touched[a] | touched[b], 0)
     for _ in range(axes):
         for a in range(axes):
             dims |= np.where(dims & touched[a], touched[a], 0)
     return np.stack([dims & touched[a] != 0 for a in range(axes)], axis=-1)
+
+
+def _apart(one: np.ndarray, other: np.ndarray, source: np.ndarray, target: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
+    """Whether two coded cuts of one dim are apart: all that the coarser one divides is whole in the finer one's blocks."""
+    coarse, fine = np.minimum(one, other), np.maximum(one, other)
+    ways = np.ones(coarse.shape, np.int64)
+    for axis, size in enumerate(mesh):
+        ways = ways * np.where((source[..., axis] == coarse) | (target[..., axis] == coarse), size, 1)
+    blocks = np.maximum(coarse % DIM, 1) * ways
+    return (fine % DIM) % blocks == 0
