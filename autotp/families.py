@@ -155,7 +155,6 @@ FAMILIES: dict[str, Family] = {
         Family(
             "tesseract-2.5d",
             "summa-2d in each of several layers of depth that share the weights and split the batch",
-            4,
             least=3,
             roles=_words("m", "mn", "dmn"),
             fills=True,
@@ -164,7 +163,6 @@ FAMILIES: dict[str, Family] = {
         Family(
             "3d",
             "one axis each splits rows, columns and the reduction; every operand rests on all three",
-            4,
             least=3,
             roles=_words("w", "mw", "mww"),
             between=frozenset({"batch", "token"}),

@@ -6,6 +6,7 @@ Operators, parameters and the model's outputs are nodes; inputs, buffers and con
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -166,23 +167,25 @@ class _Assembly:
         layouts: dict[Layout, None] = {self.whole: None} if rests == "free" else {}
         for layout in [self.whole, *wanted]:
             settled = tuple(Replicate() if isinstance(p, Partial) else p for p in layout)
-            further = self._further(shape, settled)
-            layouts |= {further: None} if rests == "sharded" else {settled: None, further: None}
+            left = [a for a, p in enumerate(settled) if isinstance(p, Replicate) and self.mesh[a] > 1]
+            left = [a for a in left if self.chosen.rests(a) != "whole"]
+            for count in [len(left)] if rests == "sharded" else range(len(left) + 1):
+                for axes in itertools.combinations(left, count):
+                    layouts.setdefault(self._further(shape, settled, axes))
         if rests == "sharded":
             most = max(_ways(layout, self.mesh) for layout in layouts)
             layouts = {layout: None for layout in layouts if _ways(layout, self.mesh) == most}
         return list(layouts)
 
-    def _further(self, shape: tuple[int, ...], layout: Layout) -> Layout:
-        """Shards on every axis that is left over, on the first dim that can take it, untouched dims first."""
+    def _further(self, shape: tuple[int, ...], layout: Layout, axes: Sequence[int]) -> Layout:
+        """Shards on further ``axes``, each on the first dim that can take it, untouched dims first."""
         dims = sorted(range(len(shape)), key=lambda d: (any(is_shard(p) and p.dim == d for p in layout), d))  # type: ignore[attr-defined]
-        for axis, placement in enumerate(layout):
-            if isinstance(placement, Replicate) and self.mesh[axis] > 1 and self.chosen.rests(axis) != "whole":
-                for dim in dims:
-                    candidate = (*layout[:axis], place(dim, self._joint(layout, axis, dim)), *layout[axis + 1 :])
-                    if fits(shape, candidate, self.mesh):
-                        layout = candidate
-                        break
+        for axis in axes:
+            for dim in dims:
+                candidate = (*layout[:axis], place(dim, self._joint(layout, axis, dim)), *layout[axis + 1 :])
+                if fits(shape, candidate, self.mesh):
+                    layout = candidate
+                    break
         return layout
 
     def _joint(self, layout: Layout, axis: int, dim: int) -> int:

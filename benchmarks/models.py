@@ -1,0 +1,78 @@
+"""Models of known shape: the matrix products of transformers, as the papers count them, and whole GPTs on ``meta``."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Layer(nn.Module):
+    """A transformer layer's matrix products: no norm, no bias."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.up = nn.Linear(hidden, 4 * hidden, bias=False)
+        self.down = nn.Linear(4 * hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def split(t: Tensor) -> Tensor:
+            return t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+        mixed = F.scaled_dot_product_attention(split(self.q(x)), split(self.k(x)), split(self.v(x)), is_causal=True)
+        x = x + self.o(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Transformer(nn.Module):
+    """Layers of matrix products behind one more, so that the first layer's input has a layout like any other's."""
+
+    def __init__(self, layers: int, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(hidden, hidden, bias=False)
+        self.layers = nn.ModuleList(Layer(hidden, heads) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Chain(nn.Module):
+    """Linear layers k -> n and n -> k in turn, with a non-linearity between."""
+
+    def __init__(self, pairs: int, k: int, n: int) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(k, k, bias=False)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(k, n, bias=False), nn.Tanh(), nn.Linear(n, k, bias=False), nn.Tanh()) for _ in range(pairs)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def gpt(layers: int, hidden: int, heads: int, vocabulary: int, batch: int, sequence: int) -> tuple[nn.Module, dict]:
+    """A GPT-2 of that size on ``meta`` with example inputs, for planning."""
+    config = transformers.GPT2Config(
+        n_layer=layers, n_embd=hidden, n_head=heads, vocab_size=vocabulary, n_positions=sequence, use_cache=False,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config).to(torch.bfloat16)
+        tokens = torch.zeros(batch, sequence, dtype=torch.long)
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def products(layers: int, hidden: int, heads: int, batch: int, sequence: int) -> tuple[nn.Module, tuple[Tensor]]:
+    """``Transformer`` of that size on ``meta`` with an example input."""
+    with torch.device("meta"):
+        model = Transformer(layers, hidden, heads).to(torch.bfloat16)
+        return model, (torch.zeros(batch, sequence, hidden, dtype=torch.bfloat16),)

@@ -1,0 +1,40 @@
+"""Markdown tables, and the files that hold them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "|".join("---" for _ in header) + "|"]
+    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def machine() -> str:
+    """The machine that the command runs on, in words."""
+    return f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
+
+
+def command(name: str, file: str, make: Callable[[], str]) -> None:
+    """Prints what ``make`` returns; with ``--write`` it replaces the file in docs/, whole or not at all."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=make.__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write docs/{file} too")
+    chosen = parser.parse_args()
+    text = make()
+    sys.stdout.write(text)
+    if chosen.write:
+        DOCS.mkdir(exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=DOCS, suffix=".tmp")
+        with os.fdopen(handle, "w") as target:
+            target.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, DOCS / file)
