@@ -14,8 +14,9 @@ from autotp.ilp import Solution
 from autotp.panelling import choose_panels
 from autotp.plan import Plan, PlannedOperator, Predicted, fingerprint
 from autotp.pricing import Price, Prices, flop_of
-from autotp.problem import Assembled, Model
+from autotp.problem import Assembled
 from autotp.schemes import scheme
+from autotp.structure import Model
 from costmodel import bounds
 from passes.factors import Value, value_of
 from passes.layout import Layout, describe
@@ -74,8 +75,8 @@ class _Description:
                 self.layouts[(node, i)] = layout
 
     def choice(self, node: fx.Node) -> Any:
-        index = self.found.assembled.index[self.model.stands.get(node, node)]
-        return self.found.assembled.choices[index][self.found.solution.choice[index]]
+        stand, assembled = self.model.stands.get(node, node), self.found.assembled
+        return assembled.chosen(stand, self.found.solution.choice[assembled.structure.index[stand]])
 
     def plan(self, **told: Any) -> Plan:
         model, names = self.model, AXIS_NAMES[: len(self.mesh)]

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 
 from autotp.errors import AutotpError
 from passes.factors import Factor, Operator
-from passes.rules.table import rule_of
-from passes.strategy import Strategy, strategies
 
-__all__ = ["FAMILIES", "Family", "Restriction", "family", "restricted"]
+__all__ = ["FAMILIES", "Family", "Restriction", "family"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +79,16 @@ class Restriction:
             return "cross_entropy" in str(operator.node.target)
         return factor.role == "feature" or (role == "w" and factor.role in self.family.between)
 
-    def score(self, operator: Operator, strategy: Strategy) -> int:
-        """How far a strategy of an operator that reads a weight makes the uses of the axes that the family asks for."""
+    def prefers(self, weight: bool) -> bool:
+        """Whether only the best strategies of an operator are the family's; ``weight``: it multiplies by one."""
+        return self.roles is not None and (weight or self.family.fills)
+
+    def score(self, operator: Operator, assignment: Sequence[str | None]) -> int:
+        """How far a strategy makes the uses of the axes that the family asks for."""
         if self.roles is None:
             return 0
         score, kinds = 0, []
-        for role, served in zip(self.roles, strategy.assignment, strict=True):
+        for role, served in zip(self.roles, assignment, strict=True):
             if served is not None and served in operator.factors:
                 score += 2
                 if role == "w":
@@ -183,14 +185,3 @@ def family(name: str) -> Family:
     if name not in FAMILIES:
         raise AutotpError(f"strategy {name!r} is unknown; choose one of {', '.join(FAMILIES)}")
     return FAMILIES[name]
-
-
-def restricted(chosen: Restriction, operator: Operator, mesh: tuple[int, ...], reads_weight: bool) -> list[Strategy]:
-    """The strategies of ``operator`` that the family allows; of an operator with a weight only those that fit it best."""
-    found = list(strategies(operator, mesh, lambda axis, factor: chosen.allows(operator, axis, factor)))
-    table = rule_of(operator.node)
-    weight = table is not None and table.flop is not None and reads_weight
-    if chosen.roles is None or not (weight or chosen.family.fills):
-        return found
-    best = max(chosen.score(operator, s) for s in found)
-    return [s for s in found if chosen.score(operator, s) == best]

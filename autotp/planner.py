@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from autotp.describe import AXIS_NAMES, Found, describe_plan
@@ -18,7 +19,8 @@ from autotp.folding import fold
 from autotp.ilp import Infeasible, Pruned, Solution, solve
 from autotp.plan import Plan
 from autotp.pricing import Prices
-from autotp.problem import Assembled, Model, assemble, trained_values
+from autotp.problem import Assembled, assemble, trained_values
+from autotp.structure import Choice, Model, Structure, structure
 from costmodel import Topology
 from costmodel.memory import OPTIMIZERS
 from passes.capture import Captured, capture
@@ -145,14 +147,18 @@ def plan_captured(
     lowest, needed = math.inf, math.inf
     meshes = [mesh] if mesh is not None else list(candidate_meshes(topology.devices, chosen.axes, chosen.least))
     proven, solving = True, 0.0
+    structures: dict[tuple[Restriction, int], Structure] = {}
     for sizes in meshes:
         prices = Prices(topology, sizes, train=mode == "train", optimizer=optimizer)
         for restriction in chosen.restrictions(len(sizes)):
+            key = restriction, len(sizes)
+            if key not in structures:
+                structures[key] = structure(model, *key)
             for count in [1, None] if panels is None else [panels]:  # panels cost time: only where memory is short
                 cutoff = math.inf if best is None else best.solution.seconds
                 left = max(1.0, time_limit - (time.perf_counter() - started))
                 try:
-                    assembled, solution, spent = _solve(model, sizes, restriction, prices, bound, left, cutoff, count)
+                    assembled, solution, spent = _solve(structures[key], prices, bound, left, cutoff, count)
                 except Infeasible as error:
                     needed = min(needed, error.needed_memory)
                     continue
@@ -194,43 +200,37 @@ def plan_captured(
 
 
 def _solve(
-    model: Model,
-    mesh: tuple[int, ...],
-    chosen: Restriction,
-    prices: Prices,
-    bound: float,
-    time_limit: float,
-    cutoff: float,
-    panels: int | None,
+    built: Structure, prices: Prices, bound: float, time_limit: float, cutoff: float, panels: int | None
 ) -> tuple[Assembled, Solution | Pruned, float]:
     """The optimum on one mesh, with the solver's seconds.
 
     A family that only all-reduces may have no way to hand a partial sum on; then it may scatter after all.
     """
-    assembled = assemble(model, mesh, chosen, prices, bound, panels != 1)
-    _check_batch(chosen, model, assembled, mesh)
+    assembled = assemble(built, prices, bound, panels != 1)
+    _check_batch(built, assembled)
     begun = time.perf_counter()
     try:
         solution = solve(assembled.problem, time_limit=time_limit, cutoff=cutoff)
     except Infeasible as error:
+        chosen = built.chosen
         if chosen.family.scatters or math.isfinite(error.needed_memory):
             raise
         loosened = replace(chosen, family=replace(chosen.family, scatters=True))
-        return _solve(model, mesh, loosened, prices, bound, time_limit, cutoff, panels)
+        return _solve(replace(built, chosen=loosened), prices, bound, time_limit, cutoff, panels)
     return assembled, solution, time.perf_counter() - begun
 
 
-def _check_batch(chosen: Restriction, model: Model, assembled: Assembled, mesh: tuple[int, ...]) -> None:
+def _check_batch(built: Structure, assembled: Assembled) -> None:
     """A family whose axes split the batch needs a batch that they divide."""
+    chosen, mesh, model = built.chosen, assembled.mesh, built.model
     if chosen.roles is None:
         return
     axes = [a for a, role in enumerate(chosen.roles) if role == "b" and mesh[a] > 1]
-    for node, operator in model.operators.items():
-        if model.stands[node] is node:
-            for strategy in assembled.choices[assembled.index[node]]:
-                served = [strategy.assignment[a] or "" for a in axes]  # type: ignore[union-attr]
-                if all(f in operator.factors and operator.factors[f].role == "batch" for f in served):
-                    return
+    for (_, choice, _), node in zip(built.nodes, assembled.problem.nodes, strict=True):
+        if isinstance(choice, Choice):
+            batch = frozenset(f.name for f in choice.space.operator.factors.values() if f.role == "batch")
+            if (choice.space.axes_of(batch)[:, axes].all(axis=-1) & np.isfinite(node.cost)).any():
+                return
     ways = math.prod(mesh[a] for a in axes)
     shapes = {
         n.name: tuple(n.meta["val"].shape)

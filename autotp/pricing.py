@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -12,11 +11,13 @@ from torch import fx
 
 from autotp.resharding import volumes
 from costmodel import Link, Topology, collectives, compute, memory
+from passes.codes import local_elements
 from passes.factors import Operator
 from passes.layout import Layout, local_shape
 from passes.reshard import COMMUNICATING, moves
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of
+from passes.space import Space
 from passes.strategy import Strategy, Want, gradient_of
 
 __all__ = ["Price", "Prices", "flop_of"]
@@ -51,13 +52,18 @@ class Prices:
         self.topology, self.mesh, self.train, self.optimizer = topology, mesh, train, optimizer
         self.links = topology.links(mesh)
         self.collective = lru_cache(maxsize=None)(self._collective)
-        self._matrices: dict[tuple, np.ndarray] = {}
         self.moving = lru_cache(maxsize=None)(self._moving)
 
     def _collective(self, kind: str, axes: tuple[int, ...], volume: float) -> tuple[float, float]:
         """(seconds, bytes received) of one collective; ``volume`` is in bytes of the larger tensor on one device."""
-        seconds, received = self._collectives(kind, axes, np.array([volume]))
-        return float(seconds[0]), float(received[0])
+        ways = math.prod(self.mesh[a] for a in axes)
+        return float(self.seconds(kind, axes, np.array([volume]))[0]), float(collectives.bytes_moved(kind, ways, volume))
+
+    def seconds(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
+        """Seconds of a collective over ``axes`` for many sizes, in bytes of the larger tensor on one device."""
+        ways = math.prod(self.mesh[a] for a in axes)
+        link = Link(ways, min(self.links[a].bandwidth for a in axes), max(self.links[a].latency for a in axes), ())
+        return np.asarray(collectives.seconds(kind, ways, volumes, link))
 
     def _moving(self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout) -> tuple[float, float]:
         """(seconds, bytes received) of the steps from one layout to another."""
@@ -80,40 +86,44 @@ class Prices:
             seconds, received = seconds + more, received + size
         return Price(0.0, seconds, received)
 
-    def reshards(
-        self,
-        value: torch.Tensor,
-        have: Sequence[Layout],
-        wants: Sequence[Want],
-        *,
-        gradient: bool,
-        regather: np.ndarray,
-    ) -> np.ndarray:
-        """Seconds of ``reshard`` for every (have, want) at once, ``[H, W]``; ``regather`` is a mask of that shape."""
-        shape, itemsize = tuple(value.shape), value.element_size()
-        forward = self._volumes(shape, itemsize, tuple(have), tuple(w.layout for w in wants))
-        seconds = np.where(regather, 2 * forward, forward) if self.train else forward
-        if self.train and gradient:
-            back = self._volumes(shape, itemsize, tuple(w.gradient for w in wants), tuple(map(gradient_of, have)))
-            seconds = seconds + back.T
-        return seconds
+    def volumes(self, shape: tuple[int, ...], itemsize: int, have: np.ndarray, want: np.ndarray) -> np.ndarray:
+        """Seconds of resharding between all pairs of coded layouts, ``[H, W]``, without any mirror."""
+        return volumes(shape, itemsize, have, want, self.mesh, self.seconds)
 
-    def _volumes(
-        self, shape: tuple[int, ...], itemsize: int, sources: tuple[Layout, ...], targets: tuple[Layout, ...]
-    ) -> np.ndarray:
-        key = shape, itemsize, sources, targets
-        if key not in self._matrices:
-            rows, row = _distinct(sources)
-            columns, column = _distinct(targets)
-            seconds, _ = volumes(shape, itemsize, rows, columns, self.mesh, self._collectives)
-            self._matrices[key] = seconds[np.ix_(row, column)]
-        return self._matrices[key]
+    def space(self, space: Space, flop: float, *, gradient: bool) -> tuple[np.ndarray, np.ndarray]:
+        """``operator`` for all strategies at once: (compute seconds, seconds of collectives inside), each ``[S]``."""
+        node, table = space.operator.node, rule_of(space.operator.node)
+        operands, results = [n.meta["val"] for n in operands_of(node)], results_of(node)
+        nothing = np.zeros(len(space.serves))
+        if (not operands and not results) or (table is not None and table.view):
+            return nothing, nothing
+        passes = 3.0 if self.train and gradient else 1.0
+        moved = nothing
+        for tensor, rows in (*zip(operands, space.wants, strict=True), *zip(results, space.results, strict=True)):
+            moved = moved + local_elements(tuple(tensor.shape), rows, self.mesh) * tensor.element_size()
+        work = flop / np.where(space.factors(), np.array(self.mesh), 1).prod(axis=-1)
+        dtype = str((results or operands)[0].dtype).removeprefix("torch.")
+        compute_seconds = compute.seconds(passes * work, passes * moved, self.topology.device, dtype)
+        return np.asarray(compute_seconds), self._inner_of(space, gradient)
 
-    def _collectives(self, kind: str, axes: tuple[int, ...], size: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        ways = math.prod(self.mesh[a] for a in axes)
-        link = Link(ways, min(self.links[a].bandwidth for a in axes), max(self.links[a].latency for a in axes), ())
-        seconds, received = collectives.seconds(kind, ways, size, link), collectives.bytes_moved(kind, ways, size)
-        return np.asarray(seconds), np.asarray(received)
+    def _inner_of(self, space: Space, gradient: bool) -> np.ndarray:
+        rule, table = space.operator.rule, rule_of(space.operator.node)
+        found = np.zeros(len(space.serves))
+        if rule is None or table is None or not rule.inner:
+            return found
+        inner = space.axes_of(rule.inner)
+        operand = operands_of(space.operator.node)[0].meta["val"]
+        rows = local_elements(tuple(operand.shape), space.wants[0], self.mesh) * operand.element_size()
+        for name in rule.inner:
+            ways = np.where(space.axes_of(frozenset({name})), np.array(self.mesh), 1).prod(axis=-1)
+            rows = rows / np.maximum(1, -(-rule.sizes[name] // ways))
+        forward, backward = table.statistics
+        times = forward + (backward if self.train and gradient else 0)
+        groups = (inner * (1 << np.arange(len(self.mesh)))).sum(axis=-1)
+        for group in np.unique(groups[groups > 0]):
+            axes = tuple(a for a in range(len(self.mesh)) if group >> a & 1)
+            found = np.where(groups == group, times * self.seconds("all_reduce", axes, rows), found)
+        return found
 
     def bytes(self, value: torch.Tensor, layout: Layout) -> float:
         """Bytes of one device's part."""
@@ -153,20 +163,12 @@ class Prices:
         seconds, received = self.collective("all_reduce", axes, rows)
         return times * seconds, times * received
 
-    def state(self, value: torch.Tensor, layout: Layout) -> float:
-        """Bytes of a parameter at rest on one device, with its gradient and optimizer state."""
-        elements = math.prod(local_shape(tuple(value.shape), layout, self.mesh))
-        return float(memory.state_bytes(elements, value.element_size(), self.optimizer, train=self.train))
+    def states(self, elements: np.ndarray, itemsize: int) -> np.ndarray:
+        """Bytes of parameters of so many elements on one device, with gradient and optimizer state."""
+        return np.asarray(memory.state_bytes(elements, itemsize, self.optimizer, train=self.train))
 
 
 def flop_of(node: fx.Node) -> float:
     """FLOP of a node's whole forward operator."""
     table = rule_of(node)
     return table.flop(node) if table is not None and table.flop is not None else 0.0
-
-
-def _distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], np.ndarray]:
-    """The different layouts, and which of them each one is."""
-    found: dict[Layout, int] = {}
-    index = np.array([found.setdefault(layout, len(found)) for layout in layouts])
-    return list(found), index

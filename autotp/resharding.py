@@ -1,75 +1,183 @@
 """Prices of all reshards of one tensor at once: a matrix over (layout it has, layout that is wanted).
 
-``passes.reshard.moves`` is the definition; this follows the same phases with arrays in place of steps.
+``passes.reshard.moves`` is the definition; this follows the same phases with arrays in place of steps. Where every dim is
+split evenly, which collectives a pair of layouts needs is the same on all meshes of so many axes, and what each moves is
+the tensor's size over the sizes of the axes that shard it at that moment. So ``Walks`` finds the collectives once, and a
+mesh only fills in what each of the few different ones costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from passes.layout import Layout
-from passes.reshard import DIM, SUM, WHOLE, codes, contended, is_even
+from passes.codes import DIM, SUM, WHOLE, fitting, is_even
+from passes.reshard import contended
 
-__all__ = ["Collective", "volumes"]
+__all__ = ["Collective", "Tariff", "Walks", "volumes"]
 
-#: (kind, axes, bytes of the larger tensor) -> (seconds, bytes received), over arrays.
-Collective = Callable[[str, tuple[int, ...], np.ndarray], tuple[np.ndarray, np.ndarray]]
+#: (kind, axes, bytes of the larger tensor) -> seconds, over arrays.
+Collective = Callable[[str, tuple[int, ...], np.ndarray], np.ndarray]
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+class _Walk:
+    """Layouts on their way to others: ``[H, W]`` pairs at once, phase by phase."""
+
+    def __init__(self, have: np.ndarray, want: np.ndarray, contending: np.ndarray) -> None:
+        self.source, self.goal = (np.broadcast_to(c, contending.shape) for c in (have[:, None, :], want[None, :, :]))
+        self.contending = contending
+        self.state = self.source.copy()
+        self.axes = range(contending.shape[-1])
+
+    def run(self, visit: Callable[[str, tuple[int, ...], np.ndarray, np.ndarray], None]) -> None:
+        """Calls ``visit(kind, axes, where, layouts)`` for each step; the layouts are those with most elements."""
+        source, target, free = self.source, self.goal, ~self.contending
+        for a in self.axes:
+            sliced = (source[..., a] == WHOLE) & (target[..., a] >= 0) & free[..., a]
+            self.state[..., a] = np.where(sliced, target[..., a], self.state[..., a])
+        for a in self.axes:
+            scattered = (source[..., a] == SUM) & (target[..., a] >= 0) & free[..., a]
+            self._go(visit, "reduce_scatter", (a,), scattered, target[..., a])
+        for a in self.axes:
+            crossing = (source[..., a] >= 0) & (target[..., a] >= 0) & (source[..., a] != target[..., a]) & free[..., a]
+            self._go(visit, "all_to_all", (a,), crossing, target[..., a])
+        summed = sum(((self.state[..., a] == SUM) & (target[..., a] != SUM)) * (1 << a) for a in self.axes)
+        for chosen in range(1, 1 << len(self.axes)):
+            self._go(visit, "all_reduce", tuple(a for a in self.axes if chosen >> a & 1), summed == chosen, WHOLE)
+        for a in self.axes:
+            self._go(visit, "all_gather", (a,), (source[..., a] >= 0) & (target[..., a] < 0) & free[..., a], WHOLE)
+        for a in reversed(self.axes):
+            self._go(visit, "all_gather", (a,), (source[..., a] >= 0) & ~free[..., a], WHOLE)
+
+    def _go(self, visit: Callable, kind: str, chosen: tuple[int, ...], where: np.ndarray, result: np.ndarray | int) -> None:
+        if not where.any():
+            return
+        before = self.state.copy() if kind == "reduce_scatter" else None
+        for a in chosen:
+            self.state[..., a] = np.where(where, result, self.state[..., a])
+        visit(kind, chosen, where, self.state if before is None else before)
 
 
 def volumes(
     shape: tuple[int, ...],
     itemsize: int,
-    sources: Sequence[Layout],
-    targets: Sequence[Layout],
+    have: np.ndarray,
+    want: np.ndarray,
     mesh: tuple[int, ...],
     collective: Collective,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds and bytes received for every pair, ``[sources, targets]``."""
-    have, want = codes(sources), codes(targets)
+) -> np.ndarray:
+    """Seconds for every pair of coded layouts, ``[H, W]``, also where dims are split unevenly."""
     even = is_even(shape, have, mesh)[:, None] & is_even(shape, want, mesh)[None, :]
-    source, target = have[:, None, :], want[None, :, :]
-    contending = contended(source, target, even, mesh)
-    state = np.broadcast_to(source, contending.shape).copy()
-    goal = np.broadcast_to(target, contending.shape)
+    contending = contended(have[:, None, :], want[None, :, :], even, mesh)
     seconds = np.zeros(contending.shape[:-1])
-    received = np.zeros_like(seconds)
-    axes = range(len(mesh))
 
-    def bytes_now(where: np.ndarray) -> np.ndarray:
-        now, total = state[where], np.full(int(where.sum()), float(itemsize))
+    def visit(kind: str, axes: tuple[int, ...], where: np.ndarray, layouts: np.ndarray) -> None:
+        rows, total = layouts[where], np.full(int(where.sum()), float(itemsize))
         for d, size in enumerate(shape):
-            local = np.full(len(now), size)
+            local = np.full(len(rows), size)
             for a, n in enumerate(mesh):
-                local = np.where((now[:, a] >= 0) & (now[:, a] // DIM == d), -(-local // n), local)
+                local = np.where((rows[:, a] >= 0) & (rows[:, a] // DIM == d), -(-local // n), local)
             total *= local
-        return total
+        seconds[where] += collective(kind, axes, total)
 
-    def go(kind: str, chosen: tuple[int, ...], where: np.ndarray, result: np.ndarray | int) -> None:
-        if not where.any():
-            return
-        before = bytes_now(where)
-        for a in chosen:
-            state[..., a] = np.where(where, result, state[..., a])
-        time, size = collective(kind, chosen, np.maximum(before, bytes_now(where)))
-        seconds[where] += time
-        received[where] += size
+    _Walk(have, want, contending).run(visit)
+    return seconds
 
-    for a in axes:
-        free = (source[..., a] == WHOLE) & (target[..., a] >= 0) & ~contending[..., a]
-        state[..., a] = np.where(free, goal[..., a], state[..., a])
-    for a in axes:
-        where = (source[..., a] == SUM) & (target[..., a] >= 0) & ~contending[..., a]
-        go("reduce_scatter", (a,), where, goal[..., a])
-    for a in axes:
-        crossing = (source[..., a] >= 0) & (target[..., a] >= 0) & (source[..., a] != target[..., a])
-        go("all_to_all", (a,), crossing & ~contending[..., a], goal[..., a])
-    summed = sum(((state[..., a] == SUM) & (goal[..., a] != SUM)) * (1 << a) for a in axes)
-    for chosen in range(1, 1 << len(mesh)):
-        go("all_reduce", tuple(a for a in axes if chosen >> a & 1), summed == chosen, WHOLE)
-    for a in axes:
-        go("all_gather", (a,), (source[..., a] >= 0) & (target[..., a] < 0) & ~contending[..., a], WHOLE)
-    for a in reversed(axes):
-        go("all_gather", (a,), (source[..., a] >= 0) & contending[..., a], WHOLE)
-    return seconds, received
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tariff:
+    """What every collective costs for tensors of one size, on one mesh: ``seconds[feature]``, 0 for feature 0."""
+
+    seconds: np.ndarray
+
+    @classmethod
+    def of(cls, sizes: Sequence[float], mesh: tuple[int, ...], collective: Collective) -> list[Tariff]:
+        """One per size in bytes."""
+        axes = len(mesh)
+        shared = np.array([math.prod(n for a, n in enumerate(mesh) if mask >> a & 1) for mask in range(1 << axes)])
+        local = np.asarray(sizes, float)[:, None] / shared
+        found = np.zeros((len(sizes), len(KINDS) << 2 * axes))
+        for k, kind in enumerate(KINDS):
+            for group in range(1, 1 << axes):
+                chosen = tuple(a for a in range(axes) if group >> a & 1)
+                if kind == "all_reduce" or len(chosen) == 1:
+                    start = _feature(k, group, 0, axes)
+                    found[:, start : start + (1 << axes)] = collective(kind, chosen, local)
+        return [cls(row) for row in found]
+
+
+def _feature(kind: int, group: int, shards: int, axes: int) -> int:
+    """A number for a kind of collective over a set of axes, for a tensor that a set of axes shards; never 0."""
+    return (kind << 2 * axes) + (group << axes) + shards
+
+
+class Walks:
+    """The collectives between layouts, found once and priced on many meshes."""
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, np.ndarray] = {}
+
+    def seconds(
+        self,
+        key: Hashable,
+        shape: tuple[int, ...],
+        have: np.ndarray,
+        want: np.ndarray,
+        mesh: tuple[int, ...],
+        tariff: Tariff,
+        slow: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    ) -> np.ndarray:
+        """Seconds for every pair, ``[H, W]``.
+
+        Args:
+            key: names the tensor: the same key comes with the same shape and layouts.
+            shape: of the whole tensor.
+            have, want: coded layouts; what those cost that do not fit the shape does not matter.
+            mesh: sizes of the axes.
+            tariff: for the tensor's size.
+            slow: (have, want) -> seconds where a layout is uneven.
+        """
+        rows = np.concatenate([have, want])
+        if not (is_even(shape, rows, mesh) | ~fitting(shape, rows, mesh)).all():
+            return slow(have, want)
+        signature = key, _cuts_apart(rows, mesh)
+        if signature not in self._found:
+            self._found[signature] = self._walk(have, want, mesh)
+        return tariff.seconds[self._found[signature]].sum(axis=0)
+
+    def _walk(self, have: np.ndarray, want: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
+        """Features of the steps between all pairs, ``[most steps, H, W]``, 0 where there are fewer."""
+        contending = contended(have[:, None, :], want[None, :, :], np.ones((len(have), len(want)), bool), mesh)
+        axes = have.shape[-1]
+        features = np.zeros((1, *contending.shape[:-1]), np.int32)
+        count = np.zeros(contending.shape[:-1], np.int64)
+
+        def visit(kind: str, chosen: tuple[int, ...], where: np.ndarray, layouts: np.ndarray) -> None:
+            nonlocal features
+            group = sum(1 << a for a in chosen)
+            shards = sum((layouts[where][:, a] >= 0) * (1 << a) for a in range(axes))
+            if count[where].max() >= len(features):
+                features = np.concatenate([features, np.zeros_like(features[:1])])
+            i, j = np.nonzero(where)
+            features[count[i, j], i, j] = _feature(KINDS.index(kind), group, 0, axes) + shards
+            count[where] += 1
+
+        _Walk(have, want, contending).run(visit)
+        return features
+
+
+def _cuts_apart(rows: np.ndarray, mesh: tuple[int, ...]) -> Hashable:
+    """What about a mesh decides which cuts of one dim are apart from each other."""
+    found: dict[int, set[int]] = {}
+    for code in np.unique(rows[rows >= 0]):
+        found.setdefault(int(code) // DIM, set()).add(int(code) % DIM)
+    pairs = {(lo, hi) for blocks in found.values() for lo in blocks for hi in blocks if lo < hi}
+    if not pairs:
+        return ()
+    products = [math.prod(n for a, n in enumerate(mesh) if mask >> a & 1) for mask in range(1, 1 << len(mesh))]
+    return tuple((lo, hi, tuple(hi % (lo * n) == 0 for n in products)) for lo, hi in sorted(pairs))

@@ -49,7 +49,8 @@ class Chain(nn.Module):
         super().__init__()
         self.embedding = nn.Linear(k, k, bias=False)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(k, n, bias=False), nn.Tanh(), nn.Linear(n, k, bias=False), nn.Tanh()) for _ in range(pairs)
+            nn.Sequential(nn.Linear(k, n, bias=False), nn.Tanh(), nn.Linear(n, k, bias=False), nn.Tanh())
+            for _ in range(pairs)
         )
 
     def forward(self, x: Tensor) -> Tensor:

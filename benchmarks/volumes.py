@@ -93,10 +93,11 @@ def make() -> str:
 Made by `python -m benchmarks.volumes --write`; the command fails where a count differs from its formula.
 
 Elements that one device receives, forward and backward, while the rewritten graph of a model runs under
-`autotp.simulate` (float64, {BATCH} × {SEQUENCE} tokens). *Linears* is one pair of linear layers, {HIDDEN} to {INNER} and back;
-*layer* is a transformer layer of hidden size {HIDDEN} with {HEADS} heads (query, key and value share one gathered input, as a
-fused projection would). SUMMA, 2.5D and 3D run in 2 panels; without panels the gathered input is kept for the backward
-pass, and the factor 3 of `m*k` becomes 2. The sources of the formulas are in `costmodel/volumes.py`.
+`autotp.simulate` (float64, {BATCH} × {SEQUENCE} tokens). *Linears* is one pair of linear layers, {HIDDEN} to {INNER}
+and back; *layer* is a transformer layer of hidden size {HIDDEN} with {HEADS} heads (query, key and value share one
+gathered input, as a fused projection would). SUMMA, 2.5D and 3D run in 2 panels; without panels the gathered input is
+kept for the backward pass, and the factor 3 of `m*k` becomes 2. The sources of the formulas are in
+`costmodel/volumes.py`.
 
 {forms}
 {table(header, rows)}"""

@@ -264,6 +264,8 @@ def _replace(graph: fx.Graph, world: fx.Node, loop: Loop, nodes: Sequence[fx.Nod
         assert isinstance(edge, fx.Node)
         assert not mine or edge.target in (ops.reshard, ops.gather)
         sources.append(edge.args[1] if mine else edge)
+        if not mine and len(nodes) > 1 and edge.target in (ops.reshard, ops.gather):
+            nodes[0].prepend(edge)  # of a parameter, so that it can come as early as the loop
     operands = tuple(operand.plain for operand in loop.operands)
     args = (world, sources[0], sources[1:], operands, loop.factor, count, loop.cuts, loop.transposed)
     with graph.inserting_before(nodes[0]):

@@ -8,7 +8,7 @@ which collective a change of layout needs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,24 +16,10 @@ import numpy as np
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from passes.layout import Layout, blocks_of, is_shard, local_shape, splits
+from passes.codes import DIM, codes, is_even
+from passes.layout import Layout, is_shard, local_shape, splits
 
-__all__ = [
-    "COMMUNICATING",
-    "DIM",
-    "SUM",
-    "WHOLE",
-    "Move",
-    "Step",
-    "codes",
-    "contended",
-    "is_even",
-    "moves",
-    "steps",
-]
-
-#: Codes of placements in arrays.
-WHOLE, SUM, DIM = -1, -2, 1 << 40
+__all__ = ["COMMUNICATING", "Move", "Step", "contended", "moves", "steps"]
 
 #: The kinds of step that use the network; the others are local.
 COMMUNICATING = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
@@ -158,26 +144,6 @@ class _Walk:
             outer = tuple(s.axis for s in parts if s.axis != axis)
             step = step._replace(size=self.shape[dim], outer=outer)
         self.found.append(Move(step, self._go([axis], Replicate())))
-
-
-def codes(layouts: Sequence[Layout]) -> np.ndarray:
-    """``[layouts, axes]``: what each axis does as a number: ``WHOLE``, ``SUM``, or ``dim * DIM + blocks``."""
-
-    def code(placement: Placement) -> int:
-        if is_shard(placement):
-            return placement.dim * DIM + blocks_of(placement)  # type: ignore[attr-defined]
-        return SUM if isinstance(placement, Partial) else WHOLE
-
-    return np.array([[code(p) for p in layout] for layout in layouts], dtype=np.int64)
-
-
-def is_even(shape: tuple[int, ...], layouts: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
-    """Which of the coded layouts split every dim evenly."""
-    even = np.ones(layouts.shape[:-1], bool)
-    for d, size in enumerate(shape):
-        ways = np.where((layouts >= 0) & (layouts // DIM == d), np.array(mesh, dtype=np.int64), 1).prod(axis=-1)
-        even &= size % ways == 0
-    return even
 
 
 def contended(source: np.ndarray, target: np.ndarray, even: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from passes.factors import Factor, Operator
 from passes.layout import Layout, even_chunk, fits, is_shard, place
@@ -20,7 +21,20 @@ from passes.rules.notation import Dim, OpRule
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of
 
-__all__ = ["SUM", "Strategy", "Want", "gradient_of", "replicated", "strategies", "whole_layout"]
+__all__ = [
+    "SUM",
+    "Allow",
+    "Effect",
+    "Strategy",
+    "Want",
+    "effect",
+    "gradient_of",
+    "replicated",
+    "strategies",
+    "strategy_of",
+    "uneven_matters",
+    "whole_layout",
+]
 
 #: Prefix of the pseudo-factors of an axis along which an operator takes partial sums and leaves them: ``+i`` takes the
 #: operands of ``OpRule.linear[i]`` partial.
@@ -100,18 +114,24 @@ def strategies(operator: Operator, mesh: tuple[int, ...], allow: Allow | None = 
         choices.append(found)
     for assignment in itertools.product(*choices):
         if any(assignment) and _divides(operator, assignment, mesh):
-            strategy = _strategy(operator, rule, assignment, mesh)
-            if strategy is not None:
+            strategy = strategy_of(operator, assignment)
+            if _exists(operator, strategy, mesh):
                 yield strategy
 
 
-def _divides(operator: Operator, assignment: tuple[str | None, ...], mesh: tuple[int, ...]) -> bool:
+def uneven_matters(operator: Operator) -> frozenset[str]:
+    """Base names of factors whose local size an argument of the operator tells, so that it must divide."""
     table = rule_of(operator.node)
     assert table is not None
     divided = set((table.divide or {}).values())
-    if table.shape is not None and operator.rule is not None:  # sizes that only an argument tells must be even
+    if table.shape is not None and operator.rule is not None:
         given = {f for dims in operator.rule.operands for dim in dims for f in dim}
         divided |= {f.base for f in operator.factors.values() if f.name not in given}
+    return frozenset(divided)
+
+
+def _divides(operator: Operator, assignment: tuple[str | None, ...], mesh: tuple[int, ...]) -> bool:
+    divided = uneven_matters(operator)
     for name in {a for a in assignment if a and not a.startswith(SUM)}:
         factor = operator.factors[name]
         ways = math.prod(n for n, a in zip(mesh, assignment, strict=True) if a == name)
@@ -120,64 +140,75 @@ def _divides(operator: Operator, assignment: tuple[str | None, ...], mesh: tuple
     return True
 
 
-def _placements(
-    dims: tuple[Dim, ...], sizes: Mapping[str, int], assignment: tuple[str | None, ...]
-) -> dict[int, tuple[int, int]]:
-    """axis -> (dim, blocks) for the axes whose factor the tensor has."""
-    found: dict[int, tuple[int, int]] = {}
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What one axis's use asks of every operand (and of its gradient) along that axis, and leaves in every result."""
+
+    wants: tuple[Placement, ...]
+    gradients: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+
+
+def effect(rule: OpRule, chosen: str | None) -> Effect:
+    """The effect of an axis that serves ``chosen``: a factor, ``"+i"`` or None; the same on every axis of every mesh."""
+    whole, partial = Replicate(), Partial()
+    wants: list[Placement] = []
+    gradients: list[Placement] = []
+    for index, dims in enumerate(rule.operands):
+        shard = _shard_of(dims, rule.sizes, chosen)
+        if shard is not None or chosen is None:
+            wants.append(shard or whole)
+            gradients.append(shard or whole)
+        elif (chosen.startswith(SUM) and index in rule.linear[int(chosen[1:])]) or (
+            chosen in rule.reduced and index in rule.additive
+        ):
+            wants.append(partial)
+            gradients.append(whole)
+        else:
+            wants.append(whole)
+            gradients.append(partial)
+    summed = chosen is not None and (chosen.startswith(SUM) or chosen in rule.reduced)
+    results = [_shard_of(dims, rule.sizes, chosen) or (partial if summed else whole) for dims in rule.results]
+    return Effect(tuple(wants), tuple(gradients), tuple(results))
+
+
+def _shard_of(dims: tuple[Dim, ...], sizes: Mapping[str, int], chosen: str | None) -> Placement | None:
+    """The placement along an axis that serves ``chosen``, where the tensor has that factor."""
+    found = None
     for d, dim in enumerate(dims):
         blocks = 1
         for factor in dim:
-            for axis, chosen in enumerate(assignment):
-                if chosen == factor:
-                    found[axis] = d, blocks
+            if factor == chosen:
+                found = place(d, blocks)
             blocks *= sizes[factor]
     return found
 
 
-def _strategy(
-    operator: Operator, rule: OpRule, assignment: tuple[str | None, ...], mesh: tuple[int, ...]
-) -> Strategy | None:
-    whole, partial = Replicate(), Partial()
-    wants, results = [], []
+def strategy_of(operator: Operator, assignment: tuple[str | None, ...]) -> Strategy:
+    """The strategy of an assignment, whether or not it exists on a mesh."""
+    if operator.rule is None or not any(assignment):
+        return replicated(operator, len(assignment))
+    made = {chosen: effect(operator.rule, chosen) for chosen in set(assignment)}
+    effects = [made[chosen] for chosen in assignment]
+    wants = tuple(
+        Want(tuple(e.wants[i] for e in effects), tuple(e.gradients[i] for e in effects))
+        for i in range(len(operator.rule.operands))
+    )
+    results = tuple(tuple(e.results[i] for e in effects) for i in range(len(operator.rule.results)))
+    return Strategy(assignment, wants, results)
+
+
+def _exists(operator: Operator, strategy: Strategy, mesh: tuple[int, ...]) -> bool:
     operands = [tuple(n.meta["val"].shape) for n in operands_of(operator.node)]
     outputs = [tuple(t.shape) for t in results_of(operator.node)]
-    for index, dims in enumerate(rule.operands):
-        where = _placements(dims, rule.sizes, assignment)
-        forward, backward = [], []
-        for axis, chosen in enumerate(assignment):
-            if axis in where:
-                forward.append(place(*where[axis]))
-                backward.append(forward[-1])
-            elif chosen is None:
-                forward.append(whole)
-                backward.append(whole)
-            elif (chosen.startswith(SUM) and index in rule.linear[int(chosen[1:])]) or (
-                chosen in rule.reduced and index in rule.additive
-            ):
-                forward.append(partial)
-                backward.append(whole)
-            else:
-                forward.append(whole)
-                backward.append(partial)
-        wants.append(Want(tuple(forward), tuple(backward)))
-    for dims in rule.results:
-        where = _placements(dims, rule.sizes, assignment)
-        layout = []
-        for axis, chosen in enumerate(assignment):
-            if axis in where:
-                layout.append(place(*where[axis]))
-            else:
-                summed = chosen is not None and (chosen.startswith(SUM) or chosen in rule.reduced)
-                layout.append(partial if summed else whole)
-        results.append(tuple(layout))
-    shaped = [*zip(operands, (w.layout for w in wants), strict=True), *zip(outputs, results, strict=True)]
+    shaped = [
+        *zip(operands, (w.layout for w in strategy.wants), strict=True),
+        *zip(outputs, strategy.results, strict=True),
+    ]
     if not all(fits(shape, layout, mesh) for shape, layout in shaped):
-        return None
+        return False
     table = rule_of(operator.node)
-    if table is not None and table.shape is not None and _uneven_dims(outputs[0], results[0], mesh) > 1:
-        return None
-    return Strategy(assignment, tuple(wants), tuple(results))
+    return table is None or table.shape is None or _uneven_dims(outputs[0], strategy.results[0], mesh) <= 1
 
 
 def _uneven_dims(shape: tuple[int, ...], layout: Layout, mesh: tuple[int, ...]) -> int:

@@ -21,6 +21,13 @@ from passes.world import LocalWorld
 FAMILIES = ["auto", "data", "zero3", "megatron-1d", "megatron-sp", "tensor3d", "atp"]
 MESHES = [(4,), (2, 2), (8,), (2, 4), (2, 2, 2)]
 
+#: The families with a grid of rows and columns, with the meshes that suit them: [q, q, d] with depth on any axis.
+GRIDS = {
+    "summa-2d": [(2, 2), (4, 4), (3, 3), (2, 4)],
+    "tesseract-2.5d": [(2, 2, 2), (2, 2, 4), (4, 2, 2), (4, 4), (3, 3), (3, 2, 2)],
+    "3d": [(2, 2, 2), (2, 3, 2), (2, 2, 4)],
+}
+
 #: Part of each family's scheme names, and the least share of the operators with weights that must be of that scheme.
 USED = {
     "data": ("data", 1.0),
@@ -29,6 +36,9 @@ USED = {
     "megatron-sp": ("1D", 0.5),
     "tensor3d": ("2D Tensor3D", 0.5),
     "atp": ("2D Tensor3D", 0.5),
+    "summa-2d": ("2D SUMMA", 0.8),
+    "tesseract-2.5d": ("2.5D", 0.8),
+    "3d": ("3D", 0.7),
 }
 
 #: Every family, model and mesh at least once; every family on at least three models.
@@ -57,6 +67,32 @@ COVERING = [
     ("unet", "data", (2, 2, 2)),
     ("unet", "megatron-sp", (2, 4)),
     ("unet", "atp", (4,)),
+    *(
+        (name, strategy, mesh)
+        for name in ("gpt2", "llama", "bert", "vit", "unet")
+        for strategy, mesh in (
+            ("summa-2d", (2, 2)),
+            ("tesseract-2.5d", (2, 2, 2)),
+            ("3d", (2, 2, 2)),
+        )
+    ),
+    ("bert", "summa-2d", (4, 4)),
+    ("llama", "summa-2d", (3, 3)),
+    ("gpt2", "tesseract-2.5d", (4, 2, 2)),
+    ("vit", "tesseract-2.5d", (2, 2, 4)),
+    ("unet", "3d", (2, 3, 2)),
+    ("bert", "3d", (2, 3, 2)),
+]
+
+#: Products in panels: (model, strategy, mesh, panels).
+PANELLED = [
+    ("gpt2", "summa-2d", (2, 2), 2),
+    ("llama", "summa-2d", (2, 4), 2),
+    ("bert", "tesseract-2.5d", (2, 2, 2), 4),
+    ("llama", "3d", (2, 2, 2), 2),
+    ("gpt2", "zero3", (4,), 2),
+    ("llama", "megatron-sp", (2, 2), 2),
+    ("vit", "auto", (2, 2), 2),
 ]
 
 #: So slow that dividing work pays at once: on a fast device the best plan for a tiny model is to compute everything
@@ -85,9 +121,9 @@ def close(got, want, scale, told):
     assert error <= 1e-9 * max(scale, 1e-300), f"{told}: off by {error:.3g} at scale {scale:.3g}"
 
 
-def check(name, strategy, mesh):
+def check(name, strategy, mesh, panels=None):
     topology = autotp.Topology.flat(math.prod(mesh), bandwidth=1e12, latency=1e-9, device=SLOW)
-    plan = plan_captured(captured(name), topology, family(strategy), mesh=mesh)
+    plan = plan_captured(captured(name), topology, family(strategy), mesh=mesh, panels=panels)
     with float64_mode():
         plain, args, kwargs = double(MODELS[name])
         model, _, _ = double(MODELS[name])
@@ -127,6 +163,8 @@ def assert_used(plan, strategy, mesh):
     operators = weight_operators(plan)
     sharded = sum(op.scheme != "replicated" for op in operators)
     assert sharded >= 0.5 * len(operators), [op.scheme for op in operators]
+    if 3 in mesh and mesh != (2, 3, 2):
+        return  # sizes that 3 does not divide stay whole
     if strategy in USED and not (len(mesh) == 1 and strategy in ("tensor3d", "atp")):
         scheme, share = USED[strategy]
         found = sum(scheme in op.scheme for op in operators)
@@ -139,6 +177,21 @@ def test_a_covering_part(name, strategy, mesh):
     assert_used(plan, strategy, mesh)
 
 
+@pytest.mark.parametrize(("name", "strategy", "mesh", "panels"), PANELLED, ids=lambda v: str(v).replace(" ", ""))
+def test_panels(name, strategy, mesh, panels):
+    plan = check(name, strategy, mesh, panels)
+    found = [op.panels for op in weight_operators(plan)]
+    assert set(found) <= {1, panels} and found.count(panels) >= 2
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("panels", [None, 2])
+@pytest.mark.parametrize(("strategy", "mesh"), [(s, m) for s, meshes in GRIDS.items() for m in meshes], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "unet"])
+def test_the_grids(name, strategy, mesh, panels):
+    check(name, strategy, mesh, panels)
+
+
 @pytest.mark.exact
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda v: str(v).replace(" ", ""))
 @pytest.mark.parametrize("strategy", FAMILIES)
@@ -148,8 +201,8 @@ def test_the_whole_matrix(name, strategy, mesh):
 
 
 def test_the_covering_part_covers():
-    assert {f for _, f, _ in COVERING} == set(FAMILIES)
-    assert {m for _, _, m in COVERING} == set(MESHES)
+    assert {f for _, f, _ in COVERING} == {*FAMILIES, *GRIDS} == set(autotp.FAMILIES)
+    assert {m for _, _, m in COVERING} >= set(MESHES)
     assert {n for n, _, _ in COVERING} == set(MODELS) - {"llama_logits"}
 
 

@@ -17,10 +17,13 @@ import autotp
 from autotp.families import family
 from autotp.ilp import Infeasible, evaluate, solve
 from autotp.planner import candidate_meshes, plan_captured, prepare
-from autotp.pricing import Prices
+from autotp.pricing import Prices, flop_of
 from autotp.problem import assemble
+from autotp.structure import structure
 from costmodel import Device
 from passes.capture import capture
+from passes.space import space
+from passes.strategy import strategies
 
 SLOW = Device("slow", {"float32": 1e7}, 1e9, 1e7, 0.0)
 MOST = 20_000
@@ -63,6 +66,10 @@ def brute_force(problem, bound):
     return best, least
 
 
+def built(model, mesh, name, prices, bound):
+    return assemble(structure(model, family(name).restrictions(len(mesh))[0], len(mesh)), prices, bound).problem
+
+
 def small_problems():
     """(seed, problem) of graphs whose assignments can all be tried."""
     found = 0
@@ -73,7 +80,7 @@ def small_problems():
         captured = prepare(capture(model, (x,)))
         mesh = [(2,), (2, 2)][seed % 2]
         prices = Prices(autotp.Topology.flat(math.prod(mesh), bandwidth=1e6, latency=1e-5, device=SLOW), mesh)
-        problem = assemble(captured, mesh, family("auto").restrictions(len(mesh))[0], prices, math.inf).problem
+        problem = built(captured, mesh, "auto", prices, math.inf)
         if math.prod(len(n.cost) for n in problem.nodes) <= MOST:
             found += 1
             yield seed, captured, mesh, prices, problem
@@ -91,7 +98,7 @@ def test_optimum_equals_exhaustive_search_with_and_without_a_memory_bound():
         count += 1
         if solution.memory > least * 1.01:
             bound = least + 0.4 * (solution.memory - least)
-            tight = assemble(model, mesh, family("auto").restrictions(len(mesh))[0], prices, bound).problem
+            tight = built(model, mesh, "auto", prices, bound)
             expected, _ = brute_force(tight, bound)
             held = solve(tight)
             assert held.memory <= bound
@@ -99,7 +106,7 @@ def test_optimum_equals_exhaustive_search_with_and_without_a_memory_bound():
             assert held.seconds >= solution.seconds * (1 - 1e-12)
             bounded += 1
         with pytest.raises(Infeasible) as refused:
-            solve(assemble(model, mesh, family("auto").restrictions(len(mesh))[0], prices, least * 0.9).problem)
+            solve(built(model, mesh, "auto", prices, least * 0.9))
         assert refused.value.needed_memory == pytest.approx(least, rel=1e-9)
     assert count >= 20
     assert bounded >= 5
@@ -113,7 +120,7 @@ def test_predicted_seconds_equal_the_objective(strategy):
     captured = capture(model, args, kwargs)
     plan = plan_captured(captured, topology, family(strategy), mesh=(2, 2))
     prices = Prices(topology, (2, 2))
-    problem = assemble(prepare(captured), (2, 2), family(strategy).restrictions(2)[0], prices, SLOW.memory).problem
+    problem = built(prepare(captured), (2, 2), strategy, prices, SLOW.memory)
     assert plan.predicted.step_seconds == pytest.approx(solve(problem).seconds, rel=1e-9)
     assert plan.predicted.memory_bytes == pytest.approx(solve(problem).memory, rel=1e-9)
     total = plan.predicted.compute_seconds + plan.predicted.communication_seconds
@@ -139,7 +146,7 @@ def test_the_program_does_not_grow_with_depth():
     for layers in (6, 24):
         model = prepare(capture(Deep(layers), (x,)))
         prices = Prices(autotp.Topology.flat(4), (2, 2))
-        sizes.append(len(assemble(model, (2, 2), family("auto").restrictions(2)[0], prices, math.inf).problem.nodes))
+        sizes.append(len(built(model, (2, 2), "auto", prices, math.inf).nodes))
     assert sizes[0] == sizes[1]
 
 
@@ -192,6 +199,8 @@ def test_one_price_for_one_reshard_and_for_the_matrix_of_all():
     """The planner prices all reshards of a tensor at once; one by one they cost the same."""
     from torch.distributed.tensor import Partial, Replicate
 
+    from autotp.resharding import Tariff, Walks
+    from passes.codes import codes, is_even
     from passes.layout import fits, place
     from passes.strategy import Want, whole_layout
 
@@ -207,11 +216,39 @@ def test_one_price_for_one_reshard_and_for_the_matrix_of_all():
         rows = sorted(layouts, key=str)
         value = torch.empty(shape)
         wants = [Want(layout, whole_layout(len(mesh))) for layout in rows]
-        matrix = prices.reshards(value, rows, wants, gradient=False, regather=np.zeros((len(rows),) * 2, bool))
+        coded = codes(rows)
+        slow = prices.volumes(shape, value.element_size(), coded, coded)
+        (tariff,) = Tariff.of([value.nbytes], mesh, prices.seconds)
+        even = is_even(shape, coded, mesh)
+        assert even.sum() >= 5
+        fast = Walks().seconds("x", shape, coded[even], coded[even], mesh, tariff, None)
+        np.testing.assert_allclose(fast, slow[np.ix_(even, even)], rtol=1e-9, atol=1e-15)
         for i, have in enumerate(rows):
             for j, want in enumerate(wants):
                 one = prices.reshard(value, have, want, gradient=False, regather=False).seconds
-                assert matrix[i, j] == pytest.approx(one, rel=1e-9, abs=1e-15), (mesh, have, want)
+                assert slow[i, j] == pytest.approx(one, rel=1e-9, abs=1e-15), (mesh, have, want)
+
+
+def test_arrays_of_strategies_hold_what_strategies_yields():
+    for name in ("gpt2", "unet"):
+        model, args, kwargs = MODELS[name]()
+        captured = prepare(capture(model, args, kwargs))
+        for mesh in ((2, 2), (3, 2), (2, 1, 4)):
+            prices = Prices(autotp.Topology.flat(math.prod(mesh), bandwidth=1e9, latency=1e-6, device=SLOW), mesh)
+            seen = set()
+            for node, operator in captured.operators.items():
+                if str(node.target) in seen:
+                    continue
+                seen.add(str(node.target))
+                found = space(operator, len(mesh))
+                valid = np.flatnonzero(found.valid(mesh))
+                expected = list(strategies(operator, mesh))
+                assert {found.strategy(row) for row in valid} == set(expected), node
+                flop, gradient = flop_of(node), True
+                seconds = sum(prices.space(found, flop, gradient=gradient))
+                for row in valid[:40]:
+                    one = prices.operator(operator, found.strategy(row), flop, gradient=gradient).seconds
+                    assert seconds[row] == pytest.approx(one, rel=1e-9), (node, found.assignment(row))
 
 
 def test_simulated_parameters_are_the_models_own():

@@ -26,10 +26,19 @@ def torchrun(processes, program, *arguments, timeout=150):
         (2, "unet", "megatron-1d", "2"),
         (4, "llama", "megatron-sp", "2x2"),
         (4, "unet", "tensor3d", "2x2"),
+        (4, "llama", "summa-2d", "2x2"),
+        (8, "llama", "tesseract-2.5d", "2x2x2"),
+        (8, "llama", "3d", "2x2x2"),
     ],
 )
 def test_three_steps_equal_one_device(processes, model, strategy, mesh):
     done = torchrun(processes, "train.py", model, strategy, mesh)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "exact" in done.stdout
+
+
+def test_panels_equal_one_device():
+    done = torchrun(4, "train.py", "llama", "summa-2d", "2x2", "2")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "exact" in done.stdout
 

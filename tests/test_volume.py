@@ -39,7 +39,9 @@ def test_the_documented_table_names_every_scheme():
     for kind in ("linears", "layer"):
         for name, _, mesh, values in volumes.SCHEMES:
             row = next(
-                line for line in text.splitlines() if line.startswith(f"| {name} ") and f" {'×'.join(map(str, mesh))} |" in line
+                line
+                for line in text.splitlines()
+                if line.startswith(f"| {name} ") and f" {'×'.join(map(str, mesh))} |" in line
             )
             assert f"{volumes.closed_form(kind, name, values):,.0f}" in row
 

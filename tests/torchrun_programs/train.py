@@ -1,4 +1,4 @@
-"""Three AdamW steps of a distributed model beside the plain one, in float64: MODEL STRATEGY MESH."""
+"""Three AdamW steps of a distributed model beside the plain one, in float64: MODEL STRATEGY MESH [PANELS]."""
 
 import sys
 
@@ -21,13 +21,14 @@ def close(got, want, scale, told):
     assert error <= 1e-9 * scale, f"{told}: off by {error:.3g} at scale {scale:.3g}"
 
 
-def main(name, strategy, mesh):
+def main(name, strategy, mesh, panels=None):
     dist.init_process_group("gloo")
     with float64_mode():
         plain, args, kwargs = double(MODELS[name])
         model, _, _ = double(MODELS[name])
-        parallel = autotp.parallelize(model, None, args, kwargs, strategy=strategy, mesh=mesh)
+        parallel = autotp.parallelize(model, None, args, kwargs, strategy=strategy, mesh=mesh, panels=panels)
         assert isinstance(parallel, torch.fx.GraphModule)
+        assert panels is None or sum(op.panels == panels for op in parallel.plan.operators) >= 2
         assert any(op.scheme != "replicated" for op in parallel.plan.operators)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (plain, parallel)]
         for step in range(3):
@@ -57,4 +58,4 @@ def main(name, strategy, mesh):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], tuple(int(n) for n in sys.argv[3].split("x")))
+    main(sys.argv[1], sys.argv[2], tuple(int(n) for n in sys.argv[3].split("x")), *map(int, sys.argv[4:]))
