@@ -5,6 +5,7 @@ A mistake of the user's ends with ``error: ...`` on stderr and exit code 2, neve
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import os
@@ -263,8 +264,22 @@ def _memory(text: str) -> float:
 @contextmanager
 def _working(what: str) -> Iterator[None]:
     # On stderr, and nothing at all where stderr is no terminal: stdout stays clean for pipes.
-    with Console(stderr=True).status(f"{what} …"):
+    with Console(stderr=True).status(f"{what} …"), _native_output_on_stderr():
         yield
+
+
+@contextmanager
+def _native_output_on_stderr() -> Iterator[None]:
+    # The solver, in C++, now and then prints to the process's stdout.
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,10 @@ from passes.factors import analyse
 __all__ = ["AXIS_NAMES", "candidate_meshes", "check", "plan", "plan_captured", "prepare"]
 
 
+class _Indivisible(AutotpError):
+    """No operator can split its batch as the family says on this mesh."""
+
+
 def plan(
     model: nn.Module,
     topology: Topology | str,
@@ -145,6 +149,7 @@ def plan_captured(
     model = prepare(captured)
     best: Found | None = None
     lowest, needed = math.inf, math.inf
+    indivisible: _Indivisible | None = None
     meshes = [mesh] if mesh is not None else list(candidate_meshes(topology.devices, chosen.axes, chosen.least))
     proven, solving = True, 0.0
     structures: dict[tuple[Restriction, int], Structure] = {}
@@ -159,6 +164,9 @@ def plan_captured(
                 left = max(1.0, time_limit - (time.perf_counter() - started))
                 try:
                     assembled, solution, spent = _solve(structures[key], prices, bound, left, cutoff, count)
+                except _Indivisible as error:
+                    indivisible = error
+                    break
                 except Infeasible as error:
                     needed = min(needed, error.needed_memory)
                     continue
@@ -170,6 +178,8 @@ def plan_captured(
                         best = Found(assembled, solution, prices, count)
                 if not solution.bound_binds:
                     break
+    if best is None and indivisible is not None and math.isinf(needed):
+        raise indivisible
     if best is None:
         raise MemoryBoundError(
             f"no plan of strategy {chosen.name!r} fits {bound / 1e9:.3g} GB on each device: the smallest needs "
@@ -238,7 +248,7 @@ def _check_batch(built: Structure, assembled: Assembled) -> None:
         if n.op == "placeholder" and n.name in model.captured.inputs
     }
     if any(shape and shape[0] % ways for shape in shapes.values()):
-        raise AutotpError(
+        raise _Indivisible(
             f"strategy {chosen.family.name!r} splits the batch {ways} ways on mesh {mesh}, but dim 0 of the example inputs "
             f"{shapes} is not divisible by {ways}; choose a batch that is a multiple of {ways}, or another mesh or strategy"
         )

@@ -77,3 +77,10 @@ def products(layers: int, hidden: int, heads: int, batch: int, sequence: int) ->
     with torch.device("meta"):
         model = Transformer(layers, hidden, heads).to(torch.bfloat16)
         return model, (torch.zeros(batch, sequence, hidden, dtype=torch.bfloat16),)
+
+
+def chain(pairs: int, k: int, n: int, batch: int, sequence: int) -> tuple[nn.Module, tuple[Tensor]]:
+    """``Chain`` of that size on ``meta`` with an example input."""
+    with torch.device("meta"):
+        model = Chain(pairs, k, n).to(torch.bfloat16)
+        return model, (torch.zeros(batch, sequence, k, dtype=torch.bfloat16),)

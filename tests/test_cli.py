@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -284,3 +286,17 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--topology" in capsys.readouterr().out
     assert run("plan", "--no-such-option") == 2
     assert run("topology", "no-such-preset") == 2
+
+
+def test_output_of_libraries_stays_out_of_json(tmp_path: Path) -> None:
+    (tmp_path / "noisy.py").write_text(
+        "import ctypes, torch\n"
+        "def build():\n"
+        "    ctypes.CDLL(None).puts(b'printed by a library')\n"
+        "    return torch.nn.Linear(4, 4), torch.zeros(2, 4)\n"
+    )
+    command = [sys.executable, "-m", "autotp.cli", "plan", "--model", "noisy.py:build", "--topology", "dgx-a100"]
+    done = subprocess.run([*command, "--devices", "2", "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["strategy"] == "auto"
+    assert "printed by a library" in done.stderr

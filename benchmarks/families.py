@@ -1,0 +1,30 @@
+"""One captured model planned by every family, for the tables that compare them."""
+
+from __future__ import annotations
+
+from autotp import FAMILIES, AutotpError, MemoryBoundError, Plan
+from autotp.families import family
+from autotp.planner import plan_captured
+from costmodel import Topology
+from passes.capture import Captured
+
+__all__ = ["plans"]
+
+
+def plans(captured: Captured, topology: Topology, memory: float | None, mode: str = "train") -> dict[str, Plan | str]:
+    """The plan of every family, or in words why it has none.
+
+    A family on fewer axes than it needs to be what its name says (3D on 25 devices) has none.
+    """
+    found: dict[str, Plan | str] = {}
+    for name in FAMILIES:
+        chosen = family(name)
+        try:
+            plan = plan_captured(captured, topology, chosen, memory=memory, mode=mode, time_limit=60.0)
+        except MemoryBoundError:
+            found[name] = "does not fit"
+        except AutotpError:
+            found[name] = "batch too small"
+        else:
+            found[name] = plan if len(plan.mesh_shape) >= chosen.least else "no such mesh"
+    return found
