@@ -12,13 +12,14 @@ TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 4
 # One thread a process: the ranks share the cores, and the order of float sums stays the same.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test exact lint format clean
+.PHONY: help demo test exact tables lint format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train a small GPT, then a small U-Net, on 4 processes; compare with one process"
 	@echo "make test    the tests (minutes)"
 	@echo "make exact   the whole exactness matrix: model x strategy x mesh (long)"
+	@echo "make tables  write the tables in docs/ anew (a quarter of an hour)"
 	@echo "make lint    ruff, mypy, import-linter"
 	@echo "make format  let ruff format the sources"
 	@echo "make clean   remove the environment and every cache"
@@ -38,6 +39,9 @@ test: $(STAMP)
 
 exact: $(STAMP)
 	$(BIN)/python -m pytest -m exact
+
+tables: $(STAMP)
+	for name in volumes rediscovery lower_bound planning_time; do $(BIN)/python -m benchmarks.$$name --write || exit 1; done
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)

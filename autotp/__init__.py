@@ -1,6 +1,6 @@
 """autotp: an unmodified PyTorch model and a description of the cluster become a distributed ``torch.fx.GraphModule``."""
 
-from autotp.errors import AutotpError, MemoryBoundError, PlanMismatchError
+from autotp.errors import AutotpError, BatchError, MemoryBoundError, PlanMismatchError
 from autotp.families import FAMILIES
 from autotp.module import DistributedModule
 from autotp.parallelize import parallelize
@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FAMILIES",
     "AutotpError",
+    "BatchError",
     "DistributedModule",
     "MemoryBoundError",
     "Plan",

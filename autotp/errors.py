@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["AutotpError", "MemoryBoundError", "PlanMismatchError"]
+__all__ = ["AutotpError", "BatchError", "MemoryBoundError", "PlanMismatchError"]
 
 
 class AutotpError(ValueError):
@@ -20,6 +20,10 @@ class MemoryBoundError(AutotpError):
     def __init__(self, message: str, needed: float, available: float) -> None:
         super().__init__(message)
         self.needed, self.available = needed, available
+
+
+class BatchError(AutotpError):
+    """A strategy splits the batch, and the batch of the example inputs does not divide so."""
 
 
 class PlanMismatchError(AutotpError):

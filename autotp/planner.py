@@ -13,7 +13,7 @@ import numpy as np
 from torch import nn
 
 from autotp.describe import AXIS_NAMES, Found, describe_plan
-from autotp.errors import AutotpError, MemoryBoundError
+from autotp.errors import AutotpError, BatchError, MemoryBoundError
 from autotp.families import Family, Restriction, family
 from autotp.folding import fold
 from autotp.ilp import Infeasible, Pruned, Solution, solve
@@ -27,10 +27,6 @@ from passes.capture import Captured, capture
 from passes.factors import analyse
 
 __all__ = ["AXIS_NAMES", "candidate_meshes", "check", "plan", "plan_captured", "prepare"]
-
-
-class _Indivisible(AutotpError):
-    """No operator can split its batch as the family says on this mesh."""
 
 
 def plan(
@@ -149,7 +145,7 @@ def plan_captured(
     model = prepare(captured)
     best: Found | None = None
     lowest, needed = math.inf, math.inf
-    indivisible: _Indivisible | None = None
+    indivisible: BatchError | None = None
     meshes = [mesh] if mesh is not None else list(candidate_meshes(topology.devices, chosen.axes, chosen.least))
     proven, solving = True, 0.0
     structures: dict[tuple[Restriction, int], Structure] = {}
@@ -164,7 +160,7 @@ def plan_captured(
                 left = max(1.0, time_limit - (time.perf_counter() - started))
                 try:
                     assembled, solution, spent = _solve(structures[key], prices, bound, left, cutoff, count)
-                except _Indivisible as error:
+                except BatchError as error:
                     indivisible = error
                     break
                 except Infeasible as error:
@@ -248,7 +244,7 @@ def _check_batch(built: Structure, assembled: Assembled) -> None:
         if n.op == "placeholder" and n.name in model.captured.inputs
     }
     if any(shape and shape[0] % ways for shape in shapes.values()):
-        raise _Indivisible(
+        raise BatchError(
             f"strategy {chosen.family.name!r} splits the batch {ways} ways on mesh {mesh}, but dim 0 of the example inputs "
             f"{shapes} is not divisible by {ways}; choose a batch that is a multiple of {ways}, or another mesh or strategy"
         )

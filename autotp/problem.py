@@ -63,7 +63,7 @@ class _Assembly:
         for edge in self.structure.edges:
             sizes.setdefault(_size(edge), len(sizes))
         self.tariffs = dict(zip(sizes, Tariff.of(list(sizes), self.mesh, self.prices.seconds), strict=True))
-        tensors = [self.tensor(i, edge) for i, edge in enumerate(self.structure.edges)]
+        tensors = [self.tensor(edge) for edge in self.structure.edges]
         for index, memory in self.kept.items():
             nodes[index] = Node(nodes[index].name, nodes[index].cost, nodes[index].memory + memory)
         return Assembled(Problem(tuple(nodes), tuple(tensors), memory_bound), self.structure, self.mesh)
@@ -106,7 +106,7 @@ class _Assembly:
         memory = self.prices.states(elements, rest.value.element_size())
         return np.where(offered, 0.0, np.inf), memory
 
-    def tensor(self, number: int, edge: Edge) -> Tensor:
+    def tensor(self, edge: Edge) -> Tensor:
         prices, shape, itemsize = self.prices, tuple(edge.value.shape), edge.value.element_size()
         regather = np.zeros((len(edge.rows), len(edge.wants)), bool)
         again = np.full(len(edge.wants), edge.parameter) | (edge.products if self.panelled else False)
@@ -122,14 +122,14 @@ class _Assembly:
                 kept = local_elements(shape, edge.rows, self.mesh) * itemsize
                 self.kept[edge.producer] = self.kept.get(edge.producer, 0.0) + edge.count * kept[edge.have]
         temporary = np.where(regather, wanted, 0.0) if edge.parameter else np.zeros(regather.shape)
-        cost = edge.count * self.reshards(number, edge, regather)
+        cost = edge.count * self.reshards(edge, regather)
         if not self.structure.chosen.family.scatters and not edge.parameter:
             scattered = ((edge.rows[:, None, :] == SUM) & (edge.wants[None, :, :] >= 0)).any(axis=-1)
             cost = np.where(scattered, np.inf, cost)
         uses = tuple(Use(index, want) for index, want in edge.uses)
         return Tensor(edge.name, edge.producer, edge.have, uses, cost, memory, temporary)
 
-    def reshards(self, number: int, edge: Edge, regather: np.ndarray) -> np.ndarray:
+    def reshards(self, edge: Edge, regather: np.ndarray) -> np.ndarray:
         """Seconds from every layout that a tensor has to every one wanted, with the gradient's way back."""
         walks, shape, tariff = self.structure.walks, tuple(edge.value.shape), self.tariffs[_size(edge)]
         itemsize = edge.value.element_size()
@@ -137,13 +137,13 @@ class _Assembly:
         def slow(have: np.ndarray, want: np.ndarray) -> np.ndarray:
             return self.prices.volumes(shape, itemsize, have, want)
 
-        seconds = walks.seconds((number, 0), shape, edge.rows, edge.wants, self.mesh, tariff, slow)
+        seconds = walks.seconds(shape, edge.rows, edge.wants, self.mesh, tariff, slow)
         if not self.prices.train:
             return seconds
         seconds = np.where(regather, 2 * seconds, seconds)
         if edge.trained:
             back = np.where(edge.rows == SUM, WHOLE, edge.rows)
-            seconds = seconds + walks.seconds((number, 1), shape, edge.gradients, back, self.mesh, tariff, slow).T
+            seconds = seconds + walks.seconds(shape, edge.gradients, back, self.mesh, tariff, slow).T
         return seconds
 
 

@@ -116,15 +116,22 @@ def _feature(kind: int, group: int, shards: int, axes: int) -> int:
     return (kind << 2 * axes) + (group << axes) + shards
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """The distinct sequences of collectives, ``[sequences, steps]`` features, and which of them each pair needs."""
+
+    sequences: np.ndarray
+    index: np.ndarray
+
+
 class Walks:
     """The collectives between layouts, found once and priced on many meshes."""
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, np.ndarray] = {}
+        self._found: dict[Hashable, _Found] = {}
 
     def seconds(
         self,
-        key: Hashable,
         shape: tuple[int, ...],
         have: np.ndarray,
         want: np.ndarray,
@@ -135,7 +142,6 @@ class Walks:
         """Seconds for every pair, ``[H, W]``.
 
         Args:
-            key: names the tensor: the same key comes with the same shape and layouts.
             shape: of the whole tensor.
             have, want: coded layouts; what those cost that do not fit the shape does not matter.
             mesh: sizes of the axes.
@@ -143,32 +149,39 @@ class Walks:
             slow: (have, want) -> seconds where a layout is uneven.
         """
         rows = np.concatenate([have, want])
-        if not (is_even(shape, rows, mesh) | ~fitting(shape, rows, mesh)).all():
+        devices = math.prod(mesh)
+        if any(size % devices for size in shape) and not (is_even(shape, rows, mesh) | ~fitting(shape, rows, mesh)).all():
             return slow(have, want)
-        signature = key, _cuts_apart(rows, mesh)
+        signature = rows.tobytes(), len(have), _cuts_apart(rows, mesh)
         if signature not in self._found:
             self._found[signature] = self._walk(have, want, mesh)
-        return tariff.seconds[self._found[signature]].sum(axis=0)
+        found = self._found[signature]
+        return np.asarray(tariff.seconds[found.sequences].sum(axis=-1)[found.index])
 
-    def _walk(self, have: np.ndarray, want: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
-        """Features of the steps between all pairs, ``[most steps, H, W]``, 0 where there are fewer."""
+    def _walk(self, have: np.ndarray, want: np.ndarray, mesh: tuple[int, ...]) -> _Found:
         contending = contended(have[:, None, :], want[None, :, :], np.ones((len(have), len(want)), bool), mesh)
         axes = have.shape[-1]
-        features = np.zeros((1, *contending.shape[:-1]), np.int32)
-        count = np.zeros(contending.shape[:-1], np.int64)
+        steps: list[np.ndarray] = []
 
         def visit(kind: str, chosen: tuple[int, ...], where: np.ndarray, layouts: np.ndarray) -> None:
-            nonlocal features
             group = sum(1 << a for a in chosen)
-            shards = sum((layouts[where][:, a] >= 0) * (1 << a) for a in range(axes))
-            if count[where].max() >= len(features):
-                features = np.concatenate([features, np.zeros_like(features[:1])])
-            i, j = np.nonzero(where)
-            features[count[i, j], i, j] = _feature(KINDS.index(kind), group, 0, axes) + shards
-            count[where] += 1
+            shards = sum((layouts[..., a] >= 0) * (1 << a) for a in range(axes))
+            steps.append(np.where(where, _feature(KINDS.index(kind), group, 0, axes) + shards, 0))
 
         _Walk(have, want, contending).run(visit)
-        return features
+        return _distinct(steps, contending.shape[:-1], len(KINDS) << 2 * axes)
+
+
+def _distinct(steps: Sequence[np.ndarray], shape: tuple[int, ...], kinds: int) -> _Found:
+    """The distinct sequences among steps, each an array of ``shape`` of numbers below ``kinds``."""
+    index, first = np.zeros(math.prod(shape), np.int64), np.zeros(1, np.int64)
+    at_once = max(1, (62 - index.size.bit_length()) // kinds.bit_length())  # as many as a 64-bit key has room for
+    for start in range(0, len(steps), at_once):
+        for step in steps[start : start + at_once]:
+            index = index * kinds + step.ravel()
+        _, first, index = np.unique(index, return_index=True, return_inverse=True)
+    sequences = np.stack([np.zeros_like(first), *(step.ravel()[first] for step in steps)], axis=1)
+    return _Found(sequences, index.reshape(shape).astype(np.int32))
 
 
 def _cuts_apart(rows: np.ndarray, mesh: tuple[int, ...]) -> Hashable:

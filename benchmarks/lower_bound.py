@@ -41,7 +41,7 @@ def make() -> str:
     whole, single = [], []
     for batch in BATCHES:
         model, inputs = gpt(2, HIDDEN, HEADS, VOCABULARY, batch, SEQUENCE)
-        captured = capture(model, (), inputs)
+        captured = capture(model, inputs)
         for devices in DEVICES:
             topology = Topology.flat(devices, bandwidth=20e9, latency=0.0, device=device)
             found = plans(captured, topology, math.inf)

@@ -60,16 +60,26 @@ class Chain(nn.Module):
         return x.square().mean()
 
 
-def gpt(layers: int, hidden: int, heads: int, vocabulary: int, batch: int, sequence: int) -> tuple[nn.Module, dict]:
-    """A GPT-2 of that size on ``meta`` with example inputs, for planning."""
+class Loss(nn.Module):
+    """A language model that returns its loss alone: all that a model returns becomes whole on every device."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, labels=tokens).loss
+
+
+def gpt(layers: int, hidden: int, heads: int, vocabulary: int, batch: int, sequence: int) -> tuple[nn.Module, tuple[Tensor]]:
+    """A GPT-2 of that size on ``meta``, which returns its loss, with an example input, for planning."""
     config = transformers.GPT2Config(
         n_layer=layers, n_embd=hidden, n_head=heads, vocab_size=vocabulary, n_positions=sequence, use_cache=False,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     with torch.device("meta"):
-        model = transformers.GPT2LMHeadModel(config).to(torch.bfloat16)
-        tokens = torch.zeros(batch, sequence, dtype=torch.long)
-    return model, {"input_ids": tokens, "labels": tokens}
+        model = Loss(transformers.GPT2LMHeadModel(config).to(torch.bfloat16))
+        return model, (torch.zeros(batch, sequence, dtype=torch.long),)
 
 
 def products(layers: int, hidden: int, heads: int, batch: int, sequence: int) -> tuple[nn.Module, tuple[Tensor]]:

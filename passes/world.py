@@ -9,8 +9,10 @@ has one size; ``launch`` leaves the last step under way.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import math
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -264,7 +266,15 @@ class ProcessWorld(World):
         assert coordinate is not None, "this rank is not part of the mesh"
         super().__init__(tuple(mesh.shape), [tuple(coordinate)])
         self.device_mesh = mesh
-        self._process_groups = {axes: self._make_group(axes) for axes in sorted(set(groups))}
+        atexit.register(_let_go, weakref.ref(mesh))
+        # torch owns the groups: one held here would outlive destroy_process_group.
+        self._process_groups = {axes: weakref.ref(self._make_group(axes)) for axes in sorted(set(groups))}
+
+    def _group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
+        group = self._process_groups[axes]()
+        if group is None:
+            raise RuntimeError("the process group was destroyed (dist.destroy_process_group), but the model still runs")
+        return group
 
     def _make_group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
         if len(axes) == 1:
@@ -283,14 +293,14 @@ class ProcessWorld(World):
         """See ``World.all_reduce``."""
         value = parts[0].clone(memory_format=torch.contiguous_format)
         reduction = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-        work = dist.all_reduce(value, reduction, group=self._process_groups[axes], async_op=True)
+        work = dist.all_reduce(value, reduction, group=self._group(axes), async_op=True)
         return Pending([value], work)
 
     def all_gather(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.all_gather``."""
         part = _as_bytes(parts[0].contiguous())
         result = part.new_empty((self.mesh_shape[axis], *part.shape))
-        group = self._process_groups[(axis,)]
+        group = self._group((axis,))
         work = dist.all_gather_single(result.view(-1), part.view(-1), group=group, async_op=True)
         return Pending([result.view(parts[0].dtype)], work, part)
 
@@ -298,7 +308,7 @@ class ProcessWorld(World):
         """See ``World.reduce_scatter``."""
         part = parts[0].contiguous()
         result = part.new_empty(part.shape[1:])
-        group = self._process_groups[(axis,)]
+        group = self._group((axis,))
         work = dist.reduce_scatter_single(result.view(-1), part.view(-1), group=group, async_op=True)
         return Pending([result], work, part)
 
@@ -306,9 +316,21 @@ class ProcessWorld(World):
         """See ``World.all_to_all``."""
         part = _as_bytes(parts[0].contiguous())
         result = torch.empty_like(part)
-        group = self._process_groups[(axis,)]
+        group = self._group((axis,))
         work = dist.all_to_all_single(result.view(-1), part.view(-1), group=group, async_op=True)
         return Pending([result.view(parts[0].dtype)], work, part)
+
+
+def _let_go(mesh: weakref.ref[DeviceMesh]) -> None:
+    """Makes a mesh forget its process groups before the interpreter ends.
+
+    A ``DeviceMesh`` holds them past ``destroy_process_group``, and caches hold the mesh. The threads of a group that is
+    still there at the end may need the interpreter to free a tensor, and abort the process (pytorch issue 190489).
+    """
+    held = mesh()
+    if held is not None:
+        for one in (held, getattr(held, "_root_mesh", None)):
+            getattr(one, "_pg_registry", {}).clear()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -221,7 +221,7 @@ def test_one_price_for_one_reshard_and_for_the_matrix_of_all():
         (tariff,) = Tariff.of([value.nbytes], mesh, prices.seconds)
         even = is_even(shape, coded, mesh)
         assert even.sum() >= 5
-        fast = Walks().seconds("x", shape, coded[even], coded[even], mesh, tariff, None)
+        fast = Walks().seconds(shape, coded[even], coded[even], mesh, tariff, None)
         np.testing.assert_allclose(fast, slow[np.ix_(even, even)], rtol=1e-9, atol=1e-15)
         for i, have in enumerate(rows):
             for j, want in enumerate(wants):

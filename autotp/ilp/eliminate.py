@@ -6,7 +6,7 @@ table
 
     f(neighbours of o) = min_s ( cost_o[s] + sum over tables of table(s, neighbours) ),
 
-and the argmin is kept to restore ``o`` afterwards. A node with one tensor in and one out is the min-plus
+and the tables are kept to restore ``o`` afterwards. A node with one tensor in and one out is the min-plus
 matrix product of the two; a leaf becomes a cost of its only neighbour. A table is not indexed by its nodes'
 strategies but by what it can tell apart of them (rows, columns, pairs of these), which keeps it small.
 
@@ -28,6 +28,7 @@ from autotp.ilp.problem import Node, Problem, Tensor, Use
 __all__ = ["Core", "eliminate_all", "eliminate_some"]
 
 _LARGEST = 3e7  # entries of a table: 240 MB
+_BLOCK = 1 << 16  # entries that are added up at once, to stay in the cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,12 +44,30 @@ class _Factor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Step:
-    """How to restore an eliminated node: its best strategy for every class of its neighbours."""
+    """How to restore an eliminated node, given the choice of its neighbours.
+
+    Attributes:
+        node: the node.
+        neighbours: those that were left when it went.
+        index: per neighbour, the class of each of its strategies.
+        leaders, costs: the cheapest strategy of each of the node's own classes, and its cost.
+        tables: ``[own class, class of each neighbour]``, 1 long where a table does not mention the neighbour.
+    """
 
     node: int
     neighbours: tuple[int, ...]
     index: tuple[np.ndarray, ...]
-    best: np.ndarray
+    leaders: np.ndarray
+    costs: np.ndarray
+    tables: tuple[np.ndarray, ...]
+
+    def best(self, choice: Sequence[int]) -> int:
+        """The node's best strategy."""
+        at = [int(index[choice[n]]) for n, index in zip(self.neighbours, self.index, strict=True)]
+        total = self.costs
+        for table in self.tables:
+            total = total + table[(slice(None), *(i if size > 1 else 0 for i, size in zip(at, table.shape[1:], strict=True)))]
+        return int(self.leaders[np.argmin(total)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,8 +85,7 @@ class Core:
         for node, strategy in zip(self.nodes, choice, strict=True):
             full[node] = int(strategy)
         for step in reversed(self.steps):
-            at = tuple(int(index[full[n]]) for n, index in zip(step.neighbours, step.index, strict=True))
-            full[step.node] = int(step.best[at])
+            full[step.node] = step.best(full)
         return tuple(full)
 
 
@@ -118,6 +136,18 @@ def _table(factor: _Factor) -> np.ndarray:
         total = total + np.where(counted, tensor.cost[have, np.maximum(want, 0)], 0.0)
         wants.append(want)
     return total
+
+
+def _least(costs: np.ndarray, tables: Sequence[np.ndarray], sizes: tuple[int, ...]) -> np.ndarray:
+    """The least sum of costs and tables over their first axis."""
+    least = np.full(sizes, math.inf)
+    block = max(1, _BLOCK // max(1, math.prod(sizes)))
+    for start in range(0, len(costs), block):
+        total = costs[start : start + block].reshape(-1, *(1 for _ in sizes))
+        for table in tables:
+            total = total + table[start : start + block]
+        np.minimum(least, total.min(axis=0), out=least)
+    return least
 
 
 class _Pool:
@@ -176,20 +206,13 @@ class _Pool:
             shape = [len(own_first), *(len(joint[n][1]) if n in factor.nodes else 1 for n in neighbours)]
             aligned.append(np.transpose(table, at).reshape(shape))
         sizes = tuple(len(joint[n][1]) for n in neighbours)
-        least = np.full(sizes, math.inf)
-        best = np.full(sizes, leader[0])
-        for c in range(len(own_first)):
-            value: np.ndarray = np.asarray(self.unary[node][leader[c]])
-            for table in aligned:
-                value = value + table[c]
-            better = value < least
-            best[better] = leader[c]
-            np.minimum(least, value, out=least)
+        costs = self.unary[node][leader]
+        least = _least(costs, aligned, sizes)
         for factor_node in columns:
             self.of_node[factor_node] = {k: None for k in self.of_node[factor_node] if k in self.factors}
         self.left.discard(node)
         classes = tuple(joint[n][0] for n in neighbours)
-        self.steps.append(_Step(node, neighbours, classes, best))
+        self.steps.append(_Step(node, neighbours, classes, leader, costs, tuple(aligned)))
         # Without neighbours the table is a constant, which nothing is left to carry and nobody needs.
         if neighbours:
             self.add(_Factor(neighbours, classes, sizes, least, None))

@@ -180,16 +180,10 @@ def undominated(problem: Problem, alive: Alive, *, bounded: bool) -> int:
 
 def _relabel(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Representatives of the distinct rows of a matrix, and for each row which of them it equals."""
-    seen: dict[bytes, int] = {}
-    first: list[int] = []
-    same = np.empty(len(values), dtype=int)
-    for number, row in enumerate(np.ascontiguousarray(values)):
-        key = row.tobytes()
-        if key not in seen:
-            seen[key] = len(first)
-            first.append(number)
-        same[number] = seen[key]
-    return np.array(first, dtype=int), same
+    rows = np.ascontiguousarray(values)
+    whole = rows.view(np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))).ravel()
+    _, first, same = np.unique(whole, return_index=True, return_inverse=True)
+    return first, same.reshape(-1)
 
 
 def compact(problem: Problem, alive: Alive, *, bounded: bool) -> Reduced:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autotp.ilp.eliminate import eliminate_all, eliminate_some
+from autotp.ilp.dual import Dual
+from autotp.ilp.eliminate import Core, eliminate_all, eliminate_some
 from autotp.ilp.pieces import Settings
-from autotp.ilp.presolve import compact, consistent
+from autotp.ilp.presolve import Reduced, compact, consistent
 from autotp.ilp.problem import Node, Problem, evaluate, validate
 from autotp.ilp.search import Search
 
@@ -105,14 +106,25 @@ def solve(problem: Problem, *, time_limit: float = 60.0, threads: int = 2, cutof
 
 def _unbounded(problem: Problem, settings: Settings) -> Search:
     """The problem without its memory bound: everything about bytes is dropped, and nodes are eliminated
-    exactly.
+    exactly. With a cutoff, bounds are tried first, on the problem as it is and after cheap eliminations.
     """
     masks = [np.ones(len(node.cost), dtype=bool) for node in problem.nodes]
     if not consistent(problem, masks):
         raise Infeasible(_NO_LAYOUT, math.inf)
-    reduced = compact(problem, masks, bounded=False)
-    core = eliminate_some(reduced.problem)
-    small = core.problem
+    found = Search(problem, settings)
+    stages: list[Reduced | Core] = []
+    small = problem
+    for work in (None, 2e5, 4e6):
+        if work is not None:
+            stages.append(compact(small, masks, bounded=False))
+            stages.append(eliminate_some(stages[-1].problem, work=work))
+            small = stages[-1].problem
+            masks = [np.ones(len(node.cost), dtype=bool) for node in small.nodes]
+        if math.isfinite(settings.cutoff):
+            found.bound = max(found.bound, _raise_bound(small, masks, settings.cutoff))
+            if found.bound >= settings.cutoff or not consistent(small, masks):
+                found.bound = max(found.bound, settings.cutoff)
+                return found
     search = Search(small, settings)
     choice = eliminate_all(small, budget=_EASY)
     if choice is not None:
@@ -120,10 +132,23 @@ def _unbounded(problem: Problem, settings: Settings) -> Search:
     else:
         search.run()
     if search.choice is not None:
-        search.choice = reduced.restore(core.restore(search.choice))
+        for stage in reversed(stages):
+            search.choice = stage.restore(search.choice)
     elif math.isinf(search.bound) and math.isinf(settings.cutoff):
         raise Infeasible(_NO_LAYOUT, math.inf)
     return search
+
+
+def _raise_bound(problem: Problem, masks: list[np.ndarray], cutoff: float) -> float:
+    """A lower bound from two sweeps of duality; strategies that cannot come below the cutoff are cleared."""
+    dual = Dual(replace(problem, memory_bound=math.inf), cutoff)
+    for _ in range(2):
+        floors = dual.sweep()
+        if dual.bound() >= cutoff:
+            break
+    for mask, floor in zip(masks, floors, strict=True):
+        mask &= floor < cutoff
+    return dual.bound()
 
 
 def _fitting(problem: Problem, settings: Settings) -> tuple[int, ...] | None:

@@ -1,4 +1,4 @@
-"""Single cases under torchrun: meta, mismatch, refused, dropout."""
+"""Single cases under torchrun, by name."""
 
 import sys
 
@@ -96,6 +96,21 @@ def local_inputs():
     expected.square().mean().backward()
     for n, p in plain.named_parameters():
         torch.testing.assert_close(parallel.get_parameter(n).grad.full_tensor(), p.grad)
+
+
+def destroyed():
+    """The model does not keep process groups alive, whose threads would outlive the interpreter."""
+    x = torch.ones(2, 4)
+    parallel = autotp.parallelize(nn.Linear(4, 4), None, (x,), strategy="data")
+    parallel(x)
+    dist.destroy_process_group()
+    try:
+        parallel(x)
+    except RuntimeError as error:
+        assert "process group was destroyed" in str(error), error
+    else:
+        raise AssertionError("ran on")
+    dist.init_process_group("gloo")
 
 
 if __name__ == "__main__":
