@@ -71,7 +71,9 @@ class Loss(nn.Module):
         return self.model(input_ids=tokens, labels=tokens).loss
 
 
-def gpt(layers: int, hidden: int, heads: int, vocabulary: int, batch: int, sequence: int) -> tuple[nn.Module, tuple[Tensor]]:
+def gpt(
+    layers: int, hidden: int, heads: int, vocabulary: int, batch: int, sequence: int
+) -> tuple[nn.Module, tuple[Tensor]]:
     """A GPT-2 of that size on ``meta``, which returns its loss, with an example input, for planning."""
     config = transformers.GPT2Config(
         n_layer=layers, n_embd=hidden, n_head=heads, vocab_size=vocabulary, n_positions=sequence, use_cache=False,

@@ -79,7 +79,7 @@ def outcome(setting: Setting) -> dict[str, Plan | str]:
     seconds = {name: plan.predicted.step_seconds for name, plan in found.items() if isinstance(plan, Plan)}
     least = min(seconds.values())
     if seconds["auto"] > least:
-        raise SystemExit(f"{setting.family}: auto takes {seconds['auto']:.6g} s, {min(seconds, key=seconds.__getitem__)} less")
+        raise SystemExit(f"{setting.family}: auto is beaten by {min(seconds, key=seconds.__getitem__)}: {seconds}")
     del seconds["auto"]
     if seconds.get(setting.family, float("inf")) > min(seconds.values()) * (1 + 1e-9):
         raise SystemExit(f"{setting.family}: beaten by {min(seconds, key=seconds.__getitem__)}: {seconds}")

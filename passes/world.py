@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # DTensor imports it later, when its default arguments would keep the group alive
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -266,15 +267,8 @@ class ProcessWorld(World):
         assert coordinate is not None, "this rank is not part of the mesh"
         super().__init__(tuple(mesh.shape), [tuple(coordinate)])
         self.device_mesh = mesh
-        atexit.register(_let_go, weakref.ref(mesh))
-        # torch owns the groups: one held here would outlive destroy_process_group.
-        self._process_groups = {axes: weakref.ref(self._make_group(axes)) for axes in sorted(set(groups))}
-
-    def _group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
-        group = self._process_groups[axes]()
-        if group is None:
-            raise RuntimeError("the process group was destroyed (dist.destroy_process_group), but the model still runs")
-        return group
+        self._process_groups = {axes: self._make_group(axes) for axes in sorted(set(groups))}
+        atexit.register(_let_go, weakref.ref(self))
 
     def _make_group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
         if len(axes) == 1:
@@ -293,14 +287,14 @@ class ProcessWorld(World):
         """See ``World.all_reduce``."""
         value = parts[0].clone(memory_format=torch.contiguous_format)
         reduction = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-        work = dist.all_reduce(value, reduction, group=self._group(axes), async_op=True)
+        work = dist.all_reduce(value, reduction, group=self._process_groups[axes], async_op=True)
         return Pending([value], work)
 
     def all_gather(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.all_gather``."""
         part = _as_bytes(parts[0].contiguous())
         result = part.new_empty((self.mesh_shape[axis], *part.shape))
-        group = self._group((axis,))
+        group = self._process_groups[(axis,)]
         work = dist.all_gather_single(result.view(-1), part.view(-1), group=group, async_op=True)
         return Pending([result.view(parts[0].dtype)], work, part)
 
@@ -308,7 +302,7 @@ class ProcessWorld(World):
         """See ``World.reduce_scatter``."""
         part = parts[0].contiguous()
         result = part.new_empty(part.shape[1:])
-        group = self._group((axis,))
+        group = self._process_groups[(axis,)]
         work = dist.reduce_scatter_single(result.view(-1), part.view(-1), group=group, async_op=True)
         return Pending([result], work, part)
 
@@ -316,21 +310,22 @@ class ProcessWorld(World):
         """See ``World.all_to_all``."""
         part = _as_bytes(parts[0].contiguous())
         result = torch.empty_like(part)
-        group = self._group((axis,))
+        group = self._process_groups[(axis,)]
         work = dist.all_to_all_single(result.view(-1), part.view(-1), group=group, async_op=True)
         return Pending([result.view(parts[0].dtype)], work, part)
 
 
-def _let_go(mesh: weakref.ref[DeviceMesh]) -> None:
-    """Makes a mesh forget its process groups before the interpreter ends.
+def _let_go(world: weakref.ref[ProcessWorld]) -> None:
+    """Forgets a world's process groups before the interpreter ends.
 
-    A ``DeviceMesh`` holds them past ``destroy_process_group``, and caches hold the mesh. The threads of a group that is
-    still there at the end may need the interpreter to free a tensor, and abort the process (pytorch issue 190489).
+    The threads of a group that is still there at the end may need the interpreter to free a tensor, and then abort the
+    process (pytorch issue 190489). ``destroy_process_group`` does not end them: the world and its ``DeviceMesh`` hold them.
     """
-    held = mesh()
+    held = world()
     if held is not None:
-        for one in (held, getattr(held, "_root_mesh", None)):
-            getattr(one, "_pg_registry", {}).clear()
+        held._process_groups.clear()
+        for mesh in (held.device_mesh, getattr(held.device_mesh, "_root_mesh", None)):
+            getattr(mesh, "_pg_registry", {}).clear()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

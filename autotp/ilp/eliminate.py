@@ -66,7 +66,8 @@ class _Step:
         at = [int(index[choice[n]]) for n, index in zip(self.neighbours, self.index, strict=True)]
         total = self.costs
         for table in self.tables:
-            total = total + table[(slice(None), *(i if size > 1 else 0 for i, size in zip(at, table.shape[1:], strict=True)))]
+            place = tuple(i if size > 1 else 0 for i, size in zip(at, table.shape[1:], strict=True))
+            total = total + np.moveaxis(table, 0, -1)[place]
         return int(self.leaders[np.argmin(total)])
 
 
