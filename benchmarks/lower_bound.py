@@ -63,7 +63,9 @@ What the four linears of a GPT-3-175B layer (hidden size {HIDDEN}) move, forward
 device must move when nothing rests in copies (`costmodel/bounds.py`). The planner minimises time, compute and memory
 traffic of all other operators included, on a flat machine of A100s with links of 20 GB/s, without latency and
 without a memory bound. A ratio below 1 comes from copies that cost memory instead: whole weights at rest (data
-parallelism moves none in the forward pass), an input that is gathered once for two products.
+parallelism moves none in the forward pass), an input that is gathered once for two products. The three
+products of a linear, one forward and two backward, need each of its three matrices twice; who keeps what it gathered
+moves four of the six: 2/3.
 
 All four together:
 
