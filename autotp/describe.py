@@ -20,12 +20,12 @@ from autotp.structure import Model
 from costmodel import bounds
 from passes.factors import Value, value_of
 from passes.layout import Layout, describe
-from passes.panel import Loop, loops
+from passes.panel import Loop, data_position, loops
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import name_of, rule_of
 from passes.strategy import SUM, Strategy, Want, whole_layout
 
-__all__ = ["AXIS_NAMES", "Found", "describe_plan"]
+__all__ = ["AXIS_NAMES", "Found", "describe_plan", "memory_of"]
 
 #: Names of mesh axes, outermost first.
 AXIS_NAMES = ("x", "y", "z", "w")
@@ -53,6 +53,15 @@ class Found:
 def describe_plan(model: Model, found: Found, **told: Any) -> Plan:
     """The plan of a solution; ``told`` are the plan's fields that the solution does not decide."""
     return _Description(model, found).plan(**told)
+
+
+def memory_of(model: Model, found: Found) -> float:
+    """Bytes on each device, with gathered operands that the solution thought a loop of panels would gather again."""
+    if found.panels == 1 or not found.prices.train:
+        return found.solution.memory
+    description = _Description(model, found)
+    description.panels()
+    return description.memory()
 
 
 class _Description:
@@ -124,7 +133,7 @@ class _Description:
             topology=self.prices.topology,
             operators=tuple(planned),
             layouts=resting,
-            predicted=Predicted(step, compute, communication, communication, self.found.solution.memory),
+            predicted=Predicted(step, compute, communication, communication, self.memory()),
             model_hash=fingerprint(self.captured),
             optimizer=self.prices.optimizer,
             **told,
@@ -159,7 +168,7 @@ class _Description:
             if isinstance(leaf, fx.Node) and value_of(leaf) in self.layouts:
                 readers[value_of(leaf), Want(whole, whole)] += []
                 tensors[value_of(leaf)] = leaf
-        again = {(value_of(loop.data), node) for loop in self.loops for node in loop.members if loop.absorbed[0]}
+        again = self.again()
         origins = self.origins()
         found: dict[fx.Node, Price] = defaultdict(lambda: NOTHING)
         unassigned = 0.0
@@ -182,6 +191,26 @@ class _Description:
                 share = found[user]
                 found[user] = Price(0.0, share[1] + price[1] / len(charged), share[2] + price[2] / len(charged))
         return found, unassigned
+
+    def again(self) -> set[tuple[Value, fx.Node]]:
+        """Which products gather their data operand again for the backward pass: (operand, product)."""
+        return {(value_of(loop.data), node) for loop in self.loops for node in loop.members if loop.absorbed[0]}
+
+    def memory(self) -> float:
+        """See ``memory_of``."""
+        kept: dict[tuple[Value, Layout], float] = {}
+        if self.found.panels != 1 and self.prices.train:
+            again = self.again()
+            for node in self.model.operators:
+                position = data_position(node)
+                if position is None:
+                    continue
+                operand = operands_of(node)[position]
+                value, want = value_of(operand), self.strategies[node.name].wants[position].layout
+                made = value[0].op != "placeholder" and operand.meta["val"].dtype.is_floating_point
+                if made and want != self.layouts[value] and (value, node) not in again:
+                    kept[value, want] = self.prices.bytes(operand.meta["val"], want)
+        return self.found.solution.memory + sum(kept.values())
 
     def origins(self) -> dict[Value, fx.Node]:
         """A tensor of partial sums -> the operator that made them, which may have passed them on since."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from autotp.describe import AXIS_NAMES, Found, describe_plan
+from autotp.describe import AXIS_NAMES, Found, describe_plan, memory_of
 from autotp.errors import AutotpError, BatchError, MemoryBoundError
 from autotp.families import Family, Restriction, family
 from autotp.folding import fold
@@ -170,8 +170,12 @@ def plan_captured(
                 proven = proven and (isinstance(solution, Pruned) or solution.optimal)
                 if isinstance(solution, Solution):
                     lowest = min(lowest, solution.bound)
-                    if best is None or solution.seconds < best.solution.seconds:
-                        best = Found(assembled, solution, prices, count)
+                    found = Found(assembled, solution, prices, count)
+                    used = memory_of(model, found)
+                    if used > bound:
+                        needed, proven = min(needed, used), False
+                    elif best is None or solution.seconds < best.solution.seconds:
+                        best = found
                 if not solution.bound_binds:
                     break
     if best is None and indivisible is not None and math.isinf(needed):

@@ -18,7 +18,7 @@ from costmodel import volumes
 from passes.capture import capture
 from passes.counting import CountingWorld
 
-BATCH, SEQUENCE, HIDDEN, HEADS, INNER = 32, 4, 64, 16, 128
+BATCH, SEQUENCE, HIDDEN, HEADS, INNER = 128, 1, 64, 16, 128
 
 #: (family, roles of the mesh axes, mesh, values of the closed form's symbols); Tesseract's meshes as [q, q, d].
 SCHEMES = [

@@ -116,3 +116,16 @@ def test_low_precision_sums_are_kept_in_single_precision():
 def test_a_wrong_number_is_refused(panels):
     with pytest.raises(AutotpError, match="give a positive number"):
         planned(Chain(1, 8, 8), torch.randn(4, 2, 8), "auto", (2,), panels)
+
+
+def test_memory_counts_operands_that_no_loop_gathers_again():
+    """Where the number of panels does not divide, the gathered operand is kept after all, and the plan says so."""
+    model = nn.Sequential(nn.Linear(24, 36, bias=False), nn.Tanh(), nn.Linear(36, 24, bias=False), nn.Tanh())
+    args = (torch.randn(12, 24),)
+    memory = {}
+    for panels in (1, 3, 5):
+        plan = autotp.plan(model, autotp.Topology.flat(4), args, strategy="summa-2d", mesh=(2, 2), panels=panels)
+        memory[panels] = plan.predicted.memory_bytes
+        assert all(op.panels in (1, panels) for op in plan.operators)
+        assert any(op.panels == 3 for op in plan.operators) == (panels == 3)
+    assert memory[3] < memory[1] <= memory[5]
