@@ -19,7 +19,7 @@ help:
 	@echo "make demo    train a small GPT, then a small U-Net, on 4 processes; compare with one process"
 	@echo "make test    the tests (minutes)"
 	@echo "make exact   the whole exactness matrix: model x strategy x mesh (long)"
-	@echo "make tables  write the tables in docs/ anew (a quarter of an hour)"
+	@echo "make tables  write the tables in docs/ anew (minutes)"
 	@echo "make lint    ruff, mypy, import-linter"
 	@echo "make format  let ruff format the sources"
 	@echo "make clean   remove the environment and every cache"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autotp import FAMILIES, AutotpError, MemoryBoundError, Plan
+from autotp import FAMILIES, BatchError, MemoryBoundError, Plan
 from autotp.families import family
 from autotp.planner import plan_captured
 from costmodel import Topology
@@ -23,7 +23,7 @@ def plans(captured: Captured, topology: Topology, memory: float | None, mode: st
             plan = plan_captured(captured, topology, chosen, memory=memory, mode=mode, time_limit=60.0)
         except MemoryBoundError:
             found[name] = "does not fit"
-        except AutotpError:
+        except BatchError:
             found[name] = "batch too small"
         else:
             found[name] = plan if len(plan.mesh_shape) >= chosen.least else "no such mesh"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 
 from autotp import FAMILIES, Plan, PlannedOperator
@@ -36,7 +35,6 @@ def ratio(operators: list[PlannedOperator]) -> str:
 
 def make() -> str:
     """Plans GPT-3 layers with every family and compares what the four linears move with what they must."""
-    logging.getLogger("autotp").setLevel(logging.ERROR)
     device = Topology.load("dgx-a100").device
     whole, single = [], []
     for batch in BATCHES:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import statistics
 import time
 from dataclasses import replace
@@ -37,7 +36,6 @@ SPACES = {
 
 def make() -> str:
     """Plans a GPT with each space and compares the planning times."""
-    logging.getLogger("autotp").setLevel(logging.ERROR)
     model, inputs = gpt(8, 4096, 32, 32000, 64, 2048)
     captured = capture(model, inputs)
     rows = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +87,6 @@ def outcome(setting: Setting) -> dict[str, Plan | str]:
 
 def make() -> str:
     """Plans every setting with every family and compares their predicted steps."""
-    logging.getLogger("autotp").setLevel(logging.ERROR)
     winners, margins = [], []
     for setting in SETTINGS:
         found = outcome(setting)

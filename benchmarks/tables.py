@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import platform
 import sys
@@ -29,6 +30,7 @@ def command(name: str, file: str, make: Callable[[], str]) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=make.__doc__)
     parser.add_argument("--write", action="store_true", help=f"write docs/{file} too")
     chosen = parser.parse_args()
+    logging.getLogger("autotp").setLevel(logging.ERROR)  # what each of hundreds of plans replicates is no news
     text = make()
     sys.stdout.write(text)
     if chosen.write:

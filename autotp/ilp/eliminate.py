@@ -67,7 +67,7 @@ class _Step:
         total = self.costs
         for table in self.tables:
             place = tuple(i if size > 1 else 0 for i, size in zip(at, table.shape[1:], strict=True))
-            total = total + np.moveaxis(table, 0, -1)[place]
+            total = total + table[:, *place]
         return int(self.leaders[np.argmin(total)])
 
 
