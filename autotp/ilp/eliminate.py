@@ -66,8 +66,8 @@ class _Step:
         at = [int(index[choice[n]]) for n, index in zip(self.neighbours, self.index, strict=True)]
         total = self.costs
         for table in self.tables:
-            place = tuple(i if size > 1 else 0 for i, size in zip(at, table.shape[1:], strict=True))
-            total = total + table[:, *place]
+            place = [i if size > 1 else 0 for i, size in zip(at, table.shape[1:], strict=True)]
+            total = total + table.T[tuple(reversed(place))]
         return int(self.leaders[np.argmin(total)])
 
 
