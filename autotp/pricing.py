@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autotp.resharding import volumes
-from costmodel import Link, Topology, collectives, compute, memory
+from costmodel import Topology, collectives, compute, memory
 from passes.codes import local_elements
 from passes.factors import Operator
 from passes.layout import Layout, local_shape
@@ -50,7 +50,6 @@ class Prices:
 
     def __init__(self, topology: Topology, mesh: tuple[int, ...], *, train: bool = True, optimizer: str = "adamw") -> None:
         self.topology, self.mesh, self.train, self.optimizer = topology, mesh, train, optimizer
-        self.links = topology.links(mesh)
         self.collective = lru_cache(maxsize=None)(self._collective)
         self.moving = lru_cache(maxsize=None)(self._moving)
 
@@ -61,9 +60,8 @@ class Prices:
 
     def seconds(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
         """Seconds of a collective over ``axes`` for many sizes, in bytes of the larger tensor on one device."""
-        ways = math.prod(self.mesh[a] for a in axes)
-        link = Link(ways, min(self.links[a].bandwidth for a in axes), max(self.links[a].latency for a in axes), ())
-        return np.asarray(collectives.seconds(kind, ways, volumes, link))
+        link = self.topology.link(self.mesh, axes, kind)
+        return np.asarray(collectives.of_link(kind, volumes, link, self.topology.library))
 
     def _moving(self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout) -> tuple[float, float]:
         """(seconds, bytes received) of the steps from one layout to another."""

@@ -4,26 +4,32 @@ Imports no torch, so that plans can be made where none is installed.
 """
 
 from . import collectives, compute, memory, units
-from .collectives import EXPRESSIONS, bytes_moved
+from .collectives import EXPRESSIONS, LIBRARIES, bytes_moved
 from .collectives import seconds as collective_seconds
 from .compute import ROOFLINE
 from .compute import seconds as compute_seconds
-from .device import DTYPES
+from .device import DTYPES, KINDS
 from .errors import TopologyError, UnitError
 from .formula import Number, compile_formula
+from .links import COLLECTIVES, Measured, Stage
 from .memory import OPTIMIZERS, state_bytes
 from .topology import Device, Level, Link, Topology
 from .units import format_quantity, parse_quantity
 
 __all__ = [
+    "COLLECTIVES",
     "DTYPES",
     "EXPRESSIONS",
+    "KINDS",
+    "LIBRARIES",
     "OPTIMIZERS",
     "ROOFLINE",
     "Device",
     "Level",
     "Link",
+    "Measured",
     "Number",
+    "Stage",
     "Topology",
     "TopologyError",
     "UnitError",

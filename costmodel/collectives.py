@@ -1,16 +1,22 @@
-"""What a collective costs and moves.
+"""What a collective costs and moves, by the algorithms that communication libraries use; the least is taken.
 
 Symbols: **n** ranks; **V** bytes of the whole tensor (all_gather: its output; reduce_scatter: its input;
-all_reduce and broadcast: the tensor; all_to_all: one rank's local tensor); **alpha** latency in seconds per
-message; **beta** bandwidth in bytes/s of one ring in one direction.
+all_reduce and broadcast: the tensor; all_to_all: one rank's local tensor). Of the interconnect, in seconds:
+**lambda_ring** latency of all hops of a ring but one; **lambda_tree** latency from a tree's leaves to its root;
+**lambda_levels** latency of one ring per level, level after level; **lambda_pairs** latency of a message to every other
+rank in turn. In bytes/s: **beta** one ring's bandwidth over all levels. In seconds per byte: **sigma** gathering level
+after level; **chi** exchanging with all. `costmodel.links.Link` gives each of them. On one level with latency alpha they
+are (n-1) alpha, ceil(log2 n) alpha, (n-1) alpha, (n-1) alpha, beta, (n-1)/n/beta and (n-1)/n/beta.
 
 Sources: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", IJHPCA
-19(1), 2005 (ring and recursive all_gather and reduce_scatter, pairwise all_to_all, binomial and scatter +
+19(1), 2005 (ring, recursive doubling and halving, pairwise all_to_all, binomial and scatter +
 all-gather broadcast); the bandwidth terms agree with Tensor3D / AxoNN, arXiv 2305.13525 and 2502.08145, eq.
 1-7. The tree all-reduce is the double binary tree of Sanders, Speck, Träff, "Two-tree algorithms for full
 bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009, which NCCL uses: all the bandwidth,
 logarithmic latency. That all_gather and reduce_scatter have only linear latency is what ends FSDP's scaling
-(arXiv 2411.13055).
+(arXiv 2411.13055). A ring's latency is that of its hops, most of which stay inside a node: NCCL's own tuning model,
+src/graph/tuning.cc, counts them so. The hierarchical all-reduce (reduce_scatter inside, all_reduce outside, all_gather
+inside): Cho et al., "BlueConnect", SysML 2019.
 """
 
 from __future__ import annotations
@@ -18,16 +24,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import sympy
 from sympy.codegen.cfunctions import log2
 
 from .errors import suggestion
 from .formula import Number, compile_formula
+from .links import Link
 
 __all__ = [
+    "ALGORITHMS",
     "EXPRESSIONS",
+    "LIBRARIES",
     "TRAFFIC",
     "LinkLike",
     "V",
@@ -35,34 +44,95 @@ __all__ = [
     "beta",
     "bytes_moved",
     "evaluate",
+    "expression",
     "n",
+    "of_link",
     "seconds",
 ]
 
 n, V, alpha, beta = sympy.symbols("n V alpha beta", positive=True)
+lambda_ring, lambda_tree, lambda_levels, lambda_pairs = sympy.symbols(
+    "lambda_ring lambda_tree lambda_levels lambda_pairs", nonnegative=True
+)
+sigma, chi = sympy.symbols("sigma chi", nonnegative=True)
+
+SYMBOLS = (n, V, beta, sigma, chi, lambda_ring, lambda_tree, lambda_levels, lambda_pairs)
 
 _share = (n - 1) / n
 # log2 rather than log(n, 2): a quotient of two logarithms lands beside the integer at some powers of two,
 # and the ceiling would then count a step too many.
 _depth = sympy.ceiling(log2(n))
-_ring = _share * V / beta + (n - 1) * alpha
+_ring = _share * V / beta + lambda_ring
+_doubling = _share * V / beta + lambda_tree
+_levels = sigma * V + lambda_levels
 
-EXPRESSIONS: Mapping[str, sympy.Expr] = MappingProxyType(
+ALGORITHMS: Mapping[str, Mapping[str, sympy.Expr]] = MappingProxyType(
     {
-        "all_reduce": sympy.Min(2 * _ring, 2 * _depth * alpha + 2 * V / beta),
-        "all_gather": _ring,
-        "reduce_scatter": _ring,
-        "all_to_all": _ring,
-        "broadcast": sympy.Min(_depth * (alpha + V / beta), (_depth + n - 1) * alpha + 2 * _share * V / beta),
+        "all_reduce": {
+            "ring": 2 * _ring,
+            "tree": 2 * V / beta + 2 * lambda_tree,
+            "halving-doubling": 2 * _doubling,
+            "hierarchical": 2 * _levels,
+        },
+        "all_gather": {"ring": _ring, "doubling": _doubling, "hierarchical": _levels},
+        "reduce_scatter": {"ring": _ring, "halving": _doubling, "hierarchical": _levels},
+        "all_to_all": {"pairwise": chi * V + lambda_pairs},
+        "broadcast": {
+            "binomial": _depth * V / beta + lambda_tree,
+            "scatter and all-gather": 2 * _share * V / beta + lambda_tree + lambda_ring,
+        },
     }
 )
-"""Seconds of each collective in the symbols n, V, alpha, beta; 0 at n = 1."""
+"""Seconds of each collective by each algorithm, in `SYMBOLS`; 0 at n = 1 but for the tree's bytes."""
+
+_ALL = frozenset(name for found in ALGORITHMS.values() for name in found)
+
+LIBRARIES: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "nccl": _ALL - {"halving-doubling", "doubling", "halving", "hierarchical"},
+        "gloo": _ALL - {"halving-doubling", "doubling", "halving", "hierarchical", "tree"},
+        "mpi": _ALL - {"tree"},
+    }
+)
+"""Which algorithms each library has. NCCL: rings and, for all_reduce, trees. Gloo: rings. MPI: recursive ones as well."""
 
 TRAFFIC: Mapping[str, sympy.Expr] = MappingProxyType(
-    {kind: (2 if kind == "all_reduce" else 1) * _share * V for kind in EXPRESSIONS}
+    {kind: (2 if kind == "all_reduce" else 1) * _share * V for kind in ALGORITHMS}
 )
 """Bytes that each device receives (broadcast: on average, the root receiving none), in the symbols n and
 V."""
+
+_UNIFORM = {
+    sigma: _share / beta,
+    chi: _share / beta,
+    lambda_ring: (n - 1) * alpha,
+    lambda_tree: _depth * alpha,
+    lambda_levels: (n - 1) * alpha,
+    lambda_pairs: (n - 1) * alpha,
+}
+
+
+def _known(table: Mapping, kind: str) -> Any:
+    if kind not in table:
+        raise ValueError(f"no collective is called {kind!r}{suggestion(kind, table)}")
+    return table[kind]
+
+
+def expression(kind: str, library: str = "nccl") -> sympy.Expr:
+    """Seconds of a collective, the least over the library's algorithms, in `SYMBOLS`.
+
+    Raises:
+        ValueError: no collective is called ``kind``, or no library ``library``.
+    """
+    if library not in LIBRARIES:
+        raise ValueError(f"no library is called {library!r}{suggestion(library, LIBRARIES)}")
+    return sympy.Min(*(e for name, e in _known(ALGORITHMS, kind).items() if name in LIBRARIES[library]))
+
+
+EXPRESSIONS: Mapping[str, sympy.Expr] = MappingProxyType(
+    {kind: expression(kind).subs(_UNIFORM, simultaneous=True) for kind in ALGORITHMS}
+)
+"""Seconds of each collective of NCCL's on one level in the symbols n, V, alpha, beta; 0 at n = 1."""
 
 
 class LinkLike(Protocol):
@@ -78,7 +148,7 @@ class LinkLike(Protocol):
 
 
 def evaluate(kind: str, n: Number, V: Number, alpha: Number, beta: Number) -> Number:
-    """Seconds of a collective, for one or many rows at once.
+    """Seconds of a collective on one level, for one or many rows at once.
 
     Args:
         kind: a key of `EXPRESSIONS`.
@@ -97,7 +167,7 @@ def evaluate(kind: str, n: Number, V: Number, alpha: Number, beta: Number) -> Nu
 
 
 def seconds(kind: str, n: Number, V: Number, link: LinkLike) -> Number:
-    """Seconds of a collective over one link; see `evaluate`.
+    """Seconds of a collective over one link of one level; see `evaluate`.
 
     Args:
         kind: a key of `EXPRESSIONS`.
@@ -109,6 +179,40 @@ def seconds(kind: str, n: Number, V: Number, link: LinkLike) -> Number:
         ValueError: no collective is called ``kind``.
     """
     return _compiled_seconds(kind)(n, V, link.latency, link.bandwidth)
+
+
+def of_link(kind: str, V: Number, link: Link, library: str = "nccl") -> Number:
+    """Seconds of a collective among the devices of a link, level by level, by the library's fastest algorithm.
+
+    Args:
+        kind: a key of `ALGORITHMS`.
+        V: bytes of the whole tensor, as the module's docstring says.
+        link: the devices that take part, and what they see of the interconnect.
+        library: a key of `LIBRARIES`.
+
+    Returns:
+        Seconds, of the shape of ``V``; 0 for one device.
+
+    Raises:
+        ValueError: no collective is called ``kind``, or no library ``library``.
+    """
+    if link.size == 1:
+        return 0.0 * V
+    return _compiled_of_link(kind, library)(V, *figures(link))
+
+
+def figures(link: Link) -> tuple[float, ...]:
+    """The values of `SYMBOLS` but V for a link."""
+    return (
+        float(link.size),
+        link.bandwidth,
+        link.staged_rate,
+        link.exchange_rate,
+        link.ring_latency,
+        link.tree_latency,
+        link.staged_latency,
+        link.exchange_latency,
+    )
 
 
 def bytes_moved(kind: str, n: Number, V: Number) -> Number:
@@ -128,11 +232,10 @@ def _compiled_seconds(kind: str) -> Callable[..., Number]:
 
 
 @functools.cache
+def _compiled_of_link(kind: str, library: str) -> Callable[..., Number]:
+    return compile_formula((V, *(s for s in SYMBOLS if s != V)), expression(kind, library))
+
+
+@functools.cache
 def _compiled_traffic(kind: str) -> Callable[..., Number]:
     return compile_formula((n, V), _known(TRAFFIC, kind))
-
-
-def _known(table: Mapping[str, sympy.Expr], kind: str) -> sympy.Expr:
-    if kind not in table:
-        raise ValueError(f"no collective is called {kind!r}{suggestion(kind, table)}")
-    return table[kind]

@@ -4,6 +4,12 @@ Symbols: **F** FLOP; **Q** bytes read and written in the device's memory; **P** 
 memory bandwidth in bytes/s; **L** seconds per kernel launch. Source: Williams, Waterman, Patterson,
 "Roofline", CACM 52(4), 2009, with the launch added.
 
+Matrix products reach their rate only when they are large. Symbols: **m, k, n** dims of the local product; **h** the size
+at which one dim alone halves the rate; **eta** the share of the peak rate that large ones reach; **s** the measured
+slowdown of a kind of operator against this formula. One term a dim, because work is cut into tiles in each: the form is
+fitted, not derived, and `autotp calibrate` reports how well it fits. The backward products have the same three dims in
+another order, so they run at the same rate.
+
 The launch is the same for every strategy of an operator, so it decides nothing between them; it is a term
 added, never a maximum taken with it, because a maximum would hide the differences between strategies of small
 operators. For the same reason the memory term stays in: splitting a memory-bound operator shortens it,
@@ -20,30 +26,55 @@ import sympy
 from .device import Device
 from .formula import Number, compile_formula
 
-__all__ = ["ROOFLINE", "B", "F", "L", "P", "Q", "seconds"]
+__all__ = ["KERNEL", "ROOFLINE", "SMALL", "B", "F", "L", "P", "Q", "eta", "h", "k", "m", "n", "s", "seconds"]
 
-F, Q, L = sympy.symbols("F Q L", nonnegative=True)
-P, B = sympy.symbols("P B", positive=True)
+F, Q, L, h = sympy.symbols("F Q L h", nonnegative=True)
+P, B, eta, s, m, k, n = sympy.symbols("P B eta s m k n", positive=True)
 
 ROOFLINE: sympy.Expr = sympy.Max(F / P, Q / B) + L
 """Seconds of one kernel in the symbols F, Q, P, B, L."""
 
+SMALL: sympy.Expr = (1 + h / m) * (1 + h / k) * (1 + h / n)
+"""How many times longer a matrix product takes for being small, in the symbols m, k, n, h."""
 
-def seconds(flop: Number, bytes: Number, device: Device, dtype: str) -> Number:
-    """Seconds of one kernel.
+KERNEL: sympy.Expr = s * sympy.Max(F * SMALL / (eta * P), Q / B) + L
+"""Seconds of one kernel with the efficiency of its size and kind; ``ROOFLINE`` where h = 0 and eta = s = 1."""
+
+_NO_DIMS = (1.0, 1.0, 1.0)
+
+
+def seconds(
+    flop: Number,
+    bytes: Number,
+    device: Device,
+    dtype: str,
+    *,
+    dims: tuple[Number, Number, Number] | None = None,
+    kind: str = "",
+    launches: Number = 1.0,
+) -> Number:
+    """Seconds of one operator.
 
     Args:
         flop: floating-point operations on one device.
         bytes: bytes that one device reads and writes in its memory.
         device: gives the rates and the launch.
         dtype: the dtype that is computed in, with or without ``torch.`` before it.
+        dims: m, k, n of the product that one device multiplies; None where the operator is none.
+        kind: one of ``costmodel.device.KINDS``, whose measured slowdown counts.
+        launches: how many kernels share the work.
 
     Returns:
-        Seconds, of the broadcast shape of ``flop`` and ``bytes``.
+        Seconds, of the broadcast shape of the arguments.
     """
-    return _compiled()(flop, bytes, device.peak(dtype), device.memory_bandwidth, device.launch)
+    half, sizes = (0.0, _NO_DIMS) if dims is None else (device.half_size, dims)
+    slowdown = device.slowdown.get(kind, 1.0)
+    launch = device.launch * launches
+    return _compiled()(
+        flop, bytes, device.peak(dtype), device.memory_bandwidth, launch, device.efficiency, half, slowdown, *sizes
+    )
 
 
 @functools.cache
 def _compiled() -> Callable[..., Number]:
-    return compile_formula((F, Q, P, B, L), ROOFLINE)
+    return compile_formula((F, Q, P, B, L, eta, h, s, m, k, n), KERNEL)

@@ -10,10 +10,22 @@ from typing import Any
 from .errors import TopologyError, suggestion
 from .tables import Table
 
-__all__ = ["DTYPES", "Device"]
+__all__ = ["DTYPES", "KINDS", "Device"]
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 """The dtype names for which a device may give a peak rate."""
+
+KINDS = ("product", "convolution", "attention", "norm", "softmax", "pointwise", "gather", "copy")
+"""Kinds of operators whose speed is measured apart."""
+
+_OPTIONAL: Mapping[str, Any] = {
+    "efficiency": 1.0,
+    "half_size": 0.0,
+    "slowdown": {},
+    "idle_power": 0.0,
+    "busy_power": 0.0,
+    "price": 0.0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +38,14 @@ class Device:
         memory: bytes.
         memory_bandwidth: bytes/s between the device and its own memory.
         launch: seconds that starting one kernel costs.
+        efficiency: share of the peak rate that large matrix products reach.
+        half_size: a matrix product with one dim of this size runs at half that rate: small shards are slower. 0: never.
+        slowdown: kind of operator (one of `KINDS`) -> its seconds over those of the roofline, measured.
+        idle_power, busy_power: watts that the device draws waiting and computing, with its share of the node; 0: not known.
+        price: of one device-hour, in any currency; 0: not known.
 
     Raises:
-        TopologyError: a figure is missing, not finite or not positive, or a dtype name is unknown.
+        TopologyError: a figure is missing, not finite or not positive, or the name of a dtype or kind is unknown.
     """
 
     name: str
@@ -36,6 +53,12 @@ class Device:
     memory: float
     memory_bandwidth: float
     launch: float
+    efficiency: float = 1.0
+    half_size: float = 0.0
+    slowdown: Mapping[str, float] = field(default_factory=dict, hash=False)
+    idle_power: float = 0.0
+    busy_power: float = 0.0
+    price: float = 0.0
 
     def __post_init__(self) -> None:
         """Checks the figures."""
@@ -48,8 +71,18 @@ class Device:
             raise TopologyError(f"{where}: flops: 'float32' is missing; the other dtypes fall back on it")
         _positive(self.memory, f"{where}: memory")
         _positive(self.memory_bandwidth, f"{where}: memory_bandwidth")
-        if not (math.isfinite(self.launch) and self.launch >= 0):
-            raise TopologyError(f"{where}: launch is {self.launch!r}; it must be finite and not negative")
+        for key in ("launch", "half_size", "idle_power", "busy_power", "price"):
+            value = getattr(self, key)
+            if not (math.isfinite(value) and value >= 0):
+                raise TopologyError(f"{where}: {key} is {value!r}; it must be finite and not negative")
+        if not 0 < self.efficiency <= 1:
+            raise TopologyError(f"{where}: efficiency is {self.efficiency!r}; it must be above 0 and at most 1")
+        if self.idle_power > self.busy_power:
+            raise TopologyError(f"{where}: idle_power {self.idle_power:g} W is more than busy_power {self.busy_power:g} W")
+        for kind, factor in self.slowdown.items():
+            if kind not in KINDS:
+                raise TopologyError(f"{where}: slowdown: unknown kind {kind!r}{suggestion(kind, KINDS)}")
+            _positive(factor, f"{where}: slowdown.{kind}")
         object.__setattr__(self, "flops", {d: float(self.flops[d]) for d in DTYPES if d in self.flops})
 
     def peak(self, dtype: str) -> float:
@@ -77,13 +110,18 @@ class Device:
 
     def to_dict(self) -> dict[str, Any]:
         """The device as plain JSON values in base units, which `from_dict` reads back exactly."""
-        return {
+        found: dict[str, Any] = {
             "name": self.name,
             "flops": dict(self.flops),
             "memory": self.memory,
             "memory_bandwidth": self.memory_bandwidth,
             "launch": self.launch,
         }
+        for key, default in _OPTIONAL.items():
+            value = getattr(self, key)
+            if value != default:
+                found[key] = dict(value) if key == "slowdown" else value
+        return found
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "device") -> Device:
@@ -96,7 +134,9 @@ class Device:
         Raises:
             TopologyError: naming ``where``, the key and what it should have been.
         """
-        table = Table(data, where, required=("name", "flops", "memory", "memory_bandwidth", "launch"))
+        table = Table(
+            data, where, required=("name", "flops", "memory", "memory_bandwidth", "launch"), optional=tuple(_OPTIONAL)
+        )
         rates = Table(table.mapping("flops"), f"{where}: flops", required=("float32",), optional=DTYPES)
         return cls(
             name=table.text("name"),
@@ -104,7 +144,15 @@ class Device:
             memory=table.quantity("memory", "memory", positive=True),
             memory_bandwidth=table.quantity("memory_bandwidth", "bandwidth", positive=True),
             launch=table.quantity("launch", "time"),
+            **{key: _optional(table, key) for key in _OPTIONAL if key in table.data},
         )
+
+
+def _optional(table: Table, key: str) -> Any:
+    if key == "slowdown":
+        factors = Table(table.mapping(key), f"{table.where}: {key}", required=(), optional=KINDS)
+        return {kind: factors.number(kind) for kind in factors.data}
+    return table.quantity(key, "power") if key.endswith("_power") else table.number(key)
 
 
 def _positive(value: float, where: str) -> None:

@@ -1,22 +1,38 @@
-"""From levels of a machine and a mesh's shape to what each mesh axis sees of the interconnect.
-
-The rule is ATP's hierarchical communication matrix (arXiv 2301.08658): an axis gets the least bandwidth of
-the levels that it crosses, divided by the rings that share the link. The number of rings is AxoNN's
-(Tensor3D's follow-up, arXiv 2502.08145): beta = beta_inter / min(devices per node, product of the group sizes
-nested inside).
-"""
+"""Levels of a machine's interconnect, and what a group of devices sees of them."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import math
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from .errors import TopologyError
+from .matrix import check_matrix
+from .tables import Table
 
-__all__ = ["Level", "Link", "levels_crossed", "links"]
+__all__ = ["COLLECTIVES", "Level", "Link", "Measured", "Stage"]
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+"""The collectives that have a cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one collective was measured to reach on a level.
+
+    Attributes:
+        bandwidth: bytes/s in the sense of `Level.bandwidth`.
+        latency: seconds per message.
+    """
+
+    bandwidth: float
+    latency: float
+
+    def __post_init__(self) -> None:
+        """Checks the figures."""
+        _check(self.bandwidth, self.latency, "measured collective")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,101 +45,207 @@ class Level:
             the devices themselves.
         bandwidth: bytes/s, in one direction, of the uplink that joins ONE group of the level below to this
             level. At level 0 that is one device's own bandwidth. Further out it is what a whole node (or pod)
-            has, shared by all the rings through it: a ring gets ``bandwidth / min(devices in the group below,
-            product of the mesh axes nested inside the ring's axis)``. An uplink cannot carry more than the
-            uplinks below feed into it, so it should not be given more than their sum.
+            has. An uplink cannot carry more than the uplinks below feed into it, so it should not be given more
+            than their sum.
         latency: seconds per message.
+        links: the uplink is so many equal links side by side (network adapters). A ring that has k devices in the
+            group below uses at most k of them at once.
+        point_to_point: bytes/s that one of those links carries; left out, the uplink's bandwidth over ``links``.
+        shared: rings that leave one group of the level below at the same time share its uplink. Where not (a torus, in
+            which every device has its own link to the next group), each ring gets all of ``bandwidth``.
+        matrix: for irregular machines, bytes/s between any two of the groups that this level joins, 0 for no direct
+            link; then ``bandwidth`` is not looked at. Groups without a link reach each other through others.
+        measured: collective -> its own figures, which replace the level's.
 
     Raises:
         TopologyError: a figure is not finite, the size or the bandwidth is not positive, the latency is
-            negative.
+            negative, or the matrix is not square, not symmetric or leaves a group unreachable.
     """
 
     name: str
     size: int
     bandwidth: float
     latency: float
+    links: int = 1
+    point_to_point: float | None = None
+    shared: bool = True
+    matrix: tuple[tuple[float, ...], ...] | None = None
+    measured: Mapping[str, Measured] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         """Checks the figures."""
         where = f"level {self.name!r}"
-        if self.size < 1:
-            raise TopologyError(f"{where}: size is {self.size!r}; it must be at least 1")
-        if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
-            raise TopologyError(f"{where}: bandwidth is {self.bandwidth!r}; it must be finite and positive")
-        if not (math.isfinite(self.latency) and self.latency >= 0):
-            raise TopologyError(f"{where}: latency is {self.latency!r}; it must be finite and not negative")
+        for key, value in (("size", self.size), ("links", self.links)):
+            if value < 1:
+                raise TopologyError(f"{where}: {key} is {value!r}; it must be at least 1")
+        _check(self.bandwidth, self.latency, where)
+        if self.point_to_point is not None and not (math.isfinite(self.point_to_point) and self.point_to_point > 0):
+            raise TopologyError(f"{where}: point_to_point is {self.point_to_point!r}; it must be finite and positive")
+        if self.matrix is not None:
+            object.__setattr__(self, "matrix", tuple(tuple(float(v) for v in row) for row in self.matrix))
+            check_matrix(self.matrix, self.size, where)
+        for kind in self.measured:
+            if kind not in COLLECTIVES:
+                raise TopologyError(f"{where}: measured: no collective is called {kind!r}; choose {', '.join(COLLECTIVES)}")
+
+    @property
+    def one_link(self) -> float:
+        """Bytes/s of one of the links of the uplink."""
+        return self.bandwidth / self.links if self.point_to_point is None else self.point_to_point
+
+    def resized(self, size: int) -> Level:
+        """The same level joining another number of groups.
+
+        Raises:
+            TopologyError: it is irregular, and its matrix has no entries for more groups.
+        """
+        if self.matrix is None or size == self.size:
+            return dataclasses.replace(self, size=size)
+        if size > self.size:
+            raise TopologyError(f"level {self.name!r}: its matrix joins {self.size} groups; {size} need one of their own")
+        return dataclasses.replace(self, size=size, matrix=tuple(row[:size] for row in self.matrix[:size]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The level as plain JSON values in base units, defaults left out."""
+        found: dict[str, Any] = {
+            "name": self.name,
+            "size": self.size,
+            "bandwidth": self.bandwidth,
+            "latency": self.latency,
+        }
+        if self.links != 1:
+            found["links"] = self.links
+        if self.point_to_point is not None:
+            found["point_to_point"] = self.point_to_point
+        if not self.shared:
+            found["shared"] = False
+        if self.matrix is not None:
+            found["matrix"] = [list(row) for row in self.matrix]
+        if self.measured:
+            found["measured"] = {
+                kind: {"bandwidth": figures.bandwidth, "latency": figures.latency}
+                for kind, figures in self.measured.items()
+            }
+        return found
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str) -> Level:
+        """Reads a level from a mapping whose quantities are numbers in base units or text with units.
+
+        Raises:
+            TopologyError: naming ``where``, the key and what it should have been.
+        """
+        table = Table(
+            data,
+            where,
+            required=("name", "size", "latency") + (() if "matrix" in data else ("bandwidth",)),
+            optional=("bandwidth", "links", "point_to_point", "shared", "matrix", "measured"),
+        )
+        matrix = table.quantities("matrix", "bandwidth") if "matrix" in table.data else None
+        measured = {}
+        for kind, entry in (table.mapping("measured") if "measured" in table.data else {}).items():
+            figures = Table(entry, f"{where}: measured: {kind}", required=("bandwidth", "latency"))
+            measured[kind] = Measured(
+                figures.quantity("bandwidth", "bandwidth", positive=True), figures.quantity("latency", "time")
+            )
+        level = {
+            "name": table.text("name"),
+            "size": table.integer("size"),
+            "bandwidth": table.quantity("bandwidth", "bandwidth", positive=True)
+            if "bandwidth" in table.data
+            else max(map(max, matrix or ((1.0,),))),
+            "latency": table.quantity("latency", "time"),
+            "links": table.integer("links") if "links" in table.data else 1,
+            "point_to_point": table.quantity("point_to_point", "bandwidth", positive=True)
+            if "point_to_point" in table.data
+            else None,
+            "shared": table.boolean("shared") if "shared" in table.data else True,
+            "matrix": matrix,
+            "measured": measured,
+        }
+        try:
+            return cls(**level)
+        except TopologyError as error:
+            raise TopologyError(f"{where}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a group of devices sees of one level that it crosses.
+
+    Attributes:
+        level: the level's name.
+        ways: how many groups of the level below the group's devices lie in, within one group of this level.
+        members: how many of its devices lie in one group of the level below.
+        steps: how many hops of a ring through all its devices cross this level.
+        bandwidth: bytes/s of the ring there, after sharing.
+        latency: seconds per message.
+    """
+
+    level: str
+    ways: int
+    members: int
+    steps: int
+    bandwidth: float
+    latency: float
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What the rings along one mesh axis have to communicate with.
+    """What one group of devices, such as those along a mesh axis, has to communicate with.
 
     Attributes:
-        size: ranks along the axis.
-        bandwidth: bytes/s per ring: least of the levels crossed, after sharing.
-        latency: seconds per message: largest of the levels crossed.
-        levels: names of the levels crossed, innermost first; empty for an axis of size 1.
+        size: devices in the group.
+        bandwidth: bytes/s of a ring through them in one direction: the least of the levels crossed, after sharing.
+        latency: seconds per message: the largest of the levels crossed.
+        levels: names of the levels crossed, innermost first; empty for a group of one.
+        stages: the same level by level; left out, one level.
     """
 
     size: int
     bandwidth: float
     latency: float
     levels: tuple[str, ...] = ()
+    stages: tuple[Stage, ...] = field(default=(), compare=False)
+
+    def _stages(self) -> tuple[Stage, ...]:
+        name = self.levels[0] if self.levels else ""
+        return self.stages or (Stage(name, self.size, 1, self.size - 1, self.bandwidth, self.latency),)
+
+    @property
+    def ring_latency(self) -> float:
+        """Seconds for a message to go round the ring, through all but one hop."""
+        return sum(stage.steps * stage.latency for stage in self._stages())
+
+    @property
+    def tree_latency(self) -> float:
+        """Seconds from a tree's leaves to its root: level by level, the binary logarithm of the groups joined."""
+        return sum((stage.ways - 1).bit_length() * stage.latency for stage in self._stages())
+
+    @property
+    def staged_latency(self) -> float:
+        """Seconds of latency of one ring per level, one level after the other."""
+        return sum((stage.ways - 1) * stage.latency for stage in self._stages())
+
+    @property
+    def exchange_latency(self) -> float:
+        """Seconds of latency when every device sends to each other one in turn."""
+        return sum((stage.ways - 1) * stage.members * stage.latency for stage in self._stages())
+
+    @property
+    def staged_rate(self) -> float:
+        """Seconds per byte of the whole tensor when it is gathered by one ring per level, one level after the other."""
+        return sum((stage.ways - 1) / stage.ways / stage.bandwidth for stage in self._stages())
+
+    @property
+    def exchange_rate(self) -> float:
+        """Seconds per byte of one device's tensor when every device sends an equal part to each: the busiest level's."""
+        outside = ((stage, self.size - stage.members) for stage in self._stages())
+        return max(stage.members * others / self.size / stage.bandwidth for stage, others in outside)
 
 
-@functools.lru_cache(maxsize=4096)
-def levels_crossed(sizes: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Which levels each mesh axis crosses, ranks being laid out row-major with the last axis innermost.
-
-    A ring crosses a level where two neighbours on it share that level's group but not the group below. This
-    holds for axes that straddle levels, and for axis sizes that do not divide a level's size.
-
-    Args:
-        sizes: the levels' sizes, innermost first.
-        mesh_shape: sizes of the mesh axes, outermost first; both products must be equal.
-
-    Returns:
-        For each mesh axis the indices of the levels that it crosses, innermost first.
-    """
-    ranks = np.arange(math.prod(mesh_shape)).reshape(mesh_shape)
-    below = [math.prod(sizes[:index]) for index in range(len(sizes) + 1)]
-    crossed = []
-    for axis in range(len(mesh_shape)):
-        # Ranks grow along a ring, so those of one group are neighbours on it: adjacent pairs tell everything.
-        ring = np.moveaxis(ranks, axis, -1)
-        left, right = ring[..., :-1], ring[..., 1:]
-        crossed.append(
-            tuple(
-                level
-                for level in range(len(sizes))
-                if bool(
-                    np.any(
-                        (left // below[level + 1] == right // below[level + 1])
-                        & (left // below[level] != right // below[level])
-                    )
-                )
-            )
-        )
-    return tuple(crossed)
-
-
-def links(levels: tuple[Level, ...], mesh_shape: tuple[int, ...]) -> tuple[Link, ...]:
-    """The link of each mesh axis; see `costmodel.topology.Topology.links`."""
-    sizes = tuple(level.size for level in levels)
-    below = [math.prod(sizes[:index]) for index in range(len(sizes))]
-    result = []
-    for axis, crossed in enumerate(levels_crossed(sizes, mesh_shape)):
-        if not crossed:
-            result.append(Link(mesh_shape[axis], levels[0].bandwidth, 0.0))
-            continue
-        nested = math.prod(mesh_shape[axis + 1 :])
-        result.append(
-            Link(
-                size=mesh_shape[axis],
-                bandwidth=min(levels[i].bandwidth / min(below[i], nested) for i in crossed),
-                latency=max(levels[i].latency for i in crossed),
-                levels=tuple(levels[i].name for i in crossed),
-            )
-        )
-    return tuple(result)
+def _check(bandwidth: float, latency: float, where: str) -> None:
+    if not (math.isfinite(bandwidth) and bandwidth > 0):
+        raise TopologyError(f"{where}: bandwidth is {bandwidth!r}; it must be finite and positive")
+    if not (math.isfinite(latency) and latency >= 0):
+        raise TopologyError(f"{where}: latency is {latency!r}; it must be finite and not negative")

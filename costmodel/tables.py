@@ -65,6 +65,30 @@ class Table:
             raise TopologyError(f"{self.where}: {key}: {self.data[key]!r} must be positive")
         return value
 
+    def number(self, key: str) -> float:
+        """The value of a key that must be a plain number, 0 or more."""
+        value = self.data[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise TopologyError(f"{self.where}: {key} must be a number of at least 0, not {value!r}")
+        return float(value)
+
+    def boolean(self, key: str) -> bool:
+        """The value of a key that must be true or false."""
+        value = self.data[key]
+        if not isinstance(value, bool):
+            raise TopologyError(f"{self.where}: {key} must be true or false, not {value!r}")
+        return value
+
+    def quantities(self, key: str, quantity: Quantity) -> tuple[tuple[float, ...], ...]:
+        """The value of a key that must be rows of quantities, in the base unit."""
+        rows = self.data[key]
+        if not isinstance(rows, list | tuple) or not rows or not all(isinstance(row, list | tuple) for row in rows):
+            raise TopologyError(f"{self.where}: {key} must be a list of rows, not {rows!r}")
+        try:
+            return tuple(tuple(parse_quantity(value, quantity) for value in row) for row in rows)
+        except UnitError as error:
+            raise TopologyError(f"{self.where}: {key}: {error}") from None
+
     def mapping(self, key: str) -> Mapping[str, Any]:
         """The value of a key that must be a table."""
         value = self.data[key]

@@ -36,9 +36,11 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+from .collectives import LIBRARIES
 from .device import Device
 from .errors import TopologyError, suggestion
-from .links import Level, Link, links
+from .groups import group_link
+from .links import Level, Link
 from .tables import Table, read_toml
 from .units import parse_quantity
 
@@ -54,14 +56,16 @@ class Topology:
         device: what every rank runs on.
         levels: innermost (fastest) first. Rank ``r`` is device ``r`` counted innermost first, as torchrun
             numbers them.
+        library: whose algorithms the collectives use: a key of `costmodel.collectives.LIBRARIES`.
 
     Raises:
-        TopologyError: there is no level, or two have one name.
+        TopologyError: there is no level, two have one name, or the library is not known.
     """
 
     name: str
     device: Device
     levels: tuple[Level, ...]
+    library: str = "nccl"
 
     def __post_init__(self) -> None:
         """Checks the figures."""
@@ -72,6 +76,9 @@ class Topology:
         for name in names:
             if names.count(name) > 1:
                 raise TopologyError(f"topology {self.name!r}: two levels are named {name!r}; give each its own name")
+        if self.library not in LIBRARIES:
+            known = suggestion(self.library, LIBRARIES)
+            raise TopologyError(f"topology {self.name!r}: library {self.library!r} is not known{known}")
 
     @property
     def devices(self) -> int:
@@ -99,6 +106,20 @@ class Topology:
         Raises:
             TopologyError: an axis has no size, or the sizes do not multiply to `devices`.
         """
+        shape = tuple(int(size) for size in mesh_shape) or (0,)
+        return tuple(self.link(shape, (axis,)) for axis in range(len(shape)))
+
+    def link(self, mesh_shape: Sequence[int], axes: Sequence[int], kind: str | None = None) -> Link:
+        """What the devices along one mesh axis, or several together, see of the interconnect; see `links`.
+
+        Args:
+            mesh_shape: sizes of the mesh axes, outermost first.
+            axes: the axes whose devices communicate.
+            kind: the collective (one of `costmodel.COLLECTIVES`) whose measured figures to take, where there are any.
+
+        Raises:
+            TopologyError: an axis has no size, or the sizes do not multiply to `devices`.
+        """
         shape = tuple(int(size) for size in mesh_shape)
         if not shape or min(shape) < 1 or math.prod(shape) != self.devices:
             raise TopologyError(
@@ -106,7 +127,7 @@ class Topology:
                 f"{self.devices} ({self._shape()}); choose sizes of at least 1 "
                 f"whose product is {self.devices}"
             )
-        return links(self.levels, shape)
+        return group_link(self.levels, shape, tuple(axes), kind)
 
     def resized(self, devices: int) -> Topology:
         """The same machine with another number of devices.
@@ -136,7 +157,7 @@ class Topology:
                 break
             sizes[index] = level.size
             inner *= level.size
-        levels = tuple(dataclasses.replace(level, size=size) for level, size in zip(self.levels, sizes, strict=True))
+        levels = tuple(level.resized(size) for level, size in zip(self.levels, sizes, strict=True))
         return dataclasses.replace(self, levels=levels)
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,9 +165,8 @@ class Topology:
         return {
             "name": self.name,
             "device": self.device.to_dict(),
-            "levels": [
-                {"name": lv.name, "size": lv.size, "bandwidth": lv.bandwidth, "latency": lv.latency} for lv in self.levels
-            ],
+            "library": self.library,
+            "levels": [level.to_dict() for level in self.levels],
         }
 
     @classmethod
@@ -160,25 +180,14 @@ class Topology:
         Raises:
             TopologyError: naming ``where``, the table, the key and what it should have been.
         """
-        top = Table(data, where, required=("name", "device", "levels"))
-        levels = []
-        for number, entry in enumerate(top.mappings("levels"), start=1):
-            table = Table(
-                entry,
-                f"{where}: [[levels]] number {number}",
-                required=("name", "size", "bandwidth", "latency"),
-            )
-            levels.append(
-                Level(
-                    name=table.text("name"),
-                    size=table.integer("size"),
-                    bandwidth=table.quantity("bandwidth", "bandwidth", positive=True),
-                    latency=table.quantity("latency", "time"),
-                )
-            )
+        top = Table(data, where, required=("name", "device", "levels"), optional=("library",))
+        levels = [
+            Level.from_dict(entry, f"{where}: [[levels]] number {number}")
+            for number, entry in enumerate(top.mappings("levels"), start=1)
+        ]
         device = Device.from_dict(top.mapping("device"), f"{where}: [device]")
         try:
-            return cls(top.text("name"), device, tuple(levels))
+            return cls(top.text("name"), device, tuple(levels), top.text("library") if "library" in top.data else "nccl")
         except TopologyError as error:
             raise TopologyError(f"{where}: {error}") from None
 

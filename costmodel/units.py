@@ -15,10 +15,11 @@ from .errors import UnitError, suggestion
 
 __all__ = ["Quantity", "format_quantity", "parse_quantity"]
 
-Quantity = Literal["memory", "bandwidth", "time", "rate"]
-"""What a number measures: bytes, bytes per second, seconds or FLOP per second."""
+Quantity = Literal["memory", "bandwidth", "time", "rate", "power", "energy"]
+"""What a number measures: bytes, bytes per second, seconds, FLOP per second, watts or joules."""
 
 _DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
+_HOURS = {prefix: 3600 * scale for prefix, scale in _DECIMAL.items()}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
 
 
@@ -32,11 +33,15 @@ _UNITS: dict[str, dict[str, tuple[int, int]]] = {
     "bandwidth": _scaled("B/s", 1, _DECIMAL, _BINARY) | _scaled("bit/s", 8, _DECIMAL),
     "time": {"s": (1, 1), "ms": (1, 10**3), "us": (1, 10**6), "ns": (1, 10**9)},
     "rate": _scaled("FLOP/s", 1, _DECIMAL) | _scaled("FLOPS", 1, _DECIMAL),
+    "power": {"mW": (1, 10**3)} | _scaled("W", 1, _DECIMAL),
+    "energy": {"mJ": (1, 10**3), "uJ": (1, 10**6)} | _scaled("J", 1, _DECIMAL) | _scaled("Wh", 1, _HOURS),
 }
 _SHOWN: dict[str, tuple[str, ...]] = {
     "memory": ("PB", "TB", "GB", "MB", "kB", "B"),
     "bandwidth": ("TB/s", "GB/s", "MB/s", "kB/s", "B/s"),
     "time": ("s", "ms", "us", "ns"),
+    "power": ("MW", "kW", "W", "mW"),
+    "energy": ("GJ", "MJ", "kJ", "J", "mJ", "uJ"),
     "rate": ("PFLOP/s", "TFLOP/s", "GFLOP/s", "MFLOP/s", "FLOP/s"),
 }
 _PATTERN = re.compile(r"\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(\S*)\s*")
@@ -102,7 +107,9 @@ def format_quantity(value: float, quantity: Quantity, digits: int = 3) -> str:
 
 
 def _example(quantity: Quantity) -> str:
-    return {"memory": "80 GB", "bandwidth": "25 Gbit/s", "time": "3 us", "rate": "312 TFLOP/s"}[quantity]
+    return {"memory": "80 GB", "bandwidth": "25 Gbit/s", "time": "3 us", "rate": "312 TFLOP/s"}.get(
+        quantity, {"power": "400 W", "energy": "5 kJ"}.get(quantity, "")
+    )
 
 
 def _unknown_unit(value: str, unit: str, quantity: Quantity) -> str:
