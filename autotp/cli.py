@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -22,12 +22,14 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import autotp
+from autotp.cli_sweep import sweep_command
 from autotp.errors import AutotpError
 from autotp.render import make_console, plan_table, presets_table, topology_table
+from autotp.sweep import takes_devices
 from costmodel import OPTIMIZERS, Topology, TopologyError, UnitError, parse_quantity
 from passes.capture import CaptureError
 
-__all__ = ["ModelSpecError", "app", "load_model", "main"]
+__all__ = ["ModelSpecError", "app", "call_factory", "find_factory", "load_model", "main"]
 
 USER_ERRORS = (AutotpError, CaptureError, TopologyError, UnitError)
 
@@ -83,8 +85,8 @@ def _plan(
     model: Annotated[
         str,
         typer.Option(
-            help="FILE.py:FACTORY or package.module:factory. The factory takes no arguments and returns "
-            "(model, args), (model, args, kwargs) or (model, kwargs), the example inputs with the model."
+            help="FILE.py:FACTORY or package.module:factory. The factory takes nothing, or the number of `devices`, and "
+            "returns (model, args), (model, args, kwargs) or (model, kwargs), the example inputs with the model."
         ),
     ],
     topology: Annotated[str, typer.Option(help="A preset's name (see `autotp topology`) or a TOML file.")],
@@ -110,7 +112,7 @@ def _plan(
     shape = None if mesh is None else _mesh(mesh)
     bound = None if memory is None else _memory(memory)
     with _working(f"building {model}"):
-        module, args, kwargs = load_model(model)
+        module, args, kwargs = load_model(model, machine.devices)
     with _working(f"planning for {machine.devices} devices of {machine.name}"):
         plan = autotp.plan(
             module,
@@ -146,18 +148,46 @@ def _topology(
         make_console().print(topology_table(Topology.local() if name == "local" else Topology.load(name)))
 
 
-def load_model(spec: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any] | None]:
+app.command("sweep")(sweep_command)
+
+
+def load_model(spec: str, devices: int = 1) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any] | None]:
     """Call the factory that a text names.
 
     Args:
-        spec: ``FILE.py:FACTORY`` or ``package.module:factory``; the directory of the file, or the current
-            one, is searched for what it imports.
+        spec: as `find_factory` takes it.
+        devices: given to a factory that has an argument of that name, which may make its batch by it.
 
     Returns:
         The model, its positional example inputs, and those by keyword (None when the factory gave none).
 
     Raises:
         ModelSpecError: The text, the file, the factory or what it returns is wrong; says which.
+    """
+    return call_factory(find_factory(spec), spec, devices)
+
+
+def call_factory(
+    factory: Callable[..., Any], spec: str, devices: int = 1
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any] | None]:
+    """`load_model` for a factory that was found already; ``spec`` is for messages."""
+    try:
+        made = factory(devices=devices) if takes_devices(factory) else factory()
+    except Exception as error:
+        attribute = spec.rpartition(":")[2]
+        raise ModelSpecError(f"--model {spec!r}: {attribute}() raised {_describe(error)}") from error
+    return _example(made, spec)
+
+
+def find_factory(spec: str) -> Callable[..., Any]:
+    """The factory that a text names.
+
+    Args:
+        spec: ``FILE.py:FACTORY`` or ``package.module:factory``; the directory of the file, or the current
+            one, is searched for what it imports.
+
+    Raises:
+        ModelSpecError: The text, the file or the function is not there; says which.
     """
     where, _, attribute = spec.rpartition(":")
     if not where or not attribute.isidentifier():
@@ -172,11 +202,7 @@ def load_model(spec: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any] | 
         raise ModelSpecError(
             f"--model {spec!r}: {where} has no function {attribute!r}; it has {', '.join(known) or 'none'}"
         )
-    try:
-        made = factory()
-    except Exception as error:
-        raise ModelSpecError(f"--model {spec!r}: {attribute}() raised {_describe(error)}") from error
-    return _example(made, spec)
+    return factory
 
 
 def _import(where: str, spec: str) -> ModuleType:

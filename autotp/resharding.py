@@ -3,7 +3,8 @@
 ``passes.reshard.moves`` is the definition; this follows the same phases with arrays in place of steps. Where every dim is
 split evenly, which collectives a pair of layouts needs is the same on all meshes of so many axes, and what each moves is
 the tensor's size over the sizes of the axes that shard it at that moment. So ``Walks`` finds the collectives once, and a
-mesh only fills in what each of the few different ones costs.
+mesh only fills in what each of the few different ones costs. Only where two cuts of one dim differ does it depend on the
+mesh whether they are apart; those pairs are looked at again for every different answer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from passes.codes import DIM, SUM, WHOLE, fitting, is_even
-from passes.reshard import contended
+from passes.reshard import Cuts, contended
 
 __all__ = ["Collective", "Tariff", "Walks", "volumes"]
 
@@ -26,10 +27,10 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 class _Walk:
-    """Layouts on their way to others: ``[H, W]`` pairs at once, phase by phase."""
+    """Layouts on their way to others: many pairs at once, phase by phase; all arrays end in ``[axes]`` and broadcast."""
 
-    def __init__(self, have: np.ndarray, want: np.ndarray, contending: np.ndarray) -> None:
-        self.source, self.goal = (np.broadcast_to(c, contending.shape) for c in (have[:, None, :], want[None, :, :]))
+    def __init__(self, source: np.ndarray, goal: np.ndarray, contending: np.ndarray) -> None:
+        self.source, self.goal = (np.broadcast_to(c, contending.shape) for c in (source, goal))
         self.contending = contending
         self.state = self.source.copy()
         self.axes = range(contending.shape[-1])
@@ -85,7 +86,7 @@ def volumes(
             total *= local
         seconds[where] += collective(kind, axes, total)
 
-    _Walk(have, want, contending).run(visit)
+    _Walk(have[:, None, :], want[None, :, :], contending).run(visit)
     return seconds
 
 
@@ -124,11 +125,23 @@ class _Found:
     index: np.ndarray
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Routes:
+    """What is needed between all pairs if cuts that differ are apart; the flat numbers of the pairs with such cuts."""
+
+    usual: _Found
+    pairs: np.ndarray
+    cuts: Cuts
+    source: np.ndarray
+    goal: np.ndarray
+
+
 class Walks:
     """The collectives between layouts, found once and priced on many meshes."""
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, _Found] = {}
+        self._routes: dict[Hashable, _Routes] = {}
+        self._special: dict[Hashable, _Found] = {}
 
     def seconds(
         self,
@@ -149,27 +162,51 @@ class Walks:
             slow: (have, want) -> seconds where a layout is uneven.
         """
         rows = np.concatenate([have, want])
+        key = rows.tobytes(), len(have)
+        if key not in self._routes:
+            self._routes[key] = _routes(have, want)
+        routes = self._routes[key]
+        seconds = np.asarray(tariff.seconds[routes.usual.sequences].sum(axis=-1)[routes.usual.index])
+        if len(routes.pairs):
+            signature = *key, _cuts_apart(rows, mesh)
+            if signature not in self._special:
+                even = np.ones(len(routes.pairs), bool)
+                contending = routes.cuts.contended(routes.source, routes.goal, even, mesh)
+                self._special[signature] = _walk(routes.source, routes.goal, contending)
+            special = self._special[signature]
+            seconds.ravel()[routes.pairs] = tariff.seconds[special.sequences].sum(axis=-1)[special.index]
         devices = math.prod(mesh)
-        if any(size % devices for size in shape) and not (is_even(shape, rows, mesh) | ~fitting(shape, rows, mesh)).all():
-            return slow(have, want)
-        signature = rows.tobytes(), len(have), _cuts_apart(rows, mesh)
-        if signature not in self._found:
-            self._found[signature] = self._walk(have, want, mesh)
-        found = self._found[signature]
-        return np.asarray(tariff.seconds[found.sequences].sum(axis=-1)[found.index])
+        if any(size % devices for size in shape):
+            odd = np.flatnonzero(~is_even(shape, rows, mesh))
+            odd = odd[fitting(shape, rows[odd], mesh)]
+            if (odd < len(have)).any():
+                seconds[odd[odd < len(have)]] = slow(have[odd[odd < len(have)]], want)
+            columns = odd[odd >= len(have)] - len(have)
+            if len(columns):
+                seconds[:, columns] = slow(have, want[columns])
+        return seconds
 
-    def _walk(self, have: np.ndarray, want: np.ndarray, mesh: tuple[int, ...]) -> _Found:
-        contending = contended(have[:, None, :], want[None, :, :], np.ones((len(have), len(want)), bool), mesh)
-        axes = have.shape[-1]
-        steps: list[np.ndarray] = []
 
-        def visit(kind: str, chosen: tuple[int, ...], where: np.ndarray, layouts: np.ndarray) -> None:
-            group = sum(1 << a for a in chosen)
-            shards = sum((layouts[..., a] >= 0) * (1 << a) for a in range(axes))
-            steps.append(np.where(where, _feature(KINDS.index(kind), group, 0, axes) + shards, 0))
+def _routes(have: np.ndarray, want: np.ndarray) -> _Routes:
+    cuts = Cuts.of(have, want)
+    source, goal = cuts.number(have), cuts.number(want)
+    pairs = np.flatnonzero(cuts.depends_on_mesh(source[:, None, :], goal[None, :, :]))
+    contending = cuts.contended(source[:, None, :], goal[None, :, :], np.ones((len(have), len(want)), bool), None)
+    usual = _walk(source[:, None, :], goal[None, :, :], contending)
+    return _Routes(usual, pairs, cuts, source[pairs // len(want)], goal[pairs % len(want)])
 
-        _Walk(have, want, contending).run(visit)
-        return _distinct(steps, contending.shape[:-1], len(KINDS) << 2 * axes)
+
+def _walk(source: np.ndarray, goal: np.ndarray, contending: np.ndarray) -> _Found:
+    axes = contending.shape[-1]
+    steps: list[np.ndarray] = []
+
+    def visit(kind: str, chosen: tuple[int, ...], where: np.ndarray, layouts: np.ndarray) -> None:
+        group = sum(1 << a for a in chosen)
+        shards = sum((layouts[..., a] >= 0) * (1 << a) for a in range(axes))
+        steps.append(np.where(where, _feature(KINDS.index(kind), group, 0, axes) + shards, 0).astype(np.int16))
+
+    _Walk(source, goal, contending).run(visit)
+    return _distinct(steps, contending.shape[:-1], len(KINDS) << 2 * axes)
 
 
 def _distinct(steps: Sequence[np.ndarray], shape: tuple[int, ...], kinds: int) -> _Found:

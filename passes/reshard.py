@@ -7,8 +7,10 @@ which collective a change of layout needs.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from passes.codes import DIM, codes, is_even
 from passes.layout import Layout, is_shard, local_shape, splits
 
-__all__ = ["COMMUNICATING", "Move", "Step", "contended", "moves", "steps"]
+__all__ = ["COMMUNICATING", "Cuts", "Move", "Step", "contended", "moves", "steps"]
 
 #: The kinds of step that use the network; the others are local.
 COMMUNICATING = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
@@ -153,40 +155,102 @@ def contended(source: np.ndarray, target: np.ndarray, even: np.ndarray, mesh: tu
     axis that cuts the dim apart from where the others cut it, as digits of a number are apart. Contending axes are
     gathered, innermost first, and sliced again at the end; so are all that share a dim with them.
     """
-    axes = source.shape[-1]
-    here = np.where(source >= 0, 1 << np.where(source >= 0, source // DIM, 0), 0)
-    there = np.where(target >= 0, 1 << np.where(target >= 0, target // DIM, 0), 0)
-    dims = np.zeros(np.broadcast_shapes(source.shape, target.shape)[:-1], np.int64)
-    touched = [here[..., a] | there[..., a] for a in range(axes)]
-    for a in range(axes):
-        s, t = source[..., a], target[..., a]
-        changed = s != t
-        recut = changed & (s >= 0) & (t >= 0) & ((s // DIM == t // DIM) | ~even)
-        dims |= np.where(recut, touched[a], 0)
-        for b in range(a + 1, axes):
-            u, v = source[..., b], target[..., b]
-            moved = u != v
-            found = (s >= 0) & (s == u) & changed
-            found |= (t >= 0) & (t == v) & changed & ~(moved & (s == u) & (s < 0))
-            found |= (t >= 0) & (t == u) & changed
-            found |= (s >= 0) & (s == v) & changed & moved
-            for one, other in ((s, u), (t, v), (s, v), (t, u)):
-                shared = (one >= 0) & (other >= 0) & (one // DIM == other // DIM)
-                mixed = shared & (one != other) & (changed | moved)
-                if mixed.any():
-                    found |= mixed & ~(even & _apart(one, other, source, target, mesh))
-            dims |= np.where(found, touched[a] | touched[b], 0)
-    for _ in range(axes):
+    cuts = Cuts.of(source, target)
+    return cuts.contended(cuts.number(source), cuts.number(target), even, mesh)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cuts:
+    """The distinct cuts (codes of shards) among some layouts, so that a layout is a row of small numbers.
+
+    Numbered layouts have the place of the cut in ``codes`` for a shard, and keep the codes of whole and partial.
+    """
+
+    codes: np.ndarray
+
+    @classmethod
+    def of(cls, *rows: np.ndarray) -> Cuts:
+        """The cuts of coded layouts."""
+        codes = np.unique(np.concatenate([r.ravel() for r in rows]))
+        return cls(codes[codes >= 0])
+
+    def number(self, rows: np.ndarray) -> np.ndarray:
+        """Coded layouts, numbered."""
+        return np.where(rows < 0, rows, np.searchsorted(self.codes, rows)).astype(np.int8)
+
+    def contended(self, source: np.ndarray, target: np.ndarray, even: np.ndarray, mesh: tuple[int, ...] | None) -> np.ndarray:
+        """``contended`` of numbered layouts; without a mesh, cuts that differ count as apart."""
+        axes = source.shape[-1]
+        # One place more, at the end, is where negative numbers look.
+        bits = np.append(1 << (self.codes // DIM), [0, 0]).astype(np.int32)
+        touched = [bits[source[..., a]] | bits[target[..., a]] for a in range(axes)]
+        mixed = self._mixed()
+        dims = np.zeros(np.broadcast_shapes(source.shape, target.shape)[:-1], np.int32)
         for a in range(axes):
-            dims |= np.where(dims & touched[a], touched[a], 0)
-    return np.stack([dims & touched[a] != 0 for a in range(axes)], axis=-1)
+            s, t = source[..., a], target[..., a]
+            changed = s != t
+            recut = changed & (s >= 0) & (t >= 0) & ((bits[s] == bits[t]) | ~even)
+            dims |= np.where(recut, touched[a], 0)
+            for b in range(a + 1, axes):
+                u, v = source[..., b], target[..., b]
+                moved = u != v
+                found = (s >= 0) & (s == u) & changed
+                found |= (t >= 0) & (t == v) & changed & ~(moved & (s == u) & (s < 0))
+                found |= (t >= 0) & (t == u) & changed
+                found |= (s >= 0) & (s == v) & changed & moved
+                for one, other in ((s, u), (t, v), (s, v), (t, u)):
+                    differ = mixed[one, other] & (changed | moved)
+                    if not differ.any():
+                        continue
+                    close = differ & ~even
+                    if mesh is not None:
+                        close |= self._close(differ, one, other, source, target, mesh)
+                    found |= close
+                dims |= np.where(found, touched[a] | touched[b], 0)
+        for _ in range(axes):
+            for a in range(axes):
+                dims |= np.where(dims & touched[a], touched[a], 0)
+        return np.stack([dims & touched[a] != 0 for a in range(axes)], axis=-1)
 
+    def depends_on_mesh(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
+        """Between which numbered layouts it depends on the mesh which axes contend: where two cuts of one dim differ."""
+        mixed = self._mixed()
+        found = np.zeros(np.broadcast_shapes(source.shape, target.shape)[:-1], bool)
+        for a, b in itertools.combinations(range(source.shape[-1]), 2):
+            s, t, u, v = source[..., a], target[..., a], source[..., b], target[..., b]
+            changes = (s != t) | (u != v)
+            for one, other in ((s, u), (t, v), (s, v), (t, u)):
+                found |= mixed[one, other] & changes
+        return found
 
-def _apart(one: np.ndarray, other: np.ndarray, source: np.ndarray, target: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
-    """Whether two coded cuts of one dim are apart: all that the coarser one divides is whole in the finer one's blocks."""
-    coarse, fine = np.minimum(one, other), np.maximum(one, other)
-    ways = np.ones(coarse.shape, np.int64)
-    for axis, size in enumerate(mesh):
-        ways = ways * np.where((source[..., axis] == coarse) | (target[..., axis] == coarse), size, 1)
-    blocks = np.maximum(coarse % DIM, 1) * ways
-    return (fine % DIM) % blocks == 0
+    def _mixed(self) -> np.ndarray:
+        """Whether two numbers cut one dim, but not alike; negative numbers look at the end."""
+        count = len(self.codes)
+        found = np.zeros((count + 2, count + 2), bool)
+        dims = self.codes // DIM
+        found[:count, :count] = (dims[:, None] == dims[None, :]) & ~np.eye(count, dtype=bool)
+        return found
+
+    def _close(
+        self,
+        where: np.ndarray,
+        one: np.ndarray,
+        other: np.ndarray,
+        source: np.ndarray,
+        target: np.ndarray,
+        mesh: tuple[int, ...],
+    ) -> np.ndarray:
+        """Where two cuts of one dim are not apart: the finer one's blocks do not hold all that the coarser one divides."""
+        at = np.nonzero(where)
+        one, other = (np.broadcast_to(n, where.shape)[at] for n in (one, other))
+        coarse, fine = np.minimum(one, other), np.maximum(one, other)
+        using = np.zeros(len(coarse), np.int64)
+        for axis in range(len(mesh)):
+            here, there = (np.broadcast_to(rows[..., axis], where.shape)[at] for rows in (source, target))
+            using |= ((here == coarse) | (there == coarse)).astype(np.int64) << axis
+        blocks = self.codes % DIM
+        ways = np.array([math.prod(n for a, n in enumerate(mesh) if mask >> a & 1) for mask in range(1 << len(mesh))])
+        table = blocks[None, :, None] % (np.maximum(blocks, 1)[:, None, None] * ways[None, None, :]) != 0
+        result = np.zeros(where.shape, bool)
+        result[at] = table[coarse, fine, using]
+        return result

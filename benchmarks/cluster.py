@@ -1,0 +1,281 @@
+"""An emulated cluster on one Linux machine: network namespaces joined by rate-limited links, in which torchrun runs.
+
+    python -m benchmarks.cluster TOPOLOGY.toml [--timeout S] -- script.py arguments...
+    python -m benchmarks.cluster --clean
+
+Every node of the topology is a network namespace, joined to the others by a bridge. Its uplink has the bandwidth of
+the outermost level, in each direction (token buckets at both ends of the link). Ranks of one node talk over their
+namespace's loopback interface, without a limit: an inner level's bandwidth is not emulated. With one level every
+device is a node, unless the level is named ``loopback`` or ``shared memory``: that is one node without limits.
+
+Latencies are not emulated (that takes the kernel's netem, which many kernels do not have): a message costs what the
+machine's own network stack costs it. All nodes share the machine's cores: rates beyond a few Gbit/s in total are not
+reached, and with more ranks than cores a message may wait milliseconds for its receiver's turn. Collectives then begin
+and end at different times on different ranks, so time them from the first to begin to the last to end. A link that was
+idle sends its burst at once, 9 kB and a quarter of a millisecond's worth: a message arrives earlier than it should by
+that much. It takes root and Debian's package iproute2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import IO, Any
+
+from benchmarks.netns import (
+    ClusterError,
+    clean,
+    commands,
+    kill,
+    layout,
+    namespaces,
+    remove,
+    require_host,
+    shell,
+    undisturbed,
+)
+from costmodel.topology import Topology, TopologyError
+
+__all__ = ["Cluster", "ClusterError", "NodeError", "RunTimeout", "clean", "main"]
+
+_SERIALS = itertools.count()
+_FIRST_PORT = 29500
+#: Characters; torchrun's own report takes some 2000 of them, after the script's.
+_TAIL = 6000
+#: Seconds after the first failure in which others are told of too.
+_GRACE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A running torchrun and the files that it writes to; None where it writes to this process's own."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
+
+    @property
+    def code(self) -> int | None:
+        return self.process.poll()
+
+
+class NodeError(ClusterError):
+    """What ran on a node failed.
+
+    Attributes:
+        node: the number of the node that ended first.
+        returncode: torchrun's exit code there.
+    """
+
+    def __init__(self, failed: Sequence[_Node]) -> None:
+        super().__init__("\n".join(f"node {node.number} failed with exit code {node.code}{_end(node)}" for node in failed))
+        self.node, self.returncode = failed[0].number, failed[0].process.returncode
+
+
+class RunTimeout(ClusterError):
+    """What ran did not end in time."""
+
+
+class Cluster:
+    """An emulated cluster; a context manager that makes it and removes it again, whatever happens inside.
+
+    SIGTERM and SIGHUP, where they are not handled otherwise, become SystemExit meanwhile, so that they clean up too.
+
+    Attributes:
+        layout: its nodes, ranks and rate.
+        prefix: what the names of its namespaces begin with.
+
+    Raises:
+        ClusterError: the topology cannot be emulated; on entry, this machine or user cannot make a cluster.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.layout = layout(topology)
+        self.prefix = f"autotp-{os.getpid()}-{next(_SERIALS)}"
+        self._handlers: dict[int, Any] = {}
+        self._ports = itertools.count(_FIRST_PORT)
+
+    def __enter__(self) -> Cluster:
+        require_host()
+        atexit.register(self.close)
+        try:
+            self._handle_signals()
+            for command in commands(self.layout, self.prefix):
+                shell(command)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kills what runs in the cluster and removes it; does nothing the second time."""
+        with undisturbed():
+            try:
+                remove(namespaces(f"{self.prefix}-"))
+            finally:
+                atexit.unregister(self.close)
+                while self._handlers:
+                    signal.signal(*self._handlers.popitem())
+
+    def run(
+        self, arguments: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float, show: bool = False
+    ) -> list[str]:
+        """Runs a script by torchrun, on all nodes at once; ranks are numbered node by node.
+
+        Args:
+            arguments: the script and its arguments; torchrun's own options may come before.
+            env: variables beside this process's own.
+            timeout: seconds until everything is killed.
+            show: let node 0 write to this process's stdout and stderr, rather than keep what it writes.
+
+        Returns:
+            Each node's stdout; for node 0 nothing, where it was shown.
+
+        Raises:
+            NodeError: a node failed; the others were killed.
+            RunTimeout: not all nodes were ready in time; all were killed.
+        """
+        with ExitStack() as stack:
+            nodes: list[_Node] = []
+            stack.callback(self._stop, nodes)
+            port = next(self._ports)
+            variables = self._variables(env or {})
+            for number in range(self.layout.nodes):
+                shown = show and number == 0
+                files = [None if shown else stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
+                command = ["ip", "netns", "exec", f"{self.prefix}-{number}", *self._torchrun(number, port), *arguments]
+                process = subprocess.Popen(
+                    command,
+                    env=variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=files[0],
+                    stderr=files[1],
+                    # An interrupt typed at the terminal is for this process, which then stops the nodes.
+                    start_new_session=True,
+                )
+                nodes.append(_Node(number, process, *files))
+            _wait(nodes, timeout)
+            return [_text(node.stdout) for node in nodes]
+
+    def _torchrun(self, node: int, port: int) -> list[str]:
+        options = {
+            "nnodes": self.layout.nodes,
+            "nproc-per-node": self.layout.ranks,
+            "node-rank": node,
+            # The dynamic kinds number the nodes in the order in which they arrive.
+            "rdzv-backend": "static",
+            "master-addr": self.layout.address(0),
+            "master-port": port,
+        }
+        return [sys.executable, "-m", "torch.distributed.run", *(f"--{name}={value}" for name, value in options.items())]
+
+    def _variables(self, env: Mapping[str, str]) -> dict[str, str]:
+        # No name resolution inside the namespaces: c10d would warn of every connection.
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+        fixed = {"GLOO_SOCKET_IFNAME": self.layout.interface, "OMP_NUM_THREADS": "1"}
+        return quiet | os.environ | fixed | dict(env)
+
+    def _stop(self, nodes: Sequence[_Node]) -> None:
+        with undisturbed():
+            for node in nodes:
+                # One that has not entered its namespace yet is not among those that are killed by namespace.
+                node.process.kill()
+            for number in range(self.layout.nodes):
+                kill(f"{self.prefix}-{number}")
+            for node in nodes:
+                node.process.wait()
+
+    def _handle_signals(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                self._handlers[number] = signal.signal(number, _exit)
+
+
+def _exit(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _wait(nodes: Sequence[_Node], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while running := [node for node in nodes if node.code is None]:
+        if any(node.code for node in nodes):
+            break
+        if time.monotonic() > deadline:
+            numbers = ", ".join(str(node.number) for node in running)
+            raise RunTimeout(f"not ended after {timeout:g} s: node {numbers}{_end(running[0])}")
+        time.sleep(0.02)
+    failed = [node for node in nodes if node.code]
+    if failed:
+        # A lost connection fails the other nodes too, and which torchrun notices first is chance: tell of them all.
+        time.sleep(_GRACE)
+        raise NodeError(failed + [node for node in nodes if node.code and node not in failed])
+
+
+def _end(node: _Node) -> str:
+    text = _text(node.stderr)
+    return f"; the end of node {node.number}'s stderr:\n{text[-_TAIL:]}" if text else ""
+
+
+def _text(file: IO[bytes] | None) -> str:
+    if file is None:
+        return ""
+    # The file's offset is shared with the process that writes it: reading must not move it.
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cluster",
+        usage="%(prog)s TOPOLOGY.toml [--timeout S] -- script.py arguments... | %(prog)s --clean",
+        description="Runs a script by torchrun in an emulated cluster; shows what node 0 writes.",
+    )
+    parser.add_argument("topology", nargs="?", help="a topology's file, or the name of a preset")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds until everything is killed (600)")
+    parser.add_argument("--clean", action="store_true", help="remove what ended processes left behind")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns node 0's exit code, 2 where no cluster can be made, 124 on time-out."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    at = words.index("--") if "--" in words else len(words)
+    parser = _parser()
+    options, arguments = parser.parse_args(words[:at]), words[at + 1 :]
+    if not options.clean and not (options.topology and arguments):
+        parser.error("give a topology and, after --, a script")
+    try:
+        if options.clean:
+            print("\n".join(f"removed {name}" for name in clean()) or "nothing to remove")
+            return 0
+        with Cluster(Topology.load(options.topology)) as cluster:
+            cluster.run(arguments, timeout=options.timeout, show=True)
+    except (ClusterError, TopologyError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.returncode if isinstance(error, NodeError) else 124 if isinstance(error, RunTimeout) else 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
