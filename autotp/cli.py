@@ -22,6 +22,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import autotp
+from autotp.cli_calibrate import calibrate_command
 from autotp.cli_sweep import sweep_command
 from autotp.errors import AutotpError
 from autotp.render import make_console, plan_table, presets_table, topology_table
@@ -149,6 +150,7 @@ def _topology(
 
 
 app.command("sweep")(sweep_command)
+app.command("calibrate")(calibrate_command)
 
 
 def load_model(spec: str, devices: int = 1) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any] | None]:

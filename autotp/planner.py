@@ -220,7 +220,7 @@ def _solve(
     _check_batch(built, assembled)
     begun = time.perf_counter()
     try:
-        solution = solve(assembled.problem, time_limit=time_limit, cutoff=cutoff)
+        solution = solve(assembled.problem, time_limit=time_limit, cutoff=cutoff, trusted=True)
     except Infeasible as error:
         chosen = built.chosen
         if chosen.family.scatters or math.isfinite(error.needed_memory):

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from passes.codes import DIM, SUM, WHOLE, fitting, is_even
-from passes.reshard import Cuts, contended
+from passes.codes import DIM, SUM, WHOLE, dims_of, fitting, is_even
+from passes.reshard import Contest, contended
 
 __all__ = ["Collective", "Tariff", "Walks", "volumes"]
 
@@ -124,16 +124,61 @@ class _Found:
     sequences: np.ndarray
     index: np.ndarray
 
+    def price(self, tariff: Tariff, where: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """Seconds of each pair, or of some."""
+        return np.asarray(tariff.seconds[self.sequences].sum(axis=-1)[self.index[where]])
 
-@dataclass(frozen=True, slots=True, eq=False)
+
 class _Routes:
-    """What is needed between all pairs if cuts that differ are apart; the flat numbers of the pairs with such cuts."""
+    """The collectives between all pairs of layouts.
 
-    usual: _Found
-    pairs: np.ndarray
-    cuts: Cuts
-    source: np.ndarray
-    goal: np.ndarray
+    Attributes:
+        usual: if cuts that differ are apart.
+        pairs: flat numbers of the pairs with such cuts, for which it depends on the mesh.
+    """
+
+    def __init__(self, have: np.ndarray, want: np.ndarray) -> None:
+        axes = have.shape[1]
+        every = have.repeat(len(want), axis=0), np.tile(want, (len(have), 1))
+        contest = Contest(*every, np.ones(len(every[0]), bool))
+        self.usual = _walk(*every, contest.masks(None))
+        self.pairs = contest.depending
+        self.source, self.goal = (rows[self.pairs] for rows in every)
+        self.contest = Contest(self.source, self.goal, np.ones(len(self.pairs), bool))
+        self.special: dict[int, _Found] = {}
+        self.masks: dict[Hashable, np.ndarray] = {}
+        rows = np.concatenate([have, want])
+        dims, bits = dims_of(rows), 1 << np.arange(axes)
+        self.shards = [((dims == d) * bits).sum(axis=1) for d in range(int(dims.max(initial=-1)) + 1)]
+        self.rows = rows
+
+    def price(self, mesh: tuple[int, ...], tariff: Tariff) -> np.ndarray:
+        """Seconds for every pair, flat, where dims are split evenly."""
+        seconds = self.usual.price(tariff)
+        if len(self.pairs):
+            signature = _cuts_apart(self.rows, mesh)
+            if signature not in self.masks:
+                self.masks[signature] = self.contest.masks(mesh)
+            masks = self.masks[signature]
+            special = np.empty(len(masks))
+            for mask in np.flatnonzero(np.bincount(masks)).tolist():
+                if mask not in self.special:
+                    self.special[mask] = _walk(self.source, self.goal, np.full(len(masks), mask, np.int8))
+                where = np.flatnonzero(masks == mask)
+                special[where] = self.special[mask].price(tariff, where)
+            seconds[self.pairs] = special
+        return seconds
+
+    def uneven(self, shape: tuple[int, ...], mesh: tuple[int, ...]) -> np.ndarray:
+        """Which of the layouts, had and then wanted, may exist but do not split every dim of a tensor evenly."""
+        products = [math.prod(n for a, n in enumerate(mesh) if mask >> a & 1) for mask in range(1 << len(mesh))]
+        odd, possible = np.zeros(len(self.rows), bool), np.ones(len(self.rows), bool)
+        for size, shards in zip(shape, self.shards, strict=False):
+            splits = np.array([size % ways != 0 for ways in products])
+            if splits.any():
+                odd |= splits[shards]
+                possible &= np.array([ways <= size for ways in products])[shards]
+        return np.flatnonzero(odd & possible)
 
 
 class Walks:
@@ -141,7 +186,6 @@ class Walks:
 
     def __init__(self) -> None:
         self._routes: dict[Hashable, _Routes] = {}
-        self._special: dict[Hashable, _Found] = {}
 
     def seconds(
         self,
@@ -161,43 +205,26 @@ class Walks:
             tariff: for the tensor's size.
             slow: (have, want) -> seconds where a layout is uneven.
         """
-        rows = np.concatenate([have, want])
-        key = rows.tobytes(), len(have)
+        key = have.tobytes(), want.tobytes()
         if key not in self._routes:
-            self._routes[key] = _routes(have, want)
+            self._routes[key] = _Routes(have, want)
         routes = self._routes[key]
-        seconds = np.asarray(tariff.seconds[routes.usual.sequences].sum(axis=-1)[routes.usual.index])
-        if len(routes.pairs):
-            signature = *key, _cuts_apart(rows, mesh)
-            if signature not in self._special:
-                even = np.ones(len(routes.pairs), bool)
-                contending = routes.cuts.contended(routes.source, routes.goal, even, mesh)
-                self._special[signature] = _walk(routes.source, routes.goal, contending)
-            special = self._special[signature]
-            seconds.ravel()[routes.pairs] = tariff.seconds[special.sequences].sum(axis=-1)[special.index]
-        devices = math.prod(mesh)
-        if any(size % devices for size in shape):
-            odd = np.flatnonzero(~is_even(shape, rows, mesh))
-            odd = odd[fitting(shape, rows[odd], mesh)]
-            if (odd < len(have)).any():
-                seconds[odd[odd < len(have)]] = slow(have[odd[odd < len(have)]], want)
-            columns = odd[odd >= len(have)] - len(have)
-            if len(columns):
-                seconds[:, columns] = slow(have, want[columns])
+        seconds = routes.price(mesh, tariff).reshape(len(have), len(want))
+        odd = routes.uneven(shape, mesh)
+        if len(odd):
+            odd = odd[fitting(shape, routes.rows[odd], mesh)]
+            above, beside = odd[odd < len(have)], odd[odd >= len(have)] - len(have)
+            if len(above):
+                seconds[above] = slow(have[above], want)
+            if len(beside):
+                seconds[:, beside] = slow(have, want[beside])
         return seconds
 
 
-def _routes(have: np.ndarray, want: np.ndarray) -> _Routes:
-    cuts = Cuts.of(have, want)
-    source, goal = cuts.number(have), cuts.number(want)
-    pairs = np.flatnonzero(cuts.depends_on_mesh(source[:, None, :], goal[None, :, :]))
-    contending = cuts.contended(source[:, None, :], goal[None, :, :], np.ones((len(have), len(want)), bool), None)
-    usual = _walk(source[:, None, :], goal[None, :, :], contending)
-    return _Routes(usual, pairs, cuts, source[pairs // len(want)], goal[pairs % len(want)])
-
-
-def _walk(source: np.ndarray, goal: np.ndarray, contending: np.ndarray) -> _Found:
-    axes = contending.shape[-1]
+def _walk(source: np.ndarray, goal: np.ndarray, masks: np.ndarray) -> _Found:
+    """The collectives between pairs of coded layouts, given the sets of axes that contend."""
+    axes = source.shape[-1]
+    contending = (masks[:, None] >> np.arange(axes) & 1).astype(bool)
     steps: list[np.ndarray] = []
 
     def visit(kind: str, chosen: tuple[int, ...], where: np.ndarray, layouts: np.ndarray) -> None:

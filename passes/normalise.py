@@ -45,6 +45,8 @@ def normalise(graph: fx.Graph, mode: FakeTensorMode, mutated: Collection[str] = 
         return tree_map(lambda v: new[v] if isinstance(v, fx.Node) else v, value)
 
     for node in graph.nodes:
+        if node in new:
+            continue
         if node.op == "placeholder":
             new[node] = build.placeholder(node.name, node.meta["val"])
         elif node.op == "output":
@@ -53,6 +55,10 @@ def normalise(graph: fx.Graph, mode: FakeTensorMode, mutated: Collection[str] = 
             new[node] = build.copy(node, mapped(node.args), mapped(dict(node.kwargs)))
         elif not operator_name(node.target).startswith(_CHECKS):
             new[node] = _rewrite(build, node, mapped(node.args), mapped(dict(node.kwargs)))
+        # Right behind what they detach, and once: where they stand in the first of many layers, they would set it apart.
+        for user in [user for user in node.users if operator_name(user.target) == "aten::detach"]:
+            first = next(iter(n for n in node.users if n in new and operator_name(n.target) == "aten::detach"), None)
+            new[user] = build.copy(user, mapped(user.args), {}) if first is None else new[first]
     raise ValueError("the graph has no output node")
 
 

@@ -7,7 +7,6 @@ which collective a change of layout needs.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from passes.codes import DIM, codes, is_even
 from passes.layout import Layout, is_shard, local_shape, splits
 
-__all__ = ["COMMUNICATING", "Cuts", "Move", "Step", "contended", "moves", "steps"]
+__all__ = ["COMMUNICATING", "Contest", "Move", "Step", "contended", "moves", "steps"]
 
 #: The kinds of step that use the network; the others are local.
 COMMUNICATING = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
@@ -154,103 +153,94 @@ def contended(source: np.ndarray, target: np.ndarray, even: np.ndarray, mesh: tu
     Joining an inner axis to a dim that outer axes split already is simple, and so is removing it again; so is changing an
     axis that cuts the dim apart from where the others cut it, as digits of a number are apart. Contending axes are
     gathered, innermost first, and sliced again at the end; so are all that share a dim with them.
+
+    Args:
+        source, target: coded layouts, which broadcast together.
+        even: whether both split every dim evenly.
+        mesh: sizes of the axes.
     """
-    cuts = Cuts.of(source, target)
-    return cuts.contended(cuts.number(source), cuts.number(target), even, mesh)
+    axes = source.shape[-1]
+    shape = np.broadcast_shapes(source.shape[:-1], target.shape[:-1])
+    flat = [np.broadcast_to(rows, (*shape, axes)).reshape(-1, axes) for rows in (source, target)]
+    masks = Contest(*flat, np.broadcast_to(even, shape).ravel()).masks(mesh)
+    return (masks[:, None] >> np.arange(axes) & 1).astype(bool).reshape(*shape, axes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cuts:
-    """The distinct cuts (codes of shards) among some layouts, so that a layout is a row of small numbers.
+class _Atoms:
+    """Pairs in which two axes cut one dim differently: which, where to look up whether they are apart, and their dims."""
 
-    Numbered layouts have the place of the cut in ``codes`` for a shard, and keep the codes of whole and partial.
-    """
+    pairs: np.ndarray
+    place: np.ndarray
+    dims: np.ndarray
 
-    codes: np.ndarray
 
-    @classmethod
-    def of(cls, *rows: np.ndarray) -> Cuts:
-        """The cuts of coded layouts."""
-        codes = np.unique(np.concatenate([r.ravel() for r in rows]))
-        return cls(codes[codes >= 0])
+class Contest:
+    """Which axes contend between pairs of layouts, ``[pairs, axes]``, on any mesh; see ``contended``."""
 
-    def number(self, rows: np.ndarray) -> np.ndarray:
-        """Coded layouts, numbered."""
-        return np.where(rows < 0, rows, np.searchsorted(self.codes, rows)).astype(np.int8)
+    def __init__(self, source: np.ndarray, target: np.ndarray, even: np.ndarray) -> None:
+        codes = np.unique(np.concatenate([source.ravel(), target.ravel()]))
+        self.codes = codes[codes >= 0]
+        self.axes = source.shape[-1]
+        source, target = (np.where(r < 0, r, np.searchsorted(self.codes, r)).astype(np.int8) for r in (source, target))
+        dims = np.append(1 << (self.codes // DIM), [0, 0]).astype(np.int32)  # negative numbers look at the end
+        self.touched = [dims[source[:, a]] | dims[target[:, a]] for a in range(self.axes)]
+        self.dims = np.zeros(len(source), np.int32)
+        self.atoms: list[_Atoms] = []
+        for a in range(self.axes):
+            s, t = source[:, a], target[:, a]
+            recut = (s != t) & (s >= 0) & (t >= 0) & ((dims[s] == dims[t]) | ~even)
+            self.dims |= np.where(recut, self.touched[a], 0)
+            for b in range(a + 1, self.axes):
+                self._meet(source, target, even, a, b)
 
-    def contended(self, source: np.ndarray, target: np.ndarray, even: np.ndarray, mesh: tuple[int, ...] | None) -> np.ndarray:
-        """``contended`` of numbered layouts; without a mesh, cuts that differ count as apart."""
-        axes = source.shape[-1]
-        # One place more, at the end, is where negative numbers look.
-        bits = np.append(1 << (self.codes // DIM), [0, 0]).astype(np.int32)
-        touched = [bits[source[..., a]] | bits[target[..., a]] for a in range(axes)]
-        mixed = self._mixed()
-        dims = np.zeros(np.broadcast_shapes(source.shape, target.shape)[:-1], np.int32)
-        for a in range(axes):
-            s, t = source[..., a], target[..., a]
-            changed = s != t
-            recut = changed & (s >= 0) & (t >= 0) & ((bits[s] == bits[t]) | ~even)
-            dims |= np.where(recut, touched[a], 0)
-            for b in range(a + 1, axes):
-                u, v = source[..., b], target[..., b]
-                moved = u != v
-                found = (s >= 0) & (s == u) & changed
-                found |= (t >= 0) & (t == v) & changed & ~(moved & (s == u) & (s < 0))
-                found |= (t >= 0) & (t == u) & changed
-                found |= (s >= 0) & (s == v) & changed & moved
-                for one, other in ((s, u), (t, v), (s, v), (t, u)):
-                    differ = mixed[one, other] & (changed | moved)
-                    if not differ.any():
-                        continue
-                    close = differ & ~even
-                    if mesh is not None:
-                        close |= self._close(differ, one, other, source, target, mesh)
-                    found |= close
-                dims |= np.where(found, touched[a] | touched[b], 0)
-        for _ in range(axes):
-            for a in range(axes):
-                dims |= np.where(dims & touched[a], touched[a], 0)
-        return np.stack([dims & touched[a] != 0 for a in range(axes)], axis=-1)
-
-    def depends_on_mesh(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
-        """Between which numbered layouts it depends on the mesh which axes contend: where two cuts of one dim differ."""
-        mixed = self._mixed()
-        found = np.zeros(np.broadcast_shapes(source.shape, target.shape)[:-1], bool)
-        for a, b in itertools.combinations(range(source.shape[-1]), 2):
-            s, t, u, v = source[..., a], target[..., a], source[..., b], target[..., b]
-            changes = (s != t) | (u != v)
-            for one, other in ((s, u), (t, v), (s, v), (t, u)):
-                found |= mixed[one, other] & changes
-        return found
-
-    def _mixed(self) -> np.ndarray:
-        """Whether two numbers cut one dim, but not alike; negative numbers look at the end."""
+    def _meet(self, source: np.ndarray, target: np.ndarray, even: np.ndarray, a: int, b: int) -> None:
+        s, t, u, v = source[:, a], target[:, a], source[:, b], target[:, b]
+        changed, moved, both = s != t, u != v, self.touched[a] | self.touched[b]
+        found = (s >= 0) & (s == u) & changed
+        found |= (t >= 0) & (t == v) & changed & ~(moved & (s == u) & (s < 0))
+        found |= (t >= 0) & (t == u) & changed
+        found |= (s >= 0) & (s == v) & changed & moved
         count = len(self.codes)
-        found = np.zeros((count + 2, count + 2), bool)
+        mixed = np.zeros((count + 2, count + 2), bool)
         dims = self.codes // DIM
-        found[:count, :count] = (dims[:, None] == dims[None, :]) & ~np.eye(count, dtype=bool)
-        return found
+        mixed[:count, :count] = (dims[:, None] == dims[None, :]) & ~np.eye(count, dtype=bool)
+        for one, other in ((s, u), (t, v), (s, v), (t, u)):
+            differ = mixed[one, other] & (changed | moved)
+            found |= differ & ~even
+            pairs = np.flatnonzero(differ & even & ~found)
+            if len(pairs):
+                coarse, fine = np.minimum(one, other)[pairs], np.maximum(one, other)[pairs]
+                using = ((source[pairs] == coarse[:, None]) | (target[pairs] == coarse[:, None])) @ (
+                    1 << np.arange(self.axes)
+                )
+                place = (coarse.astype(np.int64) * count + fine << self.axes) + using
+                self.atoms.append(_Atoms(pairs, place, both[pairs]))
+        self.dims |= np.where(found, both, 0)
 
-    def _close(
-        self,
-        where: np.ndarray,
-        one: np.ndarray,
-        other: np.ndarray,
-        source: np.ndarray,
-        target: np.ndarray,
-        mesh: tuple[int, ...],
-    ) -> np.ndarray:
-        """Where two cuts of one dim are not apart: the finer one's blocks do not hold all that the coarser one divides."""
-        at = np.nonzero(where)
-        one, other = (np.broadcast_to(n, where.shape)[at] for n in (one, other))
-        coarse, fine = np.minimum(one, other), np.maximum(one, other)
-        using = np.zeros(len(coarse), np.int64)
-        for axis in range(len(mesh)):
-            here, there = (np.broadcast_to(rows[..., axis], where.shape)[at] for rows in (source, target))
-            using |= ((here == coarse) | (there == coarse)).astype(np.int64) << axis
+    @property
+    def depending(self) -> np.ndarray:
+        """The pairs whose answer depends on the mesh."""
+        return np.unique(np.concatenate([np.zeros(0, np.int64), *(atoms.pairs for atoms in self.atoms)]))
+
+    def masks(self, mesh: tuple[int, ...] | None) -> np.ndarray:
+        """``[pairs]`` sets of axes (bits) that contend; without a mesh, cuts that differ count as apart."""
+        dims = self.dims.copy()
+        if mesh is not None and self.atoms:
+            close = self._close(mesh)
+            for atoms in self.atoms:
+                bad = close[atoms.place]
+                dims[atoms.pairs[bad]] |= atoms.dims[bad]
+        for _ in range(self.axes):
+            for touched in self.touched:
+                dims |= np.where(dims & touched, touched, 0)
+        return sum(
+            ((dims & touched != 0).astype(np.int8) << a for a, touched in enumerate(self.touched)), np.zeros((), np.int8)
+        )
+
+    def _close(self, mesh: tuple[int, ...]) -> np.ndarray:
+        """For cuts and sets of axes: whether the finer cut's blocks do not hold all that the coarser one divides."""
         blocks = self.codes % DIM
-        ways = np.array([math.prod(n for a, n in enumerate(mesh) if mask >> a & 1) for mask in range(1 << len(mesh))])
-        table = blocks[None, :, None] % (np.maximum(blocks, 1)[:, None, None] * ways[None, None, :]) != 0
-        result = np.zeros(where.shape, bool)
-        result[at] = table[coarse, fine, using]
-        return result
+        ways = np.array([math.prod(n for a, n in enumerate(mesh) if mask >> a & 1) for mask in range(1 << self.axes)])
+        divides = np.maximum(blocks, 1)[:, None, None] * ways[None, None, :]
+        return (blocks[None, :, None] % divides != 0).ravel()

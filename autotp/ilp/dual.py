@@ -19,6 +19,7 @@ exceeds a known assignment is ruled out.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -76,7 +77,13 @@ class _Part:
 
 
 def _port(values: np.ndarray) -> tuple[_Port, np.ndarray]:
-    classes, index = np.unique(values, return_inverse=True)
+    return _port_of(values.tobytes(), values.dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _port_of(data: bytes, dtype: np.dtype) -> tuple[_Port, np.ndarray]:
+    # A model has the same few on every mesh.
+    classes, index = np.unique(np.frombuffer(data, dtype), return_inverse=True)
     order = np.argsort(index, kind="stable")
     return _Port(index, order, np.searchsorted(index[order], np.arange(len(classes)))), classes
 

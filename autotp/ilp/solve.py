@@ -12,6 +12,7 @@ from autotp.ilp.dual import Dual
 from autotp.ilp.eliminate import Core, eliminate_all, eliminate_some
 from autotp.ilp.pieces import Settings
 from autotp.ilp.presolve import Reduced, compact, consistent
+from autotp.ilp.prices import priced
 from autotp.ilp.problem import Node, Problem, evaluate, validate
 from autotp.ilp.search import Search
 
@@ -68,7 +69,15 @@ class Pruned:
     bound_binds: bool
 
 
-def solve(problem: Problem, *, time_limit: float = 60.0, threads: int = 2, cutoff: float = math.inf) -> Solution | Pruned:
+def solve(
+    problem: Problem,
+    *,
+    time_limit: float = 60.0,
+    threads: int = 2,
+    cutoff: float = math.inf,
+    price: float = 0.0,
+    trusted: bool = False,
+) -> Solution | Pruned:
     """The cheapest assignment within the memory bound.
 
     Args:
@@ -76,6 +85,8 @@ def solve(problem: Problem, *, time_limit: float = 60.0, threads: int = 2, cutof
         time_limit: seconds; afterwards the best assignment so far is returned with its proven gap.
         threads: for solvers that take a count.
         cutoff: seconds; stop as soon as it is proven that nothing cheaper than this exists.
+        price: seconds per byte that memory is guessed to be worth, for a first bound.
+        trusted: the problem is known to be well-formed.
 
     Returns:
         the solution, or ``Pruned`` when nothing cheaper than ``cutoff`` exists.
@@ -85,8 +96,11 @@ def solve(problem: Problem, *, time_limit: float = 60.0, threads: int = 2, cutof
         TimeoutError: when the time limit passed before any assignment was found.
         ValueError: when the problem is malformed.
     """
-    validate(problem)
+    if not trusted:
+        validate(problem)
     settings = Settings(time.monotonic() + time_limit, threads, cutoff)
+    if price > 0 and math.isfinite(cutoff) and math.isfinite(problem.memory_bound) and _priced(problem, settings, price):
+        return Pruned(True)
     free = _unbounded(problem, settings)
     if free.value >= cutoff and free.bound >= cutoff - 1e-9 * abs(cutoff):
         return Pruned(False)
@@ -137,6 +151,14 @@ def _unbounded(problem: Problem, settings: Settings) -> Search:
     elif math.isinf(search.bound) and math.isinf(settings.cutoff):
         raise Infeasible(_NO_LAYOUT, math.inf)
     return search
+
+
+def _priced(problem: Problem, settings: Settings, price: float) -> bool:
+    """Whether nothing comes below the cutoff even where bytes are only priced (Lagrange), at this price or beside it."""
+    room = price * problem.memory_bound
+    dearer = priced(problem, price)
+    free = _unbounded(replace(dearer, memory_bound=math.inf), replace(settings, cutoff=settings.cutoff + room))
+    return free.bound - room >= settings.cutoff
 
 
 def _raise_bound(problem: Problem, masks: list[np.ndarray], cutoff: float) -> float:

@@ -1,0 +1,153 @@
+"""Measures the device that every rank computes on, and fits the cost model's figures to it."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from autotp.measure import Clock, Effort
+from autotp.measure_kernels import (
+    Operator,
+    edges,
+    operators,
+    product_sizes,
+    time_launch,
+    time_memory,
+    time_operator,
+    time_product,
+)
+from costmodel import Device, compute
+from costmodel.fit import ProductFit, fit_products
+
+__all__ = ["DeviceFit", "calibrate_device"]
+
+_GIB = 2**30
+_LEAST_SLOWDOWN = 0.05
+_PROBE = (256, 256, 256)
+_ABSURD = 10.0
+_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFit:
+    """What was measured of the device beside the figures themselves.
+
+    Attributes:
+        products: the fit of matrix products.
+        slowdowns: kind of operator -> name of the function -> its slowdown at each size, smallest first.
+        left_out: dtypes whose products take ten times as long as those of float32, or which do not run.
+    """
+
+    products: ProductFit
+    slowdowns: Mapping[str, Mapping[str, tuple[float, ...]]]
+    left_out: tuple[str, ...]
+
+    def spread(self, kind: str) -> tuple[float, float]:
+        """The least and the largest slowdown of a kind."""
+        found = [value for values in self.slowdowns[kind].values() for value in values]
+        return min(found), max(found)
+
+
+def calibrate_device(
+    clock: Clock, effort: Effort, local_ranks: int, progress: Callable[[str], None]
+) -> tuple[Device, DeviceFit]:
+    """Measures on all ranks at once; the same on every rank.
+
+    Args:
+        clock: of this rank.
+        effort: how long to measure.
+        local_ranks: how many ranks share the node's memory.
+        progress: told of every stage.
+    """
+    seconds = effort.kernel_seconds
+    progress("device: memory and launches")
+    launch = _median(clock, lambda: time_launch(clock, 2 * seconds))
+    bandwidth = _median(clock, lambda: time_memory(clock, 2 * seconds))
+    dtypes, left_out = _dtypes(clock)
+    smallest, largest = edges(clock, effort)
+    shapes = product_sizes(largest, smallest)
+    times = {}
+    for dtype in dtypes:
+        progress(f"device: products of {dtype}")
+        clock.barrier()
+        mine = [time_product(shape, _DTYPES[dtype], clock, seconds) for shape in shapes]
+        times[dtype] = [statistics.median(each) for each in zip(*clock.of_all(mine), strict=True)]
+    products = fit_products(dict.fromkeys(dtypes, shapes), times, launch)
+    plain = Device("", products.rates, 1.0, bandwidth, 0.0, half_size=products.half_size)
+    progress("device: operators")
+    slowdowns: dict[str, dict[str, tuple[float, ...]]] = {}
+    for operator in operators(clock.device):
+        took = _median(clock, lambda op=operator: time_operator(op, clock, seconds))  # type: ignore[misc]
+        factor = max(_LEAST_SLOWDOWN, (took - 3 * launch) / _ideal(operator, plain))
+        names = slowdowns.setdefault(operator.kind, {})
+        names[operator.name] = (*names.get(operator.name, ()), factor)
+    name, memory = _identity(clock, local_ranks)
+    device = Device(
+        name,
+        products.rates,
+        memory,
+        bandwidth,
+        launch,
+        half_size=products.half_size,
+        slowdown={
+            kind: statistics.median(value for values in names.values() for value in values)
+            for kind, names in slowdowns.items()
+        },
+    )
+    return device, DeviceFit(products, slowdowns, left_out)
+
+
+def _ideal(operator: Operator, device: Device) -> float:
+    """Seconds of an operator with its backward pass by the roofline, launches left out."""
+    return float(compute.seconds(3 * operator.flop, 3 * operator.bytes, device, "float32", dims=operator.dims))
+
+
+def _median(clock: Clock, measure: Callable[[], float]) -> float:
+    """The median over the ranks of what each measures at the same time."""
+    clock.barrier()
+    return statistics.median(values[0] for values in clock.of_all([measure()]))
+
+
+def _dtypes(clock: Clock) -> tuple[list[str], tuple[str, ...]]:
+    """Which dtypes to measure: a CPU without units of their own converts 16-bit floats one by one."""
+
+    def probe(dtype: str) -> float:
+        try:
+            return time_product(_PROBE, _DTYPES[dtype], clock, 0.0)
+        except (RuntimeError, NotImplementedError):
+            return float("inf")
+
+    clock.barrier()
+    times = dict(zip(_DTYPES, clock.slowest([probe(dtype) for dtype in _DTYPES]), strict=True))
+    found = [dtype for dtype in _DTYPES if dtype == "float32" or times[dtype] <= _ABSURD * times["float32"]]
+    return found, tuple(dtype for dtype in _DTYPES if dtype not in found)
+
+
+def _identity(clock: Clock, local_ranks: int) -> tuple[str, float]:
+    """The device's name as rank 0 has it, and the least of the ranks' memories, in bytes."""
+    if clock.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(clock.device)
+        name, memory = properties.name, float(properties.total_memory)
+    else:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        # Whole GiB: nodes alike but for a few pages that the firmware keeps must give the same plan.
+        name, memory = _processor(), float(max(total // local_ranks // _GIB, 1) * _GIB)
+    names = [name]
+    dist.broadcast_object_list(names, src=0, device=clock.device)
+    return names[0], -clock.slowest([-memory])[0]
+
+
+def _processor() -> str:
+    threads = torch.get_num_threads()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "") or "cpu"
+    return f"{model}, {threads} thread{'' if threads == 1 else 's'}"

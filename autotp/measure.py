@@ -1,0 +1,182 @@
+"""Times collectives as a sharded step runs them, on the processes of this job.
+
+A repetition begins behind a barrier and lasts until the slowest rank has its result: that is when the next operator can
+begin. All groups of a mesh axis communicate at once, since that is how a sharded step runs, and padding, stacking and
+joining are part of it, since `passes.world` does them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from costmodel.fit import Sample, robust
+from passes.reshard import Step
+from passes.world import ProcessWorld
+
+__all__ = ["FULL", "KINDS", "QUICK", "Clock", "Effort", "Timing", "job", "time_collective", "time_sizes"]
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+"""The collectives that a sharded graph calls."""
+
+_ITEM = 4
+_MEGABYTE = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to measure.
+
+    Attributes:
+        volumes: bytes of the whole tensors, ascending.
+        fewest, most: repetitions of each size.
+        seconds: that the repetitions of one size should take together.
+        longest: seconds that one repetition may take, beyond which larger sizes are left out.
+        kernel_seconds: that the repetitions of one kernel should take together.
+        largest_product: the longest side of a matrix product, on a CPU and on a GPU.
+    """
+
+    volumes: tuple[int, ...]
+    fewest: int
+    most: int
+    seconds: float
+    longest: float
+    kernel_seconds: float
+    largest_product: tuple[int, int]
+
+
+FULL = Effort(tuple(1024 * 4**k for k in range(8)), 5, 25, 0.3, 0.5, 0.1, (1024, 8192))
+QUICK = Effort(tuple(1024 * 16**k for k in range(4)), 5, 9, 0.05, 0.25, 0.02, (512, 4096))
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How long one collective takes.
+
+    Attributes:
+        volume: bytes of the whole tensor, as `costmodel.collectives` counts them.
+        sample: the repetitions, each the slowest rank's.
+    """
+
+    volume: float
+    sample: Sample
+
+
+class Clock:
+    """Waits for the device, and for the other ranks.
+
+    Args:
+        device: what this rank computes on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def synchronize(self) -> None:
+        """Waits until the device has done everything that it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def barrier(self) -> None:
+        """Waits for every rank."""
+        if self.device.type == "cuda":
+            dist.barrier(device_ids=[self.device.index])
+        else:
+            dist.barrier()
+        self.synchronize()
+
+    def slowest(self, values: Sequence[float]) -> list[float]:
+        """The largest of all ranks' values, one by one; the same on every rank."""
+        tensor = torch.tensor(list(values), dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor.tolist()
+
+    def of_all(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's values, rank by rank; the same on every rank."""
+        mine = torch.tensor(list(values), dtype=torch.float64, device=self.device)
+        found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, mine)
+        return [tensor.tolist() for tensor in found]
+
+
+def job(kind: str, axis: int, ways: int, volume: float, device: torch.device) -> tuple[Step, Tensor, float]:
+    """A step of one collective, the float32 tensor that it takes, and the bytes of its whole tensor.
+
+    Args:
+        kind: one of `KINDS`.
+        axis: the mesh axis.
+        ways: its size.
+        volume: bytes wanted, rounded to what splits evenly.
+        device: where the tensor lies.
+    """
+    side = max(1, round(math.sqrt(volume / _ITEM) / ways)) * ways
+    rows = max(1, round(volume / _ITEM / side / ways)) * ways
+    whole = float(rows * side * _ITEM)
+    if kind == "all_to_all":
+        return Step(kind, (axis,), dim=0, to_dim=1), torch.ones(rows, side, device=device), whole
+    part = rows // ways if kind == "all_gather" else rows
+    return Step(kind, (axis,), dim=0), torch.ones(part, side, device=device), whole
+
+
+def time_collective(
+    world: ProcessWorld, axis: int, kind: str, volume: float, effort: Effort, clock: Clock, *, alone: bool = False
+) -> Timing:
+    """Times one size of one collective along a mesh axis; every rank must call it alike.
+
+    Args:
+        world: has a process group for the axis.
+        axis: the mesh axis.
+        kind: one of `KINDS`.
+        volume: bytes of the whole tensor, about.
+        effort: how long to measure.
+        clock: of this rank.
+        alone: only the first of the axis' groups communicates, while the others wait at the barrier.
+    """
+    step, tensor, whole = job(kind, axis, world.mesh_shape[axis], volume, clock.device)
+    first = all(at == 0 for other, at in enumerate(world.hosted[0]) if other != axis)
+    takes_part = first or not alone
+
+    def once() -> float:
+        clock.barrier()
+        if not takes_part:
+            return 0.0
+        begun = time.perf_counter()
+        world.run([step], [tensor])
+        clock.synchronize()
+        return time.perf_counter() - begun
+
+    once()
+    begun = time.perf_counter()
+    once()
+    (each,) = clock.slowest([time.perf_counter() - begun])
+    repetitions = min(effort.most, max(effort.fewest, int(effort.seconds / each)))
+    # What every rank measured is compared afterwards, so that comparing delays no repetition.
+    return Timing(whole, robust(clock.slowest([once() for _ in range(repetitions)])))
+
+
+def time_sizes(
+    measure: Callable[[float], Timing], volumes: Sequence[float], longest: float, *, fewest: int = 3
+) -> tuple[Timing, ...]:
+    """Times sizes from the smallest on, until one would take too long.
+
+    Args:
+        measure: times one size.
+        volumes: bytes, ascending.
+        longest: seconds that one repetition may take.
+        fewest: sizes that are measured however long they take, a fit needing some.
+    """
+    found: list[Timing] = []
+    for volume in volumes:
+        if len(found) >= fewest:
+            # From the last two sizes on, time grows with size: what the next takes is known well enough.
+            expected = found[-1].sample.seconds * volume / found[-1].volume
+            if found[-1].sample.seconds > longest or (expected > longest and found[-1].volume >= _MEGABYTE / 4):
+                break
+        found.append(measure(volume))
+    return tuple(found)

@@ -1,0 +1,218 @@
+"""Times what one device computes: matrix products, typical operators with their backward pass, its memory, its launches.
+
+Every rank measures at the same time, since in a step all of them compute at once and share the memory's bandwidth, the caches
+and the power. What is a rank's median becomes the median over the ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autotp.measure import Clock, Effort
+from costmodel.fit import robust
+
+__all__ = ["Operator", "edges", "operators", "product_sizes", "time_call", "time_launch", "time_memory", "time_product"]
+
+_CHAIN = 50
+_ACTIVATIONS = (2**16, 2**18, 2**20)
+"""Elements: 0.25, 1 and 4 MiB of float32, what a rank holds of one tensor when some ranks share a small model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One operator at one size.
+
+    Attributes:
+        kind: one of ``costmodel.device.KINDS``.
+        name: the function's name.
+        function: runs it forward.
+        inputs: what needs a gradient.
+        flop: of the forward operator, as `passes.rules.table` counts them.
+        bytes: of its operands and results.
+        dims: m, k, n where it is a matrix product.
+    """
+
+    kind: str
+    name: str
+    function: Callable[[], Tensor]
+    inputs: tuple[Tensor, ...]
+    flop: float
+    bytes: float
+    dims: tuple[int, int, int] | None = None
+
+
+def time_call(function: Callable[[], object], clock: Clock, seconds: float, fewest: int = 5, most: int = 50) -> float:
+    """Seconds of a call: the median over repetitions of as many calls as the clock can tell apart.
+
+    Args:
+        function: what to call.
+        clock: of this rank.
+        seconds: that it should take altogether, about.
+        fewest, most: repetitions.
+    """
+    function()
+    clock.synchronize()
+    begun = time.perf_counter()
+    function()
+    clock.synchronize()
+    each = time.perf_counter() - begun
+    # A GPU is waited for once in a repetition, which must be long beside that.
+    calls = max(1, math.ceil((2e-3 if clock.device.type == "cuda" else 2e-4) / max(each, 1e-7)))
+    durations: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(durations) < fewest or (len(durations) < most and time.perf_counter() < end):
+        begun = time.perf_counter()
+        for _ in range(calls):
+            function()
+        clock.synchronize()
+        durations.append((time.perf_counter() - begun) / calls)
+    return robust(durations).seconds
+
+
+def time_launch(clock: Clock, seconds: float) -> float:
+    """Seconds of one of the three launches that the cost model counts for an operator with its backward pass."""
+    start = torch.ones(16, device=clock.device, requires_grad=True)
+    factor, gradient = torch.ones(16, device=clock.device), torch.ones(16, device=clock.device)
+
+    def chain() -> None:
+        value: Tensor = start
+        for _ in range(_CHAIN // 2):
+            value = value * factor + factor
+        torch.autograd.grad(value, start, gradient)
+
+    return time_call(chain, clock, seconds) / (3 * _CHAIN)
+
+
+def time_memory(clock: Clock, seconds: float) -> float:
+    """Bytes/s of adding two tensors that no cache holds."""
+    elements = 2**28 if clock.device.type == "cuda" else 2**23
+    left, right, result = (torch.ones(elements, device=clock.device) for _ in range(3))
+    return 3 * 4 * elements / time_call(lambda: torch.add(left, right, out=result), clock, seconds)
+
+
+def product_sizes(largest: int, smallest: int = 32) -> list[tuple[int, int, int]]:
+    """m, k, n: cubes, and products that are short in one dim or two, each in every orientation."""
+    count = int(math.log2(largest / smallest)) + 1
+    sides = [smallest * 2**k for k in range(count)]
+    shapes = [(side, side, side) for side in sides]
+    big, middle = sides[-1], sides[len(sides) // 2]
+    for short, long in ((sides[0], middle), (sides[1], big), (sides[2], big)):
+        shapes += sorted(set(itertools.permutations((short, long, long))))
+    shapes += sorted(set(itertools.permutations((sides[1], sides[1], big))))
+    return sorted(set(shapes))
+
+
+def time_product(dims: tuple[int, int, int], dtype: torch.dtype, clock: Clock, seconds: float) -> float:
+    """Seconds of one matrix product, forward."""
+    m, k, n = dims
+    rows = torch.rand(m, k, device=clock.device).to(dtype)
+    weight = torch.rand(n, k, device=clock.device).to(dtype)
+    with torch.no_grad():
+        return time_call(lambda: F.linear(rows, weight), clock, seconds)
+
+
+def time_operator(operator: Operator, clock: Clock, seconds: float) -> float:
+    """Seconds of an operator forward and backward."""
+    gradient = torch.ones_like(operator.function())
+    return time_call(lambda: torch.autograd.grad(operator.function(), operator.inputs, gradient), clock, seconds, fewest=5)
+
+
+def edges(clock: Clock, effort: Effort) -> tuple[int, int]:
+    """The shortest and the longest side of the products that are timed."""
+    gpu = clock.device.type == "cuda"
+    return (128 if gpu else 32), effort.largest_product[gpu]
+
+
+def operators(device: torch.device) -> Iterator[Operator]:
+    """Typical operators at the sizes of local shards, one after the other so that only one's tensors are held."""
+    for elements in _ACTIVATIONS:
+        # A GPU's shards are of larger models.
+        for make in (_linear, _convolution, _attention, _layer_norm, _group_norm, _softmax, _gelu, _silu, _embedding, _cat):
+            yield make(elements * (16 if device.type == "cuda" else 1), device)
+
+
+def _tensor(device: torch.device, *shape: int) -> Tensor:
+    return torch.rand(shape, device=device).requires_grad_()
+
+
+def _size(*tensors: Tensor) -> float:
+    return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+
+
+def _linear(elements: int, device: torch.device) -> Operator:
+    rows = elements // 512
+    x, weight = _tensor(device, rows, 512), _tensor(device, 512, 512)
+    return Operator(
+        "product", "linear", lambda: F.linear(x, weight), (x, weight),
+        2.0 * rows * 512 * 512, _size(x, weight, x), (rows, 512, 512),
+    )  # fmt: skip
+
+
+def _convolution(elements: int, device: torch.device) -> Operator:
+    x, weight = _tensor(device, elements // 2**15, 32, 32, 32), _tensor(device, 32, 32, 3, 3)
+    # Only products have dims in the cost model: a convolution runs at the full rate, but for its slowdown.
+    return Operator(
+        "convolution", "conv2d", lambda: F.conv2d(x, weight, padding=1), (x, weight),
+        2.0 * elements * 32 * 9, _size(x, weight, x),
+    )  # fmt: skip
+
+
+def _attention(elements: int, device: torch.device) -> Operator:
+    q, k, v = (_tensor(device, elements // 2**15, 4, 128, 64) for _ in range(3))
+    return Operator(
+        "attention", "scaled_dot_product_attention", lambda: F.scaled_dot_product_attention(q, k, v), (q, k, v),
+        2.0 * (elements // 64) * 128 * (64 + 64), _size(q, k, v, q),
+    )  # fmt: skip
+
+
+def _layer_norm(elements: int, device: torch.device) -> Operator:
+    x, weight, bias = _tensor(device, elements // 512, 512), _tensor(device, 512), _tensor(device, 512)
+    return Operator(
+        "norm", "layer_norm", lambda: F.layer_norm(x, (512,), weight, bias), (x, weight, bias),
+        0.0, _size(x, weight, bias, x),
+    )  # fmt: skip
+
+
+def _group_norm(elements: int, device: torch.device) -> Operator:
+    x, weight, bias = _tensor(device, elements // 2**15, 32, 32, 32), _tensor(device, 32), _tensor(device, 32)
+    return Operator(
+        "norm", "group_norm", lambda: F.group_norm(x, 8, weight, bias), (x, weight, bias),
+        0.0, _size(x, weight, bias, x),
+    )  # fmt: skip
+
+
+def _softmax(elements: int, device: torch.device) -> Operator:
+    x = _tensor(device, elements // 512, 512)
+    return Operator("softmax", "softmax", lambda: torch.softmax(x, -1), (x,), 0.0, _size(x, x))
+
+
+def _gelu(elements: int, device: torch.device) -> Operator:
+    x = _tensor(device, elements // 512, 512)
+    return Operator("pointwise", "gelu", lambda: F.gelu(x), (x,), 0.0, _size(x, x))
+
+
+def _silu(elements: int, device: torch.device) -> Operator:
+    x = _tensor(device, elements // 512, 512)
+    return Operator("pointwise", "silu", lambda: F.silu(x), (x,), 0.0, _size(x, x))
+
+
+def _embedding(elements: int, device: torch.device) -> Operator:
+    table = _tensor(device, 8192, 256)
+    tokens = torch.randint(8192, (elements // 256,), device=device)
+    size = _size(table, tokens) + 4.0 * elements
+    return Operator("gather", "embedding", lambda: F.embedding(tokens, table), (table,), 0.0, size)
+
+
+def _cat(elements: int, device: torch.device) -> Operator:
+    left, right = (_tensor(device, elements // 512, 256) for _ in range(2))
+    return Operator(
+        "copy", "cat", lambda: torch.cat([left, right], 1), (left, right), 0.0, 2 * _size(left, right)
+    )  # fmt: skip
