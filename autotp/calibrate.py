@@ -1,8 +1,8 @@
 """Calibration: measures the machine that this job runs on, and fits a topology to it.
 
-Two levels are told apart by torchrun's numbering: the ranks of a node, and the nodes. Of each, the times of every collective
-at many sizes give a latency and a bandwidth; of the device, the times of kernels give its rates. What the levels then predict
-for a group over both, which no fit has seen, is compared with what it takes.
+Two levels are told apart by torchrun's numbering: the ranks of a node, and the nodes. Of each, the times of every
+collective at many sizes give a latency and a bandwidth; of the device, the times of kernels give its rates. What the levels
+then predict for a group over both, which no fit has seen, is compared with what it takes.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class _Job:
             def predict(volume: float, kind: str = kind, link: object = link) -> float:
                 return float(collectives.of_link(kind, volume, link, self.library))  # type: ignore[arg-type]
 
-            for volume in _two([v for v in self.effort.volumes if predict(v) <= self.effort.longest]):
+            for volume in _two([v for v in self.effort.volumes if predict(v) <= self.effort.longest / 2]):
                 timing = time_collective(whole, 0, kind, volume, self.effort, self.clock)
                 found.append(Check(kind, timing.volume, predict(timing.volume), timing.sample.seconds))
         return tuple(found)

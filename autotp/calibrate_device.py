@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
 import statistics
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,8 @@ _GIB = 2**30
 _LEAST_SLOWDOWN = 0.05
 _PROBE = (256, 256, 256)
 _ABSURD = 10.0
+#: A device has one half size: that of the dtypes that models are mostly trained in there.
+_DECISIVE = {"cpu": ("float32", "float64"), "cuda": ("bfloat16", "float16")}
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -66,6 +70,9 @@ def calibrate_device(
         progress: told of every stage.
     """
     seconds = effort.kernel_seconds
+    if clock.device.type == "cpu" and _neighbours(clock) * torch.get_num_threads() > len(os.sched_getaffinity(0)):
+        # Ranks that take turns on a core: a repetition must last for some turns, or it would seem to have a core to itself.
+        clock.least = seconds / 5
     progress("device: memory and launches")
     launch = _median(clock, lambda: time_launch(clock, 2 * seconds))
     bandwidth = _median(clock, lambda: time_memory(clock, 2 * seconds))
@@ -78,7 +85,8 @@ def calibrate_device(
         clock.barrier()
         mine = [time_product(shape, _DTYPES[dtype], clock, seconds) for shape in shapes]
         times[dtype] = [statistics.median(each) for each in zip(*clock.of_all(mine), strict=True)]
-    products = fit_products(dict.fromkeys(dtypes, shapes), times, launch)
+    decisive = [dtype for dtype in _DECISIVE[clock.device.type] if dtype in dtypes]
+    products = fit_products(dict.fromkeys(dtypes, shapes), times, launch, decisive)
     plain = Device("", products.rates, 1.0, bandwidth, 0.0, half_size=products.half_size)
     progress("device: operators")
     slowdowns: dict[str, dict[str, tuple[float, ...]]] = {}
@@ -127,6 +135,16 @@ def _dtypes(clock: Clock) -> tuple[list[str], tuple[str, ...]]:
     times = dict(zip(_DTYPES, clock.slowest([probe(dtype) for dtype in _DTYPES]), strict=True))
     found = [dtype for dtype in _DTYPES if dtype == "float32" or times[dtype] <= _ABSURD * times["float32"]]
     return found, tuple(dtype for dtype in _DTYPES if dtype not in found)
+
+
+def _neighbours(clock: Clock) -> int:
+    """How many ranks run on this machine, which several nodes may be on: containers, or an emulated cluster."""
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        machine = platform.node()
+    mine = [float(zlib.crc32(machine.encode()))]
+    return clock.of_all(mine).count(mine)
 
 
 def _identity(clock: Clock, local_ranks: int) -> tuple[str, float]:

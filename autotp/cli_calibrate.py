@@ -134,16 +134,16 @@ def calibration_toml(calibration: Calibration) -> str:
     ]
     if calibration.concurrency is not None:
         header.append(
-            f"Between nodes, an all_gather takes {calibration.concurrency:.2f} times as long with all ranks of a node at once "
-            "as with one."
+            f"Between nodes, an all_gather takes {calibration.concurrency:.2f} times as long with all ranks of a node at "
+            "once as with one."
         )
     if calibration.checks:
         header.append("Over all ranks, which was not fitted, predicted and measured:")
         header += [
-            f"  {check.kind} of {_bytes(check.volume)}: {_time(check.predicted)}, {_time(check.measured)} ({check.error:+.0%})"
-            for check in calibration.checks
+            f"  {c.kind} of {_bytes(c.volume)}: {_time(c.predicted)}, {_time(c.measured)} ({c.error:+.0%})"
+            for c in calibration.checks
         ]
-    notes = {
+    notes: dict[tuple[str, ...], str] = {
         ("levels", fit.level, fit.link.kind): f"error {fit.link.median_error:.1%}, at most {fit.link.largest_error:.1%}"
         for fit in calibration.fits
     }

@@ -51,7 +51,7 @@ class Effort:
     largest_product: tuple[int, int]
 
 
-FULL = Effort(tuple(1024 * 4**k for k in range(8)), 5, 25, 0.3, 0.5, 0.1, (1024, 8192))
+FULL = Effort(tuple(1024 * 4**k for k in range(8)), 5, 25, 0.2, 0.5, 0.1, (1024, 8192))
 QUICK = Effort(tuple(1024 * 16**k for k in range(4)), 5, 9, 0.05, 0.25, 0.02, (512, 4096))
 
 
@@ -73,10 +73,15 @@ class Clock:
 
     Args:
         device: what this rank computes on.
+
+    Attributes:
+        least: seconds that a repetition of calls of a kernel must last to be told apart from noise.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        # A GPU is waited for once in a repetition, which must be long beside that.
+        self.least = 2e-3 if device.type == "cuda" else 2e-4
 
     def synchronize(self) -> None:
         """Waits until the device has done everything that it was given."""

@@ -1,7 +1,7 @@
 """Times what one device computes: matrix products, typical operators with their backward pass, its memory, its launches.
 
-Every rank measures at the same time, since in a step all of them compute at once and share the memory's bandwidth, the caches
-and the power. What is a rank's median becomes the median over the ranks.
+Every rank measures at the same time, since in a step all of them compute at once and share the memory's bandwidth, the
+caches and the power. What is a rank's median becomes the median over the ranks.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ def time_call(function: Callable[[], object], clock: Clock, seconds: float, fewe
     function()
     clock.synchronize()
     each = time.perf_counter() - begun
-    # A GPU is waited for once in a repetition, which must be long beside that.
-    calls = max(1, math.ceil((2e-3 if clock.device.type == "cuda" else 2e-4) / max(each, 1e-7)))
+    calls = max(1, math.ceil(clock.least / max(each, 1e-7)))
     durations: list[float] = []
     end = time.perf_counter() + seconds
     while len(durations) < fewest or (len(durations) < most and time.perf_counter() < end):
@@ -122,7 +121,7 @@ def time_product(dims: tuple[int, int, int], dtype: torch.dtype, clock: Clock, s
 def time_operator(operator: Operator, clock: Clock, seconds: float) -> float:
     """Seconds of an operator forward and backward."""
     gradient = torch.ones_like(operator.function())
-    return time_call(lambda: torch.autograd.grad(operator.function(), operator.inputs, gradient), clock, seconds, fewest=5)
+    return time_call(lambda: torch.autograd.grad(operator.function(), operator.inputs, gradient), clock, seconds)
 
 
 def edges(clock: Clock, effort: Effort) -> tuple[int, int]:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import fx
 
-from autotp.resharding import volumes
 from costmodel import Topology, collectives, compute, memory
 from passes.codes import local_elements
 from passes.factors import Operator
@@ -83,10 +82,6 @@ class Prices:
             more, size = self.moving(shape, itemsize, want.gradient, gradient_of(have))
             seconds, received = seconds + more, received + size
         return Price(0.0, seconds, received)
-
-    def volumes(self, shape: tuple[int, ...], itemsize: int, have: np.ndarray, want: np.ndarray) -> np.ndarray:
-        """Seconds of resharding between all pairs of coded layouts, ``[H, W]``, without any mirror."""
-        return volumes(shape, itemsize, have, want, self.mesh, self.seconds)
 
     def space(self, space: Space, flop: float, *, gradient: bool) -> tuple[np.ndarray, np.ndarray]:
         """``operator`` for all strategies at once: (compute seconds, seconds of collectives inside), each ``[S]``."""

@@ -133,17 +133,14 @@ class _Assembly:
         """Seconds from every layout that a tensor has to every one wanted, with the gradient's way back."""
         walks, shape, tariff = self.structure.walks, tuple(edge.value.shape), self.tariffs[_size(edge)]
         itemsize = edge.value.element_size()
-
-        def slow(have: np.ndarray, want: np.ndarray) -> np.ndarray:
-            return self.prices.volumes(shape, itemsize, have, want)
-
-        seconds = walks.seconds(shape, edge.rows, edge.wants, self.mesh, tariff, slow)
+        seconds = walks.seconds(shape, itemsize, edge.rows, edge.wants, self.mesh, tariff, self.prices.seconds)
         if not self.prices.train:
             return seconds
         seconds = np.where(regather, 2 * seconds, seconds)
         if edge.trained:
             back = np.where(edge.rows == SUM, WHOLE, edge.rows)
-            seconds = seconds + walks.seconds(shape, edge.gradients, back, self.mesh, tariff, slow).T
+            gradients = walks.seconds(shape, itemsize, edge.gradients, back, self.mesh, tariff, self.prices.seconds)
+            seconds = seconds + gradients.T
         return seconds
 
 

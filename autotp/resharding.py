@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from passes.codes import DIM, SUM, WHOLE, dims_of, fitting, is_even
-from passes.reshard import Contest, contended
+from passes.codes import DIM, SUM, WHOLE, dims_of, fitting
+from passes.reshard import Contest
 
-__all__ = ["Collective", "Tariff", "Walks", "volumes"]
+__all__ = ["Collective", "Tariff", "Walks"]
 
 #: (kind, axes, bytes of the larger tensor) -> seconds, over arrays.
 Collective = Callable[[str, tuple[int, ...], np.ndarray], np.ndarray]
@@ -64,30 +65,64 @@ class _Walk:
         visit(kind, chosen, where, self.state if before is None else before)
 
 
-def volumes(
-    shape: tuple[int, ...],
-    itemsize: int,
-    have: np.ndarray,
-    want: np.ndarray,
-    mesh: tuple[int, ...],
-    collective: Collective,
-) -> np.ndarray:
-    """Seconds for every pair of coded layouts, ``[H, W]``, also where dims are split unevenly."""
-    even = is_even(shape, have, mesh)[:, None] & is_even(shape, want, mesh)[None, :]
-    contending = contended(have[:, None, :], want[None, :, :], even, mesh)
-    seconds = np.zeros(contending.shape[:-1])
+class _Uneven:
+    """Seconds between pairs of layouts some of which split a dim unevenly: what moves is rounded up, dim by dim.
 
-    def visit(kind: str, axes: tuple[int, ...], where: np.ndarray, layouts: np.ndarray) -> None:
-        rows, total = layouts[where], np.full(int(where.sum()), float(itemsize))
-        for d, size in enumerate(shape):
-            local = np.full(len(rows), size)
-            for a, n in enumerate(mesh):
-                local = np.where((rows[:, a] >= 0) & (rows[:, a] // DIM == d), -(-local // n), local)
-            total *= local
-        seconds[where] += collective(kind, axes, total)
+    Args:
+        source, goal: coded layouts, ``[pairs, axes]``.
+        even: per pair, whether both split all dims evenly.
+    """
 
-    _Walk(have[:, None, :], want[None, :, :], contending).run(visit)
-    return seconds
+    def __init__(self, source: np.ndarray, goal: np.ndarray, even: np.ndarray) -> None:
+        self.source, self.goal = source, goal
+        self.contest = Contest(source, goal, even)
+        self.dims = int(dims_of(np.concatenate([source, goal])).max(initial=-1)) + 1
+        self.steps: dict[bytes, list[_Uneven.Step]] = {}
+
+    class Step(NamedTuple):
+        """A collective: the pairs that need it, the distinct sets of axes by dim that then shard, and each pair's set."""
+
+        kind: str
+        axes: tuple[int, ...]
+        where: np.ndarray
+        shards: np.ndarray
+        index: np.ndarray
+
+    def price(self, shape: tuple[int, ...], itemsize: int, mesh: tuple[int, ...], collective: Collective) -> np.ndarray:
+        """Seconds for every pair."""
+        masks = self.contest.masks(mesh)
+        key = masks.tobytes()
+        if key not in self.steps:
+            self.steps[key] = self._walk(masks)
+        parts = [_parts(size, mesh) for size in shape]
+        seconds = np.zeros(len(self.source))
+        for step in self.steps[key]:
+            total = np.full(len(step.shards), float(itemsize))
+            for d, table in enumerate(parts):
+                total *= table[step.shards[:, d]] if d < self.dims else shape[d]
+            seconds[step.where] += collective(step.kind, step.axes, total)[step.index]
+        return seconds
+
+    def _walk(self, masks: np.ndarray) -> list[_Uneven.Step]:
+        axes = self.source.shape[1]
+        found: list[_Uneven.Step] = []
+
+        def visit(kind: str, chosen: tuple[int, ...], where: np.ndarray, layouts: np.ndarray) -> None:
+            dims = dims_of(layouts[where])
+            shards = np.stack([(dims == d) @ (1 << np.arange(axes)) for d in range(self.dims)], axis=1)
+            distinct, index = np.unique(shards, axis=0, return_inverse=True)
+            found.append(_Uneven.Step(kind, chosen, np.flatnonzero(where), distinct, index.ravel()))
+
+        _Walk(self.source, self.goal, (masks[:, None] >> np.arange(axes) & 1).astype(bool)).run(visit)
+        return found
+
+
+def _parts(size: int, mesh: tuple[int, ...]) -> np.ndarray:
+    """Length of the longest part of a dim, for every set of axes (bits) that may split it."""
+    found = np.full(1 << len(mesh), size)
+    for a, n in enumerate(mesh):
+        found = np.where(np.arange(len(found)) >> a & 1, -(-found // n), found)
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,39 +221,44 @@ class Walks:
 
     def __init__(self) -> None:
         self._routes: dict[Hashable, _Routes] = {}
+        self._uneven: dict[Hashable, _Uneven] = {}
 
     def seconds(
         self,
         shape: tuple[int, ...],
+        itemsize: int,
         have: np.ndarray,
         want: np.ndarray,
         mesh: tuple[int, ...],
         tariff: Tariff,
-        slow: Callable[[np.ndarray, np.ndarray], np.ndarray],
+        collective: Collective,
     ) -> np.ndarray:
         """Seconds for every pair, ``[H, W]``.
 
         Args:
             shape: of the whole tensor.
+            itemsize: bytes of an element.
             have, want: coded layouts; what those cost that do not fit the shape does not matter.
             mesh: sizes of the axes.
             tariff: for the tensor's size.
-            slow: (have, want) -> seconds where a layout is uneven.
+            collective: what the tariff was made with.
         """
         key = have.tobytes(), want.tobytes()
         if key not in self._routes:
             self._routes[key] = _Routes(have, want)
         routes = self._routes[key]
-        seconds = routes.price(mesh, tariff).reshape(len(have), len(want))
+        seconds = routes.price(mesh, tariff)
         odd = routes.uneven(shape, mesh)
+        odd = odd[fitting(shape, routes.rows[odd], mesh)] if len(odd) else odd
         if len(odd):
-            odd = odd[fitting(shape, routes.rows[odd], mesh)]
-            above, beside = odd[odd < len(have)], odd[odd >= len(have)] - len(have)
-            if len(above):
-                seconds[above] = slow(have[above], want)
-            if len(beside):
-                seconds[:, beside] = slow(have, want[beside])
-        return seconds
+            uneven = np.zeros(len(routes.rows), bool)
+            uneven[odd] = True
+            pairs = np.flatnonzero((uneven[: len(have), None] | uneven[None, len(have) :]).ravel())
+            if (*key, pairs.tobytes()) not in self._uneven:
+                source, goal = have[pairs // len(want)], want[pairs % len(want)]
+                self._uneven[*key, pairs.tobytes()] = _Uneven(source, goal, np.zeros(len(pairs), bool))
+            seconds[pairs] = self._uneven[*key, pairs.tobytes()].price(shape, itemsize, mesh, collective)
+        return seconds.reshape(len(have), len(want))
 
 
 def _walk(source: np.ndarray, goal: np.ndarray, masks: np.ndarray) -> _Found:

@@ -7,6 +7,7 @@ the dim, on whichever mesh; it is the one code that needs a mesh to become a pla
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -93,6 +94,13 @@ def local_elements(shape: tuple[int, ...], rows: np.ndarray, mesh: tuple[int, ..
 
 def fitting(shape: tuple[int, ...], rows: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
     """Which coded layouts a tensor of ``shape`` can rest in: ``passes.layout.fits`` for many at once."""
+    # Tensors of one shape are many in a model.
+    return _fitting(tuple(shape), rows.tobytes(), rows.dtype, tuple(mesh)).copy()
+
+
+@functools.lru_cache(maxsize=4096)
+def _fitting(shape: tuple[int, ...], data: bytes, dtype: np.dtype, mesh: tuple[int, ...]) -> np.ndarray:
+    rows = np.frombuffer(data, dtype).reshape(-1, len(mesh))
     dims, blocks, sizes = dims_of(rows), np.where(rows >= 0, rows % DIM, 0), np.array(mesh, dtype=np.int64)
     found: np.ndarray = np.asarray((dims < len(shape)).all(axis=-1))
     for d, size in enumerate(shape):

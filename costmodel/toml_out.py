@@ -1,0 +1,113 @@
+"""Writes a topology as TOML that `Topology.load` reads back exactly, with comments for units and notes."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .topology import Topology
+from .units import Quantity, format_quantity
+
+__all__ = ["topology_toml", "write_atomically"]
+
+_QUANTITIES: Mapping[str, Quantity] = {
+    "memory": "memory",
+    "memory_bandwidth": "bandwidth",
+    "launch": "time",
+    "bandwidth": "bandwidth",
+    "latency": "time",
+    "point_to_point": "bandwidth",
+    "idle_power": "power",
+    "busy_power": "power",
+}
+
+
+def topology_toml(
+    topology: Topology, header: Iterable[str] = (), notes: Mapping[tuple[str, ...], str] | None = None
+) -> str:
+    """A topology as the text of a TOML file, all figures in base units.
+
+    Args:
+        topology: what to write.
+        header: lines of a comment at the top, without the ``#``.
+        notes: comments beside figures, by where they are: ``("device", "half_size")``, ``("device", "flops", "float32")``,
+            ``("levels", "node", "all_reduce")``.
+    """
+    data, notes = topology.to_dict(), notes or {}
+    lines = [_comment(line) for line in header]
+    lines += [f"name = {_value(data['name'])}", f"library = {_value(data['library'])}", "", "[device]"]
+    lines += _table(data["device"], ("device",), notes)
+    for level in data["levels"]:
+        lines += ["", "[[levels]]", *_table(level, ("levels", level["name"]), notes, prefix="levels.")]
+    return "\n".join(lines) + "\n"
+
+
+def write_atomically(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a file whole or not at all, with the permissions of any new file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    target = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _table(
+    data: Mapping[str, Any], where: tuple[str, ...], notes: Mapping[tuple[str, ...], str], prefix: str = ""
+) -> list[str]:
+    """Plain keys first: in TOML whatever follows a table's header belongs to it."""
+    plain = {key: value for key, value in data.items() if not isinstance(value, Mapping)}
+    lines = [_line(key, value, notes.get((*where, key))) for key, value in plain.items()]
+    for key, table in data.items():
+        if isinstance(table, Mapping):
+            lines += ["", f"[{prefix or 'device.'}{key}]"]
+            # What was measured is noted by the collective's name, one word shorter than where it stands.
+            path = where if key == "measured" else (*where, key)
+            lines += [_line(name, value, notes.get((*path, name)), key) for name, value in table.items()]
+    return lines
+
+
+def _line(key: str, value: Any, note: str | None, table: str = "") -> str:
+    said = [_readable(key, value, table), note or ""]
+    text = "; ".join(part for part in said if part)
+    return f"{key} = {_value(value)}" + (f"  {_comment(text)}" if text else "")
+
+
+def _readable(key: str, value: Any, table: str) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(_readable(name, figure, "") for name, figure in value.items())
+    quantity = "rate" if table == "flops" else None if table else _QUANTITIES.get(key)
+    return format_quantity(value, quantity) if quantity is not None and not isinstance(value, str) else ""
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # TOML's escapes are JSON's, but it wants U+007F escaped too, and no surrogate pairs.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_value(figure)}" for key, figure in value.items()) + " }"
+    if isinstance(value, Sequence):
+        return "[" + ", ".join(_value(item) for item in value) + "]"
+    # repr is the shortest text that reads back as the same number.
+    return repr(int(value) if isinstance(value, int) else float(value))
+
+
+def _comment(text: str) -> str:
+    # A control character would end the comment, or make the file no TOML.
+    return f"# {''.join(c if c.isprintable() else ' ' for c in text)}".rstrip()
