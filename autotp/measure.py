@@ -51,8 +51,8 @@ class Effort:
     largest_product: tuple[int, int]
 
 
-FULL = Effort(tuple(1024 * 4**k for k in range(8)), 5, 25, 0.2, 0.5, 0.1, (1024, 8192))
-QUICK = Effort(tuple(1024 * 16**k for k in range(4)), 5, 9, 0.05, 0.25, 0.02, (512, 4096))
+FULL = Effort(tuple(1024 * 4**k for k in range(8)), 5, 25, 0.2, 0.5, 0.075, (1024, 8192))
+QUICK = Effort(tuple(1024 * 16**k for k in range(4)), 5, 9, 0.05, 0.15, 0.02, (512, 4096))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from autotp.describe import AXIS_NAMES, Found, describe_plan, memory_of
 from autotp.errors import AutotpError, BatchError, MemoryBoundError
 from autotp.families import Family, Restriction, family
 from autotp.folding import fold
-from autotp.ilp import Infeasible, Pruned, Solution, solve
+from autotp.ilp import Infeasible, Problem, Pruned, Solution, least_memory, solve
 from autotp.plan import Plan
 from autotp.pricing import Prices
 from autotp.problem import Assembled, assemble, trained_values
@@ -149,6 +150,7 @@ def plan_captured(
     meshes = [mesh] if mesh is not None else list(candidate_meshes(topology.devices, chosen.axes, chosen.least))
     proven, solving = True, 0.0
     structures: dict[tuple[Restriction, int], Structure] = {}
+    price = 0.0
     for sizes in meshes:
         prices = Prices(topology, sizes, train=mode == "train", optimizer=optimizer)
         for restriction in chosen.restrictions(len(sizes)):
@@ -159,7 +161,7 @@ def plan_captured(
                 cutoff = math.inf if best is None else best.solution.seconds
                 left = max(1.0, time_limit - (time.perf_counter() - started))
                 try:
-                    assembled, solution, spent = _solve(structures[key], prices, bound, left, cutoff, count)
+                    assembled, solution, spent = _solve(structures[key], prices, bound, left, cutoff, count, price)
                 except BatchError as error:
                     indivisible = error
                     break
@@ -169,7 +171,7 @@ def plan_captured(
                 solving += spent
                 proven = proven and (isinstance(solution, Pruned) or solution.optimal)
                 if isinstance(solution, Solution):
-                    lowest = min(lowest, solution.bound)
+                    lowest, price = min(lowest, solution.bound), solution.price or price
                     found = Found(assembled, solution, prices, count)
                     used = memory_of(model, found)
                     if used > bound:
@@ -181,6 +183,8 @@ def plan_captured(
     if best is None and indivisible is not None and math.isinf(needed):
         raise indivisible
     if best is None:
+        least = _least_memory(structures, chosen, meshes, topology, panels, mode, optimizer)
+        needed = least if least > bound else needed
         raise MemoryBoundError(
             f"no plan of strategy {chosen.name!r} fits {bound / 1e9:.3g} GB on each device: the smallest needs "
             f"{needed / 1e9:.3g} GB, {(needed - bound) / 1e9:.3g} GB more; use more devices, a smaller batch, an optimizer "
@@ -210,7 +214,7 @@ def plan_captured(
 
 
 def _solve(
-    built: Structure, prices: Prices, bound: float, time_limit: float, cutoff: float, panels: int | None
+    built: Structure, prices: Prices, bound: float, time_limit: float, cutoff: float, panels: int | None, price: float
 ) -> tuple[Assembled, Solution | Pruned, float]:
     """The optimum on one mesh, with the solver's seconds.
 
@@ -220,14 +224,47 @@ def _solve(
     _check_batch(built, assembled)
     begun = time.perf_counter()
     try:
-        solution = solve(assembled.problem, time_limit=time_limit, cutoff=cutoff, trusted=True)
+        solution = solve(assembled.problem, time_limit=time_limit, cutoff=cutoff, price=price, need=False, trusted=True)
     except Infeasible as error:
         chosen = built.chosen
         if chosen.family.scatters or math.isfinite(error.needed_memory):
             raise
         loosened = replace(chosen, family=replace(chosen.family, scatters=True))
-        return _solve(replace(built, chosen=loosened), prices, bound, time_limit, cutoff, panels)
+        return _solve(replace(built, chosen=loosened), prices, bound, time_limit, cutoff, panels, price)
     return assembled, solution, time.perf_counter() - begun
+
+
+def _least_memory(
+    structures: Mapping[tuple[Restriction, int], Structure],
+    chosen: Family,
+    meshes: Sequence[tuple[int, ...]],
+    topology: Topology,
+    panels: int | None,
+    mode: str,
+    optimizer: str,
+) -> float:
+    """The fewest bytes on each device of any plan: by a lower bound for each mesh, then the most promising ones exactly."""
+    variants = [1, None] if panels is None else [panels]
+
+    def problem(mesh: tuple[int, ...], restriction: Restriction, count: int | None) -> Problem:
+        prices = Prices(topology, mesh, train=mode == "train", optimizer=optimizer)
+        return assemble(structures[restriction, len(mesh)], prices, math.inf, count != 1).problem
+
+    tried = [
+        (least_memory(problem(mesh, restriction, count), sweeps=5), mesh, number, count or 0)
+        for mesh in meshes
+        for number, restriction in enumerate(chosen.restrictions(len(mesh)))
+        if (restriction, len(mesh)) in structures
+        for count in variants
+    ]
+    least = math.inf
+    for floor, mesh, number, count in sorted(tried):
+        if floor >= least:
+            break
+        with suppress(Infeasible):
+            restriction = chosen.restrictions(len(mesh))[number]
+            least = min(least, least_memory(problem(mesh, restriction, count or None)))
+    return least
 
 
 def _check_batch(built: Structure, assembled: Assembled) -> None:

@@ -55,6 +55,7 @@ class Search:
         variables: of the largest program handed to a solver.
         pieces: how many pieces were looked at.
         method: the heaviest means that was needed: duality, labels, elimination or mip.
+        price: seconds per byte at which the bound at the root was best.
     """
 
     problem: Problem
@@ -67,6 +68,7 @@ class Search:
     pieces: int = 0
     method: str = "duality"
     limit: float = math.inf
+    price: float = 0.0
     lines: list[tuple[float, float]] = field(default_factory=list)
 
     def offer(self, choice: Sequence[int]) -> None:
@@ -98,7 +100,9 @@ class Search:
         top = min(max(temporaries, default=0.0), self.problem.memory_bound)
         root = Piece(0.0, float(top), masks, [np.full(len(m), -math.inf) for m in masks], floor)
         self.bound = floor
-        if self._tighten(root) is None:
+        reduced = self._tighten(root)
+        self.price = root.price
+        if reduced is None:
             self.bound = min(self.value, max(floor, root.bound))
             return
         self.bound = max(floor, root.bound)

@@ -16,7 +16,7 @@ from autotp.ilp.prices import priced
 from autotp.ilp.problem import Node, Problem, evaluate, validate
 from autotp.ilp.search import Search
 
-__all__ = ["Infeasible", "Pruned", "Solution", "solve"]
+__all__ = ["Infeasible", "Pruned", "Solution", "least_memory", "solve"]
 
 _NO_LAYOUT = "no combination of strategies has a finite cost: every one needs an impossible reshard"
 _EASY = 3e5  # entries that elimination may visit before duality is the faster way
@@ -49,6 +49,7 @@ class Solution:
         method: the heaviest means that was needed: elimination (of all), duality, labels or mip.
         variables: of the largest integer program handed to a solver, 0 if none was.
         bound_binds: without the memory bound something cheaper might exist.
+        price: seconds per byte that memory was found to be worth.
     """
 
     choice: tuple[int, ...]
@@ -60,6 +61,7 @@ class Solution:
     method: str
     variables: int
     bound_binds: bool = False
+    price: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ def solve(
     threads: int = 2,
     cutoff: float = math.inf,
     price: float = 0.0,
+    need: bool = True,
     trusted: bool = False,
 ) -> Solution | Pruned:
     """The cheapest assignment within the memory bound.
@@ -86,6 +89,7 @@ def solve(
         threads: for solvers that take a count.
         cutoff: seconds; stop as soon as it is proven that nothing cheaper than this exists.
         price: seconds per byte that memory is guessed to be worth, for a first bound.
+        need: where nothing fits the memory bound, find out the least that is needed; else a lower bound of it will do.
         trusted: the problem is known to be well-formed.
 
     Returns:
@@ -106,7 +110,7 @@ def solve(
         return Pruned(False)
     if free.choice is not None and evaluate(problem, free.choice).memory <= problem.memory_bound:
         return _solution(problem, free)
-    start = _fitting(problem, settings)
+    start = _fitting(problem, settings, need)
     search = Search(problem, settings)
     if start is not None:
         search.offer(start)
@@ -115,7 +119,7 @@ def solve(
     search.run(floor=free.bound)
     if search.value >= cutoff and search.bound >= cutoff - 1e-9 * abs(cutoff):
         return Pruned(True)
-    return replace(_solution(problem, search), bound_binds=True)
+    return replace(_solution(problem, search), bound_binds=True, price=search.price)
 
 
 def _unbounded(problem: Problem, settings: Settings) -> Search:
@@ -173,10 +177,28 @@ def _raise_bound(problem: Problem, masks: list[np.ndarray], cutoff: float) -> fl
     return dual.bound()
 
 
-def _fitting(problem: Problem, settings: Settings) -> tuple[int, ...] | None:
-    """Some choice within the memory bound, or the proof that none exists; None when time ran out before
-    either.
+def least_memory(problem: Problem, *, time_limit: float = 60.0, sweeps: int | None = None) -> float:
+    """The fewest bytes per device that any choice needs, or, after so many sweeps of duality, a lower bound.
+
+    Raises:
+        Infeasible: the layouts admit no choice.
     """
+    bytes_only = _bytes_only(problem)
+    if sweeps is not None:
+        dual = Dual(bytes_only, sum(float(n.cost[np.isfinite(n.cost)].max()) for n in bytes_only.nodes) + 1.0)
+        for _ in range(sweeps):
+            dual.sweep()
+            dual.rebalance()
+        return dual.bound()
+    search = Search(bytes_only, Settings(time.monotonic() + time_limit), largest_cost=1.0)
+    search.run()
+    if search.choice is None:
+        raise Infeasible(_NO_LAYOUT, math.inf)
+    return evaluate(problem, search.choice).memory
+
+
+def _bytes_only(problem: Problem) -> Problem:
+    """The problem whose seconds are the other's bytes, but for the largest temporary."""
     nodes = tuple(
         Node(n.name, np.where(np.isfinite(n.cost), n.memory, math.inf), np.zeros(len(n.cost))) for n in problem.nodes
     )
@@ -188,18 +210,26 @@ def _fitting(problem: Problem, settings: Settings) -> tuple[int, ...] | None:
         )
         for t in problem.tensors
     )
-    settings = replace(settings, cutoff=math.inf, enough=problem.memory_bound)
-    search = Search(Problem(nodes, tensors), settings, largest_cost=1.0)
+    return Problem(nodes, tensors)
+
+
+def _fitting(problem: Problem, settings: Settings, need: bool) -> tuple[int, ...] | None:
+    """Some choice within the memory bound, or the proof that none exists; None when time ran out before
+    either.
+    """
+    limit = math.inf if need else float(np.nextafter(problem.memory_bound, math.inf)) * (1 + 1e-9)
+    settings = replace(settings, cutoff=limit, enough=problem.memory_bound)
+    search = Search(_bytes_only(problem), settings, largest_cost=1.0)
     search.run()
-    if search.choice is None:
-        if math.isinf(search.bound):
-            raise Infeasible(_NO_LAYOUT, math.inf)
-        return None
-    if evaluate(problem, search.choice).memory <= problem.memory_bound:
+    if search.choice is None and math.isinf(search.bound):
+        raise Infeasible(_NO_LAYOUT, math.inf)
+    needed = math.inf if search.choice is None else evaluate(problem, search.choice).memory
+    if needed <= problem.memory_bound:
         return search.choice
     if search.bound <= problem.memory_bound:
         return None
-    needed = evaluate(problem, search.choice).memory
+    if not need:
+        needed = search.bound
     raise Infeasible(
         f"no combination of strategies fits {problem.memory_bound:.6g} bytes per device: "
         f"at least {needed:.6g} are needed; give more devices, more memory per device, or a smaller batch",
