@@ -1,0 +1,189 @@
+"""Two-dimensional tensor parallelism: the best mesh by number of devices (Tensor3D), and by interconnect (ATP)."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import sympy
+
+from autotp import Plan
+from autotp.families import Family, family
+from autotp.planner import candidate_meshes, plan_captured
+from benchmarks.models import products
+from benchmarks.tables import table
+from costmodel import Topology, volumes
+from passes.capture import Captured, capture
+
+#: Rows (tokens) are BATCH * SEQUENCE; as many heads as the most devices, since whole heads are split.
+BATCH, SEQUENCE, HIDDEN, HEADS, ITEMSIZE = 4, 2048, 8192, 256, 2
+
+TENSOR3D = (4, 8, 16, 32, 64, 256)
+
+#: machine -> in words, and the numbers of devices.
+ATP: Mapping[str, tuple[str, tuple[int, ...]]] = {
+    "flat": ("one level, 20 GB/s and 5 µs between any two", (4, 8, 16, 32, 64, 128, 256)),
+    "tpu-v4-torus": ("links of each device's own in three dimensions", (4, 8, 16, 32, 64, 128, 256)),
+    "gb200-nvl72": ("one rack of NVLink", (4, 8, 16, 32, 64)),
+    "dgx-a100": ("NVLink boxes of 8, a network adapter a device", (4, 8, 16, 32, 64, 128, 256)),
+    "pcie-a100-nvlink": ("PCIe boxes of 8 with NVLink pairs, one network adapter a box", (4, 8, 16, 32, 64, 128, 256)),
+    "pcie-a100": ("PCIe boxes of 8, one network adapter a box", (4, 8, 16, 32, 64, 128, 256)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Volume:
+    """Elements that each device receives for one transformer layer, forward and backward.
+
+    Attributes:
+        planned: counted in the plan of a mesh of these two sizes; the planner chooses which way round to use it.
+        closed: by the closed form for ``q`` ways of columns and ``p`` of rows.
+    """
+
+    planned: float
+    closed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """What one transformer layer communicates on one mesh, forward and backward.
+
+    Attributes:
+        mesh: sizes of its axes, outermost first.
+        d1, d2: ways in which the first product's columns and rows are split.
+        seconds: of its communication.
+    """
+
+    mesh: tuple[int, ...]
+    d1: int
+    d2: int
+    seconds: float
+
+
+@functools.cache
+def _captured() -> tuple[Captured, Captured]:
+    """Models of two layers and of three: their difference is one layer, without what the ends of a model cost."""
+    two, three = (capture(*products(depth, HIDDEN, HEADS, BATCH, SEQUENCE)) for depth in (2, 3))
+    return two, three
+
+
+def _plans(name: str, topology: Topology, mesh: tuple[int, ...]) -> tuple[Plan, Plan]:
+    """Plans that minimise communication: the devices compute in no time."""
+    device = replace(topology.device, flops={"float32": 1e24}, memory_bandwidth=1e24)
+    topology = replace(topology, device=device)
+    chosen: Family = replace(family(name), roles=lambda axes: ["w" * axes])  # tensor-parallel axes only
+    two, three = (
+        plan_captured(captured, topology, chosen, mesh=mesh, memory=math.inf, panels=1) for captured in _captured()
+    )
+    return two, three
+
+
+def closed_form(q: float, p: float) -> float:
+    """Elements that each device receives for one layer on ``q`` ways of columns and ``p`` ways of rows."""
+    values = {volumes.m: BATCH * SEQUENCE, volumes.h: HIDDEN, volumes.q: q, volumes.p: p}
+    return float(volumes.LAYER["tensor3d"].subs(values))
+
+
+def optimum() -> tuple[sympy.Symbol, sympy.Expr]:
+    """The number of devices G, and the q that is best for it when q and p = G/q may be any numbers."""
+    devices = sympy.Symbol("G", positive=True)
+    (best,) = sympy.solve(sympy.diff(volumes.LAYER["tensor3d"].subs(volumes.p, devices / volumes.q), volumes.q), volumes.q)
+    return devices, best
+
+
+def tensor3d(devices: int) -> dict[tuple[int, int], Volume]:
+    """(q, p) -> what a layer receives, for every pair with that product. Without latency, traffic alone decides."""
+    topology = Topology.flat(devices, latency=0.0)
+    pairs = [(devices // p, p) for p in range(1, devices + 1) if devices % p == 0]
+    planned = {}
+    for q, p in pairs:
+        if q >= p:
+            two, three = _plans("tensor3d", topology, tuple(size for size in (p, q) if size > 1))
+            found = [sum(op.bytes_moved for op in plan.operators) / ITEMSIZE for plan in (two, three)]
+            planned[q, p] = planned[p, q] = found[1] - found[0]
+    return {(q, p): Volume(planned[q, p], closed_form(q, p)) for q, p in pairs}
+
+
+def machine(name: str, devices: int) -> Topology:
+    if name != "flat":
+        return Topology.load(name).resized(devices)
+    return Topology.flat(devices, bandwidth=20e9, latency=5e-6, device=Topology.load("dgx-a100").device)
+
+
+def atp(name: str, devices: int) -> list[Split]:
+    """One layer on every mesh of one or two axes; the first has one."""
+    topology, found = machine(name, devices), []
+    for mesh in candidate_meshes(devices, 2):
+        two, three = _plans("atp", topology, mesh)
+        columns = next(op for op in three.operators if op.module.endswith("layers.1.q")).strategy
+        ways = dict(zip(three.mesh_axes, three.mesh_shape, strict=True))
+        d1 = math.prod(ways[axis] for factor, axes in columns.items() if factor.startswith("n") for axis in axes)
+        seconds = three.predicted.communication_seconds - two.predicted.communication_seconds
+        found.append(Split(mesh, d1, devices // d1, seconds))
+    return found
+
+
+def least(splits: list[Split]) -> Split:
+    """The mesh with the least communication."""
+    return min(splits, key=lambda split: split.seconds)
+
+
+def tensor3d_section() -> str:
+    rows = []
+    devices, best_q = optimum()
+    for count in TENSOR3D:
+        found = tensor3d(count)
+        for (q, p), volume in found.items():
+            closed = min(volume.closed, found[p, q].closed)
+            if not math.isclose(volume.planned, closed, rel_tol=1e-9):
+                raise SystemExit(f"q = {q}, p = {p}: the plan moves {volume.planned:,.0f}, the closed form {closed:,.0f}")
+        q, p = min(found, key=lambda pair: found[pair].closed)
+        volume = found[q, p]
+        rows.append([
+            count, f"{q}, {p}", f"{float(best_q.subs(devices, count)):.1f}", f"{volume.planned / 1e6:,.1f}",
+            f"{volume.closed / 1e6:,.1f}", f"{volume.planned / found[count, 1].planned:.3f}",
+        ])  # fmt: skip
+    header = ["devices", "best q, p", "best real q", "planned", "closed form", "over Megatron's (p = 1)"]
+    return f"""## Tensor3D: the best mesh
+
+A transformer layer of {BATCH * SEQUENCE:,} tokens and hidden size {HIDDEN}, split q ways along the columns of its weights
+and p ways along their rows, every second layer swapped (arXiv 2305.13525). The method is [paper]; the optimum and its
+table were [derived] from it, and are found again here. *Planned*, in millions: elements each device receives for a
+layer in the plan of strategy `tensor3d` where traffic alone decides; every mesh of these numbers of devices
+was planned, and each plan moves what the closed form of `costmodel/volumes.py` says. Nothing is fitted. Where q and p may
+be any numbers, the form is least at q = `{best_q}` for G devices.
+
+{table(header, rows)}"""
+
+
+def atp_section() -> str:
+    counts = sorted({count for _, sizes in ATP.values() for count in sizes})
+    winners, overhead = [], []
+    for name, (words, sizes) in ATP.items():
+        found = {count: atp(name, count) for count in sizes}
+        best = {count: least(splits) for count, splits in found.items()}
+        cells = [f"{best[n].d1}, {best[n].d2} on {'×'.join(map(str, best[n].mesh))}" if n in best else "" for n in counts]
+        winners.append([name, words, *cells])
+        times = [
+            f"{best[n].seconds * 1e3:.2f} ({best[n].seconds / found[n][0].seconds:.2f})" if n in best else ""
+            for n in counts
+        ]
+        overhead.append([name, *times])
+    return f"""## ATP: the interconnect chooses the mesh
+
+The same layer, by strategy `atp` on every mesh of one or two axes (arXiv 2301.08658; d1 ways along columns, d2 along rows;
+d2 = 1 is Megatron). The paper reports that choosing the mesh by the interconnect gains 37 to 64 % on specific ones, and
+that the overhead decreases with scale [paper abstract]. Nothing is fitted; all is predicted for the machines that come
+with autotp, and each plan is that of least communication. The first table has the d1, d2 of least communication and the
+mesh they lie on, outermost axis first; the second has the time of that communication in ms for a layer, forward and
+backward, and in brackets the same over Megatron's on as many devices.
+
+Wherever every device has links of its own, the time falls with the number of devices from 8 on (8 take what 4 do, by the
+formula above). On boxes it rises when the first box is full, because its devices then share one uplink, and
+falls again from 64 devices on: the claim does not hold across that boundary. Over Megatron's on as many devices it only
+ever helps. Where a pair of devices has the fastest link (pcie-a100-nvlink), d2 = 2 lies on it already in one box.
+
+{table(["machine", "", *map(str, counts)], winners)}
+{table(["machine", *map(str, counts)], overhead)}"""

@@ -1,0 +1,209 @@
+"""Where fully sharded data parallelism stops scaling, and from how many devices tensor parallelism overtakes it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from benchmarks.tables import table
+from costmodel import Topology, collectives, compute, energy, pipeline, volumes
+
+#: Llama-2-7B's layers, which are all alike: attention of four square matrices, an MLP of three.
+LAYERS, HIDDEN, INNER = 32, 4096, 11008
+PARAMETERS = 4 * HIDDEN**2 + 3 * HIDDEN * INNER
+ITEMSIZE = 2
+
+DEVICES = (128, 256, 512, 1024, 2048)
+DEGREES = (1, 2, 4, 8)
+LOSS = 0.37
+"""Of throughput per device from 128 to 2048 devices: arXiv 2411.13055 [second]."""
+
+HOST_POWER = 575.0
+"""Watts of a device's share of its node, which both powers of the preset dgx-h100 include (see its file)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """What the figures do not tell.
+
+    Attributes:
+        tokens: of each device in a step (weak scaling): one sequence of so many for each device of a replica.
+        sequence: tokens of a sequence.
+        efficiency: share of the peak rate that the products reach: the paper's model-FLOP utilisation of H100s [second].
+        every_hop: the fitted latency is that of every hop of a ring, not only of those between nodes.
+    """
+
+    tokens: int = 4096
+    sequence: int = 4096
+    efficiency: float = 0.41
+    every_hop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training step.
+
+    Attributes:
+        seconds: the whole step, and ``compute`` what every device computes in it.
+        throughput: tokens/s of one device.
+        power: watts of one device, and ``energy`` joules of one token, both with the device's share of its node.
+    """
+
+    seconds: float
+    compute: float
+    throughput: float
+    power: float
+    energy: float
+
+    @property
+    def exposed(self) -> float:
+        """Share of the step in which a device waits for communication."""
+        return 1 - self.compute / self.seconds
+
+    @property
+    def device_power(self) -> float:
+        """Watts of the device without its share of the node."""
+        return self.power - HOST_POWER
+
+
+def machine(devices: int, latency: float, assumed: Assumed) -> Topology:
+    base = Topology.load("dgx-h100").resized(devices)
+    inside, outside = base.levels
+    return replace(
+        base,
+        device=replace(base.device, efficiency=assumed.efficiency),
+        levels=(replace(inside, latency=latency) if assumed.every_hop else inside, replace(outside, latency=latency)),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def step(devices: int, degree: int, latency: float, assumed: Assumed) -> Step:
+    """A step on ``devices``, ``degree`` of which hold a replica by tensor parallelism; the rest shard it.
+
+    Layer after layer the parameters are gathered, forward and again backward, and the gradients reduce-scattered: these are
+    prefetched or deferred, so they run under the layers' work (`costmodel.pipeline`). The all-reduces of tensor
+    parallelism are part of that work: nothing hides them.
+    """
+    topology = machine(devices, latency, assumed)
+    mesh = (devices // degree, degree)
+    over_data, over_tensor = topology.links(mesh)
+    part = ITEMSIZE * PARAMETERS / degree
+    gather, scatter = (float(collectives.of_link(kind, part, over_data)) for kind in ("all_gather", "reduce_scatter"))
+
+    rows = assumed.tokens * degree
+    reduce = 2 * float(collectives.of_link("all_reduce", ITEMSIZE * rows * HIDDEN, over_tensor))  # attention and MLP
+    causal = 2 * assumed.sequence * HIDDEN  # scores and values, half of them masked
+    flop = (2 * PARAMETERS + causal) * rows / degree
+    work = float(compute.seconds(flop, part, topology.device, "bfloat16"))
+
+    forward = float(pipeline.seconds(gather, work + reduce, LAYERS))
+    backward = float(pipeline.seconds(gather + scatter, 2 * work + reduce, LAYERS))
+    seconds, computing = forward + backward, 3 * work * LAYERS
+    joules = energy.step_energy(topology.device, devices, computing, seconds)
+    power = energy.step_power(topology.device, computing, seconds)
+    per_token = energy.per_token(joules, devices * assumed.tokens)
+    assert power is not None and per_token is not None
+    return Step(seconds, computing, assumed.tokens / seconds, float(power), float(per_token))
+
+
+def all_reduced(degree: int, tokens: float) -> float:
+    """Bytes that a device receives for a layer's all-reduces: the closed form of Megatron's, forward and backward."""
+    form = volumes.LAYER["tensor3d"].subs({volumes.p: 1, volumes.q: degree, volumes.h: HIDDEN, volumes.m: tokens * degree})
+    return ITEMSIZE * float(form)
+
+
+def loss(latency: float, assumed: Assumed) -> float:
+    """Share of the throughput per device that is lost from 128 to 2048 devices without tensor parallelism."""
+    return 1 - step(DEVICES[-1], 1, latency, assumed).throughput / step(DEVICES[0], 1, latency, assumed).throughput
+
+
+@functools.cache
+def fitted(assumed: Assumed) -> float:
+    """The latency, in seconds per hop, with which `loss` is what the paper reports."""
+    low, high = 0.0, 1e-3
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if loss(middle, assumed) < LOSS else (low, middle)
+    return low
+
+
+def predicted(devices: int, degree: int, assumed: Assumed) -> Step:
+    return step(devices, degree, fitted(assumed), assumed)
+
+
+@functools.cache
+def overtakes(degree: int, assumed: Assumed, most: int = 4096) -> int | None:
+    """The fewest devices, in whole nodes, on which that tensor degree has more throughput than none."""
+    for devices in range(64, most + 1, 8):
+        if predicted(devices, degree, assumed).throughput > predicted(devices, 1, assumed).throughput:
+            return devices
+    return None
+
+
+VARIANTS: Mapping[str, Assumed] = {
+    "as above": Assumed(),
+    "the latency is every hop's": Assumed(every_hop=True),
+    "8192 tokens a device": Assumed(tokens=8192),
+    "8192 tokens a device, every hop's": Assumed(tokens=8192, every_hop=True),
+    "efficiency 0.5": Assumed(efficiency=0.5),
+    "efficiency 0.6": Assumed(efficiency=0.6),
+}
+
+
+def _change(now: float, before: float) -> str:
+    return f"{100 * (now / before - 1):+.0f} %"
+
+
+def section() -> str:
+    assumed = Assumed()
+    rows = []
+    for devices in DEVICES:
+        for degree in DEGREES:
+            found = predicted(devices, degree, assumed)
+            rows.append([
+                devices, degree, f"{found.throughput:,.0f}", f"{100 * found.exposed:.0f} %", f"{found.power:,.0f}",
+                f"{1e3 * found.energy:.0f}",
+            ])  # fmt: skip
+    variants = []
+    for name, variant in VARIANTS.items():
+        largest = {degree: predicted(DEVICES[-1], degree, variant).throughput for degree in DEGREES}
+        variants.append([
+            name, f"{fitted(variant) * 1e6:.1f}", *(overtakes(degree, variant) or "never" for degree in DEGREES[1:]),
+            max(largest, key=largest.__getitem__),
+        ])  # fmt: skip
+    rate = assumed.efficiency
+    few, many = (predicted(devices, 1, assumed) for devices in (DEVICES[0], DEVICES[-1]))
+    lost = f"{100 * (1 - predicted(1024, 1, assumed).throughput / few.throughput):.0f}"
+    latency, preset = fitted(assumed) * 1e6, Topology.load("dgx-h100").levels[1].latency * 1e6
+    scales = ", ".join(f"degree {degree} at {overtakes(degree, assumed)}" for degree in DEGREES[1:])
+    throughput, power = _change(many.throughput, few.throughput), _change(many.power, few.power)
+    device_power, joules = _change(many.device_power, few.device_power), _change(many.energy, few.energy)
+    return f"""## Diminishing returns: where tensor parallelism overtakes FSDP
+
+arXiv 2411.13055 reports for Llama-2-7B under FSDP, from 128 to 2048 H100s, 37 % less throughput per device and 6 % less
+power [second], so that energy per token rises by about half; and that beyond some scale a tensor-parallel degree of 2 to
+4 becomes the better plan [paper abstract]. One number is fitted to the 37 %: {latency:.1f} µs for a hop between nodes, of
+the rings that gather parameters and scatter gradients (the preset dgx-h100 has {preset:.0f} µs). All else is the preset's
+or predicted.
+
+Assumed, not read: {assumed.tokens} tokens for every device at any scale (a replica of t devices takes t sequences);
+products at {rate} of the peak rate, which is the reported utilisation of H100s [second]; bfloat16 everywhere; no
+recomputation. Modelled are the {LAYERS} layers, without embedding and head. Gathers and reduce-scatters run under the
+layers' work by the formula of `costmodel/pipeline.py`, the all-reduces of tensor parallelism are exposed, and the two
+do not slow each other down.
+
+The fewest devices on which tensor parallelism overtakes pure FSDP: {scales}.
+Under FSDP alone, from 128 to 2048 devices, throughput per device changes by {throughput} (fitted), power by {power}
+with each device's share of its node and by {device_power} without, energy per token by {joules}. The power is no
+independent prediction: the preset's waiting power was itself fitted to the paper's 6 %.
+
+{table(["devices", "tensor degree", "tokens/s per device", "exposed", "W per device", "mJ per token"], rows)}
+Doubtful is the shape of the loss, of which no figure is known here. In the model communication hides wholly until it takes
+longer than the compute, so only {lost} % is lost up to 1024 devices and the rest after; collectives that slow compute
+down, or straggle, would bend the curve earlier and let tensor parallelism pay on fewer devices. The scales below are
+those of this idealised overlap; they hardly move with what else is assumed. Which degree is best at 2048 devices does:
+rings cross all nodes at any degree, which saves only hops inside nodes, so that with a large latency between nodes
+(8192 tokens) degree 2 is still bound by its rings there, and degree 4 is best.
+
+{table(["assumed", "latency fitted, µs", "degree 2 overtakes at", "4 at", "8 at", "best at 2048"], variants)}"""
