@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +16,11 @@ from passes.factors import Operator
 from passes.layout import Layout, local_shape
 from passes.reshard import COMMUNICATING, moves
 from passes.rules.shapes import operands_of, results_of
-from passes.rules.table import rule_of
+from passes.rules.table import name_of, rule_of
 from passes.space import Space
 from passes.strategy import Strategy, Want, gradient_of
 
-__all__ = ["Price", "Prices", "flop_of"]
+__all__ = ["Price", "Prices", "flop_of", "kind_of"]
 
 
 class Price(tuple):
@@ -96,8 +97,25 @@ class Prices:
             moved = moved + local_elements(tuple(tensor.shape), rows, self.mesh) * tensor.element_size()
         work = flop / np.where(space.factors(), np.array(self.mesh), 1).prod(axis=-1)
         dtype = str((results or operands)[0].dtype).removeprefix("torch.")
-        compute_seconds = compute.seconds(passes * work, passes * moved, self.topology.device, dtype)
+        dims = None
+        if kind_of(node) == "product":
+            dims = tuple(
+                math.prod(space.operator.factors[f].size for f in names)
+                / np.where(space.axes_of(names), np.array(self.mesh), 1).prod(axis=-1)
+                for names in self._dims(space.operator)
+            )
+        compute_seconds = self._compute(node, passes, work, moved, dtype, dims)
         return np.asarray(compute_seconds), self._inner_of(space, gradient)
+
+    def _compute(self, node: fx.Node, passes: float, flop: Any, moved: Any, dtype: str, dims: Any) -> Any:
+        """Seconds of an operator's kernels: forward, and as much again for each operand's gradient."""
+        device, kind = self.topology.device, kind_of(node)
+        return compute.seconds(passes * flop, passes * moved, device, dtype, dims=dims, kind=kind, launches=passes)
+
+    @staticmethod
+    def _dims(operator: Operator) -> tuple[frozenset[str], ...]:
+        """The factors that make up m, k and n of a product."""
+        return tuple(frozenset(f.name for f in operator.factors.values() if f.kind == kind) for kind in "mkn")
 
     def _inner_of(self, space: Space, gradient: bool) -> np.ndarray:
         rule, table = space.operator.rule, rule_of(space.operator.node)
@@ -135,7 +153,13 @@ class Prices:
         moved += sum(self.bytes(t, layout) for t, layout in zip(results, strategy.results, strict=True))
         work = flop / strategy.ways(self.mesh)
         dtype = str((results or [operands[0].meta["val"]])[0].dtype).removeprefix("torch.")
-        seconds = float(compute.seconds(passes * work, passes * moved, self.topology.device, dtype))
+        dims = None
+        if kind_of(node) == "product":
+            dims = tuple(
+                math.prod(operator.factors[f].size for f in names) / math.prod(self.mesh[a] for a in strategy.axes(*names))
+                for names in self._dims(operator)
+            )
+        seconds = float(self._compute(node, passes, work, moved, dtype, dims))
         inner, received = self._inner(operator, strategy, gradient)
         return Price(seconds, inner, received)
 
@@ -159,6 +183,28 @@ class Prices:
     def states(self, elements: np.ndarray, itemsize: int) -> np.ndarray:
         """Bytes of parameters of so many elements on one device, with gradient and optimizer state."""
         return np.asarray(memory.state_bytes(elements, itemsize, self.optimizer, train=self.train))
+
+
+_KINDS = (
+    ("convolution", ("conv",)),
+    ("attention", ("attention",)),
+    ("norm", ("_norm",)),
+    ("softmax", ("softmax", "cross_entropy")),
+    ("gather", ("embedding", "gather", "index.")),
+    ("copy", ("aten.cat.", "aten.stack.", "aten.repeat.", "pad.", "aten.slice", "aten.roll", "aten.flip")),
+)
+
+
+@cache
+def _kind(name: str, product: bool) -> str:
+    found = next((kind for kind, words in _KINDS if any(word in name for word in words)), None)
+    return found or ("product" if product else "pointwise")
+
+
+def kind_of(node: fx.Node) -> str:
+    """Which of ``costmodel.KINDS`` an operator is."""
+    table = rule_of(node)
+    return _kind(name_of(node), table is not None and table.flop is not None)
 
 
 def flop_of(node: fx.Node) -> float:

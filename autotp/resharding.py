@@ -65,6 +65,16 @@ class _Walk:
         visit(kind, chosen, where, self.state if before is None else before)
 
 
+class _Step(NamedTuple):
+    """A collective: the pairs that need it, the distinct sets of axes by dim that then shard, and each pair's set."""
+
+    kind: str
+    axes: tuple[int, ...]
+    where: np.ndarray
+    shards: np.ndarray
+    place: np.ndarray
+
+
 class _Uneven:
     """Seconds between pairs of layouts some of which split a dim unevenly: what moves is rounded up, dim by dim.
 
@@ -77,16 +87,7 @@ class _Uneven:
         self.source, self.goal = source, goal
         self.contest = Contest(source, goal, even)
         self.dims = int(dims_of(np.concatenate([source, goal])).max(initial=-1)) + 1
-        self.steps: dict[bytes, list[_Uneven.Step]] = {}
-
-    class Step(NamedTuple):
-        """A collective: the pairs that need it, the distinct sets of axes by dim that then shard, and each pair's set."""
-
-        kind: str
-        axes: tuple[int, ...]
-        where: np.ndarray
-        shards: np.ndarray
-        index: np.ndarray
+        self.steps: dict[bytes, list[_Step]] = {}
 
     def price(self, shape: tuple[int, ...], itemsize: int, mesh: tuple[int, ...], collective: Collective) -> np.ndarray:
         """Seconds for every pair."""
@@ -100,18 +101,18 @@ class _Uneven:
             total = np.full(len(step.shards), float(itemsize))
             for d, table in enumerate(parts):
                 total *= table[step.shards[:, d]] if d < self.dims else shape[d]
-            seconds[step.where] += collective(step.kind, step.axes, total)[step.index]
+            seconds[step.where] += collective(step.kind, step.axes, total)[step.place]
         return seconds
 
-    def _walk(self, masks: np.ndarray) -> list[_Uneven.Step]:
+    def _walk(self, masks: np.ndarray) -> list[_Step]:
         axes = self.source.shape[1]
-        found: list[_Uneven.Step] = []
+        found: list[_Step] = []
 
         def visit(kind: str, chosen: tuple[int, ...], where: np.ndarray, layouts: np.ndarray) -> None:
             dims = dims_of(layouts[where])
             shards = np.stack([(dims == d) @ (1 << np.arange(axes)) for d in range(self.dims)], axis=1)
             distinct, index = np.unique(shards, axis=0, return_inverse=True)
-            found.append(_Uneven.Step(kind, chosen, np.flatnonzero(where), distinct, index.ravel()))
+            found.append(_Step(kind, chosen, np.flatnonzero(where), distinct, index.ravel()))
 
         _Walk(self.source, self.goal, (masks[:, None] >> np.arange(axes) & 1).astype(bool)).run(visit)
         return found

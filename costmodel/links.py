@@ -148,23 +148,24 @@ class Level:
             measured[kind] = Measured(
                 figures.quantity("bandwidth", "bandwidth", positive=True), figures.quantity("latency", "time")
             )
-        level = {
-            "name": table.text("name"),
-            "size": table.integer("size"),
-            "bandwidth": table.quantity("bandwidth", "bandwidth", positive=True)
-            if "bandwidth" in table.data
-            else max(map(max, matrix or ((1.0,),))),
-            "latency": table.quantity("latency", "time"),
-            "links": table.integer("links") if "links" in table.data else 1,
-            "point_to_point": table.quantity("point_to_point", "bandwidth", positive=True)
-            if "point_to_point" in table.data
-            else None,
-            "shared": table.boolean("shared") if "shared" in table.data else True,
-            "matrix": matrix,
-            "measured": measured,
-        }
+        widest = max(map(max, matrix)) if matrix else 0.0
+        optional: dict[str, Any] = {}
+        if "links" in table.data:
+            optional["links"] = table.integer("links")
+        if "point_to_point" in table.data:
+            optional["point_to_point"] = table.quantity("point_to_point", "bandwidth", positive=True)
+        if "shared" in table.data:
+            optional["shared"] = table.boolean("shared")
         try:
-            return cls(**level)
+            return cls(
+                table.text("name"),
+                table.integer("size"),
+                table.quantity("bandwidth", "bandwidth", positive=True) if "bandwidth" in table.data else widest,
+                table.quantity("latency", "time"),
+                matrix=matrix,
+                measured=measured,
+                **optional,
+            )
         except TopologyError as error:
             raise TopologyError(f"{where}: {error}") from None
 

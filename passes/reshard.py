@@ -161,8 +161,8 @@ def contended(source: np.ndarray, target: np.ndarray, even: np.ndarray, mesh: tu
     """
     axes = source.shape[-1]
     shape = np.broadcast_shapes(source.shape[:-1], target.shape[:-1])
-    flat = [np.broadcast_to(rows, (*shape, axes)).reshape(-1, axes) for rows in (source, target)]
-    masks = Contest(*flat, np.broadcast_to(even, shape).ravel()).masks(mesh)
+    flat_source, flat_target = (np.broadcast_to(rows, (*shape, axes)).reshape(-1, axes) for rows in (source, target))
+    masks = Contest(flat_source, flat_target, np.broadcast_to(even, shape).ravel()).masks(mesh)
     return (masks[:, None] >> np.arange(axes) & 1).astype(bool).reshape(*shape, axes)
 
 
