@@ -7,10 +7,11 @@ then predict for a group over both, which no fit has seen, is compared with what
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,14 @@ from autotp.calibrate_device import DeviceFit, calibrate_device
 from autotp.errors import AutotpError
 from autotp.measure import FULL, KINDS, QUICK, Clock, Effort, Timing, time_collective, time_sizes
 from costmodel import Level, Measured, Topology, collectives
-from costmodel.fit import LinkFit, fit_link
+from costmodel.fit import LinkFit, fit_link, split_overhead
 from passes.world import ProcessWorld
 
 __all__ = ["Calibration", "Check", "LevelFit", "calibrate", "shape_of_job"]
 
 _NOT_SHARED = 1.25
+#: Bytes of a collective that is all latency.
+_SMALL = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,17 +153,20 @@ class _Job:
     def run(self, name: str) -> Calibration:
         levels, fits = [], []
         concurrency = None
+        kinds: dict[int, list[LevelFit]] = {}
         # Mesh axis 1 is the inner one: the ranks of a node.
         for level, axis in (("node", 1), ("network", 0)):
             if self.shape[axis] == 1:
                 continue
             found = [self.fit(level, axis, kind) for kind in KINDS]
+            kinds[axis] = found
             rings = 1 if axis == 1 else self.shape[1]
             if rings > 1:
                 concurrency = self.concurrency(axis, next(fit for fit in found if fit.link.kind == "all_gather"))
             shared = concurrency is None or concurrency > _NOT_SHARED
             levels.append(_level(level, self.shape[axis], found, rings if shared else 1, shared))
             fits += found
+        levels = self.split(levels, list(kinds.values()))
         device, device_fit = calibrate_device(self.clock, self.effort, self.shape[1], self.progress)
         topology = Topology(name, device, tuple(levels), self.library)
         checks = self.checks(topology) if len(levels) > 1 else ()
@@ -175,6 +181,42 @@ class _Job:
         timings = time_sizes(measure, self.effort.volumes, self.effort.longest)
         volumes, seconds = [t.volume for t in timings], [t.sample.seconds for t in timings]
         return LevelFit(level, fit_link(kind, self.shape[axis], volumes, seconds, self.library), timings)
+
+    def split(self, levels: Sequence[Level], fits: Sequence[Sequence[LevelFit]]) -> list[Level]:
+        """The levels with what a fit cannot tell from latency put where it belongs: each collective's overhead.
+
+        A fit knows what a collective of no bytes costs among the groups of one level. Groups of another size tell how much
+        of that grows with the hops of a ring: all ranks together where there are two levels, else pairs.
+        """
+        sizes = [fit[0].link.ranks for fit in fits]
+        if len(levels) == 1 and (sizes[0] < 4 or sizes[0] % 2):
+            return list(levels)
+        ranks = math.prod(self.shape)
+        other = ProcessWorld(
+            init_device_mesh(self.clock.device.type, (ranks,) if len(levels) > 1 else (ranks // 2, 2)),
+            [(0,) if len(levels) > 1 else (1,)],
+        )
+        hops = [size - 1 for size in sizes]
+        steps = [self.shape[0] * (self.shape[1] - 1), self.shape[0] - 1] if len(levels) > 1 else [1]
+        measured: list[dict[str, Measured]] = [dict(level.measured) for level in levels]
+        for number, kind in enumerate(KINDS):
+            self.progress(f"overhead: {kind}")
+            timing = time_collective(other, len(other.mesh_shape) - 1, kind, _SMALL, self.effort, self.clock)
+            turns = 2 if kind == "all_reduce" else 1
+            crossed = steps
+            if kind == "all_to_all" and len(levels) > 1:  # every rank sends to each of another node
+                crossed = [self.shape[1] - 1, (self.shape[0] - 1) * self.shape[1]]
+            links = [fit[number].link for fit in fits]
+            intercepts = [turns * h * link.latency for h, link in zip(hops, links, strict=True)]
+            moving = float(collectives.bytes_moved(kind, other.mesh_shape[-1], timing.volume)) / min(
+                link.bandwidth for link in links
+            )
+            overhead = split_overhead(intercepts, hops, crossed, timing.sample.seconds - moving)
+            for place, (intercept, h) in enumerate(zip(intercepts, hops, strict=True)):
+                latency = max(0.0, (intercept - overhead) / (turns * h))
+                bandwidth = measured[place][kind].bandwidth
+                measured[place][kind] = Measured(bandwidth, latency, min(overhead, intercept))
+        return [replace(level, measured=found) for level, found in zip(levels, measured, strict=True)]
 
     def concurrency(self, axis: int, together: LevelFit) -> float:
         """How many times longer the largest all_gathers take with all groups at once than with one."""

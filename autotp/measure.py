@@ -1,8 +1,9 @@
 """Times collectives as a sharded step runs them, on the processes of this job.
 
-A repetition begins behind a barrier and lasts until the slowest rank has its result: that is when the next operator can
-begin. All groups of a mesh axis communicate at once, since that is how a sharded step runs, and padding, stacking and
-joining are part of it, since `passes.world` does them.
+What counts is how much longer a step takes for a collective in it. So some work is timed with the collective after each
+piece and without it, from a barrier to the slowest rank's end, and the difference is the collective's: with cold caches,
+and with ranks that come to it one after the other, as in a step. All groups of a mesh axis communicate at once, since that
+is how a sharded step runs, and padding, stacking and joining are part of it, since `passes.world` does them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 """The collectives that a sharded graph calls."""
 
 _ITEM = 4
+_PIECES = 8
+#: Seconds that a collective takes at least, however little the difference of two noisy times.
+_LEAST = 1e-6
 _MEGABYTE = 2**20
 
 
@@ -146,23 +150,45 @@ def time_collective(
     step, tensor, whole = job(kind, axis, world.mesh_shape[axis], volume, clock.device)
     first = all(at == 0 for other, at in enumerate(world.hosted[0]) if other != axis)
     takes_part = first or not alone
+    work = _Work(clock.device)
 
-    def once() -> float:
+    def once(pieces: int, communicating: bool) -> float:
         clock.barrier()
         if not takes_part:
             return 0.0
         begun = time.perf_counter()
-        world.run([step], [tensor])
+        for _ in range(pieces):
+            work.run()
+            if communicating:
+                world.run([step], [tensor])
         clock.synchronize()
         return time.perf_counter() - begun
 
-    once()
-    begun = time.perf_counter()
-    once()
-    (each,) = clock.slowest([time.perf_counter() - begun])
-    repetitions = min(effort.most, max(effort.fewest, int(effort.seconds / each)))
+    once(1, True)
+    (each,) = clock.slowest([once(1, True)])
+    pieces = max(1, min(_PIECES, int(effort.longest / each)))
+    repetitions = min(effort.most, max(effort.fewest, int(effort.seconds / each / pieces)))
     # What every rank measured is compared afterwards, so that comparing delays no repetition.
-    return Timing(whole, robust(clock.slowest([once() for _ in range(repetitions)])))
+    spans = clock.slowest([once(pieces, communicating) for _ in range(repetitions) for communicating in (True, False)])
+    more = [max(with_it - without, _LEAST) for with_it, without in zip(spans[::2], spans[1::2], strict=True)]
+    return Timing(whole, robust([seconds / pieces for seconds in more]))
+
+
+class _Work:
+    """A piece of what a step computes: some products and what follows them, on more memory than caches hold."""
+
+    def __init__(self, device: torch.device) -> None:
+        side = 4096 if device.type == "cuda" else 512
+        self.weights = [torch.rand(side, side, device=device) for _ in range(8)]
+        self.rows = torch.rand(side // 2, side, device=device)
+        self.turn = 0
+
+    def run(self) -> None:
+        """Two products, each with an activation behind it."""
+        value = self.rows
+        for _ in range(2):
+            value = torch.nn.functional.gelu(value @ self.weights[self.turn])
+            self.turn = (self.turn + 1) % len(self.weights)
 
 
 def time_sizes(

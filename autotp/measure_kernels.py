@@ -22,6 +22,7 @@ from costmodel.fit import robust
 __all__ = ["Operator", "edges", "operators", "product_sizes", "time_call", "time_launch", "time_memory", "time_product"]
 
 _CHAIN = 50
+_REPEATS = 8
 _ACTIVATIONS = (2**16, 2**18, 2**20)
 """Elements: 0.25, 1 and 4 MiB of float32, what a rank holds of one tensor when some ranks share a small model."""
 
@@ -35,9 +36,11 @@ class Operator:
         name: the function's name.
         function: runs it forward.
         inputs: what needs a gradient.
-        flop: of the forward operator, as `passes.rules.table` counts them.
+        flop: of one forward operator, as `passes.rules.table` counts them.
         bytes: of its operands and results.
         dims: m, k, n where it is a matrix product.
+        count: how many of them run, one on the result of the other. In a step, too, what an operator works on has been
+            pushed out of the caches by others since it was written.
     """
 
     kind: str
@@ -47,6 +50,7 @@ class Operator:
     flop: float
     bytes: float
     dims: tuple[int, int, int] | None = None
+    count: int = 1
 
 
 def time_call(function: Callable[[], object], clock: Clock, seconds: float, fewest: int = 5, most: int = 50) -> float:
@@ -119,9 +123,10 @@ def time_product(dims: tuple[int, int, int], dtype: torch.dtype, clock: Clock, s
 
 
 def time_operator(operator: Operator, clock: Clock, seconds: float) -> float:
-    """Seconds of an operator forward and backward."""
+    """Seconds of one operator forward and backward."""
     gradient = torch.ones_like(operator.function())
-    return time_call(lambda: torch.autograd.grad(operator.function(), operator.inputs, gradient), clock, seconds)
+    each = time_call(lambda: torch.autograd.grad(operator.function(), operator.inputs, gradient), clock, seconds)
+    return each / operator.count
 
 
 def edges(clock: Clock, effort: Effort) -> tuple[int, int]:
@@ -134,7 +139,7 @@ def operators(device: torch.device) -> Iterator[Operator]:
     """Typical operators at the sizes of local shards, one after the other so that only one's tensors are held."""
     for elements in _ACTIVATIONS:
         # A GPU's shards are of larger models.
-        for make in (_linear, _convolution, _attention, _layer_norm, _group_norm, _softmax, _gelu, _silu, _embedding, _cat):
+        for make in (_linear, _convolution, _attention, _layer_norm, _group_norm, _softmax, _gelu, _mul, _embedding, _cat):
             yield make(elements * (16 if device.type == "cuda" else 1), device)
 
 
@@ -146,61 +151,83 @@ def _size(*tensors: Tensor) -> float:
     return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 
 
+def _repeat(function: Callable[[Tensor, int], Tensor], start: Tensor) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        value = start
+        for number in range(_REPEATS):
+            value = function(value, number)
+        return value
+
+    return run
+
+
+def _tensors(device: torch.device, *shape: int) -> tuple[Tensor, ...]:
+    return tuple(_tensor(device, *shape) for _ in range(_REPEATS))
+
+
 def _linear(elements: int, device: torch.device) -> Operator:
     rows = elements // 512
-    x, weight = _tensor(device, rows, 512), _tensor(device, 512, 512)
+    x, weights = _tensor(device, rows, 512), _tensors(device, 512, 512)
     return Operator(
-        "product", "linear", lambda: F.linear(x, weight), (x, weight),
-        2.0 * rows * 512 * 512, _size(x, weight, x), (rows, 512, 512),
+        "product", "linear", _repeat(lambda y, i: F.linear(y, weights[i]), x), (x, *weights),
+        2.0 * rows * 512 * 512, _size(x, weights[0], x), (rows, 512, 512), _REPEATS,
     )  # fmt: skip
 
 
 def _convolution(elements: int, device: torch.device) -> Operator:
-    x, weight = _tensor(device, elements // 2**15, 32, 32, 32), _tensor(device, 32, 32, 3, 3)
+    x, weights = _tensor(device, elements // 2**14, 64, 16, 16), _tensors(device, 64, 64, 3, 3)
     # Only products have dims in the cost model: a convolution runs at the full rate, but for its slowdown.
     return Operator(
-        "convolution", "conv2d", lambda: F.conv2d(x, weight, padding=1), (x, weight),
-        2.0 * elements * 32 * 9, _size(x, weight, x),
+        "convolution", "conv2d", _repeat(lambda y, i: F.conv2d(y, weights[i], padding=1), x), (x, *weights),
+        2.0 * elements * 64 * 9, _size(x, weights[0], x), None, _REPEATS,
     )  # fmt: skip
 
 
 def _attention(elements: int, device: torch.device) -> Operator:
-    q, k, v = (_tensor(device, elements // 2**15, 4, 128, 64) for _ in range(3))
+    q, keys, values = (
+        _tensor(device, elements // 2**15, 4, 128, 64),
+        *(_tensors(device, elements // 2**15, 4, 128, 64) for _ in range(2)),
+    )
     return Operator(
-        "attention", "scaled_dot_product_attention", lambda: F.scaled_dot_product_attention(q, k, v), (q, k, v),
-        2.0 * (elements // 64) * 128 * (64 + 64), _size(q, k, v, q),
+        "attention", "scaled_dot_product_attention",
+        _repeat(lambda y, i: F.scaled_dot_product_attention(y, keys[i], values[i]), q), (q, *keys, *values),
+        2.0 * (elements // 64) * 128 * (64 + 64), _size(q, keys[0], values[0], q), None, _REPEATS,
     )  # fmt: skip
 
 
 def _layer_norm(elements: int, device: torch.device) -> Operator:
-    x, weight, bias = _tensor(device, elements // 512, 512), _tensor(device, 512), _tensor(device, 512)
+    x, weights, biases = _tensor(device, elements // 512, 512), _tensors(device, 512), _tensors(device, 512)
     return Operator(
-        "norm", "layer_norm", lambda: F.layer_norm(x, (512,), weight, bias), (x, weight, bias),
-        0.0, _size(x, weight, bias, x),
+        "norm", "layer_norm", _repeat(lambda y, i: F.layer_norm(y, (512,), weights[i], biases[i]), x),
+        (x, *weights, *biases), 0.0, _size(x, weights[0], biases[0], x), None, _REPEATS,
     )  # fmt: skip
 
 
 def _group_norm(elements: int, device: torch.device) -> Operator:
-    x, weight, bias = _tensor(device, elements // 2**15, 32, 32, 32), _tensor(device, 32), _tensor(device, 32)
+    x, weights, biases = _tensor(device, elements // 2**14, 64, 16, 16), _tensors(device, 64), _tensors(device, 64)
     return Operator(
-        "norm", "group_norm", lambda: F.group_norm(x, 8, weight, bias), (x, weight, bias),
-        0.0, _size(x, weight, bias, x),
+        "norm", "group_norm", _repeat(lambda y, i: F.group_norm(y, 8, weights[i], biases[i]), x),
+        (x, *weights, *biases), 0.0, _size(x, weights[0], biases[0], x), None, _REPEATS,
     )  # fmt: skip
 
 
 def _softmax(elements: int, device: torch.device) -> Operator:
     x = _tensor(device, elements // 512, 512)
-    return Operator("softmax", "softmax", lambda: torch.softmax(x, -1), (x,), 0.0, _size(x, x))
+    return Operator(
+        "softmax", "softmax", _repeat(lambda y, _: torch.softmax(y, -1), x), (x,), 0.0, _size(x, x), None, _REPEATS
+    )
 
 
 def _gelu(elements: int, device: torch.device) -> Operator:
     x = _tensor(device, elements // 512, 512)
-    return Operator("pointwise", "gelu", lambda: F.gelu(x), (x,), 0.0, _size(x, x))
+    return Operator("pointwise", "gelu", _repeat(lambda y, _: F.gelu(y), x), (x,), 0.0, _size(x, x), None, _REPEATS)
 
 
-def _silu(elements: int, device: torch.device) -> Operator:
-    x = _tensor(device, elements // 512, 512)
-    return Operator("pointwise", "silu", lambda: F.silu(x), (x,), 0.0, _size(x, x))
+def _mul(elements: int, device: torch.device) -> Operator:
+    x, others = _tensor(device, elements // 512, 512), _tensors(device, elements // 512, 512)
+    return Operator(
+        "pointwise", "mul", _repeat(lambda y, i: y * others[i], x), (x, *others), 0.0, _size(x, x, x), None, _REPEATS
+    )
 
 
 def _embedding(elements: int, device: torch.device) -> Operator:
@@ -211,7 +238,8 @@ def _embedding(elements: int, device: torch.device) -> Operator:
 
 
 def _cat(elements: int, device: torch.device) -> Operator:
-    left, right = (_tensor(device, elements // 512, 256) for _ in range(2))
+    left, right = _tensor(device, elements // 512, 512), _tensors(device, elements // 512, 256)
     return Operator(
-        "copy", "cat", lambda: torch.cat([left, right], 1), (left, right), 0.0, 2 * _size(left, right)
+        "copy", "cat", _repeat(lambda y, i: torch.cat([y[:, :256], right[i]], 1), left), (left, *right),
+        0.0, 2 * _size(left), None, _REPEATS,
     )  # fmt: skip

@@ -96,3 +96,54 @@ def chain(pairs: int, k: int, n: int, batch: int, sequence: int) -> tuple[nn.Mod
     with torch.device("meta"):
         model = Chain(pairs, k, n).to(torch.bfloat16)
         return model, (torch.zeros(batch, sequence, k, dtype=torch.bfloat16),)
+
+
+class Denoiser(nn.Module):
+    """A U-Net with its loss: blocks of group norm, SiLU and convolution around skips, on two resolutions and a middle."""
+
+    def __init__(self, width: int, groups: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(4, width, 3, padding=1)
+        self.down = _Block(width, width, groups)
+        self.shrink = nn.Conv2d(width, 2 * width, 2, stride=2)
+        self.middle = _Block(2 * width, 2 * width, groups)
+        self.grow = nn.Conv2d(2 * width, width, 3, padding=1)
+        self.up = _Block(2 * width, width, groups)
+        self.head = nn.Conv2d(width, 4, 3, padding=1)
+
+    def forward(self, image: Tensor, target: Tensor) -> Tensor:
+        fine = self.down(self.stem(image))
+        coarse = self.middle(self.shrink(fine))
+        back = self.grow(F.interpolate(coarse, scale_factor=2.0, mode="nearest"))
+        return F.mse_loss(self.head(self.up(torch.cat((back, fine), dim=1))), target)
+
+
+class _Block(nn.Module):
+    def __init__(self, inputs: int, outputs: int, groups: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.GroupNorm(groups, inputs), nn.GroupNorm(groups, outputs)
+        self.conv1, self.conv2 = nn.Conv2d(inputs, outputs, 3, padding=1), nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.skip = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv2(F.silu(self.norm2(self.conv1(F.silu(self.norm1(x))))))
+        return self.skip(x) + y
+
+
+def trained(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A model that steps in half a second on a processor, returning its loss, with its global batch.
+
+    ``gpt``: a GPT-2 of 4 layers of width 256 over 8 sequences of 128. ``unet``: `Denoiser` of width 64 over 8 images.
+    """
+    torch.manual_seed(0)
+    if name == "gpt":
+        config = transformers.GPT2Config(
+            n_layer=4, n_embd=256, n_head=8, vocab_size=512, n_positions=128, use_cache=False,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+        model = transformers.GPT2LMHeadModel(config)
+        model.loss_type = "ForCausalLM"
+        return Loss(model), (torch.randint(0, 512, (8, 128)),)
+    if name == "unet":
+        return Denoiser(64, 8), (torch.randn(8, 4, 32, 32), torch.randn(8, 4, 32, 32))
+    raise ValueError(f"no model is called {name!r}; choose gpt or unet")

@@ -5,7 +5,8 @@ all_reduce and broadcast: the tensor; all_to_all: one rank's local tensor). Of t
 **lambda_ring** latency of all hops of a ring but one; **lambda_tree** latency from a tree's leaves to its root;
 **lambda_levels** latency of one ring per level, level after level; **lambda_pairs** latency of a message to every other
 rank in turn. In bytes/s: **beta** one ring's bandwidth over all levels. In seconds per byte: **sigma** gathering level
-after level; **chi** exchanging with all. `costmodel.links.Link` gives each of them. On one level with latency alpha they
+after level; **chi** exchanging with all. **omega** seconds beside the messages, 0 unless measured: starting the collective
+and waiting for the last to come to it. `costmodel.links.Link` gives each of them. On one level with latency alpha they
 are (n-1) alpha, ceil(log2 n) alpha, (n-1) alpha, (n-1) alpha, beta, (n-1)/n/beta and (n-1)/n/beta.
 
 Sources: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", IJHPCA
@@ -54,9 +55,9 @@ n, V, alpha, beta = sympy.symbols("n V alpha beta", positive=True)
 lambda_ring, lambda_tree, lambda_levels, lambda_pairs = sympy.symbols(
     "lambda_ring lambda_tree lambda_levels lambda_pairs", nonnegative=True
 )
-sigma, chi = sympy.symbols("sigma chi", nonnegative=True)
+sigma, chi, omega = sympy.symbols("sigma chi omega", nonnegative=True)
 
-SYMBOLS = (n, V, beta, sigma, chi, lambda_ring, lambda_tree, lambda_levels, lambda_pairs)
+SYMBOLS = (n, V, beta, sigma, chi, lambda_ring, lambda_tree, lambda_levels, lambda_pairs, omega)
 
 _share = (n - 1) / n
 # log2 rather than log(n, 2): a quotient of two logarithms lands beside the integer at some powers of two,
@@ -109,6 +110,7 @@ _UNIFORM = {
     lambda_tree: _depth * alpha,
     lambda_levels: (n - 1) * alpha,
     lambda_pairs: (n - 1) * alpha,
+    omega: 0,
 }
 
 
@@ -126,7 +128,7 @@ def expression(kind: str, library: str = "nccl") -> sympy.Expr:
     """
     if library not in LIBRARIES:
         raise ValueError(f"no library is called {library!r}{suggestion(library, LIBRARIES)}")
-    return sympy.Min(*(e for name, e in _known(ALGORITHMS, kind).items() if name in LIBRARIES[library]))
+    return omega + sympy.Min(*(e for name, e in _known(ALGORITHMS, kind).items() if name in LIBRARIES[library]))
 
 
 EXPRESSIONS: Mapping[str, sympy.Expr] = MappingProxyType(
@@ -212,6 +214,7 @@ def figures(link: Link) -> tuple[float, ...]:
         link.tree_latency,
         link.staged_latency,
         link.exchange_latency,
+        link.overhead,
     )
 
 

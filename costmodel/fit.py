@@ -16,7 +16,7 @@ from .collectives import ALGORITHMS, LIBRARIES, SYMBOLS, V, figures
 from .formula import Number, compile_formula
 from .links import Link
 
-__all__ = ["LinkFit", "ProductFit", "Sample", "fit_link", "fit_products", "robust"]
+__all__ = ["LinkFit", "ProductFit", "Sample", "fit_link", "fit_products", "robust", "split_overhead"]
 
 _TO_SIGMA = 1.4826
 """The standard deviation of normal noise over its median absolute deviation."""
@@ -156,6 +156,26 @@ def fit_link(kind: str, ranks: int, volumes: Sequence[float], seconds: Sequence[
     return LinkFit(
         kind, ranks, float(1 / solution[1]), float(solution[0]), *(tuple(a.tolist()) for a in (sizes, times, errors))
     )
+
+
+def split_overhead(intercepts: Sequence[float], hops: Sequence[int], steps: Sequence[int], measured: float) -> float:
+    """How much of what collectives of no bytes cost comes once, and not with every hop of a ring.
+
+    Args:
+        intercepts: per level, seconds of a collective of no bytes among its groups.
+        hops: per level, the hops of such a ring but one.
+        steps: per level, those of a ring through other groups.
+        measured: seconds of a collective of no bytes among the other groups.
+
+    Returns:
+        Seconds: at least 0, at most the least intercept. With overhead o the other ring takes
+        o + sum of steps (intercept - o) / hops, which is linear in o.
+    """
+    whole = sum(s * i / h for s, i, h in zip(steps, intercepts, hops, strict=True))
+    slope = 1 - sum(s / h for s, h in zip(steps, hops, strict=True))
+    if slope == 0:
+        return 0.0
+    return float(min(max((measured - whole) / slope, 0.0), min(intercepts)))
 
 
 def fit_products(

@@ -45,7 +45,8 @@ def group_link(levels: tuple[Level, ...], mesh_shape: tuple[int, ...], axes: tup
             bandwidth = min(ring_bandwidth(level.matrix, numbers) for numbers in sets) / rings
         else:
             bandwidth = min(level.bandwidth / rings, level.one_link * min(members, level.links))
-        stages.append(Stage(level.name, ways, members, steps, bandwidth, figures.latency))
+        overhead = figures.overhead if figures is not level else 0.0
+        stages.append(Stage(level.name, ways, members, steps, bandwidth, figures.latency, overhead))
     return Link(
         size=size,
         bandwidth=min(stage.bandwidth for stage in stages),

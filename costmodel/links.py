@@ -25,14 +25,17 @@ class Measured:
     Attributes:
         bandwidth: bytes/s in the sense of `Level.bandwidth`.
         latency: seconds per message.
+        overhead: seconds of a collective beside its messages: starting it, and waiting for the last one to come to it.
     """
 
     bandwidth: float
     latency: float
+    overhead: float = 0.0
 
     def __post_init__(self) -> None:
         """Checks the figures."""
         _check(self.bandwidth, self.latency, "measured collective")
+        _check(1.0, self.overhead, "measured collective")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +147,11 @@ class Level:
         matrix = table.quantities("matrix", "bandwidth") if "matrix" in table.data else None
         measured = {}
         for kind, entry in (table.mapping("measured") if "measured" in table.data else {}).items():
-            figures = Table(entry, f"{where}: measured: {kind}", required=("bandwidth", "latency"))
+            figures = Table(entry, f"{where}: measured: {kind}", ("bandwidth", "latency"), ("overhead",))
             measured[kind] = Measured(
-                figures.quantity("bandwidth", "bandwidth", positive=True), figures.quantity("latency", "time")
+                figures.quantity("bandwidth", "bandwidth", positive=True),
+                figures.quantity("latency", "time"),
+                figures.quantity("overhead", "time") if "overhead" in figures.data else 0.0,
             )
         widest = max(map(max, matrix)) if matrix else 0.0
         optional: dict[str, Any] = {}
@@ -181,6 +186,7 @@ class Stage:
         steps: how many hops of a ring through all its devices cross this level.
         bandwidth: bytes/s of the ring there, after sharing.
         latency: seconds per message.
+        overhead: seconds of a collective beside its messages.
     """
 
     level: str
@@ -189,6 +195,7 @@ class Stage:
     steps: int
     bandwidth: float
     latency: float
+    overhead: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +219,11 @@ class Link:
     def _stages(self) -> tuple[Stage, ...]:
         name = self.levels[0] if self.levels else ""
         return self.stages or (Stage(name, self.size, 1, self.size - 1, self.bandwidth, self.latency),)
+
+    @property
+    def overhead(self) -> float:
+        """Seconds of a collective beside its messages, known only where it was measured."""
+        return max(stage.overhead for stage in self._stages())
 
     @property
     def ring_latency(self) -> float:

@@ -1,0 +1,183 @@
+"""Predicted and measured step times on emulated interconnects: python -m benchmarks.predictions [--write] (half an hour)
+
+On every interconnect `autotp calibrate` runs first, and all plans are made and predicted with the topology file that it
+writes. Then the plans' steps are timed, taking turns. Needs root, for network namespaces with rate-limited links.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import autotp
+from autotp.errors import AutotpError
+from autotp.families import family
+from autotp.planner import plan_captured
+from benchmarks.cluster import Cluster
+from benchmarks.models import trained
+from benchmarks.tables import command, machine, table
+from costmodel import Level, Topology
+from passes.capture import capture
+
+#: name -> (ranks in a node, nodes, uplink in Mbit/s); one node has no uplink.
+INTERCONNECTS: dict[str, tuple[int, int, int]] = {
+    "flat, 4 ranks": (4, 1, 0),
+    "2 nodes x 2, 200 Mbit/s": (2, 2, 200),
+    "2 nodes x 2, 500 Mbit/s": (2, 2, 500),
+    "2 nodes x 2, 1000 Mbit/s": (2, 2, 1000),
+    "4 nodes x 1, 200 Mbit/s": (1, 4, 200),
+    "4 nodes x 1, 800 Mbit/s": (1, 4, 800),
+}
+#: (family, mesh); None lets the planner choose.
+PLANS: tuple[tuple[str, tuple[int, ...] | None], ...] = (
+    ("data", (4,)),
+    ("zero3", (4,)),
+    ("megatron-1d", (4,)),
+    ("megatron-1d", (2, 2)),
+    ("megatron-sp", (4,)),
+    ("megatron-sp", (2, 2)),
+    ("tensor3d", (2, 2)),
+    ("atp", (2, 2)),
+    ("summa-2d", (2, 2)),
+    ("summa-2d", (4,)),
+    ("3d", (2, 2)),
+    ("3d", (4,)),
+    ("auto", (4,)),
+    ("auto", (2, 2)),
+    ("auto", None),
+)
+MODELS = ("gpt", "unet")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One plan on one interconnect; seconds of a forward and backward pass."""
+
+    interconnect: str
+    model: str
+    plan: str
+    mesh: tuple[int, ...]
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def emulated(name: str) -> Topology:
+    """The cluster to emulate."""
+    ranks, nodes, rate = INTERCONNECTS[name]
+    device = Topology.load("cpu").device
+    inner = Level("loopback", ranks, 1e9, 50e-6)
+    outer = Level("network", nodes, (rate or 1) * 1e6 / 8, 50e-6)
+    levels = tuple(level for level in (inner, outer) if level.size > 1)
+    return Topology(name, device, levels)
+
+
+def measure(name: str, models: Sequence[str] = MODELS, rounds: int = 5, folder: Path | None = None) -> list[Point]:
+    """Calibrates, plans, predicts and times on one interconnect."""
+    points = []
+    with tempfile.TemporaryDirectory() as scratch, Cluster(emulated(name)) as cluster:
+        place = Path(scratch) if folder is None else folder
+        place.mkdir(parents=True, exist_ok=True)
+        calibrated = place / "calibrated.toml"
+        if not calibrated.exists():
+            cluster.run(["-m", "autotp", "calibrate", "--output", str(calibrated)], timeout=400)
+        topology = Topology.load(calibrated)
+        for model in models:
+            plans = _plans(model, topology)
+            into = place / model
+            into.mkdir(exist_ok=True)
+            for label, plan in plans.items():
+                plan.save(into / f"{label}.json")
+            out = place / f"{model}.times.json"
+            arguments = ["-m", "benchmarks.steps", model, str(into), str(out), "--rounds", str(rounds)]
+            cluster.run(arguments, timeout=900)
+            times = json.loads(out.read_text())
+            points += [
+                Point(name, model, label, plan.mesh_shape, plan.predicted.step_seconds, times[label])
+                for label, plan in plans.items()
+            ]
+    return points
+
+
+def _plans(model: str, topology: Topology) -> dict[str, autotp.Plan]:
+    module, args = trained(model)
+    captured = capture(module, args, None)
+    found: dict[str, autotp.Plan] = {}
+    for name, mesh in reversed(PLANS):  # what `auto` chooses is called so, whatever else it may be
+        label = name if mesh is None else f"{name} {'x'.join(map(str, mesh))}"
+        try:
+            plan = plan_captured(captured, topology, family(name), mesh=mesh)
+        except AutotpError as error:
+            print(f"{model}: {label}: {error}", file=sys.stderr)
+            continue
+        if plan.hash not in {other.hash for other in found.values()}:
+            found[label] = plan
+    return found
+
+
+def kendall(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """Kendall's tau-a of two rankings: pairs that agree less pairs that do not, over all pairs."""
+    pairs = list(itertools.combinations(range(len(predicted)), 2))
+    score = 0
+    for i, j in pairs:
+        product = (predicted[i] - predicted[j]) * (measured[i] - measured[j])
+        score += (product > 0) - (product < 0)
+    return score / len(pairs)
+
+
+def make() -> str:
+    """Predicted and measured step times of every family on six emulated interconnects."""
+    points = []
+    for name in INTERCONNECTS:
+        points += measure(name)
+        print(f"{name}: done", file=sys.stderr)
+    return report(points)
+
+
+def report(points: Sequence[Point]) -> str:
+    """The document: a summary by interconnect and model, then every plan."""
+    summary, every = [], []
+    for (name, model), group in itertools.groupby(points, key=lambda p: (p.interconnect, p.model)):
+        found = list(group)
+        best = min(p.measured for p in found)
+        auto = next(p for p in found if p.plan == "auto")
+        base = next((p for p in found if p.plan.startswith("megatron-") and p.mesh == (4,)), None)
+        summary.append(
+            [
+                name,
+                model,
+                len(found),
+                f"{statistics.median(abs(p.error) for p in found):.0%}",
+                f"{kendall([p.predicted for p in found], [p.measured for p in found]):.2f}",
+                f"{auto.measured / best - 1:+.0%}",
+                f"{base.measured / auto.measured - 1:+.0%}" if base else "–",
+            ]
+        )
+        every += [
+            [name, model, p.plan, "x".join(map(str, p.mesh)), f"{p.predicted:.3f}", f"{p.measured:.3f}", f"{p.error:+.0%}"]
+            for p in sorted(found, key=lambda p: p.measured)
+        ]
+    header = ["interconnect", "model", "plans", "median error", "Kendall's tau", "auto over best", "gain over megatron-1d"]
+    return (
+        "# Predicted and measured\n\n"
+        "Step times (forward and backward) of plans of every family on emulated clusters: network namespaces whose uplinks "
+        "are limited. On each, `autotp calibrate` ran first; predictions use nothing but the file that it wrote. Steps are "
+        "timed in turns, medians of five, from the first rank to begin to the last to end. Four ranks share the machine's "
+        f"cores: {machine()}. Written by `python -m benchmarks.predictions --write`, as root.\n\n"
+        + table(header, summary)
+        + "\n## Every plan\n\n"
+        + table(["interconnect", "model", "plan", "mesh", "predicted s", "measured s", "error"], every)
+    )
+
+
+if __name__ == "__main__":
+    command("predictions", "predictions.md", make)

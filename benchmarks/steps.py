@@ -1,0 +1,73 @@
+"""Times steps of several plans of one model, under torchrun: -m benchmarks.steps MODEL PLANS_DIR OUT.json [--rounds N]
+
+A step is a forward and a backward pass. Plans take turns, so that what else the machine does falls on all alike; a step's
+time is from the first rank to begin to the last to end, and a plan's is the median over all turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import autotp
+from benchmarks.models import trained
+
+#: Steps of a plan at each turn before any is timed, and then timed. After another plan's steps a process has to ask for its
+#: memory anew, page by page, which in training happens once.
+WARM_UP, TIMED = 2, 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="a name that benchmarks.models.trained knows")
+    parser.add_argument("plans", type=Path, help="a folder of plans, NAME.json each")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model, args = trained(chosen.model)
+    steps: dict[str, Callable[[], None]] = {}
+    for file in sorted(chosen.plans.glob("*.json")):
+        parallel = autotp.parallelize(model, args=args, plan=autotp.Plan.load(file))
+        steps[file.stem] = lambda parallel=parallel: _step(parallel, args)  # type: ignore[misc]
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(1 + chosen.rounds):
+        for name, step in steps.items():
+            for _ in range(WARM_UP):
+                _timed(step)
+            for _ in range(TIMED if number else 0):
+                times[name].append(_timed(step))
+    if dist.get_rank() == 0:
+        temporary = chosen.out.with_suffix(".tmp")
+        temporary.write_text(json.dumps({name: statistics.median(found) for name, found in times.items()}))
+        os.replace(temporary, chosen.out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _step(parallel: torch.nn.Module, args: tuple) -> None:
+    parallel(*args).backward()
+    for parameter in parallel.parameters():
+        parameter.grad = None
+
+
+def _timed(step: Callable[[], None]) -> float:
+    dist.barrier()
+    begin = time.monotonic()
+    step()
+    span = [None] * dist.get_world_size()
+    dist.all_gather_object(span, (begin, time.monotonic()))
+    return max(end for _, end in span) - min(start for start, _ in span)  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    main()
