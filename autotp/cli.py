@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.cli_calibrate import calibrate_command
+from autotp.cli_explain import explain_command
 from autotp.cli_sweep import sweep_command
 from autotp.errors import AutotpError
 from autotp.render import make_console, plan_table, presets_table, topology_table
@@ -150,6 +151,7 @@ def _topology(
 
 
 app.command("sweep")(sweep_command)
+app.command("explain")(explain_command)
 app.command("calibrate")(calibrate_command)
 
 

@@ -38,6 +38,7 @@ __all__ = [
     "ALGORITHMS",
     "EXPRESSIONS",
     "LIBRARIES",
+    "SYMBOLS",
     "TRAFFIC",
     "LinkLike",
     "V",
@@ -46,8 +47,10 @@ __all__ = [
     "bytes_moved",
     "evaluate",
     "expression",
+    "figures",
     "n",
     "of_link",
+    "omega",
     "seconds",
 ]
 

@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from .links import Level, Link, Stage
+from .links import Level, Link, Measured, Stage
 from .matrix import ring_bandwidth
 
 __all__ = ["group_link"]
@@ -45,7 +45,7 @@ def group_link(levels: tuple[Level, ...], mesh_shape: tuple[int, ...], axes: tup
             bandwidth = min(ring_bandwidth(level.matrix, numbers) for numbers in sets) / rings
         else:
             bandwidth = min(level.bandwidth / rings, level.one_link * min(members, level.links))
-        overhead = figures.overhead if figures is not level else 0.0
+        overhead = figures.overhead if isinstance(figures, Measured) else 0.0
         stages.append(Stage(level.name, ways, members, steps, bandwidth, figures.latency, overhead))
     return Link(
         size=size,

@@ -37,6 +37,11 @@ class Measured:
         _check(self.bandwidth, self.latency, "measured collective")
         _check(1.0, self.overhead, "measured collective")
 
+    def to_dict(self) -> dict[str, float]:
+        """The figures as plain JSON values in base units, an overhead of 0 left out."""
+        found = {"bandwidth": self.bandwidth, "latency": self.latency}
+        return found | ({"overhead": self.overhead} if self.overhead else {})
+
 
 @dataclass(frozen=True, slots=True)
 class Level:
@@ -125,10 +130,7 @@ class Level:
         if self.matrix is not None:
             found["matrix"] = [list(row) for row in self.matrix]
         if self.measured:
-            found["measured"] = {
-                kind: {"bandwidth": figures.bandwidth, "latency": figures.latency}
-                for kind, figures in self.measured.items()
-            }
+            found["measured"] = {kind: one.to_dict() for kind, one in self.measured.items()}
         return found
 
     @classmethod

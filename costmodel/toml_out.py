@@ -20,6 +20,7 @@ _QUANTITIES: Mapping[str, Quantity] = {
     "launch": "time",
     "bandwidth": "bandwidth",
     "latency": "time",
+    "overhead": "time",
     "point_to_point": "bandwidth",
     "idle_power": "power",
     "busy_power": "power",
