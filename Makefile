@@ -12,14 +12,15 @@ TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 4
 # One thread a process: the ranks share the cores, and the order of float sums stays the same.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test exact tables lint format clean
+.PHONY: help demo test exact tables predictions lint format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train a small GPT, then a small U-Net, on 4 processes; compare with one process"
 	@echo "make test    the tests (minutes)"
 	@echo "make exact   the whole exactness matrix: model x strategy x mesh (long)"
-	@echo "make tables  write the tables in docs/ anew (minutes)"
+	@echo "make tables  write the tables in docs/ that need no cluster anew (minutes)"
+	@echo "make predictions  measure steps on emulated clusters, as root (half an hour)"
 	@echo "make lint    ruff, mypy, import-linter"
 	@echo "make format  let ruff format the sources"
 	@echo "make clean   remove the environment and every cache"
@@ -41,7 +42,10 @@ exact: $(STAMP)
 	$(BIN)/python -m pytest -m exact
 
 tables: $(STAMP)
-	for name in volumes rediscovery lower_bound planning_time; do $(BIN)/python -m benchmarks.$$name --write || exit 1; done
+	for name in volumes rediscovery lower_bound trends planning_time; do $(BIN)/python -m benchmarks.$$name --write || exit 1; done
+
+predictions: $(STAMP)
+	$(BIN)/python -m benchmarks.predictions --write
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)

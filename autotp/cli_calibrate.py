@@ -46,6 +46,9 @@ def calibrate_command(
         _start()
         _check_output(output, force)
     except AutotpError:
+        # A group that is still there when the interpreter ends may abort the process.
+        if dist.is_initialized():
+            dist.destroy_process_group()
         # Every rank finds the same mistake, and one tells of it.
         if os.environ.get("RANK", "0") != "0":
             raise typer.Exit(2) from None

@@ -81,7 +81,7 @@ def emulated(name: str) -> Topology:
     return Topology(name, device, levels)
 
 
-def measure(name: str, models: Sequence[str] = MODELS, rounds: int = 5, folder: Path | None = None) -> list[Point]:
+def measure(name: str, models: Sequence[str] = MODELS, rounds: int = 3, folder: Path | None = None) -> list[Point]:
     """Calibrates, plans, predicts and times on one interconnect."""
     points = []
     with tempfile.TemporaryDirectory() as scratch, Cluster(emulated(name)) as cluster:
@@ -171,7 +171,7 @@ def report(points: Sequence[Point]) -> str:
         "# Predicted and measured\n\n"
         "Step times (forward and backward) of plans of every family on emulated clusters: network namespaces whose uplinks "
         "are limited. On each, `autotp calibrate` ran first; predictions use nothing but the file that it wrote. Steps are "
-        "timed in turns, medians of five, from the first rank to begin to the last to end. Four ranks share the machine's "
+        "timed in turns, medians of six, from the first rank to begin to the last to end. Four ranks share the machine's "
         f"cores: {machine()}. Written by `python -m benchmarks.predictions --write`, as root.\n\n"
         + table(header, summary)
         + "\n## Every plan\n\n"

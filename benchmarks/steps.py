@@ -22,7 +22,7 @@ from benchmarks.models import trained
 
 #: Steps of a plan at each turn before any is timed, and then timed. After another plan's steps a process has to ask for its
 #: memory anew, page by page, which in training happens once.
-WARM_UP, TIMED = 2, 3
+WARM_UP, TIMED = 1, 2
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("model", help="a name that benchmarks.models.trained knows")
     parser.add_argument("plans", type=Path, help="a folder of plans, NAME.json each")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
