@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 from torch.distributed.tensor import Partial
 
+from autotp.footprint import footprint
 from autotp.ilp import Solution
 from autotp.panelling import choose_panels
 from autotp.plan import Plan, PlannedOperator, Predicted, fingerprint
@@ -20,7 +21,7 @@ from autotp.structure import Model
 from costmodel import bounds
 from passes.factors import Value, value_of
 from passes.layout import Layout, describe
-from passes.panel import Loop, data_position, loops
+from passes.panel import Loop, loops
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import name_of, rule_of
 from passes.strategy import SUM, Strategy, Want, whole_layout
@@ -56,9 +57,7 @@ def describe_plan(model: Model, found: Found, **told: Any) -> Plan:
 
 
 def memory_of(model: Model, found: Found) -> float:
-    """Bytes on each device, with gathered operands that the solution thought a loop of panels would gather again."""
-    if found.panels == 1 or not found.prices.train:
-        return found.solution.memory
+    """Bytes on each device at the worst moment of a step (see ``autotp.footprint``)."""
     description = _Description(model, found)
     description.panels()
     return description.memory()
@@ -148,11 +147,13 @@ class _Description:
 
     def panels(self) -> dict[str, int]:
         self.loops: list[Loop] = []
+        self.chosen_panels: dict[str, int] = {}
         if self.found.panels == 1:
             return {}
         possible = loops(self.model.operators, self.strategies, self.resting, self.mesh)
         chosen = choose_panels(possible, self.model.operators, self.strategies, self.prices, self.found.panels)
         self.loops = [loop for loop in possible if loop.members[0].name in chosen]
+        self.chosen_panels = dict(chosen)
         return chosen
 
     def edges(self) -> tuple[dict[fx.Node, Price], float]:
@@ -198,19 +199,16 @@ class _Description:
 
     def memory(self) -> float:
         """See ``memory_of``."""
-        kept: dict[tuple[Value, Layout], float] = {}
-        if self.found.panels != 1 and self.prices.train:
-            again = self.again()
-            for node in self.model.operators:
-                position = data_position(node)
-                if position is None:
-                    continue
-                operand = operands_of(node)[position]
-                value, want = value_of(operand), self.strategies[node.name].wants[position].layout
-                made = value[0].op != "placeholder" and operand.meta["val"].dtype.is_floating_point
-                if made and want != self.layouts[value] and (value, node) not in again:
-                    kept[value, want] = self.prices.bytes(operand.meta["val"], want)
-        return self.found.solution.memory + sum(kept.values())
+        return footprint(
+            self.model,
+            self.mesh,
+            self.strategies,
+            self.layouts,
+            train=self.prices.train,
+            optimizer=self.prices.optimizer,
+            panels=self.chosen_panels,
+            again=self.again(),
+        )
 
     def origins(self) -> dict[Value, fx.Node]:
         """A tensor of partial sums -> the operator that made them, which may have passed them on since."""

@@ -6,28 +6,26 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from torch import nn
 
-from autotp.describe import AXIS_NAMES, Found, describe_plan, memory_of
-from autotp.errors import AutotpError, BatchError, MemoryBoundError
-from autotp.families import Family, Restriction, family
+from autotp.candidates import Contest
+from autotp.describe import AXIS_NAMES, describe_plan, memory_of
+from autotp.errors import AutotpError, MemoryBoundError
+from autotp.families import Family, family
 from autotp.folding import fold
-from autotp.ilp import Infeasible, Problem, Pruned, Solution, least_memory, solve
 from autotp.plan import Plan
-from autotp.pricing import Prices
-from autotp.problem import Assembled, assemble, trained_values
-from autotp.structure import Choice, Model, Structure, structure
+from autotp.problem import trained_values
+from autotp.structure import Model
 from costmodel import Topology
 from costmodel.memory import OPTIMIZERS
 from passes.capture import Captured, capture
 from passes.factors import analyse
 
 __all__ = ["AXIS_NAMES", "candidate_meshes", "check", "plan", "plan_captured", "prepare"]
+
+_TIGHTER = 4
 
 
 def plan(
@@ -144,47 +142,25 @@ def plan_captured(
     started = time.perf_counter()
     bound = topology.device.memory if memory is None else memory
     model = prepare(captured)
-    best: Found | None = None
-    lowest, needed = math.inf, math.inf
-    indivisible: BatchError | None = None
     meshes = [mesh] if mesh is not None else list(candidate_meshes(topology.devices, chosen.axes, chosen.least))
-    proven, solving = True, 0.0
-    structures: dict[tuple[Restriction, int], Structure] = {}
-    price = 0.0
-    for sizes in meshes:
-        prices = Prices(topology, sizes, train=mode == "train", optimizer=optimizer)
-        for restriction in chosen.restrictions(len(sizes)):
-            key = restriction, len(sizes)
-            if key not in structures:
-                structures[key] = structure(model, *key)
-            for count in [1, None] if panels is None else [panels]:  # panels cost time: only where memory is short
-                cutoff = math.inf if best is None else best.solution.seconds
-                left = max(1.0, time_limit - (time.perf_counter() - started))
-                try:
-                    assembled, solution, spent = _solve(structures[key], prices, bound, left, cutoff, count, price)
-                except BatchError as error:
-                    indivisible = error
-                    break
-                except Infeasible as error:
-                    needed = min(needed, error.needed_memory)
-                    continue
-                solving += spent
-                proven = proven and (isinstance(solution, Pruned) or solution.optimal)
-                if isinstance(solution, Solution):
-                    lowest, price = min(lowest, solution.bound), solution.price or price
-                    found = Found(assembled, solution, prices, count)
-                    used = memory_of(model, found)
-                    if used > bound:
-                        needed, proven = min(needed, used), False
-                    elif best is None or solution.seconds < best.solution.seconds:
-                        best = found
-                if not solution.bound_binds:
-                    break
-    if best is None and indivisible is not None and math.isinf(needed):
-        raise indivisible
+    contest = Contest(model, topology, chosen, bound, mode, optimizer, panels, started + time_limit)
+    contest.run(meshes)
+    floor, used = contest.bound, 0.0
+    for _ in range(_TIGHTER):
+        best = contest.best
+        used = 0.0 if best is None else memory_of(model, best)
+        if best is None or used <= bound:
+            break
+        # The program counts sums, the step has a worst moment: what that takes more is kept free.
+        room = contest.memory - (used - bound)
+        contest = Contest(model, topology, chosen, room, mode, optimizer, panels, started + time_limit)
+        contest.run(meshes)
+    best = contest.best if used <= bound else None
+    if best is None and contest.indivisible is not None and math.isinf(contest.needed):
+        raise contest.indivisible
     if best is None:
-        least = _least_memory(structures, chosen, meshes, topology, panels, mode, optimizer)
-        needed = least if least > bound else needed
+        least = contest.least_memory(meshes)
+        needed = least if least > bound else max(used, contest.needed if math.isfinite(contest.needed) else 0.0, bound)
         raise MemoryBoundError(
             f"no plan of strategy {chosen.name!r} fits {bound / 1e9:.3g} GB on each device: the smallest needs "
             f"{needed / 1e9:.3g} GB, {(needed - bound) / 1e9:.3g} GB more; use more devices, a smaller batch, an optimizer "
@@ -192,9 +168,10 @@ def plan_captured(
             needed,
             bound,
         )
+    gap = max(0.0, 1 - floor / best.solution.seconds) if best.solution.seconds else 0.0
     planning = dict(stats or {}) | {
         "seconds": time.perf_counter() - started,
-        "solver_seconds": solving,
+        "solver_seconds": contest.solving,
         "variables": best.solution.variables,
         "method": best.solution.method,
         "meshes": len(meshes),
@@ -205,87 +182,9 @@ def plan_captured(
         model,
         best,
         strategy=chosen.name,
-        optimal=proven,
-        gap=0.0 if proven else max(0.0, 1 - lowest / best.solution.seconds),
+        optimal=gap <= 1e-9,
+        gap=gap if gap > 1e-9 else 0.0,
         mode=mode,
         memory_bound=bound,
         planning=planning,
     )
-
-
-def _solve(
-    built: Structure, prices: Prices, bound: float, time_limit: float, cutoff: float, panels: int | None, price: float
-) -> tuple[Assembled, Solution | Pruned, float]:
-    """The optimum on one mesh, with the solver's seconds.
-
-    A family that only all-reduces may have no way to hand a partial sum on; then it may scatter after all.
-    """
-    assembled = assemble(built, prices, bound, panels != 1)
-    _check_batch(built, assembled)
-    begun = time.perf_counter()
-    try:
-        solution = solve(assembled.problem, time_limit=time_limit, cutoff=cutoff, price=price, need=False, trusted=True)
-    except Infeasible as error:
-        chosen = built.chosen
-        if chosen.family.scatters or math.isfinite(error.needed_memory):
-            raise
-        loosened = replace(chosen, family=replace(chosen.family, scatters=True))
-        return _solve(replace(built, chosen=loosened), prices, bound, time_limit, cutoff, panels, price)
-    return assembled, solution, time.perf_counter() - begun
-
-
-def _least_memory(
-    structures: Mapping[tuple[Restriction, int], Structure],
-    chosen: Family,
-    meshes: Sequence[tuple[int, ...]],
-    topology: Topology,
-    panels: int | None,
-    mode: str,
-    optimizer: str,
-) -> float:
-    """The fewest bytes on each device of any plan: by a lower bound for each mesh, then the most promising ones exactly."""
-    variants = [1, None] if panels is None else [panels]
-
-    def problem(mesh: tuple[int, ...], restriction: Restriction, count: int | None) -> Problem:
-        prices = Prices(topology, mesh, train=mode == "train", optimizer=optimizer)
-        return assemble(structures[restriction, len(mesh)], prices, math.inf, count != 1).problem
-
-    tried = [
-        (least_memory(problem(mesh, restriction, count), sweeps=5), mesh, number, count or 0)
-        for mesh in meshes
-        for number, restriction in enumerate(chosen.restrictions(len(mesh)))
-        if (restriction, len(mesh)) in structures
-        for count in variants
-    ]
-    least = math.inf
-    for floor, mesh, number, count in sorted(tried):
-        if floor >= least:
-            break
-        with suppress(Infeasible):
-            restriction = chosen.restrictions(len(mesh))[number]
-            least = min(least, least_memory(problem(mesh, restriction, count or None)))
-    return least
-
-
-def _check_batch(built: Structure, assembled: Assembled) -> None:
-    """A family whose axes split the batch needs a batch that they divide."""
-    chosen, mesh, model = built.chosen, assembled.mesh, built.model
-    if chosen.roles is None:
-        return
-    axes = [a for a, role in enumerate(chosen.roles) if role == "b" and mesh[a] > 1]
-    for (_, choice, _), node in zip(built.nodes, assembled.problem.nodes, strict=True):
-        if isinstance(choice, Choice):
-            batch = frozenset(f.name for f in choice.space.operator.factors.values() if f.role == "batch")
-            if (choice.space.axes_of(batch)[:, axes].all(axis=-1) & np.isfinite(node.cost)).any():
-                return
-    ways = math.prod(mesh[a] for a in axes)
-    shapes = {
-        n.name: tuple(n.meta["val"].shape)
-        for n in model.captured.graph_module.graph.nodes
-        if n.op == "placeholder" and n.name in model.captured.inputs
-    }
-    if any(shape and shape[0] % ways for shape in shapes.values()):
-        raise BatchError(
-            f"strategy {chosen.family.name!r} splits the batch {ways} ways on mesh {mesh}, but dim 0 of the example inputs "
-            f"{shapes} is not divisible by {ways}; choose a batch that is a multiple of {ways}, or another mesh or strategy"
-        )

@@ -21,6 +21,7 @@ from passes.codes import SUM, WHOLE, decode, fitting, local_elements, ways
 from passes.factors import Operator, Value, value_of
 from passes.layout import Layout
 from passes.rules.shapes import operands_of, results_of
+from passes.rules.table import rule_of
 from passes.strategy import Strategy, whole_layout
 
 __all__ = ["Assembled", "assemble", "trained_values"]
@@ -42,17 +43,24 @@ class Assembled:
         return whole_layout(len(self.mesh)) if choice is None else decode(choice.rows[row], self.mesh)
 
 
-def assemble(structure: Structure, prices: Prices, memory_bound: float, panelled: bool = False) -> Assembled:
+def assemble(
+    structure: Structure, prices: Prices, memory_bound: float, panelled: bool = False, *, relaxed: bool = False
+) -> Assembled:
     """The integer program of a structure on the mesh of ``prices``.
 
-    ``panelled``: products keep their data operand as it rests and gather it again, in panels, for the backward pass.
+    Args:
+        structure: of the model's plans.
+        prices: of the mesh.
+        memory_bound: bytes on each device.
+        panelled: products keep their data operand as it rests and gather it again, in panels, for the backward pass.
+        relaxed: gathering it again costs nothing: no choice costs less than here, with or without panels.
     """
-    return _Assembly(structure, prices, panelled).run(memory_bound)
+    return _Assembly(structure, prices, panelled, relaxed).run(memory_bound)
 
 
 class _Assembly:
-    def __init__(self, structure: Structure, prices: Prices, panelled: bool) -> None:
-        self.structure, self.prices, self.panelled = structure, prices, panelled
+    def __init__(self, structure: Structure, prices: Prices, panelled: bool, relaxed: bool) -> None:
+        self.structure, self.prices, self.panelled, self.relaxed = structure, prices, panelled, relaxed
         self.mesh = prices.mesh
         self.alike: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.kept: dict[int, np.ndarray] = {}
@@ -86,6 +94,12 @@ class _Assembly:
         if choice.saves and self.prices.train:
             for tensor, rows in zip(results_of(choice.space.operator.node), choice.space.results, strict=True):
                 memory += local_elements(tuple(tensor.shape), rows, self.mesh) * tensor.element_size()
+        rule, operator = rule_of(choice.space.operator.node), choice.space.operator
+        if rule is not None and operator.rule is not None and rule.extra and choice.gradient and self.prices.train:
+            inside = choice.space.axes_of(operator.rule.inner).any(axis=-1)
+            first = operands_of(operator.node)[0].meta["val"]
+            size = local_elements(tuple(first.shape), choice.space.wants[0], self.mesh) * first.element_size()
+            memory += np.where(inside, rule.extra * size, 0.0)
         return np.where(valid, compute + inner, np.inf), memory
 
     def layouts(self, rest: Rest) -> tuple[np.ndarray, np.ndarray]:
@@ -109,7 +123,9 @@ class _Assembly:
     def tensor(self, edge: Edge) -> Tensor:
         prices, shape, itemsize = self.prices, tuple(edge.value.shape), edge.value.element_size()
         regather = np.zeros((len(edge.rows), len(edge.wants)), bool)
-        again = np.full(len(edge.wants), edge.parameter) | (edge.products if self.panelled else False)
+        again = np.full(len(edge.wants), edge.parameter)
+        if self.panelled and not self.relaxed:
+            again |= edge.products
         if again.any():
             rows, wants = edge.rows[:, None, :], edge.wants[None, :, :]
             regather = ((rows >= 0) & (rows != wants)).any(axis=-1) & again

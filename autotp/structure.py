@@ -24,7 +24,7 @@ from passes.codes import DIM, INNER, SUM, WHOLE
 from passes.factors import Operator, Value, value_of
 from passes.panel import data_position
 from passes.rules.shapes import operands_of, results_of
-from passes.rules.table import rule_of
+from passes.rules.table import rule_of, saved_by
 from passes.space import Space, space
 
 __all__ = ["Choice", "Edge", "Model", "Rest", "Structure", "structure"]
@@ -208,7 +208,7 @@ class _Builder:
         if key not in self.alike:
             table, chosen = rule_of(node), self.chosen
             found = space(operator, self.axes, lambda axis, factor: chosen.allows(operator, axis, factor))
-            saves = table is not None and table.saves == "result" and gradient
+            saves = saved_by(node) == "result" and gradient
             best = chosen.prefers(table is not None and table.flop is not None and weight)
             score = np.array(
                 [chosen.score(operator, found.assignment(s)) for s in range(len(found.serves))] if best else []
@@ -296,8 +296,7 @@ class _Builder:
             gradients = gradients if trained else np.full_like(gradients, WHOLE)
             column = wants.add(np.concatenate([layouts, gradients], axis=1))
             found.append((self.index[user], column))
-            table = rule_of(user) if user.op == "call_function" else None
-            if table is not None and table.saves == "operands":
+            if saved_by(user) == "operands":
                 product = not parameter and data_position(user) == position
                 (products if product else saved).append(column)
         mask = [np.zeros(len(wants.rows), bool), np.zeros(len(wants.rows), bool)]

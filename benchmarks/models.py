@@ -133,7 +133,8 @@ class _Block(nn.Module):
 def trained(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """A model that steps in half a second on a processor, returning its loss, with its global batch.
 
-    ``gpt``: a GPT-2 of 4 layers of width 256 over 8 sequences of 128. ``unet``: `Denoiser` of width 64 over 8 images.
+    ``gpt``: a GPT-2 of 4 layers of width 256 over 8 sequences of 128. ``llama``: the same of a Llama with grouped
+    queries. ``unet``: `Denoiser` of width 64 over 8 images.
     """
     torch.manual_seed(0)
     if name == "gpt":
@@ -146,4 +147,10 @@ def trained(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
         return Loss(model), (torch.randint(0, 512, (8, 128)),)
     if name == "unet":
         return Denoiser(64, 8), (torch.randn(8, 4, 32, 32), torch.randn(8, 4, 32, 32))
-    raise ValueError(f"no model is called {name!r}; choose gpt or unet")
+    if name == "llama":
+        config = transformers.LlamaConfig(
+            num_hidden_layers=4, hidden_size=256, intermediate_size=768, num_attention_heads=8, num_key_value_heads=4,
+            vocab_size=512, max_position_embeddings=128, use_cache=False,
+        )  # fmt: skip
+        return Loss(transformers.LlamaForCausalLM(config)), (torch.randint(0, 512, (8, 128)),)
+    raise ValueError(f"no model is called {name!r}; choose gpt, llama or unet")

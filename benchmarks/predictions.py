@@ -38,6 +38,7 @@ INTERCONNECTS: dict[str, tuple[int, int, int]] = {
 PLANS: tuple[tuple[str, tuple[int, ...] | None], ...] = (
     ("data", (4,)),
     ("zero3", (4,)),
+    ("atp", (4,)),
     ("megatron-1d", (4,)),
     ("megatron-1d", (2, 2)),
     ("megatron-sp", (4,)),
@@ -150,7 +151,7 @@ def report(points: Sequence[Point]) -> str:
         found = list(group)
         best = min(p.measured for p in found)
         auto = next(p for p in found if p.plan == "auto")
-        base = next((p for p in found if p.plan.startswith("megatron-") and p.mesh == (4,)), None)
+        base = next((p for p in found if p.plan.startswith("megatron-1d") and p.mesh == (4,)), None)
         summary.append(
             [
                 name,

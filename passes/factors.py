@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -96,9 +96,15 @@ class _Analysis:
         self.cuts: dict[tuple[Value, int], list[int]] = {}
         self.factor_cuts: dict[tuple[fx.Node, str], list[int]] = {}
         self.parent: dict[object, object] = {}
+        self.seen: dict[fx.Node, list[tuple[Value, tuple[Dim, ...], tuple[int, ...]]]] = {}
         self.inputs = [n for n in graph.nodes if n.op == "placeholder" and n.name in set(inputs)]
 
-    def tensors(self, node: fx.Node) -> Iterable[tuple[Value, tuple[Dim, ...], tuple[int, ...]]]:
+    def tensors(self, node: fx.Node) -> Sequence[tuple[Value, tuple[Dim, ...], tuple[int, ...]]]:
+        if node not in self.seen:
+            self.seen[node] = list(self._tensors(node))
+        return self.seen[node]
+
+    def _tensors(self, node: fx.Node) -> Iterator[tuple[Value, tuple[Dim, ...], tuple[int, ...]]]:
         rule = self.rules[node]
         if rule is None:
             return

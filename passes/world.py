@@ -122,8 +122,8 @@ class World(nn.Module):
     def _slice(self, step: Step, parts: list[Tensor]) -> Pending:
         (axis,) = step.axes
         ways = self.mesh_shape[axis]
-        return Pending(
-            take_block(part, step.dim, step.blocks, ways, at[axis]).contiguous()
+        return Pending(  # a copy: as a view it would keep all of the tensor in memory
+            take_block(part, step.dim, step.blocks, ways, at[axis]).clone(memory_format=torch.contiguous_format)
             for part, at in zip(parts, self.hosted, strict=True)
         )
 

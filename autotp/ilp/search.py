@@ -38,6 +38,7 @@ __all__ = ["Search"]
 # a low limit leaves far less to the solver; if nothing is found the bound has risen to it, and if something
 # is, it is the optimum.
 _ROUNDS = (120, 240, 480, 960)
+_PARTS = (0.05, 0.2)
 _SWEEPS = 60
 
 
@@ -55,7 +56,8 @@ class Search:
         variables: of the largest program handed to a solver.
         pieces: how many pieces were looked at.
         method: the heaviest means that was needed: duality, labels, elimination or mip.
-        price: seconds per byte at which the bound at the root was best.
+        price: seconds per byte to begin with, and afterwards that at which the bound at the root was best.
+        prices: how many prices to try on each piece.
     """
 
     problem: Problem
@@ -69,6 +71,7 @@ class Search:
     method: str = "duality"
     limit: float = math.inf
     price: float = 0.0
+    prices: int = 12
     lines: list[tuple[float, float]] = field(default_factory=list)
 
     def offer(self, choice: Sequence[int]) -> None:
@@ -98,7 +101,7 @@ class Search:
         if math.isinf(self.problem.memory_bound) and not self.largest_cost:
             temporaries = []
         top = min(max(temporaries, default=0.0), self.problem.memory_bound)
-        root = Piece(0.0, float(top), masks, [np.full(len(m), -math.inf) for m in masks], floor)
+        root = Piece(0.0, float(top), masks, [np.full(len(m), -math.inf) for m in masks], floor, self.price)
         self.bound = floor
         reduced = self._tighten(root)
         self.price = root.price
@@ -117,10 +120,15 @@ class Search:
     def _limits(self, root: Piece) -> list[float]:
         """Rising limits that leave ever more strategies, the last being no limit."""
         floors = np.sort(np.concatenate([f[m] for f, m in zip(root.floors, root.alive, strict=True)]))
-        limits = []
-        for count in _ROUNDS:
-            if count < 0.7 * len(floors) and root.bound < floors[count] < self.target():
-                limits.append(float(floors[count]))
+        target, limits, before = self.target(), [], 0
+        some = [float(floors[count]) for count in _ROUNDS if count < 0.7 * len(floors)]
+        if math.isfinite(target):
+            some += [root.bound + part * (target - root.bound) for part in _PARTS]
+        for limit in sorted(some):
+            count = int(np.searchsorted(floors, limit))
+            if root.bound < limit < target and 1.1 * before < count < 0.9 * len(floors):
+                limits.append(limit)
+                before = count
         return [*limits, math.inf]
 
     def _over(self) -> bool:
@@ -184,7 +192,7 @@ class Search:
         base = self.largest_cost * piece.low
         room = self.problem.memory_bound - piece.low
         price: float | None = piece.price
-        for _ in range(12):
+        for _ in range(self.prices):
             assert price is not None
             dual = Dual(replace(small, memory_bound=room), self._cap(small), price=price)
             self._ascend(piece, reduced, dual, base)

@@ -12,11 +12,10 @@ from autotp.ilp.dual import Dual
 from autotp.ilp.eliminate import Core, eliminate_all, eliminate_some
 from autotp.ilp.pieces import Settings
 from autotp.ilp.presolve import Reduced, compact, consistent
-from autotp.ilp.prices import priced
 from autotp.ilp.problem import Node, Problem, evaluate, validate
 from autotp.ilp.search import Search
 
-__all__ = ["Infeasible", "Pruned", "Solution", "least_memory", "solve"]
+__all__ = ["Infeasible", "Pruned", "Solution", "least_memory", "settle", "solution_of", "solve", "unbounded"]
 
 _NO_LAYOUT = "no combination of strategies has a finite cost: every one needs an impossible reshard"
 _EASY = 3e5  # entries that elimination may visit before duality is the faster way
@@ -77,7 +76,6 @@ def solve(
     time_limit: float = 60.0,
     threads: int = 2,
     cutoff: float = math.inf,
-    price: float = 0.0,
     need: bool = True,
     trusted: bool = False,
 ) -> Solution | Pruned:
@@ -88,7 +86,6 @@ def solve(
         time_limit: seconds; afterwards the best assignment so far is returned with its proven gap.
         threads: for solvers that take a count.
         cutoff: seconds; stop as soon as it is proven that nothing cheaper than this exists.
-        price: seconds per byte that memory is guessed to be worth, for a first bound.
         need: where nothing fits the memory bound, find out the least that is needed; else a lower bound of it will do.
         trusted: the problem is known to be well-formed.
 
@@ -103,13 +100,11 @@ def solve(
     if not trusted:
         validate(problem)
     settings = Settings(time.monotonic() + time_limit, threads, cutoff)
-    if price > 0 and math.isfinite(cutoff) and math.isfinite(problem.memory_bound) and _priced(problem, settings, price):
-        return Pruned(True)
-    free = _unbounded(problem, settings)
+    free = unbounded(problem, settings)
     if free.value >= cutoff and free.bound >= cutoff - 1e-9 * abs(cutoff):
         return Pruned(False)
     if free.choice is not None and evaluate(problem, free.choice).memory <= problem.memory_bound:
-        return _solution(problem, free)
+        return solution_of(problem, free)
     start = _fitting(problem, settings, need)
     search = Search(problem, settings)
     if start is not None:
@@ -119,10 +114,19 @@ def solve(
     search.run(floor=free.bound)
     if search.value >= cutoff and search.bound >= cutoff - 1e-9 * abs(cutoff):
         return Pruned(True)
-    return replace(_solution(problem, search), bound_binds=True, price=search.price)
+    return replace(solution_of(problem, search), bound_binds=True, price=search.price)
 
 
-def _unbounded(problem: Problem, settings: Settings) -> Search:
+def settle(problem: Problem, *, time_limit: float, cutoff: float, price: float, floor: float) -> Solution | Pruned:
+    """``solve`` where a choice of ``cutoff`` seconds is known: bytes are worth ``price``, nothing is below ``floor``."""
+    search = Search(problem, Settings(time.monotonic() + time_limit, cutoff=cutoff), price=price, prices=1)
+    search.run(floor=floor)
+    if search.value >= cutoff and search.bound >= cutoff - 1e-9 * abs(cutoff):
+        return Pruned(True)
+    return replace(solution_of(problem, search), bound_binds=True, price=search.price)
+
+
+def unbounded(problem: Problem, settings: Settings) -> Search:
     """The problem without its memory bound: everything about bytes is dropped, and nodes are eliminated
     exactly. With a cutoff, bounds are tried first, on the problem as it is and after cheap eliminations.
     """
@@ -155,14 +159,6 @@ def _unbounded(problem: Problem, settings: Settings) -> Search:
     elif math.isinf(search.bound) and math.isinf(settings.cutoff):
         raise Infeasible(_NO_LAYOUT, math.inf)
     return search
-
-
-def _priced(problem: Problem, settings: Settings, price: float) -> bool:
-    """Whether nothing comes below the cutoff even where bytes are only priced (Lagrange), at this price or beside it."""
-    room = price * problem.memory_bound
-    dearer = priced(problem, price)
-    free = _unbounded(replace(dearer, memory_bound=math.inf), replace(settings, cutoff=settings.cutoff + room))
-    return free.bound - room >= settings.cutoff
 
 
 def _raise_bound(problem: Problem, masks: list[np.ndarray], cutoff: float) -> float:
@@ -237,7 +233,12 @@ def _fitting(problem: Problem, settings: Settings, need: bool) -> tuple[int, ...
     )
 
 
-def _solution(problem: Problem, search: Search) -> Solution:
+def solution_of(problem: Problem, search: Search) -> Solution:
+    """What a finished search found, with its proven gap.
+
+    Raises:
+        TimeoutError: when it found nothing.
+    """
     if search.choice is None:
         raise TimeoutError(f"no assignment of {len(problem.nodes)} nodes was found within the time limit; raise time_limit")
     value = evaluate(problem, search.choice)

@@ -18,7 +18,7 @@ from passes.rules import lowering as low
 from passes.rules import shapes as by
 from passes.rules.notation import OpRule, instantiate
 
-__all__ = ["RULES", "Rule", "bind", "name_of", "rule_of"]
+__all__ = ["RULES", "Rule", "bind", "name_of", "rule_of", "saved_by"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,8 @@ class Rule:
         statistics: how many numbers per row a lowering reduces over the axes of its inner factors, forward and backward.
         contiguous: factors whose lowering counts positions, so that a device must hold neighbouring ones.
         random: draws random numbers.
-        saves: "operands", "result" or "": what the backward pass keeps.
+        saves: what the backward pass keeps: "operands"; "others", each operand for the others' gradients; "result"; "".
+        extra: how many tensors of the first operand's size a lowering over inner axes keeps besides.
         view: moves no data.
     """
 
@@ -52,6 +53,7 @@ class Rule:
     contiguous: tuple[str, ...] = ()
     random: bool = False
     saves: str = "operands"
+    extra: int = 0
     view: bool = False
 
 
@@ -67,6 +69,16 @@ def name_of(node: fx.Node) -> str:
 def rule_of(node: fx.Node) -> Rule | None:
     """The rule of a node's operator, or ``None``."""
     return RULES.get(name_of(node))
+
+
+def saved_by(node: fx.Node) -> str:
+    """What the backward pass of a node keeps of it: "operands", "result" or ""."""
+    rule = rule_of(node) if node.op == "call_function" else None
+    if rule is None:
+        return ""
+    if rule.saves == "others":
+        return "operands" if len(by.operands_of(node)) > 1 else ""
+    return rule.saves
 
 
 def bind(node: fx.Node) -> OpRule | None:
@@ -235,8 +247,8 @@ def _elementwise() -> dict[str, Rule]:
         table[f"aten.{op}.default"] = cheap
     for overload in ("Tensor", "Scalar", "default"):
         table[f"aten.add.{overload}"] = table[f"aten.sub.{overload}"] = Rule(by.broadcast, saves="")
-        table[f"aten.mul.{overload}"] = Rule(by.scaled)
-        table[f"aten.div.{overload}"] = Rule(by.scaled)
+        table[f"aten.mul.{overload}"] = Rule(by.scaled, saves="others")
+        table[f"aten.div.{overload}"] = Rule(by.scaled, saves="others")
     return {name: rule for name, rule in table.items() if _exists(name)}
 
 
@@ -268,16 +280,20 @@ RULES: Mapping[str, Rule] = {
         _attention, lower=low.attention, flop=_attention_flop, random=True, contiguous=("s",)
     ),
     # normalisation, softmax, losses
-    "aten.layer_norm.default": Rule(_layer_norm, lower=low.layer_norm),
-    "aten.rms_norm.default": Rule(_layer_norm, lower=low.rms_norm, statistics=(1, 1)),
-    "aten.group_norm.default": Rule(_group_norm, lower=low.group_norm, divide={1: "g"}),
-    "passes.functional.batch_norm_train": Rule("[n] c *, c, c, c, c -> [n] c *, c, c", inner=("n",), lower=low.batch_norm),
+    "aten.layer_norm.default": Rule(_layer_norm, lower=low.layer_norm, extra=1),
+    "aten.rms_norm.default": Rule(_layer_norm, lower=low.rms_norm, extra=1, statistics=(1, 1)),
+    "aten.group_norm.default": Rule(_group_norm, lower=low.group_norm, extra=1, divide={1: "g"}),
+    "passes.functional.batch_norm_train": Rule(
+        "[n] c *, c, c, c, c -> [n] c *, c, c", inner=("n",), lower=low.batch_norm, extra=1
+    ),
     "aten.batch_norm.default": Rule("n c *, c, c, c, c -> n c *"),
-    "aten.softmax.int": Rule(_softmax, lower=low.softmax, statistics=(2, 1), saves="result"),
-    "aten.log_softmax.int": Rule(_softmax, lower=low.log_softmax, statistics=(2, 1), saves="result"),
-    "aten._softmax.default": Rule(_softmax, lower=low.softmax, statistics=(2, 1), saves="result"),
-    "aten._log_softmax.default": Rule(_softmax, lower=low.log_softmax, statistics=(2, 1), saves="result"),
-    "aten.cross_entropy_loss.default": Rule(_cross_entropy, lower=low.cross_entropy, statistics=(3, 0), contiguous=("v",)),
+    "aten.softmax.int": Rule(_softmax, lower=low.softmax, extra=1, statistics=(2, 1), saves="result"),
+    "aten.log_softmax.int": Rule(_softmax, lower=low.log_softmax, extra=1, statistics=(2, 1), saves="result"),
+    "aten._softmax.default": Rule(_softmax, lower=low.softmax, extra=1, statistics=(2, 1), saves="result"),
+    "aten._log_softmax.default": Rule(_softmax, lower=low.log_softmax, extra=1, statistics=(2, 1), saves="result"),
+    "aten.cross_entropy_loss.default": Rule(
+        _cross_entropy, lower=low.cross_entropy, extra=2, statistics=(3, 0), contiguous=("v",)
+    ),
     "aten.mse_loss.default": Rule(_loss, lower=low.mean_loss),
     "aten.l1_loss.default": Rule(_loss, lower=low.mean_loss),
     "aten.smooth_l1_loss.default": Rule(_loss, lower=low.mean_loss),
@@ -320,9 +336,9 @@ RULES: Mapping[str, Rule] = {
     "aten.tril.default": Rule("… 1 1 -> … 1 1", saves="", linear=((0,),)),
     "aten.triu.default": Rule("… 1 1 -> … 1 1", saves="", linear=((0,),)),
     # selection and masks
-    "aten.where.self": Rule(by.elementwise((1, 2))),
-    "aten.masked_fill.Scalar": Rule(by.elementwise()),
-    "aten.masked_fill.Tensor": Rule(by.elementwise()),
+    "aten.where.self": Rule(by.elementwise((1, 2)), saves=""),
+    "aten.masked_fill.Scalar": Rule(by.elementwise(), saves=""),
+    "aten.masked_fill.Tensor": Rule(by.elementwise(), saves=""),
     "aten.addcmul.default": Rule(by.elementwise()),
     "aten.lerp.Scalar": Rule(by.elementwise((0, 1))),
     # images

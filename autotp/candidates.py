@@ -1,0 +1,272 @@
+"""Which candidate wins: every mesh gets a short look, then the most promising ones are settled exactly.
+
+A candidate is a mesh, a restriction of the search to a family's roles of its axes, and a way with panels. The short look
+(:func:`autotp.ilp.estimate`) bounds its cost from below and often finds its optimum too. The best choice met becomes the
+cutoff of all later looks, and what memory was found to be worth on one mesh is where the next one begins. Candidates that
+stay open are solved by rising bound until no bound is below the best plan's cost, which is the proof.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+
+from autotp.describe import Found
+from autotp.errors import BatchError
+from autotp.families import Family, Restriction
+from autotp.ilp import Infeasible, Problem, Pruned, Solution, estimate, glance, least_memory, settle, solve
+from autotp.pricing import Prices
+from autotp.problem import Assembled, assemble
+from autotp.structure import Choice, Model, Structure, structure
+from costmodel import Topology
+
+__all__ = ["Candidate", "Contest"]
+
+T = TypeVar("T")
+_LEAST_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One integer program: sizes of the mesh axes, their roles, and panels of each product (None for the fastest)."""
+
+    mesh: tuple[int, ...]
+    restriction: Restriction
+    panels: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A candidate that is not settled: seconds that it is not below (proven), and seconds per byte at which that holds."""
+
+    bound: float
+    candidate: Candidate
+    price: float
+
+
+@dataclass(slots=True)
+class Contest:
+    """The best plan of a model over meshes.
+
+    Attributes:
+        model: analysed and folded.
+        topology: of as many devices as the meshes have.
+        chosen: the family.
+        memory: bytes each device may use.
+        mode: ``train`` or ``inference``.
+        optimizer: a key of ``costmodel.memory.OPTIMIZERS``.
+        panels: of every product; None tries none first, and then the fastest where memory is short.
+        deadline: on the performance counter; every solve gets a second at least.
+        best: the cheapest choice that fits.
+        needed: bytes that the smallest choice met needs, where none fits.
+        indivisible: why the batch does not fit a mesh.
+        solving: seconds in the solver.
+        open: candidates that are not settled.
+        prices: seconds that a byte was worth when last looked at, by panels.
+    """
+
+    model: Model
+    topology: Topology
+    chosen: Family
+    memory: float
+    mode: str
+    optimizer: str
+    panels: int | None
+    deadline: float
+    best: Found | None = None
+    needed: float = math.inf
+    indivisible: BatchError | None = None
+    solving: float = 0.0
+    open: list[Open] = field(default_factory=list)
+    prices: dict[int | None, float] = field(default_factory=dict)
+    loosened: set[Candidate] = field(default_factory=set)
+    structures: dict[tuple[Restriction, int], Structure] = field(default_factory=dict)
+
+    @property
+    def cutoff(self) -> float:
+        """Seconds of the best choice so far."""
+        return math.inf if self.best is None else self.best.solution.seconds
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no plan is below (proven)."""
+        return min((entry.bound for entry in self.open), default=self.cutoff)
+
+    def run(self, meshes: Sequence[tuple[int, ...]]) -> None:
+        """Looks at every mesh, then settles what is open, by rising bound, until it cannot win.
+
+        Raises:
+            TimeoutError: when the time passed before any choice was found.
+        """
+        for _, mesh, restriction in self._promising(meshes):
+            for count in self._variants():
+                if not self._look(Candidate(mesh, restriction, count)):
+                    break
+        late: list[Open] = []
+        unfound: TimeoutError | None = None
+        self.open.sort(key=lambda entry: entry.bound)
+        while self.open and self.open[0].bound < self.cutoff:
+            entry = self.open.pop(0)
+            try:
+                bound = self._settle(entry)
+            except TimeoutError as error:
+                bound, unfound = entry.bound, error
+            late.append(replace(entry, bound=max(bound, entry.bound)))
+        self.open = [entry for entry in late if entry.bound < self.cutoff]
+        if self.best is None and unfound is not None:
+            raise unfound
+
+    def _promising(self, meshes: Sequence[tuple[int, ...]]) -> Iterator[tuple[float, tuple[int, ...], Restriction]]:
+        """Meshes with the roles of their axes: balanced ones until there is a plan, then by what a glance promises."""
+        pairs = [(mesh, restriction) for mesh in meshes for restriction in self.chosen.restrictions(len(mesh))]
+        pairs.sort(key=lambda pair: max(pair[0]))
+        number = 0
+        while number < len(pairs) and self.best is None:
+            yield -math.inf, *pairs[number]
+            number += 1
+        left = [(self._glance(mesh, restriction), mesh, restriction) for mesh, restriction in pairs[number:]]
+        for entry in sorted(left, key=lambda entry: entry[0]):
+            if entry[0] < self.cutoff:
+                yield entry
+
+    def _variants(self) -> list[int | None]:
+        return [1, None] if self.panels is None else [self.panels]
+
+    def _glance(self, mesh: tuple[int, ...], restriction: Restriction) -> float:
+        """Seconds that a mesh is not below, with or without panels."""
+        candidate = Candidate(mesh, restriction, self.panels)
+        try:
+            _, bound = self._ask(
+                candidate,
+                lambda p: glance(p, cutoff=self.cutoff, price=self.prices.get(1, 0.0)),
+                relaxed=self.panels is None,
+            )
+        except BatchError as error:
+            self.indivisible = error
+            return math.inf
+        return math.inf if bound is None else bound
+
+    def _look(self, candidate: Candidate) -> bool:
+        """A bound for a candidate, and perhaps a choice; whether panels might do better."""
+        try:
+            assembled, found = self._ask(
+                candidate,
+                lambda p: estimate(
+                    p, time_limit=self._left(), cutoff=self.cutoff, price=self.prices.get(candidate.panels, 0.0)
+                ),
+            )
+        except BatchError as error:
+            self.indivisible = error
+            return False
+        if found is None:
+            return True
+        if found.price and (found.solution is not None or found.settled):
+            self.prices[candidate.panels] = found.price
+        if found.solution is not None:
+            self._offer(candidate, assembled, found.solution)
+        if not found.settled:
+            self.open.append(Open(found.bound, candidate, found.price))
+        return found.binds
+
+    def _settle(self, entry: Open) -> float:
+        """Solves a candidate exactly; seconds that it is not below."""
+
+        def ask(problem: Problem) -> Solution | Pruned:
+            if self.best is None or not entry.price:
+                return solve(problem, time_limit=self._left(), cutoff=self.cutoff, need=False, trusted=True)
+            return settle(problem, time_limit=self._left(), cutoff=self.cutoff, price=entry.price, floor=entry.bound)
+
+        assembled, found = self._ask(entry.candidate, ask)
+        if not isinstance(found, Solution):
+            return math.inf
+        self._offer(entry.candidate, assembled, found)
+        return math.inf if found.optimal else found.bound
+
+    def _offer(self, candidate: Candidate, assembled: Assembled, solution: Solution) -> None:
+        """Takes a choice if it is the best so far."""
+        if solution.seconds < self.cutoff:
+            self.best = Found(assembled, solution, self._prices(candidate.mesh), candidate.panels)
+
+    def least_memory(self, meshes: Sequence[tuple[int, ...]]) -> float:
+        """The fewest bytes on each device of any plan: by a bound for each candidate, then the most promising exactly."""
+        tried = []
+        for mesh in meshes:
+            for restriction in self.chosen.restrictions(len(mesh)):
+                for count in self._variants():
+                    candidate = Candidate(mesh, restriction, count)
+                    problem = self._assemble(candidate, math.inf).problem
+                    tried.append((least_memory(problem, sweeps=5), candidate))
+        least = math.inf
+        for floor, candidate in sorted(tried, key=lambda entry: entry[0]):
+            if floor >= least:
+                break
+            with suppress(Infeasible):
+                least = min(least, least_memory(self._assemble(candidate, math.inf).problem))
+        return least
+
+    def _ask(
+        self, candidate: Candidate, ask: Callable[[Problem], T], *, relaxed: bool = False
+    ) -> tuple[Assembled, T | None]:
+        """What a solver says of a candidate; None when nothing fits.
+
+        A family that only all-reduces may have no way to hand a partial sum on; then it may scatter after all.
+        """
+        assembled = self._assemble(candidate, self.memory, relaxed)
+        _check_batch(assembled)
+        begun = time.perf_counter()
+        try:
+            return assembled, ask(assembled.problem)
+        except Infeasible as error:
+            self.needed = min(self.needed, error.needed_memory)
+            if assembled.structure.chosen.family.scatters or math.isfinite(error.needed_memory):
+                return assembled, None
+        finally:
+            self.solving += time.perf_counter() - begun
+        self.loosened.add(candidate)
+        return self._ask(candidate, ask, relaxed=relaxed)
+
+    def _assemble(self, candidate: Candidate, memory: float, relaxed: bool = False) -> Assembled:
+        key = candidate.restriction, len(candidate.mesh)
+        if key not in self.structures:
+            self.structures[key] = structure(self.model, *key)
+        built = self.structures[key]
+        if candidate in self.loosened:
+            built = replace(built, chosen=replace(built.chosen, family=replace(built.chosen.family, scatters=True)))
+        return assemble(built, self._prices(candidate.mesh), memory, candidate.panels != 1, relaxed=relaxed)
+
+    def _prices(self, mesh: tuple[int, ...]) -> Prices:
+        return Prices(self.topology, mesh, train=self.mode == "train", optimizer=self.optimizer)
+
+    def _left(self) -> float:
+        return max(_LEAST_SECONDS, self.deadline - time.perf_counter())
+
+
+def _check_batch(assembled: Assembled) -> None:
+    """A family whose axes split the batch needs a batch that they divide."""
+    built = assembled.structure
+    chosen, mesh, model = built.chosen, assembled.mesh, built.model
+    if chosen.roles is None:
+        return
+    axes = [a for a, role in enumerate(chosen.roles) if role == "b" and mesh[a] > 1]
+    for (_, choice, _), node in zip(built.nodes, assembled.problem.nodes, strict=True):
+        if isinstance(choice, Choice):
+            batch = frozenset(f.name for f in choice.space.operator.factors.values() if f.role == "batch")
+            if (choice.space.axes_of(batch)[:, axes].all(axis=-1) & np.isfinite(node.cost)).any():
+                return
+    ways = math.prod(mesh[a] for a in axes)
+    shapes = {
+        n.name: tuple(n.meta["val"].shape)
+        for n in model.captured.graph_module.graph.nodes
+        if n.op == "placeholder" and n.name in model.captured.inputs
+    }
+    if any(shape and shape[0] % ways for shape in shapes.values()):
+        raise BatchError(
+            f"strategy {chosen.family.name!r} splits the batch {ways} ways on mesh {mesh}, but dim 0 of the example inputs "
+            f"{shapes} is not divisible by {ways}; choose a batch that is a multiple of {ways}, or another mesh or strategy"
+        )

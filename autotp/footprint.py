@@ -1,0 +1,269 @@
+"""The most bytes that a device holds at once: a training step walked through, storage by storage.
+
+Parameters, buffers, the inputs and the optimizer's state are there throughout. The forward pass adds what operators
+return, and what reshards bring, and drops both after their last reader, unless a backward pass needs them. The backward
+pass runs the operators in reverse: it drops what was saved, gathers parameters again, and holds the gradient of every
+tensor from its last reader's turn to its producer's. Gradients of parameters stay. Views own no storage. What operators
+use inside (workspaces) is not known here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
+
+import torch
+from torch import fx
+
+from autotp.structure import Model
+from costmodel.memory import state_bytes
+from passes.factors import Value, value_of
+from passes.layout import Layout, local_shape
+from passes.rules.shapes import operands_of, results_of
+from passes.rules.table import rule_of, saved_by
+from passes.strategy import Strategy, gradient_of, whole_layout
+
+__all__ = ["footprint"]
+
+Key = tuple[Value, Layout]
+
+
+def footprint(
+    model: Model,
+    mesh: tuple[int, ...],
+    strategies: Mapping[str, Strategy],
+    layouts: Mapping[Value, Layout],
+    *,
+    train: bool,
+    optimizer: str,
+    panels: Mapping[str, int],
+    again: Set[tuple[Value, fx.Node]],
+) -> float:
+    """Bytes on each device at the worst moment of a step, under ``zero_grad()`` as it is by default (gradients dropped).
+
+    Args:
+        model: the captured model, analysed.
+        mesh: sizes of the mesh axes.
+        strategies: of every operator, by name.
+        layouts: in which every tensor is made or rests.
+        train: whether there is a backward pass and an optimizer.
+        optimizer: a key of ``costmodel.memory.OPTIMIZERS``.
+        panels: of the products that gather their operands panel by panel, by name.
+        again: (operand, product) where the backward pass gathers the product's data operand again.
+    """
+    return _Walk(model, mesh, strategies, layouts, train, optimizer, panels, again).run()
+
+
+class _Walk:
+    def __init__(
+        self,
+        model: Model,
+        mesh: tuple[int, ...],
+        strategies: Mapping[str, Strategy],
+        layouts: Mapping[Value, Layout],
+        train: bool,
+        optimizer: str,
+        panels: Mapping[str, int],
+        again: Set[tuple[Value, fx.Node]],
+    ) -> None:
+        self.model, self.mesh, self.strategies, self.layouts = model, mesh, strategies, layouts
+        self.train, self.optimizer, self.panels, self.again = train, optimizer, panels, again
+        self.parameters = model.captured.parameters
+        self.whole = whole_layout(len(mesh))
+        self.sizes: dict[tuple, float] = {}
+        self.live: dict[Key, float] = {}
+        self.total = self.peak = 0.0
+        self.roots: dict[Value, Value] = {}
+        self.saved: dict[fx.Node, set[Key]] = defaultdict(set)
+        self.holders: dict[Key, int] = defaultdict(int)
+
+    def run(self) -> float:
+        self.state()
+        nodes = list(self.model.operators)
+        self.last = self.readers(nodes)
+        leaves = {value_of(leaf) for leaf in self.outputs()}
+        ends: dict[fx.Node, list[Key]] = defaultdict(list)
+        for key, node in self.last.items():
+            ends[node].append(key)
+        for node in nodes:
+            self.forward(node)
+            for key in ends[node]:
+                if not self.holders[key] and key[0] not in leaves and self.temporary(key[0]):
+                    self.drop(key)
+        if self.train:
+            self.gradients: dict[Value, dict[Layout, float]] = defaultdict(dict)
+            for leaf in self.outputs():
+                if value_of(leaf) in self.model.trained:
+                    self.grow(value_of(leaf), self.whole, leaf.meta["val"])
+            for node in reversed(nodes):
+                self.backward(node)
+        return self.peak
+
+    def state(self) -> None:
+        """What is there throughout."""
+        for node in self.model.captured.graph_module.graph.nodes:
+            value = node.meta.get("val")
+            if node.op != "placeholder" or not isinstance(value, torch.Tensor):
+                continue
+            size = self.bytes(value, self.layouts[node, 0])
+            if node.name in self.parameters and self.train:
+                elements = size / value.element_size()
+                size = float(state_bytes(elements, value.element_size(), self.optimizer)) - size
+            self.take(((node, 0), self.layouts[node, 0]), size)
+
+    def outputs(self) -> list[fx.Node]:
+        leaves: Sequence = self.model.captured.graph_module.graph.output_node().args[0]  # type: ignore[assignment]
+        return [leaf for leaf in leaves if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), torch.Tensor)]
+
+    def bytes(self, value: torch.Tensor, layout: Layout) -> float:
+        key = value.shape, value.element_size(), layout
+        if key not in self.sizes:
+            self.sizes[key] = math.prod(local_shape(tuple(value.shape), layout, self.mesh)) * float(value.element_size())
+        return self.sizes[key]
+
+    def take(self, key: Key, size: float) -> None:
+        if key not in self.live:
+            self.live[key] = size
+            self.total += size
+            self.peak = max(self.peak, self.total)
+
+    def drop(self, key: Key) -> None:
+        self.total -= self.live.pop(key, 0.0)
+
+    def temporary(self, value: Value) -> bool:
+        return value[0].op != "placeholder"
+
+    def key(self, value: Value, layout: Layout) -> Key:
+        """The storage that holds a tensor in a layout: where nothing moved, that of the tensor it is a view of."""
+        root = self.roots.get(value, value)
+        return (root, self.layouts[root]) if layout == self.layouts[value] else (value, layout)
+
+    def readers(self, nodes: Sequence[fx.Node]) -> dict[Key, fx.Node]:
+        """The last operator to read each storage; a reshard reads when the first who wants its result does."""
+        last: dict[Key, fx.Node] = {}
+        for node in nodes:
+            for operand, want in zip(operands_of(node), self.strategies[node.name].wants, strict=True):
+                value = value_of(operand)
+                key = self.key(value, want.layout)
+                if key not in last and want.layout != self.layouts[value]:
+                    last[self.key(value, self.layouts[value])] = node
+                last[key] = node
+            self.alias(node)
+            for i, layout in enumerate(self.strategies[node.name].results):
+                last.setdefault(self.key((node, i), layout), node)
+        return last
+
+    def alias(self, node: fx.Node) -> None:
+        """A view has the storage of what it views, unless that moved."""
+        table, operands = rule_of(node), operands_of(node)
+        if table is None or not table.view or not operands or not _is_view(node, operands[0]):
+            return
+        value, want = value_of(operands[0]), self.strategies[node.name].wants[0].layout
+        if want == self.layouts[value]:
+            root = self.roots.get(value, value)
+            for i in range(len(results_of(node))):
+                self.roots[node, i] = root
+
+    def forward(self, node: fx.Node) -> None:
+        strategy = self.strategies[node.name]
+        gathered, passing = [], 0.0
+        for operand, want in zip(operands_of(node), strategy.wants, strict=True):
+            value = value_of(operand)
+            key = self.key(value, want.layout)
+            size = self.bytes(operand.meta["val"], want.layout)
+            if key in self.live:
+                continue
+            if node.name in self.panels and (value[0].name in self.parameters or (value, node) in self.again):
+                passing += size / self.panels[node.name]
+                continue
+            self.take(key, size)
+            if value[0].name in self.parameters:
+                gathered.append(key)
+        for i, result in enumerate(results_of(node)):
+            if (node, i) not in self.roots:
+                self.take(((node, i), strategy.results[i]), self.bytes(result, strategy.results[i]))
+        self.peak = max(self.peak, self.total + passing)
+        for key in gathered:
+            if self.last[key] is node:
+                self.drop(key)
+        if self.train and any((node, i) in self.model.trained for i in range(len(results_of(node)))):
+            self.save(node, strategy, saved_by(node))
+
+    def save(self, node: fx.Node, strategy: Strategy, saves: str) -> None:
+        keys = set()
+        if saves == "operands":
+            for operand, want in zip(operands_of(node), strategy.wants, strict=True):
+                value = value_of(operand)
+                if value[0].op == "placeholder" or not operand.meta["val"].dtype.is_floating_point:
+                    continue
+                layout = self.layouts[value] if (value, node) in self.again else want.layout
+                keys.add(self.key(value, layout))
+        elif saves == "result":
+            keys = {self.key((node, i), layout) for i, layout in enumerate(strategy.results)}
+        rule, bound = rule_of(node), self.model.operators[node].rule
+        if rule is not None and bound is not None and rule.extra and strategy.axes(*bound.inner):
+            key = (node, -1), strategy.wants[0].layout
+            self.take(key, rule.extra * self.bytes(operands_of(node)[0].meta["val"], strategy.wants[0].layout))
+            keys.add(key)
+        for key in keys:
+            self.holders[key] += 1
+        self.saved[node] = keys
+
+    def grow(self, value: Value, layout: Layout, tensor: torch.Tensor) -> None:
+        """A gradient arrives; a second one is added to the first."""
+        size = self.bytes(tensor, layout)
+        self.peak = max(self.peak, self.total + size)
+        if layout not in self.gradients[value]:
+            self.gradients[value][layout] = size
+            self.total += size
+
+    def fall(self, value: Value) -> None:
+        """A tensor's gradient is not needed any more."""
+        self.total -= sum(self.gradients.pop(value, {}).values())
+
+    def backward(self, node: fx.Node) -> None:
+        strategy, passing = self.strategies[node.name], 0.0
+        mine = [(node, i) for i in range(len(results_of(node))) if (node, i) in self.model.trained]
+        if not mine:
+            return
+        for i, tensor in enumerate(results_of(node)):
+            if (node, i) in self.model.trained:
+                self.bring((node, i), tensor)
+        for operand, want in zip(operands_of(node), strategy.wants, strict=True):
+            value = value_of(operand)
+            moved = want.layout != self.layouts[value]
+            if moved and (value[0].name in self.parameters or (value, node) in self.again):
+                passing += self.bytes(operand.meta["val"], want.layout) / self.panels.get(node.name, 1)
+        self.total += passing
+        if mine[0] in self.roots:  # the gradient of a view is a view of the gradient
+            for value in mine:
+                self.fall(value)
+        for operand, want in zip(operands_of(node), strategy.wants, strict=True):
+            if value_of(operand) in self.model.trained:
+                self.grow(value_of(operand), want.gradient, operand.meta["val"])
+        self.total -= passing
+        for value in mine:
+            self.fall(value)
+        for key in self.saved.pop(node, ()):
+            self.holders[key] -= 1
+            if not self.holders[key] and self.temporary(key[0]):
+                self.drop(key)
+        for operand in operands_of(node):
+            if operand.name in self.parameters:
+                self.bring((operand, 0), operand.meta["val"])
+
+    def bring(self, value: Value, tensor: torch.Tensor) -> None:
+        """All of a tensor's gradient comes to the layout of the tensor itself."""
+        own = gradient_of(self.layouts[value])
+        for layout in [found for found in self.gradients[value] if found != own]:
+            self.grow(value, own, tensor)
+            self.total -= self.gradients[value].pop(layout)
+
+
+def _is_view(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether a result of a view operator shares its operand's storage: a reshape of what was permuted copies."""
+    source, result = operand.meta["val"], results_of(node)[0]
+    if "reshape" not in str(node.target):
+        return True
+    return source.numel() == result.numel() and (source.is_contiguous() or source.stride()[-1:] == result.stride()[-1:])

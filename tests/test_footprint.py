@@ -1,0 +1,62 @@
+"""Predicted memory against what a step allocates, watched operator by operator."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import autotp
+from autotp import FAMILIES
+from benchmarks.allocated import Allocated
+from benchmarks.memory import allocated, compared
+from benchmarks.models import trained
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "unet"])
+def test_predictions_are_within_a_tenth_of_what_a_step_allocates(name):
+    model, args = trained(name)
+    rows = compared(model, args, list(FAMILIES), [(2, 2)])
+    assert len(rows) == len(FAMILIES)
+    for family, mesh, predicted, found in rows:
+        assert predicted == pytest.approx(found, rel=0.1), (family, mesh)
+
+
+def test_a_plan_under_a_memory_bound_keeps_it_when_run():
+    model, args = trained("gpt")
+    topology = autotp.Topology.load("dgx-h100").resized(4)
+    free = autotp.plan(model, topology, args, mesh=(2, 2))
+    bound = 0.7 * free.predicted.memory_bytes
+    tight = autotp.plan(model, topology, args, mesh=(2, 2), memory=bound)
+    assert tight.predicted.memory_bytes <= bound
+    assert allocated(model, args, tight) <= 1.1 * bound
+
+
+def test_inference_holds_neither_gradients_nor_what_a_backward_pass_needs():
+    model, args = trained("gpt")
+    topology = autotp.Topology.load("dgx-h100").resized(2)
+    train = autotp.plan(model, topology, args, strategy="megatron-1d", mesh=(2,))
+    infer = autotp.plan(model, topology, args, strategy="megatron-1d", mesh=(2,), mode="inference")
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert parameters / 2 < infer.predicted.memory_bytes < train.predicted.memory_bytes / 3
+
+
+def test_what_is_watched_is_what_is_alive():
+    watch = Allocated()
+    weight = nn.Parameter(torch.zeros(256, 256))
+    watch.add(weight)
+    watch.add(weight.view(-1))
+    assert watch.live == weight.numel() * 4
+    with watch:
+        a = weight * 2
+        b = a.view(-1)[:10]
+        assert watch.live == 2 * weight.numel() * 4
+        del a
+        gc.collect()
+        assert watch.live == 2 * weight.numel() * 4, "a view keeps the storage"
+        del b
+        gc.collect()
+    assert watch.live == weight.numel() * 4
+    assert watch.peak == 2 * weight.numel() * 4
