@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from autotp.describe import Found
+from autotp.describe import Found, memory_of
 from autotp.errors import BatchError
 from autotp.families import Family, Restriction
 from autotp.ilp import Infeasible, Problem, Pruned, Solution, estimate, glance, least_memory, settle, solve
@@ -29,7 +29,8 @@ from costmodel import Topology
 __all__ = ["Candidate", "Contest"]
 
 T = TypeVar("T")
-_LEAST_SECONDS = 1.0
+_LEAST_SECONDS = 0.1
+_EXPLAINING = 10.0  # seconds to find out how much memory would do
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Contest:
         mode: ``train`` or ``inference``.
         optimizer: a key of ``costmodel.memory.OPTIMIZERS``.
         panels: of every product; None tries none first, and then the fastest where memory is short.
-        deadline: on the performance counter; every solve gets a second at least.
+        deadline: on the performance counter; every solve gets a moment at least.
         best: the cheapest choice that fits.
         needed: bytes that the smallest choice met needs, where none fits.
         indivisible: why the batch does not fit a mesh.
@@ -104,9 +105,12 @@ class Contest:
         Raises:
             TimeoutError: when the time passed before any choice was found.
         """
-        for _, mesh, restriction in self._promising(meshes):
+        for bound, mesh, restriction in self._promising(meshes):
             for count in self._variants():
-                if not self._look(Candidate(mesh, restriction, count)):
+                candidate = Candidate(mesh, restriction, count)
+                if self.best is not None and time.perf_counter() > self.deadline:
+                    self.open.append(Open(bound, candidate, 0.0))
+                elif not self._look(candidate):
                     break
         late: list[Open] = []
         unfound: TimeoutError | None = None
@@ -123,12 +127,12 @@ class Contest:
             raise unfound
 
     def _promising(self, meshes: Sequence[tuple[int, ...]]) -> Iterator[tuple[float, tuple[int, ...], Restriction]]:
-        """Meshes with the roles of their axes: balanced ones until there is a plan, then by what a glance promises."""
+        """Meshes with the roles of their axes, balanced ones first; where memory is short, by what a glance promises."""
         pairs = [(mesh, restriction) for mesh in meshes for restriction in self.chosen.restrictions(len(mesh))]
         pairs.sort(key=lambda pair: max(pair[0]))
         number = 0
-        while number < len(pairs) and self.best is None:
-            yield -math.inf, *pairs[number]
+        while number < len(pairs) and (self.best is None or not self.prices):
+            yield 0.0, *pairs[number]
             number += 1
         left = [(self._glance(mesh, restriction), mesh, restriction) for mesh, restriction in pairs[number:]]
         for entry in sorted(left, key=lambda entry: entry[0]):
@@ -140,12 +144,12 @@ class Contest:
 
     def _glance(self, mesh: tuple[int, ...], restriction: Restriction) -> float:
         """Seconds that a mesh is not below, with or without panels."""
-        candidate = Candidate(mesh, restriction, self.panels)
+        candidate, price = Candidate(mesh, restriction, self.panels), self.prices.get(self.panels or 1, 0.0)
         try:
             _, bound = self._ask(
                 candidate,
-                lambda p: glance(p, cutoff=self.cutoff, price=self.prices.get(1, 0.0)),
-                relaxed=self.panels is None,
+                lambda p: glance(p, cutoff=self.cutoff, price=price),
+                either=price if self.panels is None else None,
             )
         except BatchError as error:
             self.indivisible = error
@@ -168,9 +172,8 @@ class Contest:
             return True
         if found.price and (found.solution is not None or found.settled):
             self.prices[candidate.panels] = found.price
-        if found.solution is not None:
-            self._offer(candidate, assembled, found.solution)
-        if not found.settled:
+        fits = found.solution is None or self._offer(candidate, assembled, found.solution)
+        if not (found.settled and fits):
             self.open.append(Open(found.bound, candidate, found.price))
         return found.binds
 
@@ -185,13 +188,21 @@ class Contest:
         assembled, found = self._ask(entry.candidate, ask)
         if not isinstance(found, Solution):
             return math.inf
-        self._offer(entry.candidate, assembled, found)
-        return math.inf if found.optimal else found.bound
+        fits = self._offer(entry.candidate, assembled, found)
+        return math.inf if found.optimal and fits else found.bound
 
-    def _offer(self, candidate: Candidate, assembled: Assembled, solution: Solution) -> None:
-        """Takes a choice if it is the best so far."""
-        if solution.seconds < self.cutoff:
-            self.best = Found(assembled, solution, self._prices(candidate.mesh), candidate.panels)
+    def _offer(self, candidate: Candidate, assembled: Assembled, solution: Solution) -> bool:
+        """Takes a choice if it is the best so far; whether it fits where the program may have hoped for panels in vain."""
+        if solution.seconds >= self.cutoff:
+            return True
+        found = Found(assembled, solution, self._prices(candidate.mesh), candidate.panels)
+        if candidate.panels != 1:
+            used = memory_of(self.model, found)
+            if used > self.memory:
+                self.needed = min(self.needed, used)
+                return False
+        self.best = found
+        return True
 
     def least_memory(self, meshes: Sequence[tuple[int, ...]]) -> float:
         """The fewest bytes on each device of any plan: by a bound for each candidate, then the most promising exactly."""
@@ -202,22 +213,24 @@ class Contest:
                     candidate = Candidate(mesh, restriction, count)
                     problem = self._assemble(candidate, math.inf).problem
                     tried.append((least_memory(problem, sweeps=5), candidate))
-        least = math.inf
-        for floor, candidate in sorted(tried, key=lambda entry: entry[0]):
-            if floor >= least:
+        least, begun = math.inf, time.perf_counter()
+        tried.sort(key=lambda entry: entry[0])
+        for floor, candidate in tried:
+            if floor >= least or time.perf_counter() > begun + _EXPLAINING:
                 break
             with suppress(Infeasible):
-                least = min(least, least_memory(self._assemble(candidate, math.inf).problem))
-        return least
+                problem = self._assemble(candidate, math.inf).problem
+                least = min(least, least_memory(problem, time_limit=_EXPLAINING))
+        return least if math.isfinite(least) else tried[0][0]
 
     def _ask(
-        self, candidate: Candidate, ask: Callable[[Problem], T], *, relaxed: bool = False
+        self, candidate: Candidate, ask: Callable[[Problem], T], *, either: float | None = None
     ) -> tuple[Assembled, T | None]:
         """What a solver says of a candidate; None when nothing fits.
 
         A family that only all-reduces may have no way to hand a partial sum on; then it may scatter after all.
         """
-        assembled = self._assemble(candidate, self.memory, relaxed)
+        assembled = self._assemble(candidate, self.memory, either)
         _check_batch(assembled)
         begun = time.perf_counter()
         try:
@@ -229,16 +242,16 @@ class Contest:
         finally:
             self.solving += time.perf_counter() - begun
         self.loosened.add(candidate)
-        return self._ask(candidate, ask, relaxed=relaxed)
+        return self._ask(candidate, ask, either=either)
 
-    def _assemble(self, candidate: Candidate, memory: float, relaxed: bool = False) -> Assembled:
+    def _assemble(self, candidate: Candidate, memory: float, either: float | None = None) -> Assembled:
         key = candidate.restriction, len(candidate.mesh)
         if key not in self.structures:
             self.structures[key] = structure(self.model, *key)
         built = self.structures[key]
         if candidate in self.loosened:
             built = replace(built, chosen=replace(built.chosen, family=replace(built.chosen.family, scatters=True)))
-        return assemble(built, self._prices(candidate.mesh), memory, candidate.panels != 1, relaxed=relaxed)
+        return assemble(built, self._prices(candidate.mesh), memory, candidate.panels != 1, either=either)
 
     def _prices(self, mesh: tuple[int, ...]) -> Prices:
         return Prices(self.topology, mesh, train=self.mode == "train", optimizer=self.optimizer)

@@ -70,6 +70,8 @@ class _Walk:
         self.model, self.mesh, self.strategies, self.layouts = model, mesh, strategies, layouts
         self.train, self.optimizer, self.panels, self.again = train, optimizer, panels, again
         self.parameters = model.captured.parameters
+        self.operands = {node: operands_of(node) for node in model.operators}
+        self.results = {node: results_of(node) for node in model.operators}
         self.whole = whole_layout(len(mesh))
         self.sizes: dict[tuple, float] = {}
         self.live: dict[Key, float] = {}
@@ -143,7 +145,7 @@ class _Walk:
         """The last operator to read each storage; a reshard reads when the first who wants its result does."""
         last: dict[Key, fx.Node] = {}
         for node in nodes:
-            for operand, want in zip(operands_of(node), self.strategies[node.name].wants, strict=True):
+            for operand, want in zip(self.operands[node], self.strategies[node.name].wants, strict=True):
                 value = value_of(operand)
                 key = self.key(value, want.layout)
                 if key not in last and want.layout != self.layouts[value]:
@@ -156,19 +158,19 @@ class _Walk:
 
     def alias(self, node: fx.Node) -> None:
         """A view has the storage of what it views, unless that moved."""
-        table, operands = rule_of(node), operands_of(node)
+        table, operands = rule_of(node), self.operands[node]
         if table is None or not table.view or not operands or not _is_view(node, operands[0]):
             return
         value, want = value_of(operands[0]), self.strategies[node.name].wants[0].layout
         if want == self.layouts[value]:
             root = self.roots.get(value, value)
-            for i in range(len(results_of(node))):
+            for i in range(len(self.results[node])):
                 self.roots[node, i] = root
 
     def forward(self, node: fx.Node) -> None:
         strategy = self.strategies[node.name]
         gathered, passing = [], 0.0
-        for operand, want in zip(operands_of(node), strategy.wants, strict=True):
+        for operand, want in zip(self.operands[node], strategy.wants, strict=True):
             value = value_of(operand)
             key = self.key(value, want.layout)
             size = self.bytes(operand.meta["val"], want.layout)
@@ -180,20 +182,20 @@ class _Walk:
             self.take(key, size)
             if value[0].name in self.parameters:
                 gathered.append(key)
-        for i, result in enumerate(results_of(node)):
+        for i, result in enumerate(self.results[node]):
             if (node, i) not in self.roots:
                 self.take(((node, i), strategy.results[i]), self.bytes(result, strategy.results[i]))
         self.peak = max(self.peak, self.total + passing)
         for key in gathered:
             if self.last[key] is node:
                 self.drop(key)
-        if self.train and any((node, i) in self.model.trained for i in range(len(results_of(node)))):
+        if self.train and any((node, i) in self.model.trained for i in range(len(self.results[node]))):
             self.save(node, strategy, saved_by(node))
 
     def save(self, node: fx.Node, strategy: Strategy, saves: str) -> None:
         keys = set()
         if saves == "operands":
-            for operand, want in zip(operands_of(node), strategy.wants, strict=True):
+            for operand, want in zip(self.operands[node], strategy.wants, strict=True):
                 value = value_of(operand)
                 if value[0].op == "placeholder" or not operand.meta["val"].dtype.is_floating_point:
                     continue
@@ -204,7 +206,7 @@ class _Walk:
         rule, bound = rule_of(node), self.model.operators[node].rule
         if rule is not None and bound is not None and rule.extra and strategy.axes(*bound.inner):
             key = (node, -1), strategy.wants[0].layout
-            self.take(key, rule.extra * self.bytes(operands_of(node)[0].meta["val"], strategy.wants[0].layout))
+            self.take(key, rule.extra * self.bytes(self.operands[node][0].meta["val"], strategy.wants[0].layout))
             keys.add(key)
         for key in keys:
             self.holders[key] += 1
@@ -224,13 +226,13 @@ class _Walk:
 
     def backward(self, node: fx.Node) -> None:
         strategy, passing = self.strategies[node.name], 0.0
-        mine = [(node, i) for i in range(len(results_of(node))) if (node, i) in self.model.trained]
+        mine = [(node, i) for i in range(len(self.results[node])) if (node, i) in self.model.trained]
         if not mine:
             return
-        for i, tensor in enumerate(results_of(node)):
+        for i, tensor in enumerate(self.results[node]):
             if (node, i) in self.model.trained:
                 self.bring((node, i), tensor)
-        for operand, want in zip(operands_of(node), strategy.wants, strict=True):
+        for operand, want in zip(self.operands[node], strategy.wants, strict=True):
             value = value_of(operand)
             moved = want.layout != self.layouts[value]
             if moved and (value[0].name in self.parameters or (value, node) in self.again):
@@ -239,7 +241,7 @@ class _Walk:
         if mine[0] in self.roots:  # the gradient of a view is a view of the gradient
             for value in mine:
                 self.fall(value)
-        for operand, want in zip(operands_of(node), strategy.wants, strict=True):
+        for operand, want in zip(self.operands[node], strategy.wants, strict=True):
             if value_of(operand) in self.model.trained:
                 self.grow(value_of(operand), want.gradient, operand.meta["val"])
         self.total -= passing
@@ -249,7 +251,7 @@ class _Walk:
             self.holders[key] -= 1
             if not self.holders[key] and self.temporary(key[0]):
                 self.drop(key)
-        for operand in operands_of(node):
+        for operand in self.operands[node]:
             if operand.name in self.parameters:
                 self.bring((operand, 0), operand.meta["val"])
 

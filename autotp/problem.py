@@ -44,7 +44,12 @@ class Assembled:
 
 
 def assemble(
-    structure: Structure, prices: Prices, memory_bound: float, panelled: bool = False, *, relaxed: bool = False
+    structure: Structure,
+    prices: Prices,
+    memory_bound: float,
+    panelled: bool = False,
+    *,
+    either: float | None = None,
 ) -> Assembled:
     """The integer program of a structure on the mesh of ``prices``.
 
@@ -53,14 +58,15 @@ def assemble(
         prices: of the mesh.
         memory_bound: bytes on each device.
         panelled: products keep their data operand as it rests and gather it again, in panels, for the backward pass.
-        relaxed: gathering it again costs nothing: no choice costs less than here, with or without panels.
+        either: a relaxation for bounds, at this price in seconds per byte: with or without panels, no choice costs less.
+            Gathering again is free, and products keep the cheaper of what they may keep, which is counted in seconds.
     """
-    return _Assembly(structure, prices, panelled, relaxed).run(memory_bound)
+    return _Assembly(structure, prices, panelled, either).run(memory_bound)
 
 
 class _Assembly:
-    def __init__(self, structure: Structure, prices: Prices, panelled: bool, relaxed: bool) -> None:
-        self.structure, self.prices, self.panelled, self.relaxed = structure, prices, panelled, relaxed
+    def __init__(self, structure: Structure, prices: Prices, panelled: bool, either: float | None) -> None:
+        self.structure, self.prices, self.panelled, self.either = structure, prices, panelled, either
         self.mesh = prices.mesh
         self.alike: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.kept: dict[int, np.ndarray] = {}
@@ -124,21 +130,25 @@ class _Assembly:
         prices, shape, itemsize = self.prices, tuple(edge.value.shape), edge.value.element_size()
         regather = np.zeros((len(edge.rows), len(edge.wants)), bool)
         again = np.full(len(edge.wants), edge.parameter)
-        if self.panelled and not self.relaxed:
+        if self.panelled and self.either is None:
             again |= edge.products
         if again.any():
             rows, wants = edge.rows[:, None, :], edge.wants[None, :, :]
             regather = ((rows >= 0) & (rows != wants)).any(axis=-1) & again
         wanted = local_elements(shape, edge.wants, self.mesh) * itemsize
-        memory = np.zeros(len(edge.wants))
+        memory, held = np.zeros(len(edge.wants)), np.zeros((1, 1))
         if edge.keeps and prices.train:
-            saved = edge.saved if self.panelled else edge.saved | edge.products
-            memory = np.where(saved, edge.count * wanted, 0.0)
-            if self.panelled and edge.products.any():
-                kept = local_elements(shape, edge.rows, self.mesh) * itemsize
-                self.kept[edge.producer] = self.kept.get(edge.producer, 0.0) + edge.count * kept[edge.have]
+            apart = self.panelled or self.either is not None
+            memory = np.where(edge.saved if apart else edge.saved | edge.products, edge.count * wanted, 0.0)
+            if apart and edge.products.any():
+                kept = edge.count * local_elements(shape, edge.rows, self.mesh) * itemsize
+                if self.either is None:
+                    self.kept[edge.producer] = self.kept.get(edge.producer, 0.0) + kept[edge.have]
+                else:  # kept once for all readers, or once for each way of wanting it
+                    least = np.minimum(kept[:, None] / len(edge.uses), edge.count * wanted[None, :])
+                    held = self.either * np.where(edge.products & ~edge.saved, least, 0.0)
         temporary = np.where(regather, wanted, 0.0) if edge.parameter else np.zeros(regather.shape)
-        cost = edge.count * self.reshards(edge, regather)
+        cost = edge.count * self.reshards(edge, regather) + held
         if not self.structure.chosen.family.scatters and not edge.parameter:
             scattered = ((edge.rows[:, None, :] == SUM) & (edge.wants[None, :, :] >= 0)).any(axis=-1)
             cost = np.where(scattered, np.inf, cost)

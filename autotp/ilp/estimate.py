@@ -22,13 +22,13 @@ from autotp.ilp.pieces import Settings
 from autotp.ilp.presolve import consistent
 from autotp.ilp.prices import next_price, priced
 from autotp.ilp.problem import Problem, evaluate
-from autotp.ilp.solve import Infeasible, Solution, solution_of, unbounded
+from autotp.ilp.solve import Infeasible, Solution, least_memory, solution_of, unbounded
 
 __all__ = ["Estimate", "estimate", "glance"]
 
 _PRICES = 8
 _CLOSE = 3e-4  # what another price could still add to the bound, relative, for it not to be worth the while
-_SWEEPS = 3
+_SWEEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,14 @@ def estimate(problem: Problem, *, time_limit: float, cutoff: float = math.inf, p
         price: seconds per byte that memory is guessed to be worth; 0 where nothing is known.
 
     Raises:
-        Infeasible: when the layouts admit no assignment.
+        Infeasible: when the layouts admit no assignment, or, without a cutoff, where none is seen to fit.
     """
     settings = Settings(time.monotonic() + time_limit, cutoff=cutoff)
     room = problem.memory_bound
+    if math.isinf(cutoff) and math.isfinite(room):
+        least = least_memory(problem, sweeps=_SWEEPS)
+        if least > room:
+            raise Infeasible(f"no choice fits {room:.6g} bytes: at least {least:.6g} are needed", least)
     free = unbounded(problem, settings)
     if free.value >= cutoff and free.bound >= cutoff - 1e-9 * abs(cutoff):
         return Estimate(free.bound, None, True, False, price)
@@ -74,7 +78,7 @@ def estimate(problem: Problem, *, time_limit: float, cutoff: float = math.inf, p
 
 
 def glance(problem: Problem, *, cutoff: float, price: float) -> float:
-    """A lower bound on the seconds of a choice that fits, by a few sweeps of duality at this price per byte, or near it.
+    """A lower bound on the seconds of a choice that fits, by a few sweeps of duality at this price per byte.
 
     Raises:
         Infeasible: when the layouts admit no assignment.
@@ -82,20 +86,14 @@ def glance(problem: Problem, *, cutoff: float, price: float) -> float:
     masks = [np.ones(len(node.cost), dtype=bool) for node in problem.nodes]
     if not consistent(problem, masks):
         raise Infeasible("no combination of strategies has a finite cost", math.inf)
+    dual = Dual(problem if price else replace(problem, memory_bound=math.inf), 2 * cutoff, price=price)
     bound = -math.inf
-    for _ in range(3 if price else 1):
-        dual = Dual(problem if price else replace(problem, memory_bound=math.inf), 2 * cutoff, price=price)
-        for number in range(_SWEEPS):
-            dual.sweep()
-            bound = max(bound, dual.bound())
-            if bound >= cutoff:
-                return bound
-            if number + 1 < _SWEEPS:
-                dual.rebalance()
-        if not price:
+    for _ in range(_SWEEPS):
+        dual.rebalance()
+        dual.sweep()
+        bound = max(bound, dual.bound())
+        if bound >= cutoff:
             break
-        found = evaluate(problem, dual.decode())
-        price *= 3.0 if found.memory > problem.memory_bound else 0.3
     return bound
 
 
