@@ -58,14 +58,19 @@ MODELS = ("gpt", "unet")
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One plan on one interconnect; seconds of a forward and backward pass."""
+    """One plan on one interconnect; seconds of a forward and backward pass. ``names``: all whose plan it is."""
 
     interconnect: str
     model: str
-    plan: str
+    names: tuple[str, ...]
     mesh: tuple[int, ...]
     predicted: float
     measured: float
+
+    @property
+    def plan(self) -> str:
+        """The name it goes by."""
+        return self.names[0]
 
     @property
     def error(self) -> float:
@@ -93,7 +98,7 @@ def measure(name: str, models: Sequence[str] = MODELS, rounds: int = 3, folder: 
             cluster.run(["-m", "autotp", "calibrate", "--output", str(calibrated)], timeout=400)
         topology = Topology.load(calibrated)
         for model in models:
-            plans = _plans(model, topology)
+            plans, names = _plans(model, topology)
             into = place / model
             into.mkdir(exist_ok=True)
             for label, plan in plans.items():
@@ -103,16 +108,19 @@ def measure(name: str, models: Sequence[str] = MODELS, rounds: int = 3, folder: 
             cluster.run(arguments, timeout=900)
             times = json.loads(out.read_text())
             points += [
-                Point(name, model, label, plan.mesh_shape, plan.predicted.step_seconds, times[label])
+                Point(name, model, names[label], plan.mesh_shape, plan.predicted.step_seconds, times[label])
                 for label, plan in plans.items()
             ]
     return points
 
 
-def _plans(model: str, topology: Topology) -> dict[str, autotp.Plan]:
+def _plans(model: str, topology: Topology) -> tuple[dict[str, autotp.Plan], dict[str, tuple[str, ...]]]:
+    """Distinct plans by name, and all the names of each."""
     module, args = trained(model)
     captured = capture(module, args, None)
     found: dict[str, autotp.Plan] = {}
+    names: dict[str, list[str]] = {}
+    first: dict[str, str] = {}
     for name, mesh in reversed(PLANS):  # what `auto` chooses is called so, whatever else it may be
         label = name if mesh is None else f"{name} {'x'.join(map(str, mesh))}"
         try:
@@ -120,9 +128,14 @@ def _plans(model: str, topology: Topology) -> dict[str, autotp.Plan]:
         except AutotpError as error:
             print(f"{model}: {label}: {error}", file=sys.stderr)
             continue
-        if plan.hash not in {other.hash for other in found.values()}:
-            found[label] = plan
-    return found
+        if plan.hash not in first:
+            first[plan.hash], found[label] = label, plan
+        names.setdefault(first[plan.hash], []).append(label)
+    return found, {label: tuple(same) for label, same in names.items()}
+
+
+def _called(name: str, points: Sequence[Point]) -> Point:
+    return next(p for p in points if name in p.names)
 
 
 def kendall(predicted: Sequence[float], measured: Sequence[float]) -> float:
@@ -146,12 +159,11 @@ def make() -> str:
 
 def report(points: Sequence[Point]) -> str:
     """The document: a summary by interconnect and model, then every plan."""
-    summary, every = [], []
+    summary, every, atp = [], [], []
     for (name, model), group in itertools.groupby(points, key=lambda p: (p.interconnect, p.model)):
         found = list(group)
         best = min(p.measured for p in found)
-        auto = next(p for p in found if p.plan == "auto")
-        base = next((p for p in found if p.plan.startswith("megatron-1d") and p.mesh == (4,)), None)
+        auto, base = _called("auto", found), _called("megatron-1d 4", found)
         summary.append(
             [
                 name,
@@ -160,11 +172,22 @@ def report(points: Sequence[Point]) -> str:
                 f"{statistics.median(abs(p.error) for p in found):.0%}",
                 f"{kendall([p.predicted for p in found], [p.measured for p in found]):.2f}",
                 f"{auto.measured / best - 1:+.0%}",
-                f"{base.measured / auto.measured - 1:+.0%}" if base else "–",
+                f"{base.measured / auto.measured - 1:+.0%}",
             ]
         )
+        one, two = _called("atp 4", found), _called("atp 2x2", found)
+        says = ["(4, 1)" if a < b else "(2, 2)" for a, b in ((one.predicted, two.predicted), (one.measured, two.measured))]
+        atp.append([name, model, *(f"{p.predicted:.3f} / {p.measured:.3f}" for p in (one, two)), *says])
         every += [
-            [name, model, p.plan, "x".join(map(str, p.mesh)), f"{p.predicted:.3f}", f"{p.measured:.3f}", f"{p.error:+.0%}"]
+            [
+                name,
+                model,
+                ", ".join(p.names),
+                "x".join(map(str, p.mesh)),
+                f"{p.predicted:.3f}",
+                f"{p.measured:.3f}",
+                f"{p.error:+.0%}",
+            ]
             for p in sorted(found, key=lambda p: p.measured)
         ]
     header = ["interconnect", "model", "plans", "median error", "Kendall's tau", "auto over best", "gain over megatron-1d"]
@@ -175,6 +198,9 @@ def report(points: Sequence[Point]) -> str:
         "timed in turns, medians of six, from the first rank to begin to the last to end. Four ranks share the machine's "
         f"cores: {machine()}. Written by `python -m benchmarks.predictions --write`, as root.\n\n"
         + table(header, summary)
+        + "\n## ATP's meshes\n\nThe family `atp` alone, all ranks in tensor parallelism, on its two device meshes, of which "
+        "(4, 1) is Megatron's. Predicted / measured seconds, and which is quicker.\n\n"
+        + table(["interconnect", "model", "(4, 1)", "(2, 2)", "predicted", "measured"], atp)
         + "\n## Every plan\n\n"
         + table(["interconnect", "model", "plan", "mesh", "predicted s", "measured s", "error"], every)
     )
