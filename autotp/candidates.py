@@ -59,7 +59,8 @@ class Contest:
         model: analysed and folded.
         topology: of as many devices as the meshes have.
         chosen: the family.
-        memory: bytes each device may use.
+        memory: bytes that a program may count on each device.
+        allowed: bytes that a step may take on each device.
         mode: ``train`` or ``inference``.
         optimizer: a key of ``costmodel.memory.OPTIMIZERS``.
         panels: of every product; None tries none first, and then the fastest where memory is short.
@@ -67,7 +68,7 @@ class Contest:
         best: the cheapest choice that fits.
         needed: bytes that the smallest choice met needs, where none fits.
         indivisible: why the batch does not fit a mesh.
-        solving: seconds in the solver.
+        assembling, solving: seconds in building integer programs, and in the solver.
         open: candidates that are not settled.
         prices: seconds that a byte was worth when last looked at, by panels.
     """
@@ -76,6 +77,7 @@ class Contest:
     topology: Topology
     chosen: Family
     memory: float
+    allowed: float
     mode: str
     optimizer: str
     panels: int | None
@@ -83,6 +85,7 @@ class Contest:
     best: Found | None = None
     needed: float = math.inf
     indivisible: BatchError | None = None
+    assembling: float = 0.0
     solving: float = 0.0
     open: list[Open] = field(default_factory=list)
     prices: dict[int | None, float] = field(default_factory=dict)
@@ -98,6 +101,12 @@ class Contest:
     def bound(self) -> float:
         """Seconds that no plan is below (proven)."""
         return min((entry.bound for entry in self.open), default=self.cutoff)
+
+    def anew(self, memory: float) -> Contest:
+        """A contest that has not begun, for other bytes that a program may count."""
+        return replace(
+            self, memory=memory, best=None, needed=math.inf, indivisible=None, open=[], prices={}, loosened=set()
+        )
 
     def run(self, meshes: Sequence[tuple[int, ...]]) -> None:
         """Looks at every mesh, then settles what is open, by rising bound, until it cannot win.
@@ -198,7 +207,7 @@ class Contest:
         found = Found(assembled, solution, self._prices(candidate.mesh), candidate.panels)
         if candidate.panels != 1:
             used = memory_of(self.model, found)
-            if used > self.memory:
+            if used > self.allowed:
                 self.needed = min(self.needed, used)
                 return False
         self.best = found
@@ -245,13 +254,16 @@ class Contest:
         return self._ask(candidate, ask, either=either)
 
     def _assemble(self, candidate: Candidate, memory: float, either: float | None = None) -> Assembled:
+        begun = time.perf_counter()
         key = candidate.restriction, len(candidate.mesh)
         if key not in self.structures:
             self.structures[key] = structure(self.model, *key)
         built = self.structures[key]
         if candidate in self.loosened:
             built = replace(built, chosen=replace(built.chosen, family=replace(built.chosen.family, scatters=True)))
-        return assemble(built, self._prices(candidate.mesh), memory, candidate.panels != 1, either=either)
+        assembled = assemble(built, self._prices(candidate.mesh), memory, candidate.panels != 1, either=either)
+        self.assembling += time.perf_counter() - begun
+        return assembled
 
     def _prices(self, mesh: tuple[int, ...]) -> Prices:
         return Prices(self.topology, mesh, train=self.mode == "train", optimizer=self.optimizer)

@@ -28,6 +28,8 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 _ITEM = 4
 _PIECES = 8
+#: How many of a kind follow one another: a step gathers and reduces the parameters of a layer together, activations singly.
+_TOGETHER = {"all_gather": 2, "reduce_scatter": 2}
 #: Seconds that a collective takes at least, however little the difference of two noisy times.
 _LEAST = 1e-6
 _MEGABYTE = 2**20
@@ -150,7 +152,7 @@ def time_collective(
     step, tensor, whole = job(kind, axis, world.mesh_shape[axis], volume, clock.device)
     first = all(at == 0 for other, at in enumerate(world.hosted[0]) if other != axis)
     takes_part = first or not alone
-    work = _Work(clock.device)
+    work, together = _Work(clock.device), _TOGETHER.get(kind, 1)
 
     def once(pieces: int, communicating: bool) -> float:
         clock.barrier()
@@ -159,7 +161,7 @@ def time_collective(
         begun = time.perf_counter()
         for _ in range(pieces):
             work.run()
-            if communicating:
+            for _ in range(together if communicating else 0):
                 world.run([step], [tensor])
         clock.synchronize()
         return time.perf_counter() - begun
@@ -171,7 +173,7 @@ def time_collective(
     # What every rank measured is compared afterwards, so that comparing delays no repetition.
     spans = clock.slowest([once(pieces, communicating) for _ in range(repetitions) for communicating in (True, False)])
     more = [max(with_it - without, _LEAST) for with_it, without in zip(spans[::2], spans[1::2], strict=True)]
-    return Timing(whole, robust([seconds / pieces for seconds in more]))
+    return Timing(whole, robust([seconds / pieces / together for seconds in more]))
 
 
 class _Work:

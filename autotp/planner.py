@@ -6,12 +6,13 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from autotp.candidates import Contest
-from autotp.describe import AXIS_NAMES, describe_plan, memory_of
+from autotp.describe import AXIS_NAMES, Found, describe_plan, memory_of
 from autotp.errors import AutotpError, MemoryBoundError
 from autotp.families import Family, family
 from autotp.folding import fold
@@ -25,7 +26,8 @@ from passes.factors import analyse
 
 __all__ = ["AXIS_NAMES", "candidate_meshes", "check", "plan", "plan_captured", "prepare"]
 
-_TIGHTER = 4
+_TIGHTER = 5  # programs with ever less memory
+_HOPE = 1.3
 
 
 def plan(
@@ -125,6 +127,30 @@ def candidate_meshes(devices: int, axes: int, least: int = 1) -> Iterator[tuple[
         yield from found
 
 
+def _fitting(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contest, Found | None, float, float]:
+    """(the last contest, its best plan if a step of it fits, seconds that no plan is below, bytes of the last step tried).
+
+    The program counts gradients beside all saved activations, as when gradients of several batches are added up. A step has
+    a worst moment, which may take more or less: what it takes more is kept free, and where nothing fits by the sum, a plan
+    may fit by the step.
+    """
+    contest.run(meshes)
+    if contest.best is None and not math.isinf(contest.needed):
+        contest = contest.anew(_HOPE * contest.allowed)
+        contest.run(meshes)
+    floor, used = contest.bound, 0.0
+    for left in reversed(range(_TIGHTER)):
+        if contest.best is None:
+            break
+        used = memory_of(contest.model, contest.best)
+        if used <= contest.allowed:
+            return contest, contest.best, floor, used
+        if left:
+            contest = contest.anew(contest.memory - (used - contest.allowed))
+            contest.run(meshes)
+    return contest, None, floor, used
+
+
 def plan_captured(
     captured: Captured,
     topology: Topology,
@@ -142,20 +168,10 @@ def plan_captured(
     started = time.perf_counter()
     bound = topology.device.memory if memory is None else memory
     model = prepare(captured)
+    analysis = time.perf_counter() - started
     meshes = [mesh] if mesh is not None else list(candidate_meshes(topology.devices, chosen.axes, chosen.least))
-    contest = Contest(model, topology, chosen, bound, mode, optimizer, panels, started + time_limit)
-    contest.run(meshes)
-    floor, used = contest.bound, 0.0
-    for _ in range(_TIGHTER):
-        best = contest.best
-        used = 0.0 if best is None else memory_of(model, best)
-        if best is None or used <= bound:
-            break
-        # The program counts sums, the step has a worst moment: what that takes more is kept free.
-        room = contest.memory - (used - bound)
-        contest = Contest(model, topology, chosen, room, mode, optimizer, panels, started + time_limit)
-        contest.run(meshes)
-    best = contest.best if used <= bound else None
+    contest = Contest(model, topology, chosen, bound, bound, mode, optimizer, panels, started + time_limit)
+    contest, best, floor, used = _fitting(contest, meshes)
     if best is None and contest.indivisible is not None and math.isinf(contest.needed):
         raise contest.indivisible
     if best is None:
@@ -169,16 +185,7 @@ def plan_captured(
             bound,
         )
     gap = max(0.0, 1 - floor / best.solution.seconds) if best.solution.seconds else 0.0
-    planning = dict(stats or {}) | {
-        "seconds": time.perf_counter() - started,
-        "solver_seconds": contest.solving,
-        "variables": best.solution.variables,
-        "method": best.solution.method,
-        "meshes": len(meshes),
-        "operators": len(model.operators),
-        "folded_operators": sum(model.stands[n] is n for n in model.operators),
-    }
-    return describe_plan(
+    plan = describe_plan(
         model,
         best,
         strategy=chosen.name,
@@ -186,5 +193,17 @@ def plan_captured(
         gap=gap if gap > 1e-9 else 0.0,
         mode=mode,
         memory_bound=bound,
-        planning=planning,
+        planning={},
     )
+    planning = dict(stats or {}) | {
+        "seconds": time.perf_counter() - started,
+        "analysis_seconds": analysis,
+        "assembly_seconds": contest.assembling,
+        "solver_seconds": contest.solving,
+        "variables": best.solution.variables,
+        "method": best.solution.method,
+        "meshes": len(meshes),
+        "operators": len(model.operators),
+        "folded_operators": sum(model.stands[n] is n for n in model.operators),
+    }
+    return replace(plan, planning=planning)

@@ -134,8 +134,8 @@ def _plans(model: str, topology: Topology) -> tuple[dict[str, autotp.Plan], dict
     return found, {label: tuple(same) for label, same in names.items()}
 
 
-def _called(name: str, points: Sequence[Point]) -> Point:
-    return next(p for p in points if name in p.names)
+def _called(name: str, points: Sequence[Point]) -> Point | None:
+    return next((p for p in points if name in p.names), None)
 
 
 def kendall(predicted: Sequence[float], measured: Sequence[float]) -> float:
@@ -171,13 +171,15 @@ def report(points: Sequence[Point]) -> str:
                 len(found),
                 f"{statistics.median(abs(p.error) for p in found):.0%}",
                 f"{kendall([p.predicted for p in found], [p.measured for p in found]):.2f}",
-                f"{auto.measured / best - 1:+.0%}",
-                f"{base.measured / auto.measured - 1:+.0%}",
+                f"{auto.measured / best - 1:+.0%}" if auto else "–",
+                f"{base.measured / auto.measured - 1:+.0%}" if auto and base else "–",
             ]
         )
         one, two = _called("atp 4", found), _called("atp 2x2", found)
-        says = ["(4, 1)" if a < b else "(2, 2)" for a, b in ((one.predicted, two.predicted), (one.measured, two.measured))]
-        atp.append([name, model, *(f"{p.predicted:.3f} / {p.measured:.3f}" for p in (one, two)), *says])
+        if one and two:
+            pairs = (one.predicted, two.predicted), (one.measured, two.measured)
+            says = ["(4, 1)" if flat < square else "(2, 2)" for flat, square in pairs]
+            atp.append([name, model, *(f"{p.predicted:.3f} / {p.measured:.3f}" for p in (one, two)), *says])
         every += [
             [
                 name,
@@ -190,7 +192,15 @@ def report(points: Sequence[Point]) -> str:
             ]
             for p in sorted(found, key=lambda p: p.measured)
         ]
-    header = ["interconnect", "model", "plans", "median error", "Kendall's tau", "auto over best", "gain over megatron-1d"]
+    header = [
+        "interconnect",
+        "model",
+        "plans",
+        "median error",
+        "Kendall's tau",
+        "auto over best",
+        "gain over pure megatron-1d",
+    ]
     return (
         "# Predicted and measured\n\n"
         "Step times (forward and backward) of plans of every family on emulated clusters: network namespaces whose uplinks "
@@ -198,7 +208,7 @@ def report(points: Sequence[Point]) -> str:
         "timed in turns, medians of six, from the first rank to begin to the last to end. Four ranks share the machine's "
         f"cores: {machine()}. Written by `python -m benchmarks.predictions --write`, as root.\n\n"
         + table(header, summary)
-        + "\n## ATP's meshes\n\nThe family `atp` alone, all ranks in tensor parallelism, on its two device meshes, of which "
+        + "\n## ATP's meshes\n\nThe family `atp` alone, all ranks in tensor parallelism, on its two device meshes; "
         "(4, 1) is Megatron's. Predicted / measured seconds, and which is quicker.\n\n"
         + table(["interconnect", "model", "(4, 1)", "(2, 2)", "predicted", "measured"], atp)
         + "\n## Every plan\n\n"

@@ -127,7 +127,8 @@ def fit_link(kind: str, ranks: int, volumes: Sequence[float], seconds: Sequence[
         library: a key of `costmodel.LIBRARIES`.
 
     Returns:
-        A latency of at least 0, and a bandwidth of at most a hundred times what the fastest size reached (where the times
+        A latency of at least 0 (where that of the fit is negative, the bandwidth is that of the larger half of the sizes),
+        and a bandwidth of at most a hundred times what the fastest size reached (where the times
         do not tell it from infinite).
 
     Raises:
@@ -152,6 +153,10 @@ def fit_link(kind: str, ranks: int, volumes: Sequence[float], seconds: Sequence[
         if (fastest == chosen).all():
             break
         chosen = fastest
+    if solution[0] == 0:  # small ones are quicker than any line through 0: the rate is that of the large
+        large = sizes >= np.median(sizes)
+        reciprocals = rows[chosen, np.arange(len(sizes)), 1]
+        solution = np.array([0.0, max(solution[1], np.median(times[large] / reciprocals[large]))])
     errors = (rows @ solution).min(axis=0) / times - 1
     return LinkFit(
         kind, ranks, float(1 / solution[1]), float(solution[0]), *(tuple(a.tolist()) for a in (sizes, times, errors))

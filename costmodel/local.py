@@ -64,7 +64,7 @@ def local_topology(environ: Mapping[str, str], driver: Path = _DRIVER) -> Topolo
     levels: tuple[Level, ...] = (dataclasses.replace(model.levels[0], size=ranks),)
     if world > ranks:
         levels += (dataclasses.replace(between, size=world // ranks),)
-    return Topology("local", device, levels)
+    return Topology("local", device, levels, model.library)
 
 
 def _count(environ: Mapping[str, str], key: str, default: int) -> int:

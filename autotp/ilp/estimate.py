@@ -73,7 +73,7 @@ def estimate(problem: Problem, *, time_limit: float, cutoff: float = math.inf, p
         return Estimate(free.bound, None, True, False, price)
     if free.choice is not None and evaluate(problem, free.choice).memory <= room:
         found = solution_of(problem, free)
-        return Estimate(found.bound, found, found.optimal, False, price)
+        return Estimate(found.bound, found, found.optimal, not found.optimal, price)
     return _Prices(problem, settings, price).run(free.bound, free.choice)
 
 

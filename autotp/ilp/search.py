@@ -113,7 +113,8 @@ class Search:
             self.limit = limit
             closed = self._exhaust(root)
             self.limit = math.inf
-            self.bound = max(self.bound, min(closed, self.value))
+            # What a limit has pruned may cost just as much as the limit, whatever the rest is bounded by.
+            self.bound = max(self.bound, min(closed, limit, self.value))
             if self._over() or self.bound >= self.target():
                 break
 
