@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import platform
 import statistics
-import zlib
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,29 +72,25 @@ def calibrate_device(
         local_ranks: how many ranks share the node's memory.
         progress: told of every stage.
     """
-    seconds = effort.kernel_seconds
-    if clock.device.type == "cpu" and _neighbours(clock) * torch.get_num_threads() > len(os.sched_getaffinity(0)):
-        # Ranks that take turns on a core: a repetition must last for some turns, or it would seem to have a core to itself.
-        clock.least = seconds / 5
+    seconds, turns = effort.kernel_seconds, _turns(clock)
     progress("device: memory and launches")
-    launch = _median(clock, lambda: time_launch(clock, 2 * seconds))
-    bandwidth = _median(clock, lambda: time_memory(clock, 2 * seconds))
+    (launch,) = _together(clock, turns, lambda: [time_launch(clock, 2 * seconds)])
+    bandwidth = 1 / _together(clock, turns, lambda: [1 / time_memory(clock, 2 * seconds)])[0]
     dtypes, left_out = _dtypes(clock)
     smallest, largest = edges(clock, effort)
     shapes = product_sizes(largest, smallest)
     times = {}
     for dtype in dtypes:
         progress(f"device: products of {dtype}")
-        clock.barrier()
-        mine = [time_product(shape, _DTYPES[dtype], clock, seconds) for shape in shapes]
-        times[dtype] = [statistics.median(each) for each in zip(*clock.of_all(mine), strict=True)]
+        kind = _DTYPES[dtype]
+        times[dtype] = _together(clock, turns, functools.partial(_products, shapes, kind, clock, seconds))
     decisive = [dtype for dtype in _DECISIVE[clock.device.type] if dtype in dtypes]
     products = fit_products(dict.fromkeys(dtypes, shapes), times, launch, decisive)
     plain = Device("", products.rates, 1.0, bandwidth, 0.0, half_size=products.half_size)
     progress("device: operators")
     slowdowns: dict[str, dict[str, tuple[float, ...]]] = {}
     for operator in operators(clock.device):
-        took = _median(clock, lambda op=operator: time_operator(op, clock, seconds))  # type: ignore[misc]
+        (took,) = _together(clock, turns, functools.partial(_operator, operator, clock, seconds))
         factor = max(_LEAST_SLOWDOWN, (took - 3 * launch) / _ideal(operator, plain))
         names = slowdowns.setdefault(operator.kind, {})
         names[operator.name] = (*names.get(operator.name, ()), factor)
@@ -116,10 +115,25 @@ def _ideal(operator: Operator, device: Device) -> float:
     return float(compute.seconds(3 * operator.flop, 3 * operator.bytes, device, "float32", dims=operator.dims))
 
 
-def _median(clock: Clock, measure: Callable[[], float]) -> float:
-    """The median over the ranks of what each measures at the same time."""
+def _products(shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, clock: Clock, seconds: float) -> list[float]:
+    return [time_product(shape, dtype, clock, seconds) for shape in shapes]
+
+
+def _operator(operator: Operator, clock: Clock, seconds: float) -> list[float]:
+    return [time_operator(operator, clock, seconds)]
+
+
+def _together(clock: Clock, turns: float, measure: Callable[[], list[float]]) -> list[float]:
+    """Seconds that ranks take when all of them compute: medians over the ranks, which measure at the same time.
+
+    Ranks that take turns on their cores cannot all be timed together: what one of them gets depends on the slices that the
+    scheduler happens to give. There one for each core is timed, and its seconds are counted as often as it has turns.
+    """
     clock.barrier()
-    return statistics.median(values[0] for values in clock.of_all([measure()]))
+    mine = measure() if dist.get_rank() % math.ceil(turns) == 0 else []
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return [turns * statistics.median(each) for each in zip(*(values for values in every if values), strict=True)]
 
 
 def _dtypes(clock: Clock) -> tuple[list[str], tuple[str, ...]]:
@@ -137,14 +151,22 @@ def _dtypes(clock: Clock) -> tuple[list[str], tuple[str, ...]]:
     return found, tuple(dtype for dtype in _DTYPES if dtype not in found)
 
 
-def _neighbours(clock: Clock) -> int:
-    """How many ranks run on this machine, which several nodes may be on: containers, or an emulated cluster."""
+def _turns(clock: Clock) -> float:
+    """How many ranks share a core, if this machine has more of them than cores: containers, or an emulated cluster."""
+    if clock.device.type != "cpu":
+        return 1.0
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
         machine = platform.node()
-    mine = [float(zlib.crc32(machine.encode()))]
-    return clock.of_all(mine).count(mine)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (machine, torch.get_num_threads(), os.sched_getaffinity(0)))
+    threads: dict[str, int] = defaultdict(int)
+    cores: dict[str, set[int]] = defaultdict(set)
+    for name, count, mine in found:
+        threads[name] += count
+        cores[name] |= mine
+    return max(1.0, *(threads[name] / len(cores[name]) for name in threads))
 
 
 def _identity(clock: Clock, local_ranks: int) -> tuple[str, float]:
