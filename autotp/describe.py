@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 from torch.distributed.tensor import Partial
 
-from autotp.footprint import footprint
+from autotp.footprint import Footprint
 from autotp.ilp import Solution
 from autotp.panelling import choose_panels
 from autotp.plan import Plan, PlannedOperator, Predicted, fingerprint
@@ -199,16 +199,7 @@ class _Description:
 
     def memory(self) -> float:
         """See ``memory_of``."""
-        return footprint(
-            self.model,
-            self.mesh,
-            self.strategies,
-            self.layouts,
-            train=self.prices.train,
-            optimizer=self.prices.optimizer,
-            panels=self.chosen_panels,
-            again=self.again(),
-        )
+        return Footprint(self.model, self.prices, self.strategies, self.layouts, self.chosen_panels, self.again()).run()
 
     def origins(self) -> dict[Value, fx.Node]:
         """A tensor of partial sums -> the operator that made them, which may have passed them on since."""

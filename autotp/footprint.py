@@ -9,70 +9,53 @@ use inside (workspaces) is not known here.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 
+import numpy as np
 import torch
 from torch import fx
 
+from autotp.pricing import Prices
 from autotp.structure import Model
-from costmodel.memory import state_bytes
 from passes.factors import Value, value_of
-from passes.layout import Layout, local_shape
+from passes.layout import Layout
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of, saved_by
 from passes.strategy import Strategy, gradient_of, whole_layout
 
-__all__ = ["footprint"]
+__all__ = ["Footprint"]
 
 Key = tuple[Value, Layout]
 
 
-def footprint(
-    model: Model,
-    mesh: tuple[int, ...],
-    strategies: Mapping[str, Strategy],
-    layouts: Mapping[Value, Layout],
-    *,
-    train: bool,
-    optimizer: str,
-    panels: Mapping[str, int],
-    again: Set[tuple[Value, fx.Node]],
-) -> float:
-    """Bytes on each device at the worst moment of a step, under ``zero_grad()`` as it is by default (gradients dropped).
+class Footprint:
+    """A plan's step on one device.
 
     Args:
         model: the captured model, analysed.
-        mesh: sizes of the mesh axes.
+        prices: of the mesh, with the optimizer, and whether there is a backward pass.
         strategies: of every operator, by name.
         layouts: in which every tensor is made or rests.
-        train: whether there is a backward pass and an optimizer.
-        optimizer: a key of ``costmodel.memory.OPTIMIZERS``.
         panels: of the products that gather their operands panel by panel, by name.
         again: (operand, product) where the backward pass gathers the product's data operand again.
     """
-    return _Walk(model, mesh, strategies, layouts, train, optimizer, panels, again).run()
 
-
-class _Walk:
     def __init__(
         self,
         model: Model,
-        mesh: tuple[int, ...],
+        prices: Prices,
         strategies: Mapping[str, Strategy],
         layouts: Mapping[Value, Layout],
-        train: bool,
-        optimizer: str,
         panels: Mapping[str, int],
         again: Set[tuple[Value, fx.Node]],
     ) -> None:
-        self.model, self.mesh, self.strategies, self.layouts = model, mesh, strategies, layouts
-        self.train, self.optimizer, self.panels, self.again = train, optimizer, panels, again
+        self.model, self.prices, self.strategies, self.layouts = model, prices, strategies, layouts
+        self.panels, self.again = panels, again
         self.parameters = model.captured.parameters
         self.operands = {node: operands_of(node) for node in model.operators}
         self.results = {node: results_of(node) for node in model.operators}
-        self.whole = whole_layout(len(mesh))
+        self.whole = whole_layout(len(prices.mesh))
         self.sizes: dict[tuple, float] = {}
         self.live: dict[Key, float] = {}
         self.total = self.peak = 0.0
@@ -81,6 +64,7 @@ class _Walk:
         self.holders: dict[Key, int] = defaultdict(int)
 
     def run(self) -> float:
+        """Bytes at the worst moment, under ``zero_grad()`` as it is by default (gradients dropped)."""
         self.state()
         nodes = list(self.model.operators)
         self.last = self.readers(nodes)
@@ -93,7 +77,7 @@ class _Walk:
             for key in ends[node]:
                 if not self.holders[key] and key[0] not in leaves and self.temporary(key[0]):
                     self.drop(key)
-        if self.train:
+        if self.prices.train:
             self.gradients: dict[Value, dict[Layout, float]] = defaultdict(dict)
             for leaf in self.outputs():
                 if value_of(leaf) in self.model.trained:
@@ -109,31 +93,35 @@ class _Walk:
             if node.op != "placeholder" or not isinstance(value, torch.Tensor):
                 continue
             size = self.bytes(value, self.layouts[node, 0])
-            if node.name in self.parameters and self.train:
-                elements = size / value.element_size()
-                size = float(state_bytes(elements, value.element_size(), self.optimizer)) - size
+            if node.name in self.parameters and self.prices.train:
+                size = float(self.prices.states(np.array(size / value.element_size()), value.element_size())) - size
             self.take(((node, 0), self.layouts[node, 0]), size)
 
     def outputs(self) -> list[fx.Node]:
+        """The tensors that the graph returns."""
         leaves: Sequence = self.model.captured.graph_module.graph.output_node().args[0]  # type: ignore[assignment]
         return [leaf for leaf in leaves if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), torch.Tensor)]
 
     def bytes(self, value: torch.Tensor, layout: Layout) -> float:
+        """Bytes of one device's part of a tensor."""
         key = value.shape, value.element_size(), layout
         if key not in self.sizes:
-            self.sizes[key] = math.prod(local_shape(tuple(value.shape), layout, self.mesh)) * float(value.element_size())
+            self.sizes[key] = self.prices.bytes(value, layout)
         return self.sizes[key]
 
     def take(self, key: Key, size: float) -> None:
+        """A storage appears, unless it is there."""
         if key not in self.live:
             self.live[key] = size
             self.total += size
             self.peak = max(self.peak, self.total)
 
     def drop(self, key: Key) -> None:
+        """A storage goes."""
         self.total -= self.live.pop(key, 0.0)
 
     def temporary(self, value: Value) -> bool:
+        """Whether a tensor is made in the step."""
         return value[0].op != "placeholder"
 
     def key(self, value: Value, layout: Layout) -> Key:
@@ -168,6 +156,7 @@ class _Walk:
                 self.roots[node, i] = root
 
     def forward(self, node: fx.Node) -> None:
+        """Runs an operator: what it gathers, what it returns, what is kept of it."""
         strategy = self.strategies[node.name]
         gathered, passing = [], 0.0
         for operand, want in zip(self.operands[node], strategy.wants, strict=True):
@@ -189,10 +178,11 @@ class _Walk:
         for key in gathered:
             if self.last[key] is node:
                 self.drop(key)
-        if self.train and any((node, i) in self.model.trained for i in range(len(self.results[node]))):
+        if self.prices.train and any((node, i) in self.model.trained for i in range(len(self.results[node]))):
             self.save(node, strategy, saved_by(node))
 
     def save(self, node: fx.Node, strategy: Strategy, saves: str) -> None:
+        """Remembers what the backward pass of an operator needs."""
         keys = set()
         if saves == "operands":
             for operand, want in zip(self.operands[node], strategy.wants, strict=True):
@@ -225,6 +215,7 @@ class _Walk:
         self.total -= sum(self.gradients.pop(value, {}).values())
 
     def backward(self, node: fx.Node) -> None:
+        """Runs an operator's backward pass, and drops what only that needed."""
         strategy, passing = self.strategies[node.name], 0.0
         mine = [(node, i) for i in range(len(self.results[node])) if (node, i) in self.model.trained]
         if not mine:

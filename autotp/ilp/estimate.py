@@ -22,7 +22,7 @@ from autotp.ilp.pieces import Settings
 from autotp.ilp.presolve import consistent
 from autotp.ilp.prices import next_price, priced
 from autotp.ilp.problem import Problem, evaluate
-from autotp.ilp.solve import Infeasible, Solution, least_memory, solution_of, unbounded
+from autotp.ilp.solve import NO_LAYOUT, Infeasible, Solution, least_memory, solution_at, solution_of, unbounded
 
 __all__ = ["Estimate", "estimate", "glance"]
 
@@ -85,7 +85,7 @@ def glance(problem: Problem, *, cutoff: float, price: float) -> float:
     """
     masks = [np.ones(len(node.cost), dtype=bool) for node in problem.nodes]
     if not consistent(problem, masks):
-        raise Infeasible("no combination of strategies has a finite cost", math.inf)
+        raise Infeasible(NO_LAYOUT, math.inf)
     dual = Dual(problem if price else replace(problem, memory_bound=math.inf), 2 * cutoff, price=price)
     bound = -math.inf
     for _ in range(_SWEEPS):
@@ -151,10 +151,5 @@ class _Prices:
         settled = bound >= min(cutoff, self.value) * (1 - 1e-9)
         if self.choice is None or self.value >= cutoff:
             return Estimate(bound, None, settled, True, price)
-        found = evaluate(self.problem, self.choice)
-        low = min(bound, found.seconds)
-        gap = (found.seconds - low) / abs(found.seconds) if found.seconds > low else 0.0
-        solution = Solution(
-            self.choice, found.seconds, found.memory, low, gap <= 1e-9, gap, "duality", 0, bound_binds=True, price=price
-        )
+        solution = replace(solution_at(self.problem, self.choice, bound, "duality"), bound_binds=True, price=price)
         return Estimate(bound, solution, settled, True, price)

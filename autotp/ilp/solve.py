@@ -15,9 +15,20 @@ from autotp.ilp.presolve import Reduced, compact, consistent
 from autotp.ilp.problem import Node, Problem, evaluate, validate
 from autotp.ilp.search import Search
 
-__all__ = ["Infeasible", "Pruned", "Solution", "least_memory", "settle", "solution_of", "solve", "unbounded"]
+__all__ = [
+    "NO_LAYOUT",
+    "Infeasible",
+    "Pruned",
+    "Solution",
+    "least_memory",
+    "settle",
+    "solution_at",
+    "solution_of",
+    "solve",
+    "unbounded",
+]
 
-_NO_LAYOUT = "no combination of strategies has a finite cost: every one needs an impossible reshard"
+NO_LAYOUT = "no combination of strategies has a finite cost: every one needs an impossible reshard"
 _EASY = 3e5  # entries that elimination may visit before duality is the faster way
 
 
@@ -132,7 +143,7 @@ def unbounded(problem: Problem, settings: Settings) -> Search:
     """
     masks = [np.ones(len(node.cost), dtype=bool) for node in problem.nodes]
     if not consistent(problem, masks):
-        raise Infeasible(_NO_LAYOUT, math.inf)
+        raise Infeasible(NO_LAYOUT, math.inf)
     found = Search(problem, settings)
     stages: list[Reduced | Core] = []
     small = problem
@@ -157,7 +168,7 @@ def unbounded(problem: Problem, settings: Settings) -> Search:
         for stage in reversed(stages):
             search.choice = stage.restore(search.choice)
     elif math.isinf(search.bound) and math.isinf(settings.cutoff):
-        raise Infeasible(_NO_LAYOUT, math.inf)
+        raise Infeasible(NO_LAYOUT, math.inf)
     return search
 
 
@@ -189,7 +200,7 @@ def least_memory(problem: Problem, *, time_limit: float = 60.0, sweeps: int | No
     search = Search(bytes_only, Settings(time.monotonic() + time_limit), largest_cost=1.0)
     search.run()
     if search.choice is None:
-        raise Infeasible(_NO_LAYOUT, math.inf)
+        raise Infeasible(NO_LAYOUT, math.inf)
     return evaluate(problem, search.choice).memory
 
 
@@ -218,7 +229,7 @@ def _fitting(problem: Problem, settings: Settings, need: bool) -> tuple[int, ...
     search = Search(_bytes_only(problem), settings, largest_cost=1.0)
     search.run()
     if search.choice is None and math.isinf(search.bound):
-        raise Infeasible(_NO_LAYOUT, math.inf)
+        raise Infeasible(NO_LAYOUT, math.inf)
     needed = math.inf if search.choice is None else evaluate(problem, search.choice).memory
     if needed <= problem.memory_bound:
         return search.choice
@@ -241,7 +252,12 @@ def solution_of(problem: Problem, search: Search) -> Solution:
     """
     if search.choice is None:
         raise TimeoutError(f"no assignment of {len(problem.nodes)} nodes was found within the time limit; raise time_limit")
-    value = evaluate(problem, search.choice)
-    bound = min(search.bound, value.seconds)
+    return solution_at(problem, search.choice, search.bound, search.method, search.variables)
+
+
+def solution_at(problem: Problem, choice: tuple[int, ...], bound: float, method: str, variables: int = 0) -> Solution:
+    """A choice with what it costs, and how far that is from a proven bound."""
+    value = evaluate(problem, choice)
+    bound = min(bound, value.seconds)
     gap = (value.seconds - bound) / abs(value.seconds) if value.seconds > bound else 0.0
-    return Solution(search.choice, value.seconds, value.memory, bound, gap <= 1e-9, gap, search.method, search.variables)
+    return Solution(choice, value.seconds, value.memory, bound, gap <= 1e-9, gap, method, variables)
