@@ -13,7 +13,7 @@ machine's own network stack costs it. All nodes share the machine's cores: rates
 reached, and with more ranks than cores a message may wait milliseconds for its receiver's turn. Collectives then begin
 and end at different times on different ranks, so time them from the first to begin to the last to end. A link that was
 idle sends its burst at once, 9 kB and a quarter of a millisecond's worth: a message arrives earlier than it should by
-that much. It takes root and Debian's package iproute2.
+that much. It takes root and Debian's package iproute2; with libjemalloc2, too, times are steadier (`benchmarks.allocator`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Any
 
+from benchmarks.allocator import keeping_memory
 from benchmarks.netns import (
     ClusterError,
     clean,
@@ -198,9 +199,7 @@ class Cluster:
     def _variables(self, env: Mapping[str, str]) -> dict[str, str]:
         # No name resolution inside the namespaces: c10d would warn of every connection.
         quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-        # Memory that is freed is kept, as any training set-up on processors sees to. Else large tensors are given back and
-        # asked for anew, page by page, now and then: a step takes half as long again, or not, by chance.
-        quiet |= {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_TOP_PAD_": str(2**26)}
+        quiet |= keeping_memory()
         fixed = {"GLOO_SOCKET_IFNAME": self.layout.interface, "OMP_NUM_THREADS": "1"}
         return quiet | os.environ | fixed | dict(env)
 

@@ -19,6 +19,7 @@ import autotp
 from autotp.errors import AutotpError
 from autotp.families import family
 from autotp.planner import plan_captured
+from benchmarks.allocator import allocator
 from benchmarks.cluster import Cluster
 from benchmarks.models import trained
 from benchmarks.tables import command, machine, table
@@ -206,7 +207,7 @@ def report(points: Sequence[Point]) -> str:
         "Step times (forward and backward) of plans of every family on emulated clusters: network namespaces whose uplinks "
         "are limited. On each, `autotp calibrate` ran first; predictions use nothing but the file that it wrote. Steps are "
         "timed in turns, medians of six, from the first rank to begin to the last to end. Four ranks share the machine's "
-        f"cores: {machine()}. Made by `python -m benchmarks.predictions --write`, as root.\n\n"
+        f"cores: {machine()}, {allocator()}. Made by `python -m benchmarks.predictions --write`, as root.\n\n"
         + table(header, summary)
         + "\n## ATP's meshes\n\nThe family `atp` alone, all ranks in tensor parallelism, on its two device meshes; "
         "(4, 1) is Megatron's. Predicted / measured seconds, and which is quicker.\n\n"
