@@ -19,7 +19,19 @@ from passes.world import World
 __all__ = ["assemble", "collect", "distribute", "execute"]
 
 _HOSTED = frozenset(
-    {ops.reshard, ops.gather, ops.all_sum, ops.all_reduce, ops.all_max, ops.offset, ops.seeded, ops.next_seed, panelled}
+    {
+        ops.reshard,
+        ops.reshard_chunks,
+        ops.chunked,
+        ops.gather,
+        ops.all_sum,
+        ops.all_reduce,
+        ops.all_max,
+        ops.offset,
+        ops.seeded,
+        ops.next_seed,
+        panelled,
+    }
 )
 
 

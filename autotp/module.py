@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autotp.materialise import distribute, state_of
+from autotp.overlapped import Compiled, Overlap, compiled, key_of, seed_for, trained_among
 from autotp.plan import Plan
 from autotp.rewrite import Rewritten
 from passes import ops
@@ -27,7 +28,8 @@ class DistributedModule(fx.GraphModule):
 
     Parameters are ``DTensor`` under the model's own names, so optimizers, ``clip_grad_norm_`` and distributed checkpoints
     work as they are. Calling it takes the model's arguments (the global batch, on every device) and returns the model's
-    output structure; gradients arrive reduced. ``plan`` is the plan that it runs.
+    output structure; gradients arrive reduced. ``plan`` is the plan that it runs. Its graph is the sharded graph; with
+    overlap, what a call runs is that graph's scheduled forward and backward graphs.
     """
 
     plan: Plan
@@ -40,6 +42,7 @@ class DistributedModule(fx.GraphModule):
         mesh: DeviceMesh,
         initialise: Callable[[nn.Module], None] | None = None,
         seed: int = 0,
+        how: Overlap | None = None,
     ) -> None:
         captured, sharding = rewritten.captured, rewritten.sharding
         root = nn.Module()
@@ -74,21 +77,52 @@ class DistributedModule(fx.GraphModule):
         self.plan = plan
         self._captured = captured
         self._signature = rewritten.signature
+        self._overlapping = None if how is None else _Overlapping(rewritten.graph_module, world, how)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass of the model, with the model's own arguments and output structure."""
         captured = self._captured
         inputs = self._signature.flatten(args, kwargs)
         world = self.get_submodule(_WORLD)
-        if torch.is_grad_enabled():
+        results = self._overlapping.run(self._values(inputs)) if self._overlapping is not None else None
+        if results is None and torch.is_grad_enabled():
             with ops.Regather(world):  # type: ignore[arg-type]
                 results = super().__call__(*inputs)
-        else:
+        elif results is None:
             results = super().__call__(*inputs)
         with torch.no_grad():
             for name, value in zip(captured.mutations, results[captured.outputs :], strict=True):
                 self.get_buffer(captured.buffers[name]).copy_(value)
         return captured.signature.unflatten(list(results[: captured.outputs]))
+
+    def _values(self, inputs: Sequence[Any]) -> dict[str, Tensor]:
+        """This device's part of what each placeholder of the sharded graph stands for."""
+        captured = self._captured
+        values = {name: local_part(self.get_parameter(fqn)) for name, fqn in captured.parameters.items()}
+        values |= {name: self.get_buffer(fqn) for name, fqn in captured.buffers.items()}
+        values |= {name: self.get_buffer(f"autotp_constants.{name}") for name in captured.constants}
+        return values | dict(zip(captured.inputs, inputs, strict=True))
+
+
+class _Overlapping:
+    """The scheduled graphs of a sharded graph, made when they are first needed."""
+
+    def __init__(self, sharded: fx.GraphModule, world: ProcessWorld, how: Overlap) -> None:
+        self.sharded, self.world, self.how = sharded, world, how
+        self.known: dict[Hashable, Compiled | None] = {}
+
+    def run(self, values: dict[str, Tensor]) -> list[Any] | None:
+        """The sharded graph's outputs; None if it is to run as it is."""
+        if torch.is_autocast_enabled(self.world.device_mesh.device_type):
+            return None  # what is cast where depends on the context of each call
+        trained = trained_among(values)
+        key = key_of(values, trained)
+        if key not in self.known:
+            self.known[key] = compiled(self.sharded, self.world, values, trained, self.how)
+        found = self.known[key]
+        if found is None:
+            return None
+        return found(seed_for(self.sharded, self.world), [values[name] for name in found.graphs.inputs])
 
 
 def _bound(rewritten: Rewritten) -> fx.Graph:

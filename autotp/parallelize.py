@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from autotp.durations import overlap_of
 from autotp.errors import AutotpError, PlanMismatchError
 from autotp.families import family
 from autotp.module import DistributedModule
+from autotp.overlapped import overlapping
 from autotp.plan import Plan
 from autotp.planner import check, plan_captured
 from autotp.rewrite import apply
@@ -37,6 +39,7 @@ def parallelize(
     optimizer: str = "adamw",
     panels: int | None = None,
     inputs: str = "global",
+    schedule: str = "overlap",
     initialise: Callable[[nn.Module], None] | None = None,
 ) -> fx.GraphModule:
     """Distributes ``model`` over the processes that torchrun started.
@@ -51,6 +54,8 @@ def parallelize(
         strategy, mesh, mode, memory, optimizer, panels: see ``autotp.plan``.
         inputs: what each call is given: ``global``, the whole batch on every rank, or ``local``, this rank's part of it
             (dim 0, split by the mesh axes that the plan splits the batch over). Outputs are whole either way.
+        schedule: ``overlap`` runs scheduled forward and backward graphs, whose collectives are under way while something is
+            computed; ``none`` runs the sharded graph as autograd does.
         initialise: fills in a module's own parameters and buffers, for models on ``meta``.
 
     Returns:
@@ -62,6 +67,7 @@ def parallelize(
     """
     if inputs not in ("global", "local"):
         raise AutotpError(f"inputs={inputs!r} is unknown; choose 'global' or 'local'")
+    overlapped = overlapping(schedule)
     _join()
     captured, problem = None, None
     try:
@@ -87,7 +93,8 @@ def parallelize(
     assert rewritten is not None
     device = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend()) else "cpu"
     device_mesh = init_device_mesh(device, settled.mesh_shape, mesh_dim_names=settled.mesh_axes)
-    return DistributedModule(model, settled, rewritten, device_mesh, initialise, agreed[0][1])
+    how = overlap_of(settled.topology, settled.mesh_shape) if overlapped else None
+    return DistributedModule(model, settled, rewritten, device_mesh, initialise, agreed[0][1], how)
 
 
 def _join() -> None:

@@ -20,10 +20,13 @@ from costmodel import Topology
 from passes.capture import Captured
 from passes.layout import Layout, blocks_of, describe, is_shard, place
 
-__all__ = ["FORMAT", "Plan", "PlannedOperator", "Predicted", "decode_layout", "encode_layout", "fingerprint"]
+__all__ = ["CHUNKS", "FORMAT", "Plan", "PlannedOperator", "Predicted", "decode_layout", "encode_layout", "fingerprint"]
 
 #: Version of the JSON form; plans of another version are refused.
 FORMAT = 2
+
+#: What may be cut into chunks.
+CHUNKS = ("batch", "rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,8 @@ class Plan:
         model_hash: identifies the captured graph.
         mode, optimizer: what memory and time were counted for.
         memory_bound: bytes allowed on each device.
+        chunks: in how many chunks devices do their work, so that one's collectives are under way while another is computed:
+            ``batch``, of the whole batch, and ``rows``, of the rows of matrix products that communicate; 1 where not given.
         planning: how the plan was found (times in seconds, sizes).
     """
 
@@ -119,7 +124,18 @@ class Plan:
     mode: str
     optimizer: str
     memory_bound: float
+    chunks: Mapping[str, int] = field(default_factory=dict)
     planning: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Checks the chunks.
+
+        Raises:
+            AutotpError: a kind of chunks is unknown, or a number is not positive.
+        """
+        for kind, count in self.chunks.items():
+            if kind not in CHUNKS or not isinstance(count, int) or count < 1:
+                raise AutotpError(f"chunks: {kind!r}: {count!r} is wrong; give {' and '.join(CHUNKS)} positive numbers")
 
     @property
     def devices(self) -> int:
@@ -160,13 +176,15 @@ class Plan:
     @property
     def hash(self) -> str:
         """Identifies everything that decides the distributed graph, and nothing else."""
-        decided = {
+        decided: dict[str, Any] = {
             "model": self.model_hash,
             "mesh": self.mesh_shape,
             "operators": {op.name: op.assignment for op in self.operators},
             "panels": {op.name: op.panels for op in self.operators if op.panels > 1},
             "parameters": {name: encode_layout(layout) for name, layout in self.layouts.items()},
         }
+        if any(count > 1 for count in self.chunks.values()):
+            decided["chunks"] = {kind: count for kind, count in self.chunks.items() if count > 1}
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
@@ -186,6 +204,7 @@ class Plan:
         data["memory_bound"] = self.memory_bound if self.memory_bound != float("inf") else None
         data["topology"] = self.topology.to_dict()
         data["predicted"] = asdict(self.predicted)
+        data["chunks"] = dict(self.chunks)
         data["planning"] = dict(self.planning)
         data["layouts"] = {name: encode_layout(layout) for name, layout in self.layouts.items()}
         data["operators"] = [asdict(op) for op in self.operators]
@@ -221,6 +240,7 @@ class Plan:
                 mode=data["mode"],
                 optimizer=data["optimizer"],
                 memory_bound=float("inf") if data["memory_bound"] is None else data["memory_bound"],
+                chunks=data.get("chunks", {}),
                 planning=data["planning"],
             )
         except (KeyError, TypeError) as error:

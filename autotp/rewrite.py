@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,16 @@ from torch.distributed.tensor import Replicate
 from autotp.errors import AutotpError, PlanMismatchError
 from autotp.plan import Plan, fingerprint
 from passes.capture import CallSignature, Captured, capture
+from passes.chunk import Cuts, by_batch, by_rows, communicating, extended
 from passes.factors import Operator, analyse
 from passes.layout import Layout, fits, local_shape, place
 from passes.panel import loops, panel
+from passes.rules.shapes import operands_of, results_of
 from passes.shard import Sharding, shard
 from passes.strategy import SUM, Strategy, strategies, whole_layout
+from passes.unroll import unroll
 
-__all__ = ["Rewritten", "rewrite"]
+__all__ = ["Rewritten", "cuts_of", "rewrite"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,26 @@ class Rewritten:
         return self.captured.signature.with_shapes(
             [local_shape(shapes[name], layouts.get(name, self.whole), self.sharding.mesh) for name in self.captured.inputs]
         )
+
+    @property
+    def even(self) -> bool:
+        """Whether every tensor's parts have one shape on all devices, so that all of them have one graph."""
+        mesh = self.sharding.mesh
+        nodes = {node.name: node for node in self.captured.graph_module.graph.nodes}
+
+        def alike(shape: tuple[int, ...], layout: Layout) -> bool:
+            return local_shape(shape, layout, mesh) == local_shape(shape, layout, mesh, [n - 1 for n in mesh])
+
+        if not all(alike(tuple(nodes[name].meta["val"].shape), layout) for name, layout in self.sharding.resting.items()):
+            return False
+        for name, strategy in self.sharding.strategies.items():
+            operands = [
+                (node.meta["val"], want.layout) for node, want in zip(operands_of(nodes[name]), strategy.wants, strict=True)
+            ]
+            results = zip(results_of(nodes[name]), strategy.results, strict=True)
+            if not all(alike(tuple(tensor.shape), layout) for tensor, layout in (*operands, *results)):
+                return False
+        return True
 
     @property
     def whole(self) -> Layout:
@@ -70,8 +93,10 @@ def apply(captured: Captured, plan: Plan, inputs: str = "global") -> Rewritten:
     if inputs == "local":
         resting |= _input_layouts(captured, operators, chosen, plan.mesh_shape)
     sharding = Sharding(plan.mesh_shape, chosen, resting, frozenset(captured.parameters))
-    sharded = shard(module, operators, sharding, captured.mutations)
+    sharded = _sharded(captured, operators, sharding, plan.chunks)
     panels = {op.name: op.panels for op in plan.operators if op.panels > 1}
+    if panels and any(count > 1 for count in plan.chunks.values()):
+        raise AutotpError(f"the plan has panels and chunks ({dict(plan.chunks)}); plan with panels=1, or without chunks")
     if panels:
         found = loops(operators, chosen, resting, plan.mesh_shape)
         known = {node.name: loop.most for loop in found for node in loop.members}
@@ -80,6 +105,32 @@ def apply(captured: Captured, plan: Plan, inputs: str = "global") -> Rewritten:
                 raise PlanMismatchError(f"operator {name}: it cannot have the plan's {count} panels; make a new plan")
         sharded = panel(sharded, found, panels)
     return Rewritten(captured, sharding, sharded)
+
+
+def _sharded(
+    captured: Captured, operators: Mapping[fx.Node, Operator], sharding: Sharding, chunks: Mapping[str, int]
+) -> fx.GraphModule:
+    """The sharded graph, with the chunks of every device as nodes of their own."""
+    virtual, with_chunks = [], sharding
+    for kind, cuts in cuts_of(captured, operators, sharding, chunks):
+        virtual.append(chunks[kind])
+        with_chunks = extended(operators, with_chunks, cuts, chunks[kind])
+    sharded = shard(captured.graph_module, operators, with_chunks, captured.mutations)
+    return unroll(sharded, sharding.mesh, tuple(virtual)) if virtual else sharded
+
+
+def cuts_of(
+    captured: Captured, operators: Mapping[fx.Node, Operator], sharding: Sharding, chunks: Mapping[str, int]
+) -> Iterator[tuple[str, Cuts]]:
+    """Per kind of chunks, if there are several: what is cut in every operator."""
+    batch, rows = chunks.get("batch", 1), chunks.get("rows", 1)
+    chosen = communicating(operators, sharding)
+    if batch > 1:
+        cuts = by_batch(captured.graph_module.graph, operators, sharding, captured.inputs, batch)
+        yield "batch", cuts
+        sharding = extended(operators, sharding, cuts, batch)
+    if rows > 1:
+        yield "rows", by_rows(operators, sharding, chosen, rows)
 
 
 def _input_layouts(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from autotp.durations import overlap_of
 from autotp.lockstep import assemble, collect, distribute, execute
+from autotp.overlapped import Compiled, Overlap, in_lockstep, key_of, overlapping, seed_for, trained_among
 from autotp.plan import Plan
 from autotp.rewrite import Rewritten, rewrite
 from passes.ops import Parts
@@ -25,6 +27,7 @@ def simulate(
     kwargs: Mapping[str, Any] | None = None,
     *,
     world: World | None = None,
+    schedule: str = "none",
 ) -> Simulated:
     """Runs ``plan`` for all of its devices in this process, forward and backward.
 
@@ -32,6 +35,7 @@ def simulate(
         model: the model that was planned; its parameters become the simulated module's, whole and under their own names.
         plan: the plan to run.
         args, kwargs: example inputs, as given to ``autotp.plan``.
+        schedule: ``none`` runs the sharded graph as autograd does, ``overlap`` the scheduled forward and backward graphs.
         world: in place of ``LocalWorld``, e.g. one that counts the bytes that collectives move.
 
     Returns:
@@ -41,7 +45,8 @@ def simulate(
         PlanMismatchError: when the plan was made for another model or other inputs.
         AutotpError: in the backward pass, when devices that should hold equal gradients do not.
     """
-    return Simulated(model, rewrite(model, plan, args, kwargs), world or LocalWorld(plan.mesh_shape))
+    how = overlap_of(plan.topology, plan.mesh_shape) if overlapping(schedule) else None
+    return Simulated(model, rewrite(model, plan, args, kwargs), world or LocalWorld(plan.mesh_shape), how)
 
 
 class Simulated(nn.Module):
@@ -54,14 +59,16 @@ class Simulated(nn.Module):
 
     rewritten: Rewritten
     world: World
+    _how: Overlap | None
+    _compiled: dict[Hashable, Compiled | None]
 
-    def __init__(self, model: nn.Module, rewritten: Rewritten, world: World) -> None:
+    def __init__(self, model: nn.Module, rewritten: Rewritten, world: World, how: Overlap | None = None) -> None:
         super().__init__()
         # The model's own tables, not copies: names, state dict and later changes of the model are the same here.
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = model.__dict__[table]
         self.training = model.training
-        self.__dict__ |= {"rewritten": rewritten, "world": world}
+        self.__dict__ |= {"rewritten": rewritten, "world": world, "_how": how, "_compiled": {}}
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         place_constants(rewritten.graph_module.graph, device)
 
@@ -75,10 +82,22 @@ class Simulated(nn.Module):
         whole |= dict(zip(captured.inputs, captured.signature.flatten(args, kwargs), strict=True))
         resting, everywhere = sharding.resting, self.rewritten.whole
         parts = {name: distribute(name, whole[name], resting.get(name, everywhere), self.world) for name in whole}
-        outputs = execute(self.rewritten.graph_module.graph, self.world, parts)
+        outputs = self._run(parts)
         for name, new in zip(captured.mutations, outputs[captured.outputs :], strict=True):
             layout = resting.get(name, everywhere)
             with torch.no_grad():
                 whole[name].copy_(assemble([p.detach() for p in new], whole[name].shape, layout, self.world))
         results = [collect(leaf) if isinstance(leaf, Parts) else leaf for leaf in outputs[: captured.outputs]]
         return captured.signature.unflatten(results)
+
+    def _run(self, parts: dict[str, Parts]) -> list[Any]:
+        sharded = self.rewritten.graph_module
+        if self._how is not None:
+            trained = trained_among(parts)
+            key = key_of(parts, trained)
+            if key not in self._compiled:
+                self._compiled[key] = in_lockstep(sharded, self.world, parts, trained, self._how, even=self.rewritten.even)
+            compiled = self._compiled[key]
+            if compiled is not None:
+                return compiled(seed_for(sharded, self.world), [parts[name] for name in compiled.graphs.inputs])
+        return execute(sharded.graph, self.world, parts)

@@ -133,13 +133,13 @@ class _Block(nn.Module):
 def trained(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """A model that steps in half a second on a processor, returning its loss, with its global batch.
 
-    ``gpt``: a GPT-2 of 4 layers of width 256 over 8 sequences of 128. ``llama``: the same of a Llama with grouped
+    ``gpt``: a GPT-2 of 4 layers of width 256 over 8 sequences of 128; ``gpt8`` has 8 layers. ``llama``: the same of a Llama with grouped
     queries. ``unet``: `Denoiser` of width 64 over 8 images.
     """
     torch.manual_seed(0)
-    if name == "gpt":
+    if name in ("gpt", "gpt8"):
         config = transformers.GPT2Config(
-            n_layer=4, n_embd=256, n_head=8, vocab_size=512, n_positions=128, use_cache=False,
+            n_layer=8 if name == "gpt8" else 4, n_embd=256, n_head=8, vocab_size=512, n_positions=128, use_cache=False,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         )  # fmt: skip
         model = transformers.GPT2LMHeadModel(config)
@@ -153,4 +153,4 @@ def trained(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
             vocab_size=512, max_position_embeddings=128, use_cache=False,
         )  # fmt: skip
         return Loss(transformers.LlamaForCausalLM(config)), (torch.randint(0, 512, (8, 128)),)
-    raise ValueError(f"no model is called {name!r}; choose gpt, llama or unet")
+    raise ValueError(f"no model is called {name!r}; choose gpt, gpt8, llama or unet")

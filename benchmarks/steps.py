@@ -37,7 +37,7 @@ def main() -> None:
     model, args = trained(chosen.model)
     steps: dict[str, Callable[[], None]] = {}
     for file in sorted(chosen.plans.glob("*.json")):
-        parallel = autotp.parallelize(model, args=args, plan=autotp.Plan.load(file))
+        parallel = autotp.parallelize(model, args=args, plan=autotp.Plan.load(file), schedule="none")
         steps[file.stem] = lambda parallel=parallel: _step(parallel, args)  # type: ignore[misc]
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(1 + chosen.rounds):

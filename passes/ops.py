@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from passes.reshard import Step
+from passes.virtual import ChunkedWorld
 from passes.world import World
 
 __all__ = [
@@ -23,11 +24,13 @@ __all__ = [
     "all_max",
     "all_reduce",
     "all_sum",
+    "chunked",
     "gather",
     "next_seed",
     "offset",
     "part_of",
     "reshard",
+    "reshard_chunks",
     "seeded",
 ]
 
@@ -78,6 +81,86 @@ def reshard(world: World, value: Any, forward: Sequence[Step], backward: Sequenc
         return world.run(forward, parts)
 
     return _apply(run, value)
+
+
+def chunked(world: World, chunks: tuple[int, ...], places: tuple[tuple[int, ...], ...]) -> World:
+    """The world of some chunks of the hosted devices; see `passes.virtual`."""
+    return ChunkedWorld(world, chunks, places)
+
+
+class _ReshardChunks(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        world: ChunkedWorld,
+        forward: Sequence[Step],
+        backward: Sequence[Step],
+        spread: Sequence[int],
+        kept: Sequence[int],
+        *flat: Tensor,
+    ) -> tuple[Tensor, ...]:
+        count = world.count
+        ctx.world, ctx.steps, ctx.spread, ctx.kept, ctx.given = world, backward, spread, kept, len(flat) // count
+        results = world.run(forward, [flat[i * count + d] for i in spread for d in range(count)])
+        seen = {id(part) for part in flat}
+        found = []
+        for i in kept:
+            for part in results[i * count : (i + 1) * count]:
+                found.append(part.view_as(part) if id(part) in seen else part)
+                seen.add(id(part))
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        world, count = ctx.world, ctx.world.count
+        places = world.places
+        # A place whose result is not kept had the same result as one that is: chunks are alike along what is not kept.
+        source = [_alike(place, [places[i] for i in ctx.kept]) for place in places]
+        results = world.run(ctx.steps, [gradients[i * count + d] for i in source for d in range(count)])
+        first = [ctx.spread.index(i) for i in range(ctx.given)]
+        return None, None, None, None, None, *(results[i * count + d] for i in first for d in range(count))
+
+
+def _alike(place: tuple[int, ...], kept: Sequence[tuple[int, ...]]) -> int:
+    told_apart = [any(other[a] for other in kept) for a in range(len(place))]
+    return kept.index(tuple(c if apart else 0 for c, apart in zip(place, told_apart, strict=True)))
+
+
+def reshard_chunks(
+    world: ChunkedWorld,
+    values: Sequence[Any],
+    forward: Sequence[Step],
+    backward: Sequence[Step],
+    spread: Sequence[int],
+    kept: Sequence[int],
+    op: str = "sum",
+) -> list[Any]:
+    """``reshard`` along virtual axes too.
+
+    Args:
+        world: of the chunks that are told apart before or after.
+        values: what differs before, a tensor or ``Parts`` each.
+        forward, backward: steps.
+        spread: per chunk of the world, which of the values it has.
+        kept: the chunks whose results differ.
+        op: of the all-reduce; ``max`` has no gradient.
+    """
+    forward, backward = [Step(*s) for s in forward], [Step(*s) for s in backward]
+    count = world.count
+    flat = [part for value in values for part in (value if isinstance(value, Parts) else [value])]
+    if op == "max":
+        (step,) = forward
+        parts = [flat[i * count + d].detach() for i in spread for d in range(count)]
+        every = world.all_reduce(parts, step.axes, op).wait()
+        results: Sequence[Tensor] = [every[i * count + d] for i in kept for d in range(count)]
+    elif not (flat[0].is_floating_point() or flat[0].is_complex()):
+        every = world.run(forward, [flat[i * count + d] for i in spread for d in range(count)])
+        results = [every[i * count + d] for i in kept for d in range(count)]
+    else:
+        results = _ReshardChunks.apply(world, forward, backward, spread, kept, *flat)
+    if isinstance(values[0], Parts):
+        return [Parts(results[i : i + count]) for i in range(0, len(results), count)]
+    return list(results)
 
 
 def all_sum(world: World, value: Any, axes: tuple[int, ...]) -> Any:
@@ -150,7 +233,7 @@ def all_max(world: World, value: Any, axes: tuple[int, ...]) -> Any:
 
 def offset(world: World, size: int, axes: tuple[int, ...], like: Any) -> Any:
     """Where this device's contiguous part of a dim of ``size``, split by ``axes``, begins. ``like`` gives the form."""
-    starts = world.offset(size, axes)
+    starts = world.offset(size, axes, like)
     return Parts(starts) if isinstance(like, Parts) else starts[0]
 
 
@@ -165,16 +248,9 @@ def seeded(world: World, seed: int, salt: int, axes: tuple[int, ...], function: 
     The generator is seeded by ``seed``, ``salt`` (the operator's number) and the device's coordinates on ``axes``, the
     axes that shard the operator, so devices that compute the same part draw the same numbers.
     """
-    results = []
-    for index, at in enumerate(world.hosted):
-        mine, named = part_of(args, index), part_of(kwargs, index)
-        devices = {t.device for t in tree_leaves(mine) if isinstance(t, Tensor) and t.device.type == "cuda"}
-        with torch.random.fork_rng(devices=list(devices)):
-            mixed = seed
-            for number in (salt, *(at[axis] for axis in axes)):
-                draw = torch.Generator().manual_seed((mixed + number) % 2**63)
-                mixed = int(torch.randint(2**62, (), generator=draw))
-            torch.manual_seed(mixed)
-            results.append(function(*mine, **named))
+    results = [
+        world.seeded(seed, salt, axes, index, function, part_of(args, index), part_of(kwargs, index))
+        for index in range(len(world.hosted))
+    ]
     hosted = any(isinstance(a, Parts) for a in tree_leaves((args, kwargs), is_leaf=lambda a: isinstance(a, Parts)))
     return Parts(results) if hosted or len(results) > 1 else results[0]

@@ -69,9 +69,12 @@ def shard(
 def used_groups(module: fx.GraphModule) -> set[tuple[int, ...]]:
     """The sets of mesh axes over which the graph communicates."""
     found: set[tuple[int, ...]] = set()
+    real = len(module.world.mesh_shape)  # type: ignore[union-attr, arg-type]
     for node in module.graph.nodes:
         if node.target is ops.reshard or node.target is ops.gather:
             found |= {Step(*step).axes for step in (*node.args[2], *node.args[3])}
+        elif node.target is ops.reshard_chunks:
+            found |= {tuple(a for a in Step(*step).axes if a < real) for step in (*node.args[2], *node.args[3])} - {()}
         elif node.target is panelled:
             for operand in map(Operand.of, node.args[3]):
                 found |= {step.axes for stage in operand[2:] for step in stage}
@@ -231,6 +234,7 @@ class _Rewriter:
 
     def output(self, node: fx.Node) -> None:
         leaves = list(node.args[0])  # type: ignore[arg-type]
+        given = leaves.copy()
         mutated = len(leaves) - len(self.mutations)
         resting = [self.sharding.resting.get(name, self.whole) for name in self.mutations]
         results = []
@@ -241,7 +245,9 @@ class _Rewriter:
             elif isinstance(leaf, fx.Node):
                 leaf = self.nodes[leaf]
             results.append(leaf)
-        self.graph.output(tuple(results))
+        self.graph.output(tuple(results)).meta = {
+            "values": [n.meta.get("val") if isinstance(n, fx.Node) else None for n in given]
+        }
 
 
 def _pack(*values: Any) -> tuple:

@@ -14,7 +14,8 @@ import itertools
 import math
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,11 +23,12 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # DTensor imports it later, when its default arguments would keep the group alive
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
 
 from passes.layout import even_chunk, extent, take_block
 from passes.reshard import Step
 
-__all__ = ["LocalWorld", "Pending", "ProcessWorld", "World"]
+__all__ = ["LocalWorld", "Pending", "ProcessWorld", "World", "padded"]
 
 
 class Pending:
@@ -46,6 +48,13 @@ class Pending:
         """The same with local work on the results, done when they are waited for."""
         self._then.append(function)
         return self
+
+    def whenever_done(self, call: Callable[[Any], Any]) -> None:
+        """Calls a function when the collective is done: at once when nothing is under way."""
+        if self._work is None:
+            call(None)
+        else:
+            self._work.get_future().add_done_callback(call)
 
     def wait(self) -> list[Tensor]:
         """The results, when they are there."""
@@ -107,7 +116,7 @@ class World(nn.Module):
             pending = getattr(self, f"_{step.kind}")(step, pending.wait())
         return pending
 
-    def offset(self, size: int, axes: Sequence[int]) -> list[int]:
+    def offset(self, size: int, axes: Sequence[int], like: Any = None) -> list[Any]:
         """Where each hosted device's contiguous part of a dim of ``size``, split by ``axes``, begins."""
         starts = []
         for at in self.hosted:
@@ -119,19 +128,48 @@ class World(nn.Module):
             starts.append(start)
         return starts
 
-    def _slice(self, step: Step, parts: list[Tensor]) -> Pending:
+    def own(self, tensor: Tensor, step: Step, index: int) -> Tensor:
+        """A copy of the part of ``tensor`` that a slicing step leaves a hosted device; a view would keep all of it."""
         (axis,) = step.axes
-        ways = self.mesh_shape[axis]
-        return Pending(  # a copy: as a view it would keep all of the tensor in memory
-            take_block(part, step.dim, step.blocks, ways, at[axis]).clone(memory_format=torch.contiguous_format)
-            for part, at in zip(parts, self.hosted, strict=True)
-        )
+        part = take_block(tensor, step.dim, step.blocks, self.mesh_shape[axis], self.hosted[index][axis])
+        return part.clone(memory_format=torch.contiguous_format)
+
+    def masked(self, tensor: Tensor, axes: Sequence[int], index: int) -> Tensor:
+        """``tensor`` where a hosted device comes first along the axes, else zeros."""
+        return tensor if all(self.hosted[index][axis] == 0 for axis in axes) else torch.zeros_like(tensor)
+
+    def pad(self, tensor: Tensor, dim: int, length: int) -> Tensor:
+        """``tensor`` with zeros at the end of a dim, up to ``length``."""
+        return padded(tensor, dim, length)
+
+    def crop(self, tensor: Tensor, dim: int, length: int) -> Tensor:
+        """The inverse of ``pad``."""
+        return tensor.narrow(dim, 0, length).contiguous()
+
+    def seeded(
+        self, seed: Any, salt: int, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any
+    ) -> Any:
+        """A random operator on a hosted device; see `passes.ops.seeded`."""
+        with self.generator(seed, salt, axes, index, tree_leaves((args, kwargs))):
+            return function(*args, **kwargs)
+
+    @contextmanager
+    def generator(self, seed: int, salt: int, axes: Sequence[int], index: int, near: Iterable[Any]) -> Iterator[None]:
+        """Seeds torch's generators, of the processor and of the devices of the tensors ``near``, for one operator."""
+        devices = {t.device for t in near if isinstance(t, Tensor) and t.device.type == "cuda"}
+        with torch.random.fork_rng(devices=list(devices)):
+            mixed = seed
+            for number in (salt, *(self.hosted[index][axis] for axis in axes)):
+                draw = torch.Generator().manual_seed((mixed + number) % 2**63)
+                mixed = int(torch.randint(2**62, (), generator=draw))
+            torch.manual_seed(mixed)
+            yield
+
+    def _slice(self, step: Step, parts: list[Tensor]) -> Pending:
+        return Pending(self.own(part, step, i) for i, part in enumerate(parts))
 
     def _mask(self, step: Step, parts: list[Tensor]) -> Pending:
-        return Pending(
-            part if all(at[axis] == 0 for axis in step.axes) else torch.zeros_like(part)
-            for part, at in zip(parts, self.hosted, strict=True)
-        )
+        return Pending(self.masked(part, step.axes, i) for i, part in enumerate(parts))
 
     def _all_reduce(self, step: Step, parts: list[Tensor]) -> Pending:
         return self.all_reduce(parts, step.axes)
@@ -139,13 +177,13 @@ class World(nn.Module):
     def _reduce_scatter(self, step: Step, parts: list[Tensor]) -> Pending:
         (axis,) = step.axes
         ways = self.mesh_shape[axis]
-        stacked = [_split_dim(part, step.dim, step.blocks, ways) for part in parts]
+        stacked = [self._split(part, step.dim, step.blocks, ways) for part in parts]
         lengths = [extent(part.shape[step.dim], (ways,), (at[axis],)) for part, at in zip(parts, self.hosted, strict=True)]
 
         def finish(shards: list[Tensor]) -> list[Tensor]:
             if step.blocks > 1:
                 return [_join_blocks(shard, step.dim, step.blocks) for shard in shards]
-            return [shard.narrow(step.dim, 0, n).contiguous() for shard, n in zip(shards, lengths, strict=True)]
+            return [self.crop(shard, step.dim, n) for shard, n in zip(shards, lengths, strict=True)]
 
         return self.reduce_scatter(stacked, axis).then(finish)
 
@@ -158,39 +196,39 @@ class World(nn.Module):
         outer_ways = [self.mesh_shape[a] for a in step.outer]
         totals = [extent(step.size, outer_ways, [at[a] for a in step.outer]) for at in self.hosted]
         # every group has its own total, and every message of one group one length
-        padded = [_pad(part, step.dim, even_chunk(n, ways)) for part, n in zip(parts, totals, strict=True)]
+        equal = [self.pad(part, step.dim, even_chunk(n, ways)) for part, n in zip(parts, totals, strict=True)]
 
         def finish(gathered: list[Tensor]) -> list[Tensor]:
             joined = [_join_dim(part, step.dim, 1) for part in gathered]
-            return [part.narrow(step.dim, 0, n).contiguous() for part, n in zip(joined, totals, strict=True)]
+            return [self.crop(part, step.dim, n) for part, n in zip(joined, totals, strict=True)]
 
-        return self.all_gather(padded, axis).then(finish)
+        return self.all_gather(equal, axis).then(finish)
 
     def _all_to_all(self, step: Step, parts: list[Tensor]) -> Pending:
         (axis,) = step.axes
         ways = self.mesh_shape[axis]
-        stacked = [_split_dim(part, step.to_dim, step.to_blocks, ways) for part in parts]
+        stacked = [self._split(part, step.to_dim, step.to_blocks, ways) for part in parts]
         if step.to_blocks > 1:
             stacked = [torch.stack([_join_blocks(s, step.to_dim, step.to_blocks) for s in part]) for part in stacked]
         pending = self.all_to_all(stacked, axis)
         return pending.then(lambda found: [_join_dim(part, step.dim, step.blocks) for part in found])
 
+    def _split(self, tensor: Tensor, dim: int, blocks: int, ways: int) -> Tensor:
+        """(.. dim ..) -> (ways, .., [blocks,] chunk, ..), padded; with blocks > 1 the block dim stays before the chunk."""
+        if blocks > 1:
+            return torch.stack(tensor.unflatten(dim, (blocks, -1)).chunk(ways, dim + 1))
+        chunk = even_chunk(tensor.shape[dim], ways)
+        return torch.stack(self.pad(tensor, dim, chunk * ways).split(chunk, dim))
 
-def _pad(tensor: Tensor, dim: int, length: int) -> Tensor:
+
+def padded(tensor: Tensor, dim: int, length: int) -> Tensor:
+    """``tensor`` with zeros at the end of a dim, up to ``length``."""
     missing = length - tensor.shape[dim]
     if missing == 0:
         return tensor
     filler = list(tensor.shape)
     filler[dim] = missing
     return torch.cat([tensor, tensor.new_zeros(filler)], dim)
-
-
-def _split_dim(tensor: Tensor, dim: int, blocks: int, ways: int) -> Tensor:
-    """(.. dim ..) -> (ways, .., [blocks,] chunk, ..), padded; with blocks > 1 the block dim stays in front of the chunk."""
-    if blocks == 1:
-        chunk = even_chunk(tensor.shape[dim], ways)
-        return torch.stack(_pad(tensor, dim, chunk * ways).split(chunk, dim))
-    return torch.stack(tensor.unflatten(dim, (blocks, -1)).chunk(ways, dim + 1))
 
 
 def _join_blocks(tensor: Tensor, dim: int, blocks: int) -> Tensor:

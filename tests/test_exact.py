@@ -1,5 +1,6 @@
 """The promise: a plan's numbers are the model's. Forward, gradients, buffers and three AdamW steps, in float64, to 1e-9."""
 
+import dataclasses
 import functools
 import math
 
@@ -10,6 +11,7 @@ from models import MODELS
 from torch.utils._pytree import tree_leaves
 
 import autotp
+from autotp.durations import overlap_of
 from autotp.families import family
 from autotp.planner import plan_captured
 from autotp.rewrite import apply
@@ -95,6 +97,24 @@ PANELLED = [
     ("vit", "auto", (2, 2), 2),
 ]
 
+#: Scheduled graphs: every family, model and kind of chunks: (model, strategy, mesh, chunks).
+OVERLAPPED = [
+    ("gpt2", "auto", (2, 2), {}),
+    ("gpt2", "data", (4,), {"batch": 2}),
+    ("gpt2", "summa-2d", (2, 2), {"rows": 2}),
+    ("llama", "megatron-1d", (2, 2), {"rows": 2}),
+    ("llama", "tensor3d", (2, 2), {"batch": 2, "rows": 2}),
+    ("llama", "tesseract-2.5d", (2, 2, 2), {"batch": 2}),
+    ("bert", "zero3", (4,), {"batch": 2}),
+    ("bert", "megatron-sp", (2, 2), {"batch": 4}),
+    ("vit", "atp", (2, 2), {"batch": 4}),
+    ("vit", "3d", (2, 2, 2), {"rows": 2}),
+    ("resnet", "data", (4,), {"batch": 2}),
+    ("resnet", "tensor3d", (2, 2), {"batch": 2}),
+    ("unet", "megatron-1d", (4,), {"batch": 2, "rows": 2}),
+    ("unet", "tensor3d", (2, 2), {"batch": 2}),
+]
+
 #: So slow that dividing work pays at once: on a fast device the best plan for a tiny model is to compute everything
 #: everywhere, and nothing would be tested.
 SLOW = Device("slow", {"float64": 1e6, "float32": 1e6}, 1e12, 1e6, 0.0)
@@ -121,13 +141,15 @@ def close(got, want, scale, told):
     assert error <= 1e-9 * max(scale, 1e-300), f"{told}: off by {error:.3g} at scale {scale:.3g}"
 
 
-def check(name, strategy, mesh, panels=None):
+def check(name, strategy, mesh, panels=None, chunks=None, overlapped=False):
     topology = autotp.Topology.flat(math.prod(mesh), bandwidth=1e12, latency=1e-9, device=SLOW)
     plan = plan_captured(captured(name), topology, family(strategy), mesh=mesh, panels=panels)
+    plan = dataclasses.replace(plan, chunks=chunks or {})
+    how = overlap_of(topology, mesh) if overlapped else None
     with float64_mode():
         plain, args, kwargs = double(MODELS[name])
         model, _, _ = double(MODELS[name])
-        ours = Simulated(model, apply(captured(name), plan), LocalWorld(mesh))
+        ours = Simulated(model, apply(captured(name), plan), LocalWorld(mesh), how)
         # A gradient that is 0 but for rounding becomes a full step of Adam with the default epsilon, in a random direction.
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (plain, model)]
         for step in range(3):
@@ -148,6 +170,7 @@ def check(name, strategy, mesh, panels=None):
                     close(p.grad, wanted[n], scale, f"gradient of {n} in step {step}")
             for optimizer in optimizers:
                 optimizer.step()
+    assert not overlapped or all(found is not None for found in ours._compiled.values())
     for (n, want), got in zip(plain.named_parameters(), model.parameters(), strict=True):
         close(got, want, max(want.abs().max().item(), 1e-2), f"parameter {n} after three steps")
     for (n, want), got in zip(plain.named_buffers(), model.buffers(), strict=True):
@@ -177,6 +200,17 @@ def test_a_covering_part(name, strategy, mesh):
     assert_used(plan, strategy, mesh)
 
 
+@pytest.mark.parametrize(("name", "strategy", "mesh", "chunks"), OVERLAPPED, ids=lambda v: str(v).replace(" ", ""))
+def test_overlap(name, strategy, mesh, chunks):
+    """Scheduled forward and backward graphs, with chunks and merged collectives."""
+    plan = check(name, strategy, mesh, 1, chunks, overlapped=True)
+    assert_used(plan, strategy, mesh)
+
+
+def test_overlap_of_panels():
+    check("llama", "3d", (2, 2, 2), 2, overlapped=True)
+
+
 @pytest.mark.parametrize(("name", "strategy", "mesh", "panels"), PANELLED, ids=lambda v: str(v).replace(" ", ""))
 def test_panels(name, strategy, mesh, panels):
     plan = check(name, strategy, mesh, panels)
@@ -193,6 +227,15 @@ def test_the_grids(name, strategy, mesh, panels):
 
 
 @pytest.mark.exact
+@pytest.mark.parametrize("chunks", [{}, {"batch": 2}, {"rows": 2}], ids=str)
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize("strategy", FAMILIES)
+@pytest.mark.parametrize("name", list(m for m in MODELS if m != "llama_logits"))
+def test_the_whole_matrix_overlapped(name, strategy, mesh, chunks):
+    check(name, strategy, mesh, 1, chunks, overlapped=True)
+
+
+@pytest.mark.exact
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda v: str(v).replace(" ", ""))
 @pytest.mark.parametrize("strategy", FAMILIES)
 @pytest.mark.parametrize("name", list(m for m in MODELS if m != "llama_logits"))
@@ -204,6 +247,8 @@ def test_the_covering_part_covers():
     assert {f for _, f, _ in COVERING} == {*FAMILIES, *GRIDS} == set(autotp.FAMILIES)
     assert {m for _, _, m in COVERING} >= set(MESHES)
     assert {n for n, _, _ in COVERING} == set(MODELS) - {"llama_logits"}
+    assert {f for _, f, _, _ in OVERLAPPED} == {*FAMILIES, *GRIDS}
+    assert {n for n, _, _, _ in OVERLAPPED} == set(MODELS) - {"llama_logits"}
 
 
 def test_logits_without_labels():

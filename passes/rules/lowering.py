@@ -281,6 +281,6 @@ def _attend(
     gqa: bool,
 ) -> Tensor:
     if causal:
-        rows = torch.arange(start, start + q.shape[-2], device=q.device).unsqueeze(1)
+        rows = (torch.arange(q.shape[-2], device=q.device) + start).unsqueeze(1)
         mask = torch.arange(k.shape[-2], device=q.device).unsqueeze(0) <= rows
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale, enable_gqa=gqa)

@@ -1,0 +1,128 @@
+"""Predicted durations of the nodes of a traced graph, for its schedule."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from autotp.overlapped import Overlap
+from autotp.pricing import Prices
+from costmodel import Topology, compute
+from passes.launches import launch, wait
+from passes.primitives import COLLECTIVES, axes_of
+from passes.schedule import Work
+
+__all__ = ["enough", "lane_of", "overlap_of", "work_of"]
+
+_aten = torch.ops.aten
+#: A collective is worth merging with others while its latency is at least this share of its time.
+_LATENCY_SHARE = 0.2
+#: ... but only up to so many bytes: joining and parting are copies.
+_MOST = 32 * 2**20
+
+_KINDS = (
+    ("convolution", ("convolution",)),
+    ("attention", ("attention",)),
+    ("norm", ("_norm",)),
+    ("softmax", ("softmax",)),
+    ("product", ("mm", "bmm", "matmul")),
+    ("gather", ("embedding", "gather", "index", "scatter", "nll_loss")),
+    ("copy", ("clone", "cat", "stack", "copy", "slice_backward", "select_backward", "repeat", "pad", "flip", "roll")),
+)
+
+
+def overlap_of(topology: Topology, mesh: tuple[int, ...], *, merge: bool = True) -> Overlap:
+    """How graphs for a mesh of a machine are overlapped.
+
+    Args:
+        topology: gives the rates.
+        mesh: sizes of the mesh axes, laid on the topology's levels in order.
+        merge: whether small collectives are merged.
+    """
+    prices = Prices(topology, mesh)
+    return Overlap(functools.partial(work_of, prices=prices), functools.partial(enough, prices=prices) if merge else None)
+
+
+def work_of(node: fx.Node, prices: Prices) -> Work:
+    """Seconds, lane and bytes of a node of a graph that ``passes.launches.launches`` made."""
+    if node.target is launch:
+        seconds, lane = _collective(node.meta["collective"], prices)
+        return Work(seconds, lane, _size(node.meta["collective"].meta["val"]))
+    if node.target is wait or node.op != "call_function" or node.target is operator.getitem or _is_view(node):
+        return Work()
+    traced = node.meta.get("traced", node)
+    value = node.meta.get("val")
+    operands = [n.meta["val"] for n in traced.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+    results = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    if not results:
+        return Work()
+    moved = float(sum(map(_size, operands)) + sum(map(_size, results)))
+    flop, dims = _flop(traced)
+    seconds = float(
+        compute.seconds(flop, moved, prices.topology.device, str(results[0].dtype), dims=dims, kind=_kind(node))  # type: ignore[arg-type]
+    )
+    return Work(seconds, "compute", float(sum(map(_size, results))))
+
+
+def enough(kind: str, axes: tuple[int, ...], prices: Prices) -> float:
+    """Bytes of one device's part from which on a collective is sent by itself: where its latency matters little."""
+    ways = math.prod(prices.mesh[a] for a in axes)
+    factor = ways if kind == "all_gather" else 1
+    nothing = float(prices.collective(kind, axes, 1.0)[0])
+    size = 2.0**10
+    while size < _MOST and nothing > _LATENCY_SHARE * float(prices.collective(kind, axes, factor * size)[0]):
+        size *= 2
+    return size
+
+
+def _collective(traced: fx.Node, prices: Prices) -> tuple[float, str]:
+    kind, axes = COLLECTIVES[traced.target], axes_of(traced.target, traced.args)
+    operand: Any = traced.args[0]
+    larger = max(_size(operand.meta["val"]), _size(traced.meta["val"]))
+    return float(prices.collective(kind, axes, larger)[0]), lane_of(axes)
+
+
+def lane_of(axes: tuple[int, ...]) -> str:
+    """The name of the lane of the collectives over some mesh axes."""
+    return "axes " + ",".join(map(str, axes))
+
+
+def _size(tensor: Tensor) -> float:
+    return float(tensor.numel() * tensor.element_size())
+
+
+@functools.cache
+def _viewing(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+
+
+def _is_view(node: fx.Node) -> bool:
+    return _viewing(node.target)
+
+
+def _kind(node: fx.Node) -> str:
+    name = str(node.target)
+    return next((kind for kind, words in _KINDS if any(word in name for word in words)), "pointwise")
+
+
+def _flop(node: fx.Node) -> tuple[float, tuple[float, float, float] | None]:
+    """FLOP, and m, k, n of a product."""
+    count: Callable[..., int] | None = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if count is None:
+        return 0.0, None
+    args = fx.node.map_arg(node.args, lambda n: n.meta["val"])
+    kwargs = fx.node.map_arg(dict(node.kwargs), lambda n: n.meta["val"])
+    flop = float(count(*args, **kwargs, out_val=node.meta["val"]))  # type: ignore[misc]
+    if node.target in (_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default):
+        left, right = [a for a in args if isinstance(a, Tensor)][-2:]  # type: ignore[union-attr]
+        return flop, (float(left.shape[-2]), float(left.shape[-1]), float(right.shape[-1]))
+    return flop, None

@@ -1,0 +1,261 @@
+"""Runs a sharded graph's scheduled forward and backward graphs under autograd."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from autotp.errors import AutotpError
+from passes import ops
+from passes.bucket import Enough
+from passes.launches import HOSTED, launch, local
+from passes.ops import Parts, part_of
+from passes.overlap import Orders, Overlapped, overlap
+from passes.schedule import Durations, Limits, Slot
+from passes.traced import Untraceable
+from passes.world import World
+
+__all__ = ["Compiled", "Overlap", "compiled", "in_lockstep", "key_of", "overlapping", "seed_for", "trained_among"]
+
+_log = logging.getLogger("autotp.schedule")
+
+#: Runs one of the two graphs: a list of its inputs, which it empties -> its outputs.
+Runner = Callable[[list[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """How graphs are overlapped.
+
+    Attributes:
+        durations: of the nodes, predicted.
+        enough: see `passes.bucket.bucket`; None: collectives are not merged.
+        limits: of the schedule.
+    """
+
+    durations: Durations
+    enough: Enough | None = None
+    limits: Limits = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A scheduled pair of graphs, ready to run.
+
+    Attributes:
+        graphs: what was scheduled, of this process's device or of the first.
+        slots: when each node is to run, by prediction; of both graphs.
+        forward, backward: run them.
+    """
+
+    graphs: Overlapped
+    slots: tuple[Sequence[Slot], Sequence[Slot]]
+    forward: Runner
+    backward: Runner
+
+    def __call__(self, seed: int, inputs: Sequence[Any]) -> list[Any]:
+        """The outputs of the sharded graph; gradients flow to the trained inputs.
+
+        Args:
+            seed: for random operators.
+            inputs: of the sharded graph; each a tensor, or ``Parts``.
+        """
+        hosted = next((len(value) for value in inputs if isinstance(value, Parts)), 0)
+        flat = [part for value in inputs for part in value] if hosted else inputs
+        results = _Pass.apply(self, seed, hosted, *flat)
+        return _grouped(results, hosted)
+
+
+def compiled(
+    sharded: fx.GraphModule, world: World, inputs: Mapping[str, Tensor], trained: frozenset[str], how: Overlap
+) -> Compiled | None:
+    """Schedules a sharded graph for this process's device; every process of the job must call it alike.
+
+    Rank 0 decides about the order, and every process checks that its graphs have the same nodes.
+
+    Args:
+        sharded: see ``passes.shard.shard``.
+        world: this process's.
+        inputs: placeholder -> this device's part of it.
+        trained: placeholders whose gradients are wanted.
+        how: durations and limits.
+
+    Returns:
+        None, on every process, where one of them cannot be traced or they differ: the sharded graph then runs as it is.
+    """
+    graphs: Overlapped | None = None
+    reason = ""
+    try:
+        graphs = overlap(sharded, world.mesh_shape, world.hosted[0], inputs, trained, how.enough)
+    except Untraceable as error:
+        reason = str(error)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (graphs.signature if graphs is not None else "", reason))
+    if len(set(found)) > 1 or graphs is None:
+        reason = next((why for _, why in found if why), "dims are split unevenly, so devices have different graphs")
+        _log.warning("no overlap of computing and communicating: %s", reason)
+        return None
+    slots = graphs.slots(how.durations, how.limits)
+    agreed: list[Any] = [graphs.orders(slots)]
+    dist.broadcast_object_list(agreed, src=0)
+    forward, backward = graphs.modules(agreed[0], world)
+    return Compiled(graphs, slots, forward, backward)
+
+
+def overlapping(schedule: str) -> bool:
+    """Whether a schedule's name asks for overlap.
+
+    Raises:
+        AutotpError: there is no such schedule.
+    """
+    if schedule not in ("overlap", "none"):
+        raise AutotpError(f"schedule={schedule!r} is unknown; choose 'overlap' or 'none'")
+    return schedule == "overlap"
+
+
+def trained_among(inputs: Mapping[str, Any]) -> frozenset[str]:
+    """The names of the inputs whose gradients are wanted: none where gradients are switched off."""
+    if not torch.is_grad_enabled():
+        return frozenset()
+    return frozenset(name for name, value in inputs.items() if _first(value).requires_grad)
+
+
+def key_of(inputs: Mapping[str, Any], trained: frozenset[str]) -> Hashable:
+    """What a compiled pair of graphs depends on besides the sharded graph."""
+    return trained, tuple((t.dtype, t.stride()) for t in map(_first, inputs.values()))
+
+
+def seed_for(sharded: fx.GraphModule, world: World) -> int:
+    """The seed of one forward pass, taken from the world's sequence if the graph draws random numbers."""
+    return world.next_seed() if any(node.target is ops.next_seed for node in sharded.graph.nodes) else 0
+
+
+def _first(value: Any) -> Tensor:
+    return value[0] if isinstance(value, Parts) else value
+
+
+def in_lockstep(
+    sharded: fx.GraphModule,
+    world: World,
+    inputs: Mapping[str, Parts],
+    trained: frozenset[str],
+    how: Overlap,
+    *,
+    even: bool,
+) -> Compiled | None:
+    """``compiled`` for all devices of a mesh in one process; with ``even`` parts, all have one pair of graphs."""
+    graphs: list[Overlapped] = []
+    known: dict[Any, Overlapped] = {}
+    for index, at in enumerate(world.hosted):
+        mine = {name: parts[index] for name, parts in inputs.items()}
+        key = None if even else at
+        if key not in known:
+            try:
+                known[key] = overlap(sharded, world.mesh_shape, at, mine, trained, how.enough)
+            except Untraceable as error:
+                _log.warning("no overlap of computing and communicating: %s", error)
+                return None
+        graphs.append(known[key])
+    if len({each.signature for each in known.values()}) > 1:
+        _log.warning("no overlap of computing and communicating: dims are split unevenly, so devices have different graphs")
+        return None
+    slots = graphs[0].slots(how.durations, how.limits)
+    orders = graphs[0].orders(slots)
+    halves = [_Lockstep(graphs, orders, half, world) for half in (0, 1)]
+    return Compiled(graphs[0], slots, *halves)
+
+
+class _Lockstep:
+    """Runs one of the graphs for all hosted devices, node by node."""
+
+    def __init__(self, graphs: Sequence[Overlapped], orders: Orders, half: int, world: World) -> None:
+        self.modules = [each.modules(orders, world)[half] for each in graphs]
+        self.world = world
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        """Inputs are ``Parts`` or, alike for all devices, anything else."""
+        given = iter(inputs)
+        values: dict[fx.Node, Any] = {}
+        for nodes in zip(*(module.graph.nodes for module in self.modules), strict=True):
+            first = nodes[0]
+            if first.op == "placeholder":
+                values[first] = next(given)
+            elif first.op == "get_attr":
+                values[first] = getattr(self.modules[0], str(first.target))
+            elif first.op == "output":
+                return [values[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in first.args[0]]
+            else:
+                values[first] = self._run(nodes, values)
+        raise AssertionError("the graph has no output")
+
+    def _run(self, nodes: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> Any:
+        first: Any = nodes[0]
+        if first.target in HOSTED:
+            args, kwargs = self._arguments(first, first, values)
+            if first.target is launch and any(str(node.args[3:]) != str(first.args[3:]) for node in nodes):
+                raise AutotpError(f"node {first}: devices disagree about a collective; this is a defect of autotp")
+            return first.target(*args, **kwargs)
+        arguments = [self._arguments(node, first, values) for node in nodes]
+        if first.target is local:
+            return Parts(local(*part_of(args, i), index=i) for i, (args, _) in enumerate(arguments))
+        if first.target is operator.getitem and not isinstance(arguments[0][0][0], Parts):
+            return arguments[0][0][0][arguments[0][0][1]]
+        return Parts(first.target(*part_of(args, i), **part_of(kwargs, i)) for i, (args, kwargs) in enumerate(arguments))
+
+    @staticmethod
+    def _arguments(node: fx.Node, first: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Any, Any]:
+        """A device's own arguments of a node, whose operands are known by the first device's nodes."""
+        known = dict(zip(node.all_input_nodes, first.all_input_nodes, strict=True))
+        found: Any = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: values[known[n]])
+        return found
+
+
+def _grouped(flat: Sequence[Any], hosted: int) -> list[Any]:
+    return [Parts(flat[i : i + hosted]) for i in range(0, len(flat), hosted)] if hosted else list(flat)
+
+
+class _Pass(torch.autograd.Function):
+    """One forward pass, and its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, compiled: Compiled, seed: int, hosted: int, *inputs: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        graphs = compiled.graphs
+        results = list(compiled.forward([*_grouped(inputs, hosted), seed]))
+        ctx.compiled, ctx.hosted = compiled, hosted
+        outputs, saved = results[: graphs.outputs], results[graphs.outputs :]
+        given = {id(tensor) for tensor in inputs}
+        flat: list[Any] = []
+        fixed: list[Tensor] = []
+        for i, output in enumerate(outputs):
+            for part in output if isinstance(output, Parts) else [output] * max(hosted, 1):
+                if isinstance(part, Tensor):
+                    part = part.view_as(part) if id(part) in given else part
+                    given.add(id(part))
+                    fixed += [part] if i not in graphs.tangents else []
+                flat.append(part)
+        ctx.mark_non_differentiable(*fixed)
+        ctx.save_for_backward(*(part for value in saved for part in (value if isinstance(value, Parts) else [value])))
+        return tuple(flat)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        graphs, hosted = ctx.compiled.graphs, ctx.hosted
+        given = _grouped([gradient.contiguous() for gradient in gradients], hosted)
+        values = [*_grouped(ctx.saved_tensors, hosted), *(given[i] for i in graphs.tangents)]
+        ctx.maybe_clear_saved_tensors()
+        del gradients, given
+        found: list[Any] = [None] * (len(graphs.inputs) * max(hosted, 1))
+        for i, gradient in zip(graphs.trained, ctx.compiled.backward(values), strict=True):
+            if hosted:
+                found[i * hosted : (i + 1) * hosted] = gradient if gradient is not None else [None] * hosted
+            else:
+                found[i] = gradient
+        return None, None, None, *found

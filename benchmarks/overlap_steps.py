@@ -1,0 +1,143 @@
+"""Times one plan with and without overlap, under torchrun: -m benchmarks.overlap_steps MODEL PLAN.json OUT.json [--rounds N]
+
+The ways to run it take turns. What computing takes alone is timed with collectives that answer at once, and what
+communicating takes alone by repeating the step's collectives, one after the other, without anything between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import autotp
+from autotp.durations import overlap_of
+from benchmarks.models import trained
+from passes.world import Pending, ProcessWorld
+
+#: name -> (schedule, chunks, whether small collectives are merged).
+WAYS: dict[str, tuple[str, dict[str, int], bool]] = {
+    "no overlap": ("none", {}, False),
+    "scheduled": ("overlap", {}, False),
+    "chunked": ("overlap", {"rows": 2}, False),
+    "overdecomposed": ("overlap", {"batch": 2}, False),
+    "both": ("overlap", {"batch": 2, "rows": 2}, False),
+    "+ bucketing": ("overlap", {"batch": 2, "rows": 2}, True),
+    "bucketing alone": ("overlap", {}, True),
+    "overdecomposed + bucketing": ("overlap", {"batch": 2}, True),
+}
+WARM_UP, TIMED = 1, 2
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="a name that benchmarks.models.trained knows")
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ways", nargs="*", default=list(WAYS))
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model, args = trained(chosen.model)
+    plan = autotp.Plan.load(chosen.plan)
+    steps: dict[str, Callable[[], Any]] = {}
+    for way in chosen.ways:
+        schedule, chunks, merge = WAYS[way]
+        parallel = autotp.parallelize(model, args=args, plan=replace(plan, chunks=chunks), schedule=schedule)
+        if parallel._overlapping is not None:
+            parallel._overlapping.how = overlap_of(plan.topology, plan.mesh_shape, merge=merge)
+        steps[way] = lambda parallel=parallel: _step(parallel, args)  # type: ignore[misc]
+        if way == "no overlap":
+            calls = _recorded(parallel, args)
+            alone = autotp.parallelize(model, args=args, plan=plan, schedule="none")
+            world: Any = alone.get_submodule("autotp_world")
+            for kind in KINDS:
+                setattr(world, kind, getattr(_Mute(world), kind))
+            steps["compute alone"] = lambda parallel=alone: _step(parallel, args)  # type: ignore[misc]
+            steps["communication alone"] = lambda calls=calls: [call().wait() for call in calls]  # type: ignore[misc]
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(1 + chosen.rounds):
+        for name, step in steps.items():
+            for _ in range(WARM_UP):
+                _timed(step)
+            for _ in range(TIMED if number else 0):
+                times[name].append(_timed(step))
+    if dist.get_rank() == 0:
+        temporary = chosen.out.with_suffix(".tmp")
+        temporary.write_text(json.dumps({name: statistics.median(found) for name, found in times.items()}))
+        os.replace(temporary, chosen.out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class _Mute:
+    """Collectives that answer at once, with something of the right shape."""
+
+    def __init__(self, world: ProcessWorld) -> None:
+        self.shape = world.mesh_shape
+
+    def all_reduce(self, parts: Any, axes: Any, op: str = "sum") -> Pending:
+        return Pending(parts)
+
+    def all_gather(self, parts: Any, axis: int) -> Pending:
+        return Pending([parts[0].expand(self.shape[axis], *parts[0].shape)])
+
+    def reduce_scatter(self, parts: Any, axis: int) -> Pending:
+        return Pending([parts[0][0]])
+
+    def all_to_all(self, parts: Any, axis: int) -> Pending:
+        return Pending(parts)
+
+
+def _recorded(parallel: torch.nn.Module, args: tuple[Tensor, ...]) -> list[Callable[[], Pending]]:
+    """The collectives of one step, to be called again."""
+    world: Any = parallel.get_submodule("autotp_world")
+    calls: list[Callable[[], Pending]] = []
+
+    def listen(kind: str) -> None:
+        original = getattr(world, kind)
+
+        def call(parts: Any, *rest: Any) -> Pending:
+            mine = [part.detach().clone() for part in parts]
+            calls.append(lambda: original(mine, *rest))
+            return original(parts, *rest)
+
+        setattr(world, kind, call)
+
+    for kind in KINDS:
+        listen(kind)
+    _step(parallel, args)
+    for kind in KINDS:
+        delattr(world, kind)
+    return calls
+
+
+def _step(parallel: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
+    parallel(*args).backward()
+    for parameter in parallel.parameters():
+        parameter.grad = None
+
+
+def _timed(step: Callable[[], Any]) -> float:
+    dist.barrier()
+    begin = time.monotonic()
+    step()
+    span: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(span, (begin, time.monotonic()))
+    return max(end for _, end in span) - min(start for start, _ in span)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Bucketing: small collectives of one kind, group and dtype become one, where none depends on another.
+
+A collective of few bytes costs its latency; several of them in one message cost it once. Members of a bucket are
+neighbours in the order of the graph, up to a number of bytes that the cost model gives: the size beyond which the latency
+is a small share of a collective's time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.primitives import COLLECTIVES, axes_of
+
+__all__ = ["Enough", "bucket"]
+
+_aten = torch.ops.aten
+
+#: (kind, mesh axes) -> bytes of this device's part from which on a collective is no longer small.
+Enough = Callable[[str, tuple[int, ...]], float]
+
+
+def bucket(graph: fx.Graph, enough: Enough) -> int:
+    """Merges small collectives of a traced graph in place.
+
+    Args:
+        graph: collectives are operators of `passes.primitives`.
+        enough: from how many bytes on a collective is sent by itself.
+
+    Returns:
+        How many collectives there are fewer.
+    """
+    fewer = 0
+    for members in _buckets(list(graph.nodes), enough):
+        _merge(graph, members)
+        fewer += len(members) - 1
+    _sort(graph)
+    graph.lint()
+    return fewer
+
+
+def _key(node: fx.Node) -> Hashable:
+    return node.target, axes_of(node.target, node.args), str(node.args[2:]), node.meta["val"].dtype
+
+
+def _size(node: fx.Node) -> float:
+    value = node.args[0].meta["val"]  # type: ignore[union-attr]
+    return float(value.numel() * value.element_size())
+
+
+def _buckets(nodes: Sequence[fx.Node], enough: Enough) -> list[list[fx.Node]]:
+    """Sets of collectives to merge. Merging keeps the graph free of cycles, as each set is checked with those before it."""
+    number = {node: i for i, node in enumerate(nodes)}
+    candidates: dict[Hashable, list[fx.Node]] = {}
+    for node in nodes:
+        if node.target in COLLECTIVES:
+            limit = enough(COLLECTIVES[node.target], axes_of(node.target, node.args))
+            if _size(node) < limit:
+                candidates.setdefault(_key(node), []).append(node)
+    behind = _Behind(nodes)
+    found = []
+    for group in candidates.values():
+        limit = enough(COLLECTIVES[group[0].target], axes_of(group[0].target, group[0].args))
+        open_: list[fx.Node] = []
+        for node in group:
+            fits = sum(map(_size, open_)) + _size(node) <= limit
+            if open_ and (not fits or not behind.independent(open_, node)):
+                if len(open_) > 1:
+                    found.append(open_)
+                    behind.merge(open_)
+                open_ = []
+            open_.append(node)
+        if len(open_) > 1:
+            found.append(open_)
+            behind.merge(open_)
+    return sorted(found, key=lambda members: number[members[-1]])
+
+
+class _Behind:
+    """Which nodes depend on which, merged sets counted as one."""
+
+    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+        self.one = {node: node for node in nodes}
+        self.members: dict[fx.Node, list[fx.Node]] = {}
+        self.users = {node: list(node.users) for node in nodes}
+
+    def independent(self, members: Sequence[fx.Node], other: fx.Node) -> bool:
+        """Whether merging ``other`` into a set keeps the graph free of cycles: no way leads from one to another."""
+        wanted = {*members, other}
+        seen: set[fx.Node] = set()
+        pending = [user for member in wanted for user in self.after(member)]
+        while pending:
+            node = self.one[pending.pop()]
+            if node in wanted:
+                return False
+            if node not in seen:
+                seen.add(node)
+                pending += self.after(node)
+        return True
+
+    def after(self, node: fx.Node) -> list[fx.Node]:
+        return [user for member in self.members.get(node, [node]) for user in self.users[member]]
+
+    def merge(self, members: list[fx.Node]) -> None:
+        self.members[members[0]] = members
+        for member in members:
+            self.one[member] = members[0]
+
+
+def _merge(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
+    kind = COLLECTIVES[members[0].target]
+    parts = [node.args[0] for node in members]
+    shapes = [list(node.meta["val"].shape) for node in members]
+    # What a group's members exchange is told apart by the leading dim, but for all_reduce and what is yet to be stacked.
+    rows = kind in ("reduce_scatter", "all_to_all")
+    ways = members[0].args[2] if kind == "all_gather" else 0
+    with graph.inserting_before(members[-1].next):
+        flat = []
+        for part in parts:
+            lead = [part.meta["val"].shape[0]] if rows else []  # type: ignore[union-attr]
+            flat.append(_emit(graph, _aten.reshape.default, part, [*lead, -1]))
+        joined = _emit(graph, _aten.cat.default, flat, 1 if rows else 0)
+        sent = _emit(graph, members[0].target, joined, *members[0].args[1:])
+        lead = [ways] if ways else [shapes[0][0]] if kind == "all_to_all" else []
+        lengths = [math.prod(shape) // math.prod(lead) for shape in shapes]
+        pieces = _emit(graph, _aten.split_with_sizes.default, sent, lengths, len(lead))
+        for i, (node, shape) in enumerate(zip(members, shapes, strict=True)):
+            piece = _emit(graph, operator.getitem, pieces, i)
+            if lead:  # a piece is not contiguous, as what it replaces is
+                piece = _emit(graph, _aten.clone.default, piece)
+                piece.kwargs = {"memory_format": torch.contiguous_format}
+            whole = _emit(graph, _aten.view.default, piece, shape)
+            node.replace_all_uses_with(whole)
+    for node in members:
+        graph.erase_node(node)
+
+
+def _emit(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    node = graph.call_function(target, args)
+    value = fx.node.map_aggregate(args, lambda a: a.meta["val"] if isinstance(a, fx.Node) else a)
+    with _mode_of(value):
+        node.meta["val"] = target(*value)  # type: ignore[misc]
+    return node
+
+
+def _mode_of(values: Any) -> Any:
+    for value in torch.utils._pytree.tree_leaves(values):
+        if isinstance(value, Tensor) and hasattr(value, "fake_mode"):
+            return value.fake_mode
+    raise ValueError("no operand has a fake tensor")
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Puts nodes behind what they read, keeping the order otherwise."""
+    number = {node: i for i, node in enumerate(graph.nodes)}
+    missing = {node: len(set(node.all_input_nodes)) for node in number}
+    ready = [(i, node) for node, i in number.items() if not missing[node]]
+    heapq.heapify(ready)
+    last = graph._root
+    while ready:
+        _, node = heapq.heappop(ready)
+        last.append(node)
+        last = node
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, (number[user], user))

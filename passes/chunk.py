@@ -1,0 +1,143 @@
+"""Chunking: which operators a virtual mesh axis cuts, and for which of their factors.
+
+Two ways, which may be had together, as two virtual axes. *The batch*: every operator that can works on a part of the batch
+at a time (Tensor3D's overdecomposition); chunks flow from the inputs on, and where an operator cannot follow, they are
+joined. *Operators*: the rows of single matrix products whose operands, results or gradients communicate (ATP's chunks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from torch import Tensor, fx
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from passes.factors import Factor, Operator, value_of
+from passes.layout import is_shard, local_shape, place
+from passes.rules.shapes import operands_of, results_of
+from passes.shard import Sharding
+from passes.strategy import SUM, Strategy, replicated, strategies
+
+__all__ = ["Cuts", "by_batch", "by_rows", "communicating", "extended"]
+
+#: Operator name -> the factor that a virtual axis cuts, or partial sums passed through, or None.
+Cuts = Mapping[str, str | None]
+
+
+def by_batch(
+    graph: fx.Graph, operators: Mapping[fx.Node, Operator], sharding: Sharding, inputs: Collection[str], chunks: int
+) -> Cuts:
+    """What a virtual axis of ``chunks`` cuts, operator by operator, for the batch to be worked on in so many parts.
+
+    Args:
+        graph: a captured graph.
+        operators: its analysis.
+        sharding: for the mesh, without the virtual axis.
+        inputs: placeholders that are the user's inputs.
+        chunks: how many.
+    """
+    whole: Placement = Replicate()
+    have: dict[object, Placement | None] = {}  # None: whole or cut, as one likes
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta.get("val")
+            splits = node.name in inputs and isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] % chunks == 0
+            have[(node, 0)] = None if splits else whole
+    found: dict[str, str | None] = {}
+    for node, operator in operators.items():
+        best, least = replicated(operator, len(sharding.mesh) + 1), float("inf")
+        for strategy in _options(operator, sharding, chunks):
+            cost = _cost(node, strategy, have)
+            if cost < least or (cost == least and best.assignment[-1] is None):
+                best, least = strategy, cost
+        found[node.name] = best.assignment[-1]
+        for i, layout in enumerate(best.results):
+            have[(node, i)] = layout[-1]
+    return found
+
+
+def _cost(node: fx.Node, strategy: Strategy, have: Mapping[object, Placement | None]) -> float:
+    """Bytes that are joined or cut anew, and sums that are made of parts."""
+    cost = 0.0
+    for operand, want in zip(operands_of(node), strategy.wants, strict=True):
+        value: Tensor = operand.meta["val"]
+        mine, wanted = have.get(value_of(operand)), want.layout[-1]
+        free = mine is None and (wanted == Replicate() or (is_shard(wanted) and wanted == place(0)))
+        if not free and mine != wanted:
+            cost += value.numel() * value.element_size()
+    for result, layout in zip(results_of(node), strategy.results, strict=True):
+        if isinstance(layout[-1], Partial):
+            cost += 0.5 * result.numel() * result.element_size()
+    return cost
+
+
+def _options(operator: Operator, sharding: Sharding, chunks: int) -> list[Strategy]:
+    """The strategies that extend an operator's own by a virtual axis, even parts only; the first leaves it whole."""
+    mine = sharding.strategies[operator.node.name].assignment
+    mesh = (*sharding.mesh, chunks)
+    axis = len(sharding.mesh)
+    inner = frozenset(operator.rule.inner) if operator.rule is not None else frozenset()
+
+    def allow(at: int, factor: Factor | None) -> bool:
+        if at == axis:
+            return factor is None or (factor.name not in inner and factor.size % chunks == 0)
+        if factor is None:
+            return (mine[at] or "").startswith(SUM)
+        return mine[at] == factor.name
+
+    return [s for s in strategies(operator, mesh, allow) if s.assignment[:-1] == mine and _even(operator.node, s, mesh)]
+
+
+def _even(node: fx.Node, strategy: Strategy, mesh: tuple[int, ...]) -> bool:
+    if strategy.assignment[-1] is None:
+        return True
+    last = tuple(n - 1 for n in mesh)
+    tensors = [(n.meta["val"], want.layout) for n, want in zip(operands_of(node), strategy.wants, strict=True)]
+    tensors += zip(results_of(node), strategy.results, strict=True)
+    return all(local_shape(t.shape, layout, mesh) == local_shape(t.shape, layout, mesh, last) for t, layout in tensors)
+
+
+def communicating(operators: Mapping[fx.Node, Operator], sharding: Sharding) -> list[str]:
+    """Names of the matrix products whose operands, results or activations' gradients communicate."""
+    found = []
+    for node, operator in operators.items():
+        kinds = {factor.kind for factor in operator.factors.values()}
+        if not {"m", "n", "k"} <= kinds:
+            continue
+        strategy = sharding.strategies[node.name]
+        data = strategy.wants[0]
+        partial = [*(p for layout in strategy.results for p in layout), *data.gradient]
+        if any(isinstance(p, Partial) for p in partial):
+            found.append(node.name)
+    return found
+
+
+def by_rows(operators: Mapping[fx.Node, Operator], sharding: Sharding, names: Collection[str], chunks: int) -> Cuts:
+    """What a virtual axis cuts when the rows of some matrix products come in ``chunks`` parts; see `by_batch`."""
+    found: dict[str, str | None] = {}
+    for node, operator in operators.items():
+        found[node.name] = None
+        if node.name in names:
+            rows = {f.name for f in operator.factors.values() if f.kind == "m"}
+            options = [s.assignment[-1] for s in _options(operator, sharding, chunks) if s.assignment[-1] in rows]
+            found[node.name] = options[0] if options else None
+    return found
+
+
+def extended(operators: Mapping[fx.Node, Operator], sharding: Sharding, cuts: Cuts, chunks: int) -> Sharding:
+    """A sharding with a virtual axis behind its mesh, along which everything rests whole.
+
+    Raises:
+        ValueError: an operator cannot be cut as asked.
+    """
+    chosen: dict[str, Strategy] = {}
+    for node, operator in operators.items():
+        wanted = cuts.get(node.name)
+        options = [s for s in _options(operator, sharding, chunks) if s.assignment[-1] == wanted]
+        if not options:
+            raise ValueError(f"operator {node.name} cannot be cut for {wanted} into {chunks} chunks")
+        chosen[node.name] = options[0]
+    resting = {name: (*layout, Replicate()) for name, layout in sharding.resting.items()}
+    return replace(sharding, mesh=(*sharding.mesh, chunks), strategies=chosen, resting=resting)

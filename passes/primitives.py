@@ -1,0 +1,80 @@
+"""Operators of the library ``autotp``: what a traced graph says where a sharded graph talks to its world.
+
+They have shapes, for tracing, and no numbers: before a graph runs, `passes.launches` puts calls of a `passes.world.World`
+in their place. Nothing in them
+tells one device of a mesh from another, so devices whose parts have equal shapes have one graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.layout import take_block
+
+__all__ = ["COLLECTIVES", "LOCAL", "axes_of"]
+
+_LIBRARY = torch.library.Library("autotp", "DEF")
+
+
+def _define(schema: str, shape: Any) -> Any:
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, shape, "Meta")
+    return getattr(torch.ops.autotp, name).default
+
+
+def _like(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _resized(x: Tensor, dim: int, length: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = length
+    return x.new_empty(shape)
+
+
+def _own(x: Tensor, dim: int, blocks: int, axis: int, ways: int, traced: int) -> Tensor:
+    return torch.empty_like(take_block(x, dim, blocks, ways, traced), memory_format=torch.contiguous_format)
+
+
+all_reduce = _define("all_reduce(Tensor x, int[] axes, str op) -> Tensor", _like)
+all_gather = _define(
+    "all_gather(Tensor x, int axis, int ways) -> Tensor", lambda x, axis, ways: x.new_empty((ways, *x.shape))
+)
+reduce_scatter = _define("reduce_scatter(Tensor x, int axis) -> Tensor", lambda x, axis: x.new_empty(x.shape[1:]))
+all_to_all = _define("all_to_all(Tensor x, int axis) -> Tensor", _like)
+#: This device's block of a dim, as a copy; ``traced`` is the coordinate along the axis for which shapes were traced.
+own = _define("own(Tensor x, int dim, int blocks, int axis, int ways, int traced) -> Tensor", _own)
+#: The tensor on devices whose coordinates on the axes are 0, zeros on others.
+mask = _define("mask(Tensor x, int[] axes) -> Tensor", _like)
+pad = _define("pad(Tensor x, int dim, int length) -> Tensor", _resized)
+crop = _define("crop(Tensor x, int dim, int length) -> Tensor", _resized)
+#: Where this device's part of a dim begins, a tensor without dims.
+offset = _define(
+    "offset(int size, int[] axes, Tensor like) -> Tensor",
+    lambda size, axes, like: torch.empty((), dtype=torch.int64, device=like.device),
+)
+#: 1 with probability ``keep``, else 0, alike on devices that do not differ on the axes.
+draw = _define(
+    "draw(Tensor seed, int salt, int[] axes, Tensor like, float keep) -> Tensor", lambda s, n, a, like, k: _like(like)
+)
+
+#: The operators that stand for collectives.
+COLLECTIVES: Mapping[Any, str] = {
+    all_reduce: "all_reduce",
+    all_gather: "all_gather",
+    reduce_scatter: "reduce_scatter",
+    all_to_all: "all_to_all",
+}
+
+#: Those that need their device's place and no other device.
+LOCAL = frozenset({own, mask, pad, crop, offset, draw})
+
+
+def axes_of(target: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """The mesh axes of a collective's group."""
+    return tuple(args[1]) if target is all_reduce else (args[1],)

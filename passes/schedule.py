@@ -1,0 +1,199 @@
+"""The order in which a graph with collectives runs: launched early, waited for late, compute in between.
+
+List scheduling on several resources. Compute runs one operator after the other; a collective occupies its group's link from
+its launch until it is done. Whenever the program is free it launches what can be launched, most urgent first, then runs the
+most urgent operator whose operands are there; only when there is none does it wait. Urgent is what has the longest way to
+the end of the graph. The order depends on the graph, on predicted durations and on sizes alone: ranks for which these are
+alike launch alike.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from passes.launches import launch, wait
+
+__all__ = ["Durations", "Limits", "Slot", "Work", "reordered", "schedule"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What scheduling knows of a node.
+
+    Attributes:
+        seconds: how long it occupies its lane.
+        lane: ``compute``, or the group of a collective.
+        bytes: what its result holds; 0 for a view.
+    """
+
+    seconds: float = 0.0
+    lane: str = "compute"
+    bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """When a node runs, by prediction: seconds from the graph's start, in the lane of its `Work`."""
+
+    node: fx.Node
+    begin: float
+    end: float
+    lane: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a schedule must keep to.
+
+    Attributes:
+        collectives: that may be under way at once.
+        slack: by how much the results held at once may exceed those of the order given, as a share of that order's peak.
+    """
+
+    collectives: int = 8
+    slack: float = 0.25
+
+
+Durations = Callable[[fx.Node], Work]
+
+
+def schedule(graph: fx.Graph, durations: Durations, limits: Limits = Limits()) -> list[Slot]:
+    """A good order of a graph's nodes, placeholders and the output left out.
+
+    Args:
+        graph: see ``passes.launches.launches``.
+        durations: of every node; a launch has its collective's.
+        limits: see there.
+
+    Returns:
+        In the order in which the nodes are to run.
+    """
+    return _Scheduler(graph, durations, limits).run()
+
+
+def reordered(graph: fx.Graph, order: Iterable[fx.Node]) -> fx.Graph:
+    """The same graph with its nodes in another order."""
+    result = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    nodes = list(graph.nodes)
+    for node in (*(n for n in nodes if n.op == "placeholder"), *order, nodes[-1]):
+        values[node] = result.node_copy(node, lambda n: values[n])
+    return result
+
+
+class _Memory:
+    """The bytes of results that are held."""
+
+    def __init__(self, nodes: Sequence[fx.Node], work: Mapping[fx.Node, Work]) -> None:
+        self.work = work
+        self.readers: dict[fx.Node, int] = {}
+        for node in nodes:
+            self.readers[node] = sum(user.op != "output" for user in node.users) + (
+                2**31 if any(user.op == "output" for user in node.users) else 0
+            )
+        self.left = dict(self.readers)
+        self.held = 0.0
+
+    def change(self, node: fx.Node) -> float:
+        """Bytes by which running a node lets what is held grow."""
+        freed = sum(self.work[n].bytes for n in node.all_input_nodes if n in self.left and self.left[n] == 1)
+        return self.work[node].bytes - freed
+
+    def run(self, node: fx.Node) -> None:
+        """Counts a node that has run."""
+        self.held += self.change(node)
+        for n in node.all_input_nodes:
+            if n in self.left:
+                self.left[n] -= 1
+
+
+def _peak(nodes: Sequence[fx.Node], work: Mapping[fx.Node, Work]) -> float:
+    memory, most = _Memory(nodes, work), 0.0
+    for node in nodes:
+        memory.run(node)
+        most = max(most, memory.held)
+    return most
+
+
+class _Scheduler:
+    def __init__(self, graph: fx.Graph, durations: Durations, limits: Limits) -> None:
+        self.nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+        self.work = {node: durations(node) for node in self.nodes}
+        self.limits = limits
+        self.most = _peak(self.nodes, self.work) * (1 + limits.slack)
+        self.memory = _Memory(self.nodes, self.work)
+        self.number = {node: i for i, node in enumerate(self.nodes)}
+        self.users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        self.missing: dict[fx.Node, int] = {}
+        for node in self.nodes:
+            sources = {n for n in node.all_input_nodes if n in self.number}
+            self.missing[node] = len(sources)
+            for source in sources:
+                self.users[source].append(node)
+        self.urgency: dict[fx.Node, float] = {}
+        for node in reversed(self.nodes):
+            self.urgency[node] = self.work[node].seconds + max((self.urgency[u] for u in self.users[node]), default=0.0)
+        self.ready: dict[str, list[tuple[float, int, fx.Node]]] = {"launch": [], "wait": [], "compute": []}
+        self.done: dict[fx.Node, float] = {}
+        self.under_way = 0
+        self.now = 0.0
+
+    def run(self) -> list[Slot]:
+        free: dict[str, float] = defaultdict(float)
+        slots: list[Slot] = []
+        for node in self.nodes:
+            if not self.missing[node]:
+                self.offer(node)
+        while any(self.ready.values()):
+            node = self.pick()
+            work = self.work[node]
+            self.memory.run(node)
+            if node.target is launch:
+                begin = max(self.now, free[work.lane])
+                self.done[node] = free[work.lane] = begin + work.seconds
+                slots.append(Slot(node, begin, self.done[node], work.lane))
+                self.under_way += 1
+            else:
+                if node.target is wait:
+                    self.now = max(self.now, self.done[node.all_input_nodes[0]])
+                    self.under_way -= 1
+                slots.append(Slot(node, self.now, self.now + work.seconds, "compute"))
+                self.now += work.seconds
+            for user in self.users[node]:
+                self.missing[user] -= 1
+                if not self.missing[user]:
+                    self.offer(user)
+        return slots
+
+    def offer(self, node: fx.Node) -> None:
+        kind = "launch" if node.target is launch else "wait" if node.target is wait else "compute"
+        heapq.heappush(self.ready[kind], (-self.urgency[node], self.number[node], node))
+
+    def pick(self) -> fx.Node:
+        ready = self.ready
+        arrived = [e for e in ready["wait"] if self.done[e[2].all_input_nodes[0]] <= self.now]
+        if ready["launch"]:
+            if self.under_way < self.limits.collectives:
+                return heapq.heappop(ready["launch"])[2]
+            if arrived:
+                return self.take("wait", min(arrived))
+        if ready["compute"]:
+            crowded = self.memory.held + self.work[ready["compute"][0][2]].bytes > self.most
+            entry = min(ready["compute"], key=lambda e: e[1]) if crowded else ready["compute"][0]
+            urgent = [e for e in arrived if e < entry]
+            return self.take("wait", min(urgent)) if urgent else self.take("compute", entry)
+        if ready["wait"]:
+            return self.take("wait", min(ready["wait"], key=lambda e: (self.done[e[2].all_input_nodes[0]], e)))
+        return heapq.heappop(ready["launch"])[2]
+
+    def take(self, kind: str, entry: tuple[float, int, fx.Node]) -> fx.Node:
+        if entry is self.ready[kind][0]:
+            return heapq.heappop(self.ready[kind])[2]
+        self.ready[kind].remove(entry)
+        heapq.heapify(self.ready[kind])
+        return entry[2]

@@ -1,0 +1,294 @@
+"""Scheduling, chunks and buckets: whatever the order and the cuts, the numbers are the model's."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from float64 import float64_mode
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import autotp
+from autotp.durations import overlap_of
+from autotp.overlapped import Overlap
+from autotp.rewrite import rewrite
+from autotp.simulate import Simulated
+from passes.bucket import bucket
+from passes.launches import launch, wait
+from passes.overlap import overlap
+from passes.primitives import COLLECTIVES
+from passes.schedule import Limits, Work, schedule
+from passes.traced import trace
+from passes.world import LocalWorld
+
+
+class Block(nn.Module):
+    """Normalisation, attention-free mixing and a residual, with everything a chunk may stumble over."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Tokens(nn.Module):
+    """Blocks and a loss that ignores some labels: its mean divides by what is left, over all chunks and devices."""
+
+    def __init__(self, width=8, words=16):
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def tokens():
+    torch.manual_seed(0)
+    with float64_mode():
+        model = Tokens().double()
+    ids = torch.randint(0, 16, (8, 4))
+    labels = ids.clone()
+    labels[3, :] = -100
+    labels[0, 1] = -100
+    return model, (ids, labels)
+
+
+def planned(model, args, strategy="megatron-1d", mesh=(2,), **more):
+    topology = autotp.Topology.flat(torch.tensor(mesh).prod().item(), bandwidth="1 GB/s", latency="10 us")
+    return autotp.plan(model, topology, args, strategy=strategy, mesh=mesh, panels=1, **more)
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def same(model, ours, args):
+    want, got = model(*args), ours(*args)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+    wanted = gradients(model, want)
+    for name, gradient in gradients(model, got).items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-9, atol=1e-12, msg=name)
+
+
+def random_durations(seed):
+    """Durations that have nothing to do with anything: a schedule must be right for all of them."""
+    chance = random.Random(seed)
+    known = {}
+
+    def durations(node):
+        if node not in known:
+            known[node] = Work(chance.random(), f"lane {chance.randrange(3)}", chance.random())
+        return dataclasses.replace(known[node], lane=known[node].lane if node.target is launch else "compute")
+
+    return durations
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    strategy=st.sampled_from(["megatron-1d", "megatron-sp", "data", "zero3", "tensor3d", "3d"]),
+    batch=st.sampled_from([1, 2, 4]),
+    rows=st.sampled_from([1, 2]),
+    in_flight=st.integers(1, 5),
+    bytes_=st.sampled_from([None, 0.0, 300.0, 1e9]),
+)
+def test_any_schedule_chunks_and_buckets(seed, strategy, batch, rows, in_flight, bytes_):
+    model, args = tokens()
+    mesh = (2, 2) if strategy in ("tensor3d", "3d") else (2,)
+    plan = dataclasses.replace(planned(model, args, strategy, mesh), chunks={"batch": batch, "rows": rows})
+    enough = None if bytes_ is None else lambda kind, axes: bytes_
+    how = Overlap(random_durations(seed), enough, Limits(in_flight, slack=seed % 3 / 2))
+    same(model, Simulated(model, rewrite(model, plan, args), LocalWorld(mesh), how), args)
+
+
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+def test_chunks_with_either_schedule(schedule):
+    model, args = tokens()
+    plan = dataclasses.replace(planned(model, args), chunks={"batch": 2})
+    same(model, autotp.simulate(model, plan, args, schedule=schedule), args)
+
+
+def test_uneven_shards_are_scheduled_too():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 7), nn.GELU(), nn.Linear(7, 10)).double()
+    args = (torch.randn(6, 10, dtype=torch.float64),)
+    plan = planned(model, args, "megatron-1d", (3,))
+    ours = autotp.simulate(model, plan, args, schedule="overlap")
+    assert not ours.rewritten.even
+    want = model(*args)
+    got = ours(*args)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    wanted = gradients(model, want.square().sum())
+    for name, gradient in gradients(model, got.square().sum()).items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-9, atol=1e-12)
+    assert all(found is not None for found in ours._compiled.values())
+
+
+def test_dropout_draws_what_the_sharded_graph_draws():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8)).double().train()
+    args = (torch.randn(4, 8, dtype=torch.float64),)
+    plan = planned(model, args)
+    results = []
+    for kind in ("none", "overlap"):
+        ours = autotp.simulate(model, plan, args, schedule=kind)
+        ours.world.seed(7)
+        results.append([ours(*args) for _ in range(2)])
+    assert not torch.equal(results[0][0], results[0][1]), "every pass draws anew"
+    for eager, scheduled in zip(*results, strict=True):
+        torch.testing.assert_close(scheduled, eager, rtol=1e-12, atol=1e-12)
+
+
+def test_frozen_parameters_and_inference():
+    model, args = tokens()
+    plan = planned(model, args)
+    model.embed.weight.requires_grad_(False)
+    ours = autotp.simulate(model, plan, args, schedule="overlap")
+    ours(*args).backward()
+    assert model.embed.weight.grad is None and model.head.weight.grad is not None
+    with torch.no_grad():
+        assert not ours(*args).requires_grad
+    backward = [len(found.graphs.backward.nodes) for found in ours._compiled.values()]
+    assert sorted(backward)[0] == 1, "inference has a forward graph alone"
+
+
+def prepared(strategy="megatron-1d", mesh=(2,), chunks=None, enough=None):
+    model, args = tokens()
+    plan = dataclasses.replace(planned(model, args, strategy, mesh), chunks=chunks or {})
+    ours = autotp.simulate(model, plan, args)
+    made = rewrite(model, plan, args)
+    state = {**dict(ours.named_parameters()), **dict(ours.named_buffers())}
+    whole = {name: state[fqn] for name, fqn in made.captured.parameters.items()}
+    whole |= dict(zip(made.captured.inputs, args, strict=True))
+
+    def graphs(at):
+        from passes.layout import take
+
+        parts = {n: take(t.detach(), made.sharding.resting.get(n, made.whole), mesh, at) for n, t in whole.items()}
+        return overlap(made.graph_module, mesh, at, parts, frozenset(made.captured.parameters), enough)
+
+    return graphs, plan
+
+
+def launched(graph):
+    return [(n.args[1], str(n.args[3:])) for n in graph.nodes if n.target is launch]
+
+
+def test_every_rank_launches_in_one_order():
+    """Ranks that time things differently would choose different orders; the order of one of them serves all."""
+    graphs, _ = prepared("tensor3d", (2, 2), {"batch": 2})
+    devices = [graphs(at) for at in ((0, 0), (0, 1), (1, 0), (1, 1))]
+    assert len({each.signature for each in devices}) == 1
+    own = [each.orders(each.slots(random_durations(i), Limits())) for i, each in enumerate(devices)]
+    alone = [launched(each.modules(order, LocalWorld((2, 2)))[0].graph) for each, order in zip(devices, own, strict=True)]
+    assert any(other != alone[0] for other in alone[1:]), "this test could not tell"
+    agreed = [[launched(half.graph) for half in each.modules(own[0], LocalWorld((2, 2)))] for each in devices]
+    assert all(other == agreed[0] for other in agreed[1:])
+    assert agreed[0][0]
+
+
+def test_signatures_tell_graphs_apart():
+    one, two = prepared()[0]((0,)), prepared(chunks={"batch": 2})[0]((0,))
+    assert one.signature != two.signature
+
+
+def test_a_chunk_computes_while_another_communicates():
+    graphs, plan = prepared(chunks={"batch": 2})
+    seconds = 1.0
+
+    def durations(node):
+        if node.target is launch:
+            return Work(seconds, "axes 0")
+        return Work(0.0 if node.target is wait or node.op == "get_attr" else seconds / 10)
+
+    for chunks in ({}, {"batch": 2}):
+        made = prepared(chunks=chunks)[0]((0,))
+        slots = schedule(made.forward, durations)
+        moving = [s for s in slots if s.lane == "axes 0"]
+        computing = sum(s.end - s.begin for s in slots if s.lane == "compute")
+        hidden = sum(
+            max(0.0, min(s.end, m.end) - max(s.begin, m.begin)) for m in moving for s in slots if s.lane == "compute"
+        )
+        if chunks:
+            assert hidden > 0.4 * computing
+        else:
+            assert hidden < 0.1 * computing
+    assert plan.chunks == {"batch": 2}
+    assert graphs
+
+
+def test_no_more_collectives_are_under_way_than_allowed():
+    made = prepared("zero3", (2,), {"batch": 2})[0]((0,))
+    durations = overlap_of(autotp.Topology.flat(2, bandwidth="1 MB/s", latency="1 ms"), (2,)).durations
+    for most in (1, 3):
+        under_way = peak = 0
+        for slot in schedule(made.backward, durations, Limits(collectives=most)):
+            under_way += (slot.node.target is launch) - (slot.node.target is wait)
+            peak = max(peak, under_way)
+        assert peak == most
+
+
+def test_buckets_keep_dependent_collectives_apart():
+    model, args = tokens()
+    plan = planned(model, args, "data")
+    made = rewrite(model, plan, args)
+    state = dict(model.named_parameters())
+    parts = {name: state[fqn].detach() for name, fqn in made.captured.parameters.items()}
+    parts |= dict(zip(made.captured.inputs, args, strict=True))
+    joint = trace(made.graph_module, (2,), (0,), parts, frozenset(made.captured.parameters))
+    before = sum(n.target in COLLECTIVES for n in joint.graph.nodes)
+    fewer = bucket(joint.graph, lambda kind, axes: 1e9)
+    after = sum(n.target in COLLECTIVES for n in joint.graph.nodes)
+    assert before - after == fewer > 5
+    assert after >= 2, "the loss's own sum comes before the gradients'"
+
+
+def test_what_cannot_be_traced_runs_as_it_is(caplog):
+    class Noise(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(x + torch.rand_like(x))
+
+    model, args = Noise(), (torch.randn(4, 8),)
+    plan = planned(model, args, "data")
+    ours = autotp.simulate(model, plan, args, schedule="overlap")
+    ours(*args).sum().backward()
+    assert list(ours._compiled.values()) == [None]
+    assert "no overlap" in caplog.text and "random" in caplog.text
+
+
+def test_bad_chunks_and_schedules_are_refused():
+    model, args = tokens()
+    plan = planned(model, args)
+    with pytest.raises(autotp.AutotpError, match="'rows': 0"):
+        dataclasses.replace(plan, chunks={"rows": 0})
+    with pytest.raises(autotp.AutotpError, match="'columns'"):
+        dataclasses.replace(plan, chunks={"columns": 2})
+    with pytest.raises(autotp.AutotpError, match="'sometimes' is unknown"):
+        autotp.simulate(model, plan, args, schedule="sometimes")
+
+
+def test_chunks_are_saved_with_the_plan(tmp_path):
+    model, args = tokens()
+    plan = dataclasses.replace(planned(model, args), chunks={"batch": 2, "rows": 1})
+    plan.save(tmp_path / "plan.json")
+    found = autotp.Plan.load(tmp_path / "plan.json")
+    assert found.chunks == {"batch": 2, "rows": 1}
+    assert found.hash != dataclasses.replace(plan, chunks={}).hash
+    assert dataclasses.replace(plan, chunks={"batch": 1}).hash == dataclasses.replace(plan, chunks={}).hash
