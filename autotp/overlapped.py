@@ -17,7 +17,7 @@ from passes import ops
 from passes.bucket import Enough
 from passes.launches import HOSTED, launch, local
 from passes.ops import Parts, part_of
-from passes.overlap import Orders, Overlapped, overlap
+from passes.overlap import Halves, Orders, Overlapped, halves
 from passes.schedule import Durations, Limits, Slot
 from passes.traced import Untraceable
 from passes.world import World
@@ -25,6 +25,8 @@ from passes.world import World
 __all__ = ["Compiled", "Overlap", "compiled", "in_lockstep", "key_of", "overlapping", "seed_for", "trained_among"]
 
 _log = logging.getLogger("autotp.schedule")
+
+_DIFFERENT = "dims are split unevenly, so devices have different graphs"
 
 #: Runs one of the two graphs: a list of its inputs, which it empties -> its outputs.
 Runner = Callable[[list[Any]], Sequence[Any]]
@@ -90,23 +92,28 @@ def compiled(
     Returns:
         None, on every process, where one of them cannot be traced or they differ: the sharded graph then runs as it is.
     """
-    graphs: Overlapped | None = None
+    mine: Halves | None = None
     reason = ""
     try:
-        graphs = overlap(sharded, world.mesh_shape, world.hosted[0], inputs, trained, how.enough)
+        mine = halves(sharded, world.mesh_shape, world.hosted[0], inputs, trained)
     except Untraceable as error:
         reason = str(error)
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (graphs.signature if graphs is not None else "", reason))
-    if len(set(found)) > 1 or graphs is None:
-        reason = next((why for _, why in found if why), "dims are split unevenly, so devices have different graphs")
-        _log.warning("no overlap of computing and communicating: %s", reason)
+    dist.all_gather_object(found, (mine.signature if mine is not None else "", reason))
+    if len(set(found)) > 1 or mine is None:
+        _log.warning("no overlap of computing and communicating: %s", next((why for _, why in found if why), _DIFFERENT))
         return None
+    graphs = mine.overlapped(_from_first(mine.buckets(how.enough)))
     slots = graphs.slots(how.durations, how.limits)
-    agreed: list[Any] = [graphs.orders(slots)]
-    dist.broadcast_object_list(agreed, src=0)
-    forward, backward = graphs.modules(agreed[0], world)
+    forward, backward = graphs.modules(_from_first(graphs.orders(slots)), world)
     return Compiled(graphs, slots, forward, backward)
+
+
+def _from_first(decision: Any) -> Any:
+    """Rank 0's decision, on every rank."""
+    agreed: list[Any] = [decision]
+    dist.broadcast_object_list(agreed, src=0)
+    return agreed[0]
 
 
 def overlapping(schedule: str) -> bool:
@@ -151,25 +158,24 @@ def in_lockstep(
     even: bool,
 ) -> Compiled | None:
     """``compiled`` for all devices of a mesh in one process; with ``even`` parts, all have one pair of graphs."""
-    graphs: list[Overlapped] = []
-    known: dict[Any, Overlapped] = {}
-    for index, at in enumerate(world.hosted):
-        mine = {name: parts[index] for name, parts in inputs.items()}
-        key = None if even else at
-        if key not in known:
-            try:
-                known[key] = overlap(sharded, world.mesh_shape, at, mine, trained, how.enough)
-            except Untraceable as error:
-                _log.warning("no overlap of computing and communicating: %s", error)
-                return None
-        graphs.append(known[key])
-    if len({each.signature for each in known.values()}) > 1:
-        _log.warning("no overlap of computing and communicating: dims are split unevenly, so devices have different graphs")
+    known: dict[Any, Halves] = {}
+    try:
+        for index, at in enumerate(world.hosted):
+            if (None if even else at) not in known:
+                mine = {name: parts[index] for name, parts in inputs.items()}
+                known[None if even else at] = halves(sharded, world.mesh_shape, at, mine, trained)
+    except Untraceable as error:
+        _log.warning("no overlap of computing and communicating: %s", error)
         return None
+    if len({each.signature for each in known.values()}) > 1:
+        _log.warning("no overlap of computing and communicating: %s", _DIFFERENT)
+        return None
+    chosen = next(iter(known.values())).buckets(how.enough)
+    made = {at: each.overlapped(chosen) for at, each in known.items()}
+    graphs = [made[None if even else at] for at in world.hosted]
     slots = graphs[0].slots(how.durations, how.limits)
     orders = graphs[0].orders(slots)
-    halves = [_Lockstep(graphs, orders, half, world) for half in (0, 1)]
-    return Compiled(graphs[0], slots, *halves)
+    return Compiled(graphs[0], slots, *(_Lockstep(graphs, orders, half, world) for half in (0, 1)))
 
 
 class _Lockstep:

@@ -1,7 +1,7 @@
 """Schedules as traces: predicted, and measured on every rank, in one file for Perfetto or chrome://tracing.
 
-A process of the trace is a rank, or the prediction; its first track is computing, and each group of devices that communicates
-has a track of its own. The format is Chrome's trace event format, which Perfetto reads.
+A process of the trace is a rank, or the prediction; its first track is computing, and each group of devices that
+communicates has a track of its own. The format is Chrome's trace event format, which Perfetto reads.
 """
 
 from __future__ import annotations

@@ -133,8 +133,8 @@ class _Block(nn.Module):
 def trained(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """A model that steps in half a second on a processor, returning its loss, with its global batch.
 
-    ``gpt``: a GPT-2 of 4 layers of width 256 over 8 sequences of 128; ``gpt8`` has 8 layers. ``llama``: the same of a Llama with grouped
-    queries. ``unet``: `Denoiser` of width 64 over 8 images.
+    ``gpt``: a GPT-2 of 4 layers of width 256 over 8 sequences of 128; ``gpt8`` has 8 layers. ``llama``: the same of a
+    Llama with grouped queries. ``unet``: `Denoiser` of width 64 over 8 images.
     """
     torch.manual_seed(0)
     if name in ("gpt", "gpt8"):

@@ -128,9 +128,9 @@ def report(cells: Sequence[Cell]) -> str:
         )
     header = ["model", "plan", "Mbit/s", "compute", "communication", *WAYS, "best", "of the floor", "gain"]
     return (
-        "# Overlap\n\nSeconds of a step (forward and backward) by how it is run, on emulated clusters of nodes of one rank. "
-        "The floor is the longer of computing alone and communicating alone, each measured in the same run; the gain is the "
-        f"best way's over no overlap. Medians of six steps, taken in turns. {machine()}, {allocator()}. "
+        "# Overlap\n\nSeconds of a step (forward and backward) by how it is run, on emulated clusters of nodes of one "
+        "rank. The floor is the longer of computing alone and communicating alone, each measured in the same run; the gain "
+        f"is the best way's over no overlap. Medians of six steps, taken in turns. {machine()}, {allocator()}. "
         "Made by `python -m benchmarks.overlap --write`, as root.\n\n" + table(header, rows)
     )
 

@@ -1,4 +1,4 @@
-"""Times one plan with and without overlap, under torchrun: -m benchmarks.overlap_steps MODEL PLAN.json OUT.json [--rounds N]
+"""Times one plan with and without overlap, under torchrun: -m benchmarks.overlap_steps MODEL PLAN.json OUT.json
 
 The ways to run it take turns. What computing takes alone is timed with collectives that answer at once, and what
 communicating takes alone by repeating the step's collectives, one after the other, without anything between them.

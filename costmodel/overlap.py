@@ -1,12 +1,12 @@
 """What chunks hide: the time of work and of the communication that belongs to it, done in chunks.
 
 Symbols: **C** seconds of computing it whole; **M** seconds of its communication whole, without latency; **c** chunks;
-**a** seconds of latency of one collective; **r** rows of the work; **h** the size at which one dim alone halves the rate of a
-matrix product (see `costmodel.compute`).
+**a** seconds of latency of one collective; **r** rows of the work; **h** the size at which one dim alone halves the rate of
+a matrix product (see `costmodel.compute`).
 
-With c chunks, chunk i communicates while chunk i + 1 is computed (ATP, section 5; Tensor3D's overdecomposition): the longer
-of the two is what it takes, and of the other one chunk sticks out, the pipeline's filling. A chunk's product is smaller and so
-slower, and every chunk pays its latency.
+With c chunks, chunk i communicates while chunk i + 1 is computed (ATP's chunks, Tensor3D's overdecomposition): the longer
+of the two is what it takes, and of the other one chunk sticks out, the pipeline's filling. A chunk's product is smaller and
+so slower, and every chunk pays its latency.
 """
 
 from __future__ import annotations

@@ -18,31 +18,42 @@ from torch import Tensor, fx
 
 from passes.primitives import COLLECTIVES, axes_of
 
-__all__ = ["Enough", "bucket"]
+__all__ = ["Buckets", "Enough", "buckets", "merge"]
 
 _aten = torch.ops.aten
 
 #: (kind, mesh axes) -> bytes of this device's part from which on a collective is no longer small.
 Enough = Callable[[str, tuple[int, ...]], float]
 
+#: Sets of collectives, as their places among a graph's nodes.
+Buckets = tuple[tuple[int, ...], ...]
 
-def bucket(graph: fx.Graph, enough: Enough) -> int:
-    """Merges small collectives of a traced graph in place.
+
+def buckets(graph: fx.Graph, enough: Enough) -> Buckets:
+    """Which small collectives of a traced graph to merge.
 
     Args:
         graph: collectives are operators of `passes.primitives`.
         enough: from how many bytes on a collective is sent by itself.
-
-    Returns:
-        How many collectives there are fewer.
     """
-    fewer = 0
-    for members in _buckets(list(graph.nodes), enough):
-        _merge(graph, members)
-        fewer += len(members) - 1
-    _sort(graph)
-    graph.lint()
-    return fewer
+    nodes = list(graph.nodes)
+    number = {node: i for i, node in enumerate(nodes)}
+    return tuple(tuple(number[node] for node in members) for members in _buckets(nodes, enough))
+
+
+def merge(graph: fx.Graph, chosen: Buckets) -> None:
+    """Merges collectives of a traced graph in place.
+
+    Args:
+        graph: see ``buckets``.
+        chosen: of this graph, or of another device's with the same nodes.
+    """
+    nodes = list(graph.nodes)
+    for places in chosen:
+        _merge(graph, [nodes[i] for i in places])
+    if chosen:
+        _sort(graph)
+        graph.lint()
 
 
 def _key(node: fx.Node) -> Hashable:

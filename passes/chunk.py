@@ -7,6 +7,7 @@ joined. *Operators*: the rows of single matrix products whose operands, results 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from passes.factors import Factor, Operator, value_of
-from passes.layout import is_shard, local_shape, place
+from passes.layout import is_shard, place, splits
 from passes.rules.shapes import operands_of, results_of
 from passes.shard import Sharding
 from passes.strategy import SUM, Strategy, replicated, strategies
@@ -48,9 +49,10 @@ def by_batch(
     found: dict[str, str | None] = {}
     for node, operator in operators.items():
         best, least = replicated(operator, len(sharding.mesh) + 1), float("inf")
+        flows = any(have.get(value_of(operand)) != whole for operand in operands_of(node))
         for strategy in _options(operator, sharding, chunks):
             cost = _cost(node, strategy, have)
-            if cost < least or (cost == least and best.assignment[-1] is None):
+            if cost < least or (cost == least and best.assignment[-1] is None and flows):
                 best, least = strategy, cost
         found[node.name] = best.assignment[-1]
         for i, layout in enumerate(best.results):
@@ -91,12 +93,16 @@ def _options(operator: Operator, sharding: Sharding, chunks: int) -> list[Strate
 
 
 def _even(node: fx.Node, strategy: Strategy, mesh: tuple[int, ...]) -> bool:
-    if strategy.assignment[-1] is None:
-        return True
-    last = tuple(n - 1 for n in mesh)
+    """Whether all dims that the virtual axis, the last, cuts are split evenly."""
+    axis = len(mesh) - 1
     tensors = [(n.meta["val"], want.layout) for n, want in zip(operands_of(node), strategy.wants, strict=True)]
     tensors += zip(results_of(node), strategy.results, strict=True)
-    return all(local_shape(t.shape, layout, mesh) == local_shape(t.shape, layout, mesh, last) for t, layout in tensors)
+    for tensor, layout in tensors:
+        for dim, size in enumerate(tensor.shape):
+            cutting = [part.axis for part in splits(layout, dim, mesh)]
+            if axis in cutting and size % math.prod(mesh[a] for a in cutting):
+                return False
+    return True
 
 
 def communicating(operators: Mapping[fx.Node, Operator], sharding: Sharding) -> list[str]:

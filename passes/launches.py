@@ -85,7 +85,7 @@ def launches(graph: fx.Graph) -> fx.Graph:
             values[node] = result.placeholder(str(node.target))
             values[node].meta = dict(node.meta)
             continue
-        if world is None:
+        if world is None and node.op != "output":
             world = result.get_attr("world")
         args: Any = fx.node.map_arg(node.args, lambda n: values[n])
         target: Any = node.target

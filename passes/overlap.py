@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import _BoxedCodeGen
 
-from passes.bucket import Enough, bucket
+from passes.bucket import Buckets, Enough, buckets, merge
 from passes.launches import launches
-from passes.partition import cut
+from passes.partition import Cut, cut
+from passes.primitives import COLLECTIVES
 from passes.schedule import Durations, Limits, Slot, reordered, schedule
-from passes.traced import trace
+from passes.traced import Joint, trace
 from passes.world import World
 
-__all__ = ["Orders", "Overlapped", "overlap"]
+__all__ = ["Halves", "Orders", "Overlapped", "halves"]
 
 #: The places, in a graph's first order, of its nodes: those of the forward graph, then those of the backward graph.
 Orders = tuple[tuple[int, ...], tuple[int, ...]]
@@ -39,8 +40,7 @@ class Overlapped:
         trained: positions of the inputs whose gradients ``backward`` gives.
         outputs: how many outputs come before what is saved.
         tangents: positions of the outputs that have a gradient.
-        saved_inputs: per saved value, the position of the input that it is, or None.
-        merged: how many collectives bucketing spared.
+        merged: how many collectives merging spared.
     """
 
     forward: fx.Graph
@@ -50,20 +50,7 @@ class Overlapped:
     trained: tuple[int, ...]
     outputs: int
     tangents: tuple[int, ...]
-    saved_inputs: tuple[int | None, ...]
     merged: int
-
-    @property
-    def signature(self) -> str:
-        """The same for graphs with the same nodes and edges, whatever their sizes: ranks must agree on it."""
-        digest = hashlib.sha256()
-        for graph in (self.forward, self.backward):
-            number = {node: i for i, node in enumerate(graph.nodes)}
-            for node in graph.nodes:
-                sources = [number[n] for n in node.all_input_nodes]
-                kind = node.args[1] if "collective" in node.meta else ""
-                digest.update(f"{node.op} {node.target} {kind} {sources}\n".encode())
-        return digest.hexdigest()[:16]
 
     def slots(self, durations: Durations, limits: Limits) -> tuple[list[Slot], list[Slot]]:
         """When each node of either graph is to run, by prediction; in the order in which it is to."""
@@ -92,15 +79,61 @@ class Overlapped:
         return found[0], found[1]
 
 
-def overlap(
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """A traced forward and backward pass of one device, as autograd runs them: collectives are operators.
+
+    Attributes:
+        joint: what was traced.
+        cut: its halves.
+        constants: tensors that the graphs read by name.
+    """
+
+    joint: Joint
+    cut: Cut
+    constants: Mapping[str, Tensor]
+
+    @property
+    def signature(self) -> str:
+        """The same for graphs with the same nodes and edges, whatever their sizes: ranks must agree on it."""
+        digest = hashlib.sha256()
+        for graph in (self.cut.forward, self.cut.backward):
+            number = {node: i for i, node in enumerate(graph.nodes)}
+            for node in graph.nodes:
+                rest = node.args[1:] if node.target in COLLECTIVES else ()
+                digest.update(f"{node.op} {node.target} {rest} {[number[n] for n in node.all_input_nodes]}\n".encode())
+        return digest.hexdigest()[:16]
+
+    def buckets(self, enough: Enough | None) -> tuple[Buckets, Buckets]:
+        """Which small collectives to merge, in either half; None: none is."""
+        if enough is None:
+            return (), ()
+        return buckets(self.cut.forward, enough), buckets(self.cut.backward, enough)
+
+    def overlapped(self, chosen: tuple[Buckets, Buckets]) -> Overlapped:
+        """The graphs with merged collectives, which are launched and waited for; to be called once."""
+        for graph, sets in zip((self.cut.forward, self.cut.backward), chosen, strict=True):
+            merge(graph, sets)
+        return Overlapped(
+            launches(self.cut.forward),
+            launches(self.cut.backward),
+            self.constants,
+            self.joint.inputs,
+            self.joint.trained,
+            self.cut.outputs,
+            self.joint.tangents,
+            sum(len(members) - 1 for half in chosen for members in half),
+        )
+
+
+def halves(
     sharded: fx.GraphModule,
     mesh: tuple[int, ...],
     at: tuple[int, ...],
     inputs: Mapping[str, Tensor],
     trained: frozenset[str],
-    enough: Enough | None = None,
-) -> Overlapped:
-    """The forward and backward graph of the device at ``at``, not yet in a good order.
+) -> Halves:
+    """The forward and backward graph of the device at ``at``.
 
     Args:
         sharded: see ``passes.shard.shard``.
@@ -108,28 +141,10 @@ def overlap(
         at: the device's coordinates.
         inputs: placeholder -> a tensor like this device's part of it.
         trained: placeholders whose gradients are wanted; none: the backward graph is empty.
-        enough: from how many bytes on a collective is not merged with others; None: none is.
 
     Raises:
         Untraceable: see ``passes.traced.trace``.
     """
     joint = trace(sharded, mesh, at, inputs, trained)
-    halves = cut(joint)
-    merged = 0
-    if enough is not None:
-        merged = bucket(halves.forward, enough) + bucket(halves.backward, enough)
-    return Overlapped(
-        launches(halves.forward),
-        launches(halves.backward),
-        {name: value.to(_device(inputs)) for name, value in joint.constants.items()},
-        joint.inputs,
-        joint.trained,
-        halves.outputs,
-        joint.tangents,
-        halves.inputs_saved,
-        merged,
-    )
-
-
-def _device(inputs: Mapping[str, Tensor]) -> torch.device:
-    return next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
+    device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
+    return Halves(joint, cut(joint), {name: value.to(device) for name, value in joint.constants.items()})

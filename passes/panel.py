@@ -244,7 +244,8 @@ def panel(module: fx.GraphModule, found: Sequence[Loop], panels: Mapping[str, in
         return module
     graph = fx.Graph()
     renamed: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(module.graph, renamed))
+    *_, last = module.graph.nodes
+    graph.output(graph.graph_copy(module.graph, renamed)).meta = dict(last.meta)
     by_operator = {node.meta["operator"]: node for node in graph.nodes if "operator" in node.meta}
     world = next(node for node in graph.nodes if node.op == "get_attr")
     for loop in chosen:

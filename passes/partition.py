@@ -61,13 +61,11 @@ class Cut:
         forward: inputs, seed -> outputs, then what is saved.
         backward: what is saved, gradients of the outputs that have one -> gradients of the inputs that have one.
         outputs: how many outputs come before what is saved.
-        inputs_saved: per saved value, the position of the input that it is, or None.
     """
 
     forward: fx.Graph
     backward: fx.Graph
     outputs: int
-    inputs_saved: tuple[int | None, ...]
 
 
 def cut(joint: Joint) -> Cut:
@@ -100,8 +98,7 @@ def cut(joint: Joint) -> Cut:
         if node in needed and node not in values:  # what is given is there already, the outputs' gradients too
             values[node] = backward.node_copy(node, lambda n: values[n])
     backward.output(tuple(values[g] if isinstance(g, fx.Node) else g for g in gradients))
-    places = {node: i for i, node in enumerate(inputs)}
-    return Cut(forward, backward, len(outputs), tuple(places.get(n) for n in kept))
+    return Cut(forward, backward, len(outputs))
 
 
 def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -24,6 +24,8 @@ def _define(schema: str, shape: Any) -> Any:
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, shape, "Meta")
+    # Autograd sees them only inside functions with gradients of their own, or where there is none to pass on.
+    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     return getattr(torch.ops.autotp, name).default
 
 

@@ -15,9 +15,9 @@ from autotp.durations import overlap_of
 from autotp.overlapped import Overlap
 from autotp.rewrite import rewrite
 from autotp.simulate import Simulated
-from passes.bucket import bucket
+from passes.bucket import buckets, merge
 from passes.launches import launch, wait
-from passes.overlap import overlap
+from passes.overlap import halves
 from passes.primitives import COLLECTIVES
 from passes.schedule import Limits, Work, schedule
 from passes.traced import trace
@@ -165,7 +165,7 @@ def test_frozen_parameters_and_inference():
     assert sorted(backward)[0] == 1, "inference has a forward graph alone"
 
 
-def prepared(strategy="megatron-1d", mesh=(2,), chunks=None, enough=None):
+def prepared(strategy="megatron-1d", mesh=(2,), chunks=None, enough=None, raw=False):
     model, args = tokens()
     plan = dataclasses.replace(planned(model, args, strategy, mesh), chunks=chunks or {})
     ours = autotp.simulate(model, plan, args)
@@ -178,7 +178,8 @@ def prepared(strategy="megatron-1d", mesh=(2,), chunks=None, enough=None):
         from passes.layout import take
 
         parts = {n: take(t.detach(), made.sharding.resting.get(n, made.whole), mesh, at) for n, t in whole.items()}
-        return overlap(made.graph_module, mesh, at, parts, frozenset(made.captured.parameters), enough)
+        found = halves(made.graph_module, mesh, at, parts, frozenset(made.captured.parameters))
+        return found if raw else found.overlapped(found.buckets(enough))
 
     return graphs, plan
 
@@ -190,8 +191,9 @@ def launched(graph):
 def test_every_rank_launches_in_one_order():
     """Ranks that time things differently would choose different orders; the order of one of them serves all."""
     graphs, _ = prepared("tensor3d", (2, 2), {"batch": 2})
-    devices = [graphs(at) for at in ((0, 0), (0, 1), (1, 0), (1, 1))]
-    assert len({each.signature for each in devices}) == 1
+    places = ((0, 0), (0, 1), (1, 0), (1, 1))
+    assert len({prepared("tensor3d", (2, 2), {"batch": 2}, raw=True)[0](at).signature for at in places}) == 1
+    devices = [graphs(at) for at in places]
     own = [each.orders(each.slots(random_durations(i), Limits())) for i, each in enumerate(devices)]
     alone = [launched(each.modules(order, LocalWorld((2, 2)))[0].graph) for each, order in zip(devices, own, strict=True)]
     assert any(other != alone[0] for other in alone[1:]), "this test could not tell"
@@ -201,7 +203,7 @@ def test_every_rank_launches_in_one_order():
 
 
 def test_signatures_tell_graphs_apart():
-    one, two = prepared()[0]((0,)), prepared(chunks={"batch": 2})[0]((0,))
+    one, two = prepared(raw=True)[0]((0,)), prepared(chunks={"batch": 2}, raw=True)[0]((0,))
     assert one.signature != two.signature
 
 
@@ -223,9 +225,9 @@ def test_a_chunk_computes_while_another_communicates():
             max(0.0, min(s.end, m.end) - max(s.begin, m.begin)) for m in moving for s in slots if s.lane == "compute"
         )
         if chunks:
-            assert hidden > 0.4 * computing
+            assert hidden > 0.5 * computing
         else:
-            assert hidden < 0.1 * computing
+            assert hidden < 0.3 * computing
     assert plan.chunks == {"batch": 2}
     assert graphs
 
@@ -250,7 +252,9 @@ def test_buckets_keep_dependent_collectives_apart():
     parts |= dict(zip(made.captured.inputs, args, strict=True))
     joint = trace(made.graph_module, (2,), (0,), parts, frozenset(made.captured.parameters))
     before = sum(n.target in COLLECTIVES for n in joint.graph.nodes)
-    fewer = bucket(joint.graph, lambda kind, axes: 1e9)
+    chosen = buckets(joint.graph, lambda kind, axes: 1e9)
+    merge(joint.graph, chosen)
+    fewer = sum(len(members) - 1 for members in chosen)
     after = sum(n.target in COLLECTIVES for n in joint.graph.nodes)
     assert before - after == fewer > 5
     assert after >= 2, "the loss's own sum comes before the gradients'"
