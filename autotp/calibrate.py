@@ -2,7 +2,8 @@
 
 Two levels are told apart by torchrun's numbering: the ranks of a node, and the nodes. Of each, the times of every
 collective at many sizes give a latency and a bandwidth; of the device, the times of kernels give its rates. What the levels
-then predict for a group over both, which no fit has seen, is compared with what it takes.
+then predict for a group over both, which no fit has seen, is compared with what it takes. Last, whole steps of a small
+model tell how much of their rates kernels and collectives keep in a step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autotp.calibrate_device import DeviceFit, calibrate_device
+from autotp.calibrate_step import StepFit, fit_steps, slowed
 from autotp.errors import AutotpError
 from autotp.measure import FULL, KINDS, QUICK, Clock, Effort, Timing, time_collective, time_sizes
 from costmodel import Level, Measured, Topology, collectives
@@ -89,6 +91,8 @@ class Calibration:
         device: how well the device's figures are fitted.
         concurrency: how many times longer an all_gather between the nodes takes when every rank takes part than when one of
             each node does; None where a node has one rank, or there is one node.
+        steps: how much longer whole steps took than the sum of their parts; the topology's rates are those that fits gave,
+            divided by it.
     """
 
     topology: Topology
@@ -96,6 +100,7 @@ class Calibration:
     checks: tuple[Check, ...]
     device: DeviceFit
     concurrency: float | None
+    steps: StepFit
 
 
 def shape_of_job(world_size: int, environ: dict[str, str] | os._Environ[str]) -> tuple[int, int]:
@@ -170,7 +175,8 @@ class _Job:
         device, device_fit = calibrate_device(self.clock, self.effort, self.shape[1], self.progress)
         topology = Topology(name, device, tuple(levels), self.library)
         checks = self.checks(topology) if len(levels) > 1 else ()
-        return Calibration(topology, tuple(fits), checks, device_fit, concurrency)
+        steps = fit_steps(topology, self.shape, self.clock, self.effort, self.progress)
+        return Calibration(slowed(topology, steps.factor), tuple(fits), checks, device_fit, concurrency, steps)
 
     def fit(self, level: str, axis: int, kind: str) -> LevelFit:
         self.progress(f"{level}: {kind}")

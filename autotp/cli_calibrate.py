@@ -146,6 +146,11 @@ def calibration_toml(calibration: Calibration) -> str:
             f"  {c.kind} of {_bytes(c.volume)}: {_time(c.predicted)}, {_time(c.measured)} ({c.error:+.0%})"
             for c in calibration.checks
         ]
+    steps = ", ".join(f"{plan} {ratio:.2f}" for plan, ratio in calibration.steps.ratios.items())
+    header += [
+        f"Rates are those that a step reaches: steps of a reference model took {calibration.steps.factor:.2f} times",
+        f"the sum of their parts ({steps}), so each rate is that much below the one fitted.",
+    ]
     notes: dict[tuple[str, ...], str] = {
         ("levels", fit.level, fit.link.kind): f"error {fit.link.median_error:.1%}, at most {fit.link.largest_error:.1%}"
         for fit in calibration.fits
@@ -166,6 +171,8 @@ def calibration_table(calibration: Calibration) -> RenderableType:
         parts.insert(1, f"all ranks of a node at once take {calibration.concurrency:.2f} × as long as one between nodes")
     if calibration.checks:
         parts.append(_checks_table(calibration))
+    ratios = ", ".join(f"{plan} {ratio:.2f}" for plan, ratio in calibration.steps.ratios.items())
+    parts.append(f"steps take {calibration.steps.factor:.2f} × the sum of their parts ({ratios}); rates are divided by it")
     return Group(*parts)
 
 

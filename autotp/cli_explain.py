@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from autotp.cli_arguments import mesh_of
 from autotp.describe import AXIS_NAMES
 from autotp.errors import AutotpError
 from autotp.render import make_console
@@ -83,12 +84,9 @@ def explain_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Explain what a collective costs, by every algorithm, with symbols and with numbers."""
-    # Imported here: cli imports this module to register the command.
-    from autotp import cli
-
     machine = Topology.load(topology)
     machine = machine if devices is None else machine.resized(devices)
-    shape = (machine.devices,) if mesh is None else cli._mesh(mesh)
+    shape = (machine.devices,) if mesh is None else mesh_of(mesh)
     found = explain_collective(collective, machine, shape, _axes(axes, len(shape)), parse_quantity(size, "memory"))
     if as_json:
         print(json.dumps(found, indent=1))

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from autotp.cli_arguments import call_factory, find_factory, memory_of, native_output_on_stderr
 from autotp.errors import AutotpError
 from autotp.families import FAMILIES
 from autotp.render import make_console
@@ -55,18 +56,15 @@ def sweep_command(
     ] = None,
 ) -> None:
     """Plan a model for many device counts and topologies. Exit code 1: none of them has a plan."""
-    # Imported here: cli imports this module to register the command.
-    from autotp import cli
-
     counts = [_count(word) for word in _words(devices)]
-    bound = None if memory is None else cli._memory(memory)
+    bound = None if memory is None else memory_of(memory)
     if plot is not None:
         check_plot(plot)
-    factory = cli.find_factory(model)
+    factory = find_factory(model)
     if weak and not takes_devices(factory):
         raise AutotpError(f"--weak: the factory of --model {model!r} has no argument `devices` to make its batch by")
     # Status on stderr, and nothing at all where that is no terminal: stdout stays clean for pipes.
-    with Console(stderr=True).status(f"building {model} …") as status, cli._native_output_on_stderr():
+    with Console(stderr=True).status(f"building {model} …") as status, native_output_on_stderr():
         points = sweep(
             _loader(factory, model),
             _words(topology),
@@ -94,13 +92,12 @@ def sweep_command(
 
 def _loader(factory: Callable[..., Any], spec: str) -> Callable[..., Any]:
     """The factory with its mistakes told as the user's; the sweep looks at whether it takes ``devices``."""
-    from autotp import cli
 
     def grown(devices: int) -> Any:
-        return cli.call_factory(factory, spec, devices)
+        return call_factory(factory, spec, devices)
 
     def fixed() -> Any:
-        return cli.call_factory(factory, spec)
+        return call_factory(factory, spec)
 
     return grown if takes_devices(factory) else fixed
 

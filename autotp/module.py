@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -10,10 +11,12 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autotp.errors import AutotpError
 from autotp.materialise import distribute, state_of
 from autotp.overlapped import Compiled, Overlap, compiled, key_of, seed_for, trained_among
 from autotp.plan import Plan
 from autotp.rewrite import Rewritten
+from autotp.tracing import Event, recorded
 from passes import ops
 from passes.shard import place_constants, used_groups
 from passes.world import ProcessWorld
@@ -94,6 +97,27 @@ class DistributedModule(fx.GraphModule):
             for name, value in zip(captured.mutations, results[captured.outputs :], strict=True):
                 self.get_buffer(captured.buffers[name]).copy_(value)
         return captured.signature.unflatten(list(results[: captured.outputs]))
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Event]]:
+        """Notes when every node of the scheduled graphs runs on this rank; see `autotp.tracing`.
+
+        Raises:
+            AutotpError: nothing was scheduled yet, or nothing can be.
+        """
+        found = self._overlapping.known if self._overlapping is not None else {}
+        if not any(found.values()):
+            raise AutotpError("there is no schedule to record: run a step first, with schedule='overlap'")
+        before = dict(found)
+        events: list[Event] = []
+        with ExitStack() as stack:
+            for key, each in before.items():
+                if each is not None:
+                    found[key] = stack.enter_context(recorded(each, events))
+            try:
+                yield events
+            finally:
+                found.update(before)
 
     def _values(self, inputs: Sequence[Any]) -> dict[str, Tensor]:
         """This device's part of what each placeholder of the sharded graph stands for."""

@@ -16,14 +16,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import fx
+import torch
+from torch import fx, nn
 
+from autotp.durations import overlap_of
+from autotp.errors import AutotpError
 from autotp.overlapped import Compiled
+from autotp.plan import Plan
+from autotp.rewrite import rewrite
 from passes.launches import launch, wait
+from passes.layout import local_shape
+from passes.overlap import halves
 from passes.primitives import axes_of
 from passes.schedule import Slot
+from passes.traced import Untraceable
 
-__all__ = ["Event", "events_of", "lanes", "predicted_events", "recorded", "save_trace"]
+__all__ = ["Event", "events_of", "lanes", "predicted", "predicted_events", "recorded", "save_trace"]
 
 _MICRO = 1e6
 
@@ -52,21 +60,45 @@ def _lane(node: fx.Node) -> str:
     return "axes " + ",".join(map(str, axes_of(traced.target, traced.args)))
 
 
+def predicted(
+    model: nn.Module, plan: Plan, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> list[Event]:
+    """The events of a plan's schedule on its first device, by prediction; needs no devices, and the model may be on meta.
+
+    Raises:
+        PlanMismatchError: the plan is for another model or other inputs.
+        AutotpError: the graph cannot be scheduled.
+    """
+    rewritten = rewrite(model, plan, args, kwargs)
+    captured, sharding = rewritten.captured, rewritten.sharding
+    parts = {}
+    for node in captured.graph_module.graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta["val"]
+            shape = local_shape(tuple(value.shape), sharding.resting.get(node.name, rewritten.whole), plan.mesh_shape)
+            parts[node.name] = torch.empty(shape, dtype=value.dtype, device="meta")
+    parameters = dict(model.named_parameters())
+    trained = {n for n, fqn in captured.parameters.items() if parameters[fqn].requires_grad and plan.mode == "train"}
+    how = overlap_of(plan.topology, plan.mesh_shape)
+    try:
+        mine = halves(rewritten.graph_module, plan.mesh_shape, (0,) * len(plan.mesh_shape), parts, frozenset(trained))
+    except Untraceable as error:
+        raise AutotpError(f"the graph has no schedule: {error}") from error
+    return predicted_events(mine.overlapped(mine.buckets(how.enough)).slots(how.durations, how.limits))
+
+
 @contextmanager
-def recorded(compiled: Compiled) -> Iterator[tuple[Compiled, list[Event]]]:
-    """Graphs that note when each node begins and ends on this rank, and the list that they write to.
+def recorded(compiled: Compiled, events: list[Event]) -> Iterator[Compiled]:
+    """Graphs that note when each node begins and ends on this rank.
 
     Computing is timed where it is called, which on a processor is where it runs. A collective lasts from its launch to the
     moment at which its last message has arrived.
     """
-    events: list[Event] = []
     forward, backward = compiled.forward, compiled.backward
     assert isinstance(forward, fx.GraphModule)
     assert isinstance(backward, fx.GraphModule)
-    yield (
-        replace(compiled, forward=_Timed(forward, "forward", events), backward=_Timed(backward, "backward", events)),
-        events,
-    )
+    halves_ = (_Timed(half, part, events) for half, part in ((forward, "forward"), (backward, "backward")))
+    yield replace(compiled, **dict(zip(("forward", "backward"), halves_, strict=True)))  # type: ignore[arg-type]
 
 
 class _Timed:

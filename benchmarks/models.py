@@ -130,21 +130,27 @@ class _Block(nn.Module):
         return self.skip(x) + y
 
 
+#: name -> layers, width, tokens of a sequence.
+_GPTS = {"gpt": (4, 256, 128), "deep": (8, 256, 256), "wide": (8, 1024, 32)}
+
+
 def trained(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """A model that steps in half a second on a processor, returning its loss, with its global batch.
 
-    ``gpt``: a GPT-2 of 4 layers of width 256 over 8 sequences of 128; ``gpt8`` has 8 layers. ``llama``: the same of a
-    Llama with grouped queries. ``unet``: `Denoiser` of width 64 over 8 images.
+    ``gpt``: a GPT-2 of 4 layers of width 256 over 8 sequences of 128; ``deep``: 8 layers of width
+    256 over 8 sequences of 256; ``wide``: 8 layers of width 1024 over 8 sequences of 32. ``llama``: as ``gpt``, of a Llama
+    with grouped queries. ``unet``: `Denoiser` of width 64 over 8 images.
     """
     torch.manual_seed(0)
-    if name in ("gpt", "gpt8"):
+    if name in _GPTS:
+        layers, width, tokens = _GPTS[name]
         config = transformers.GPT2Config(
-            n_layer=8 if name == "gpt8" else 4, n_embd=256, n_head=8, vocab_size=512, n_positions=128, use_cache=False,
+            n_layer=layers, n_embd=width, n_head=8, vocab_size=512, n_positions=tokens, use_cache=False,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         )  # fmt: skip
         model = transformers.GPT2LMHeadModel(config)
         model.loss_type = "ForCausalLM"
-        return Loss(model), (torch.randint(0, 512, (8, 128)),)
+        return Loss(model), (torch.randint(0, 512, (8, tokens)),)
     if name == "unet":
         return Denoiser(64, 8), (torch.randn(8, 4, 32, 32), torch.randn(8, 4, 32, 32))
     if name == "llama":
@@ -153,4 +159,4 @@ def trained(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
             vocab_size=512, max_position_embeddings=128, use_cache=False,
         )  # fmt: skip
         return Loss(transformers.LlamaForCausalLM(config)), (torch.randint(0, 512, (8, 128)),)
-    raise ValueError(f"no model is called {name!r}; choose gpt, gpt8, llama or unet")
+    raise ValueError(f"no model is called {name!r}; choose {', '.join(_GPTS)}, llama or unet")

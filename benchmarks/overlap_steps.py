@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -60,7 +62,7 @@ def main() -> None:
             parallel._overlapping.how = overlap_of(plan.topology, plan.mesh_shape, merge=merge)
         steps[way] = lambda parallel=parallel: _step(parallel, args)  # type: ignore[misc]
         if way == "no overlap":
-            calls = _recorded(parallel, args)
+            calls, sizes = _recorded(parallel, args)
             alone = autotp.parallelize(model, args=args, plan=plan, schedule="none")
             world: Any = alone.get_submodule("autotp_world")
             for kind in KINDS:
@@ -74,9 +76,13 @@ def main() -> None:
                 _timed(step)
             for _ in range(TIMED if number else 0):
                 times[name].append(_timed(step))
+    found = {name: statistics.median(each) for name, each in times.items()}
+    if "communication alone" in steps:
+        found["processor"] = _processor_seconds(steps["communication alone"])
+        found["sent"] = sum(map(_sent, sizes))
     if dist.get_rank() == 0:
         temporary = chosen.out.with_suffix(".tmp")
-        temporary.write_text(json.dumps({name: statistics.median(found) for name, found in times.items()}))
+        temporary.write_text(json.dumps(found))
         os.replace(temporary, chosen.out)
     dist.barrier()
     dist.destroy_process_group()
@@ -101,10 +107,29 @@ class _Mute:
         return Pending(parts)
 
 
-def _recorded(parallel: torch.nn.Module, args: tuple[Tensor, ...]) -> list[Callable[[], Pending]]:
-    """The collectives of one step, to be called again."""
+def _processor_seconds(step: Callable[[], Any]) -> float:
+    """Seconds of a core that a step of this process takes."""
+    begun = resource.getrusage(resource.RUSAGE_SELF)
+    for _ in range(TIMED):
+        step()
+    ended = resource.getrusage(resource.RUSAGE_SELF)
+    return (ended.ru_utime - begun.ru_utime + ended.ru_stime - begun.ru_stime) / TIMED
+
+
+def _sent(call: tuple[str, int, float]) -> float:
+    """Bytes that a rank sends in a collective, by a ring: of so many ranks, and so many bytes given by each."""
+    kind, ways, size = call
+    share = {"all_reduce": 2 * (ways - 1) / ways, "all_gather": ways - 1}.get(kind, (ways - 1) / ways)
+    return share * size
+
+
+def _recorded(
+    parallel: torch.nn.Module, args: tuple[Tensor, ...]
+) -> tuple[list[Callable[[], Pending]], list[tuple[str, int, float]]]:
+    """The collectives of one step, to be called again, and their kinds, ranks and bytes."""
     world: Any = parallel.get_submodule("autotp_world")
     calls: list[Callable[[], Pending]] = []
+    sizes: list[tuple[str, int, float]] = []
 
     def listen(kind: str) -> None:
         original = getattr(world, kind)
@@ -112,6 +137,9 @@ def _recorded(parallel: torch.nn.Module, args: tuple[Tensor, ...]) -> list[Calla
         def call(parts: Any, *rest: Any) -> Pending:
             mine = [part.detach().clone() for part in parts]
             calls.append(lambda: original(mine, *rest))
+            axes = rest[0] if isinstance(rest[0], tuple) else (rest[0],)
+            ways = math.prod(world.mesh_shape[axis] for axis in axes)
+            sizes.append((kind, ways, float(sum(part.numel() * part.element_size() for part in mine))))
             return original(parts, *rest)
 
         setattr(world, kind, call)
@@ -121,7 +149,7 @@ def _recorded(parallel: torch.nn.Module, args: tuple[Tensor, ...]) -> list[Calla
     _step(parallel, args)
     for kind in KINDS:
         delattr(world, kind)
-    return calls
+    return calls, sizes
 
 
 def _step(parallel: torch.nn.Module, args: tuple[Tensor, ...]) -> None:

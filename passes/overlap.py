@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.fx.graph import _BoxedCodeGen
 
 from passes.bucket import Buckets, Enough, buckets, merge
+from passes.inplace import inplace
 from passes.launches import launches
 from passes.partition import Cut, cut
 from passes.primitives import COLLECTIVES
@@ -70,6 +71,7 @@ class Overlapped:
         for graph, order in zip((self.forward, self.backward), orders, strict=True):
             nodes = list(graph.nodes)
             arranged = reordered(graph, [nodes[i] for i in order])
+            inplace(arranged)
             arranged.set_codegen(_BoxedCodeGen())
             root = nn.Module()
             root.world = world

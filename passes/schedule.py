@@ -1,15 +1,17 @@
 """The order in which a graph with collectives runs: launched early, waited for late, compute in between.
 
 List scheduling on several resources. Compute runs one operator after the other; a collective occupies its group's link from
-its launch until it is done. Whenever the program is free it launches what can be launched, most urgent first, then runs the
-most urgent operator whose operands are there; only when there is none does it wait. Urgent is what has the longest way to
-the end of the graph. The order depends on the graph, on predicted durations and on sizes alone: ranks for which these are
-alike launch alike.
+its launch until it is done. Whenever the program is free it launches what can be launched, most urgent first, then runs an
+operator whose operands are there; only when there is none does it wait. Urgent is what has the longest way to the end of
+the graph. But before a link would be idle, what leads to a collective on it soonest comes first: of two chunks that are
+equally urgent one runs ahead, and communicates while the other is computed. The order depends on the graph, on predicted
+durations and on sizes alone.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -138,13 +140,18 @@ class _Scheduler:
         self.urgency: dict[fx.Node, float] = {}
         for node in reversed(self.nodes):
             self.urgency[node] = self.work[node].seconds + max((self.urgency[u] for u in self.users[node]), default=0.0)
+        self.nearest: dict[fx.Node, tuple[float, str]] = {}
+        for node in reversed(self.nodes):
+            ways = [(0.0, self.work[u].lane) if u.target is launch else self.nearest[u] for u in self.users[node]]
+            seconds, lane = min(ways, default=(math.inf, ""))
+            self.nearest[node] = (math.inf, "") if node.target is launch else (seconds + self.work[node].seconds, lane)
+        self.free: dict[str, float] = defaultdict(float)
         self.ready: dict[str, list[tuple[float, int, fx.Node]]] = {"launch": [], "wait": [], "compute": []}
         self.done: dict[fx.Node, float] = {}
         self.under_way = 0
         self.now = 0.0
 
     def run(self) -> list[Slot]:
-        free: dict[str, float] = defaultdict(float)
         slots: list[Slot] = []
         for node in self.nodes:
             if not self.missing[node]:
@@ -154,8 +161,8 @@ class _Scheduler:
             work = self.work[node]
             self.memory.run(node)
             if node.target is launch:
-                begin = max(self.now, free[work.lane])
-                self.done[node] = free[work.lane] = begin + work.seconds
+                begin = max(self.now, self.free[work.lane])
+                self.done[node] = self.free[work.lane] = begin + work.seconds
                 slots.append(Slot(node, begin, self.done[node], work.lane))
                 self.under_way += 1
             else:
@@ -183,13 +190,24 @@ class _Scheduler:
             if arrived:
                 return self.take("wait", min(arrived))
         if ready["compute"]:
-            crowded = self.memory.held + self.work[ready["compute"][0][2]].bytes > self.most
-            entry = min(ready["compute"], key=lambda e: e[1]) if crowded else ready["compute"][0]
+            entry = self.best()
             urgent = [e for e in arrived if e < entry]
             return self.take("wait", min(urgent)) if urgent else self.take("compute", entry)
         if ready["wait"]:
             return self.take("wait", min(ready["wait"], key=lambda e: (self.done[e[2].all_input_nodes[0]], e)))
         return heapq.heappop(ready["launch"])[2]
+
+    def best(self) -> tuple[float, int, fx.Node]:
+        """Which of the operators that are ready to run."""
+        ready = self.ready["compute"]
+        if self.memory.held + self.work[ready[0][2]].bytes > self.most:
+            return min(ready, key=lambda e: e[1])
+        hurried = []
+        for entry in ready:
+            seconds, lane = self.nearest[entry[2]]
+            if self.free[lane] <= self.now + seconds < math.inf:
+                hurried.append((seconds, entry))
+        return min(hurried)[1] if hurried else ready[0]
 
     def take(self, kind: str, entry: tuple[float, int, fx.Node]) -> fx.Node:
         if entry is self.ready[kind][0]:

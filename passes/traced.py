@@ -177,8 +177,8 @@ def trace(
     previous = sharded.world
     sharded.world = world
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            parts = [mode.from_tensor(inputs[name].detach(), static_shapes=True) for name in names]
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            parts = [_like(inputs[name]) for name in names]
             seed = torch.empty((), dtype=torch.int64)
             values = [output.meta["values"][i] for i in floating]
             flat = [*parts, seed, *(torch.empty(v.shape, dtype=v.dtype, device=parts[0].device) for v in values)]
@@ -200,6 +200,12 @@ def trace(
     regathered = tuple(names.index(name) for name in _gathered(sharded) if name in names)
     constants = {str(n.target): getattr(module, str(n.target)) for n in module.graph.nodes if n.op == "get_attr"}
     return Joint(module.graph, constants, names, wanted, regathered, len(output.meta["values"]), tuple(tangents))
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """A fake tensor like one that is real, or on meta, where a processor is meant."""
+    device = "cpu" if tensor.device.type == "meta" else tensor.device
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def _has_gradient(value: Any) -> bool:

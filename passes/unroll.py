@@ -156,8 +156,8 @@ class _Unroller:
                     source = node
                     self.put(node, mine, moved)
                 return self.across(node, source, after, after, (), summed)
-        moved = frozenset().union(*(self.virtual(_axes(step)) for step in (*forward, *backward)))
-        return self.across(node, value, mine | after | moved, after, forward, backward)  # type: ignore[arg-type]
+        crossed = frozenset().union(*(self.virtual(_axes(step)) for step in (*forward, *backward)))  # type: ignore[misc, arg-type]
+        return self.across(node, value, mine | after | crossed, after, forward, backward)  # type: ignore[arg-type]
 
     def summed_first(self, steps: Steps) -> tuple[Steps | None, Steps]:
         """The sums along virtual axes, and the other steps; None if there are other steps along virtual axes."""

@@ -111,7 +111,7 @@ def test_uplinks_that_are_not_one_shared_link_are_refused(change):
 
 def test_commands():
     lines = [" ".join(words) for words in netns.commands(netns.layout(topology(*TWO_NODES)), "x")]
-    tbf = "root tbf rate 200000000bit burst 15264b limit 16777216b"
+    tbf = "root tbf rate 200000000bit burst 21514b limit 16777216b"
     for node in (0, 1):
         assert f"ip -n x-bridge link add name port{node} mtu 9000 type veth peer name eth0 mtu 9000 netns x-{node}" in lines
         assert f"tc -n x-bridge qdisc add dev port{node} {tbf}" in lines

@@ -1,0 +1,91 @@
+"""Lets an operator write where its operand was, when nobody reads that any more: gradients are added up in place.
+
+Autograd does so too. It saves the memory of a result, and the time to touch memory that is not in the caches.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.launches import HOSTED, launch, local, wait
+
+__all__ = ["inplace"]
+
+_aten = torch.ops.aten
+_FORMS: dict[Any, Any] = {
+    _aten.add.Tensor: _aten.add_.Tensor,
+    _aten.sub.Tensor: _aten.sub_.Tensor,
+    _aten.mul.Tensor: _aten.mul_.Tensor,
+    _aten.mul.Scalar: _aten.mul_.Scalar,
+    _aten.div.Tensor: _aten.div_.Tensor,
+    _aten.div.Scalar: _aten.div_.Scalar,
+    _aten.neg.default: _aten.neg_.default,
+}
+
+
+def inplace(graph: fx.Graph) -> int:
+    """Changes a scheduled graph, whose order is final; returns how many operators write in place."""
+    nodes = list(graph.nodes)
+    number = {node: i for i, node in enumerate(nodes)}
+    roots: dict[fx.Node, fx.Node] = {}
+    last: dict[fx.Node, int] = {}
+    for node in nodes:
+        roots[node] = roots[node.all_input_nodes[0]] if _shares(node) else node
+        ends = number[node]
+        if node.target is launch:  # what is sent is read until it has arrived
+            ends = max((number[user] for user in node.users if user.target is wait), default=len(nodes))
+        for source in node.all_input_nodes:
+            last[roots[source]] = max(last.get(roots[source], 0), ends)
+    changed = 0
+    for node in nodes:
+        form = _FORMS.get(node.target)
+        if form is None or not isinstance(node.args[0], fx.Node):
+            continue
+        operand = node.args[0]
+        root = roots[operand]
+        if _fresh(root) and last[root] == number[node] and _alike(node, operand, root, roots):
+            node.target = form
+            changed += 1
+            # The result lives where the operand did.
+            for later in nodes[number[node] :]:
+                if roots[later] is node:
+                    roots[later] = root
+            last[root] = max(last[root], last.get(node, number[node]))
+    return changed
+
+
+def _shares(node: fx.Node) -> bool:
+    """Whether a node's result may lie in its first operand's memory."""
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    if node.target in (operator.getitem, local):
+        return True
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return False
+    # reshape and contiguous copy only where they must
+    return any(r.alias_info is not None for r in schema.returns) or "reshape" in str(node.target)
+
+
+def _fresh(node: fx.Node) -> bool:
+    """Whether a node made a tensor of its own that nobody else knows."""
+    return node.op == "call_function" and node.target not in HOSTED and isinstance(node.target, torch._ops.OpOverload)
+
+
+def _alike(node: fx.Node, operand: fx.Node, root: fx.Node, roots: dict[fx.Node, fx.Node]) -> bool:
+    """Whether the result fits into the operand exactly, and no other operand lies there."""
+    mine, result, whole = operand.meta.get("val"), node.meta.get("val"), root.meta.get("val")
+    if not (isinstance(mine, Tensor) and isinstance(result, Tensor) and isinstance(whole, Tensor)):
+        return False
+    others = [n for n in node.all_input_nodes if n is not operand]
+    return (
+        mine.shape == result.shape
+        and mine.dtype == result.dtype
+        and mine.numel() == whole.numel()
+        and mine.stride() == result.stride()
+        and not any(roots[other] is root for other in others)
+    )
