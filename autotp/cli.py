@@ -14,7 +14,16 @@ from typing import Annotated
 import typer
 
 import autotp
-from autotp.cli_arguments import ModelSpecError, call_factory, find_factory, load_model, memory_of, mesh_of, working
+from autotp.cli_arguments import (
+    ModelSpecError,
+    call_factory,
+    chunks_of,
+    find_factory,
+    load_model,
+    memory_of,
+    mesh_of,
+    working,
+)
 from autotp.cli_calibrate import calibrate_command
 from autotp.cli_explain import explain_command
 from autotp.cli_sweep import sweep_command
@@ -92,6 +101,9 @@ def _plan(
     panels: Annotated[
         int | None, typer.Option(help="Panels in which products gather their operands; left out, as memory needs.")
     ] = None,
+    chunks: Annotated[
+        str | None, typer.Option(help="Chunks in which devices do their work, such as batch=2 or batch=2,rows=2.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan, as JSON, to this file too.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show the cheap operators too.")] = False,
@@ -116,6 +128,7 @@ def _plan(
             memory=bound,
             optimizer=optimizer,
             panels=panels,
+            chunks=None if chunks is None else chunks_of(chunks),
         )
     if save is not None:
         try:

@@ -23,6 +23,7 @@ from costmodel import UnitError, parse_quantity
 __all__ = [
     "ModelSpecError",
     "call_factory",
+    "chunks_of",
     "find_factory",
     "load_model",
     "memory_of",
@@ -164,6 +165,17 @@ def mesh_of(text: str) -> tuple[int, ...]:
     if not shape or min(shape) < 1:
         raise AutotpError(f"--mesh {text!r}: expected the sizes of the mesh axes, outermost first, such as 2,2")
     return shape
+
+
+def chunks_of(text: str) -> dict[str, int]:
+    """The chunks that ``--chunks`` gives, such as ``batch=2,rows=2``; `Plan` checks the kinds."""
+    found = {}
+    for part in text.split(","):
+        kind, _, count = part.partition("=")
+        if not count.strip().isdigit():
+            raise AutotpError(f"--chunks {text!r}: expected kinds and numbers, such as batch=2,rows=2")
+        found[kind.strip()] = int(count)
+    return found
 
 
 def memory_of(text: str) -> float:

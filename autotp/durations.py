@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from autotp.overlapped import Overlap
+from autotp.plan import Plan
 from autotp.pricing import Prices
-from costmodel import Topology, compute
+from costmodel import compute
 from passes.launches import launch, wait
 from passes.primitives import COLLECTIVES, axes_of
 from passes.schedule import Work
@@ -27,6 +28,9 @@ _aten = torch.ops.aten
 _LATENCY_SHARE = 0.2
 #: ... but only up to so many bytes: joining and parting are copies.
 _MOST = 32 * 2**20
+#: ... and to this share of a device's memory that is in use.
+_SPARE = 0.02
+_COPIES = 3
 
 _KINDS = (
     ("convolution", ("convolution",)),
@@ -39,16 +43,17 @@ _KINDS = (
 )
 
 
-def overlap_of(topology: Topology, mesh: tuple[int, ...], *, merge: bool = True) -> Overlap:
-    """How graphs for a mesh of a machine are overlapped.
+def overlap_of(plan: Plan, *, merge: bool = True) -> Overlap:
+    """How the graphs of a plan are overlapped.
 
     Args:
-        topology: gives the rates.
-        mesh: sizes of the mesh axes, laid on the topology's levels in order.
+        plan: gives the mesh, the machine's rates, and how much memory there is to spare for joining messages.
         merge: whether small collectives are merged.
     """
-    prices = Prices(topology, mesh)
-    return Overlap(functools.partial(work_of, prices=prices), functools.partial(enough, prices=prices) if merge else None)
+    prices = Prices(plan.topology, plan.mesh_shape)
+    spare = _SPARE * plan.predicted.memory_bytes
+    merged = functools.partial(enough, prices=prices, spare=spare) if merge else None
+    return Overlap(functools.partial(work_of, prices=prices), merged)
 
 
 def work_of(node: fx.Node, prices: Prices) -> Work:
@@ -72,13 +77,14 @@ def work_of(node: fx.Node, prices: Prices) -> Work:
     return Work(seconds, "compute", float(sum(map(_size, results))))
 
 
-def enough(kind: str, axes: tuple[int, ...], prices: Prices) -> float:
+def enough(kind: str, axes: tuple[int, ...], prices: Prices, spare: float = math.inf) -> float:
     """Bytes of one device's part from which on a collective is sent by itself: where its latency matters little."""
     ways = math.prod(prices.mesh[a] for a in axes)
     factor = ways if kind == "all_gather" else 1
+    most = min(_MOST, spare / factor / _COPIES)
     nothing = float(prices.collective(kind, axes, 1.0)[0])
-    size = 2.0**10
-    while size < _MOST and nothing > _LATENCY_SHARE * float(prices.collective(kind, axes, factor * size)[0]):
+    size = min(2.0**10, most)
+    while size < most and nothing > _LATENCY_SHARE * float(prices.collective(kind, axes, factor * size)[0]):
         size *= 2
     return size
 

@@ -69,7 +69,8 @@ class DistributedModule(fx.GraphModule):
         for name, constant in captured.constants.items():
             _attach(root, f"autotp_constants.{name}", constant.to(mesh.device_type), False)
         graph = _bound(rewritten)
-        place_constants(graph, torch.device(mesh.device_type))
+        for each in (graph, rewritten.graph_module.graph):
+            place_constants(each, torch.device(mesh.device_type))
         super().__init__(root, graph, class_name="DistributedModule")
         for name, child in root.named_children():
             self.add_module(name, child)

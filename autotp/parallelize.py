@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ def parallelize(
     memory: float | None = None,
     optimizer: str = "adamw",
     panels: int | None = None,
+    chunks: Mapping[str, int] | None = None,
     inputs: str = "global",
     schedule: str = "overlap",
     initialise: Callable[[nn.Module], None] | None = None,
@@ -51,7 +53,7 @@ def parallelize(
         topology: the machine; by default ``Topology.local()``.
         args, kwargs: example inputs of the global batch, the same on every rank.
         plan: a plan made before; left out, one is made with the options that follow (see ``autotp.plan``).
-        strategy, mesh, mode, memory, optimizer, panels: see ``autotp.plan``.
+        strategy, mesh, mode, memory, optimizer, panels, chunks: see ``autotp.plan``.
         inputs: what each call is given: ``global``, the whole batch on every rank, or ``local``, this rank's part of it
             (dim 0, split by the mesh axes that the plan splits the batch over). Outputs are whole either way.
         schedule: ``overlap`` runs scheduled forward and backward graphs, whose collectives are under way while something is
@@ -76,7 +78,7 @@ def parallelize(
         problem = error
     agreed: list[Any] = [None]
     if dist.get_rank() == 0:
-        agreed = [_decide(captured, problem, topology, plan, strategy, mesh, mode, memory, optimizer, panels)]
+        agreed = [_decide(captured, problem, topology, plan, strategy, mesh, mode, memory, optimizer, panels, chunks)]
     dist.broadcast_object_list(agreed, src=0)
     if isinstance(agreed[0], Exception):
         raise agreed[0]
@@ -93,7 +95,7 @@ def parallelize(
     assert rewritten is not None
     device = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend()) else "cpu"
     device_mesh = init_device_mesh(device, settled.mesh_shape, mesh_dim_names=settled.mesh_axes)
-    how = overlap_of(settled.topology, settled.mesh_shape) if overlapped else None
+    how = overlap_of(settled) if overlapped else None
     return DistributedModule(model, settled, rewritten, device_mesh, initialise, agreed[0][1], how)
 
 
@@ -119,6 +121,7 @@ def _decide(
     memory: float | None,
     optimizer: str,
     panels: int | None,
+    chunks: Mapping[str, int] | None,
 ) -> Any:
     """(the plan's JSON, a seed), or the error that every rank is to raise."""
     try:
@@ -143,8 +146,9 @@ def _decide(
                 mode=mode,
                 memory=memory,
                 optimizer=optimizer,
-                panels=panels,
+                panels=1 if chunks else panels,
             )
+            plan = replace(plan, chunks=dict(chunks or {}))
         if plan.devices != devices:
             raise PlanMismatchError(
                 f"the plan is for {plan.devices} devices (mesh {plan.mesh_shape}), but {devices} processes run; start "

@@ -42,6 +42,7 @@ def plan(
     memory: float | None = None,
     optimizer: str = "adamw",
     panels: int | None = None,
+    chunks: Mapping[str, int] | None = None,
     time_limit: float = 120.0,
 ) -> Plan:
     """Plans how ``model`` runs on ``topology``. Needs no process group and no device; the model may be on ``meta``.
@@ -57,6 +58,8 @@ def plan(
         optimizer: which state to count: a key of ``costmodel.memory.OPTIMIZERS``.
         panels: in how many panels every product whose operands are gathered gets them, where that number divides; 1 for
             none. Left out, operands are gathered whole unless the memory bound asks for panels.
+        chunks: ``{"batch": 2}``, ``{"rows": 2}`` or both: in how many chunks devices do their work, so that one's
+            collectives are under way while another is computed (see ``Plan.chunks``); operands are then gathered whole.
         time_limit: seconds for the solver, over all meshes.
 
     Raises:
@@ -70,7 +73,7 @@ def plan(
     started = time.perf_counter()
     captured = capture(model, tuple(args), kwargs)
     capture_seconds = time.perf_counter() - started
-    return plan_captured(
+    found = plan_captured(
         captured,
         topology,
         chosen,
@@ -78,10 +81,11 @@ def plan(
         mode=mode,
         memory=memory,
         optimizer=optimizer,
-        panels=panels,
+        panels=1 if chunks else panels,
         time_limit=time_limit,
         stats={"capture_seconds": capture_seconds},
     )
+    return replace(found, chunks=dict(chunks or {}))
 
 
 def check(mode: str, optimizer: str, mesh: Sequence[int] | None, topology: Topology, panels: int | None = None) -> None:

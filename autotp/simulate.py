@@ -45,7 +45,7 @@ def simulate(
         PlanMismatchError: when the plan was made for another model or other inputs.
         AutotpError: in the backward pass, when devices that should hold equal gradients do not.
     """
-    how = overlap_of(plan.topology, plan.mesh_shape) if overlapping(schedule) else None
+    how = overlap_of(plan) if overlapping(schedule) else None
     return Simulated(model, rewrite(model, plan, args, kwargs), world or LocalWorld(plan.mesh_shape), how)
 
 

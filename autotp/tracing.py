@@ -29,6 +29,7 @@ from passes.layout import local_shape
 from passes.overlap import halves
 from passes.primitives import axes_of
 from passes.schedule import Slot
+from passes.shard import place_constants
 from passes.traced import Untraceable
 
 __all__ = ["Event", "events_of", "lanes", "predicted", "predicted_events", "recorded", "save_trace"]
@@ -77,9 +78,10 @@ def predicted(
             value = node.meta["val"]
             shape = local_shape(tuple(value.shape), sharding.resting.get(node.name, rewritten.whole), plan.mesh_shape)
             parts[node.name] = torch.empty(shape, dtype=value.dtype, device="meta")
+    place_constants(rewritten.graph_module.graph, torch.device("cpu"))
     parameters = dict(model.named_parameters())
     trained = {n for n, fqn in captured.parameters.items() if parameters[fqn].requires_grad and plan.mode == "train"}
-    how = overlap_of(plan.topology, plan.mesh_shape)
+    how = overlap_of(plan)
     try:
         mine = halves(rewritten.graph_module, plan.mesh_shape, (0,) * len(plan.mesh_shape), parts, frozenset(trained))
     except Untraceable as error:

@@ -36,13 +36,17 @@ def pretended(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def allocated(model: nn.Module, args: Sequence[Any], plan: autotp.Plan) -> int:
+def allocated(model: nn.Module, args: Sequence[Any], plan: autotp.Plan, schedule: str = "none") -> int:
     """Most bytes of tensors alive at once in a training step of a device, the optimizer's state being there already."""
     with pretended(plan.devices):
-        parallel = autotp.parallelize(model, args=args, plan=plan)
+        parallel = autotp.parallelize(model, args=args, plan=plan, schedule=schedule)
         optimizer = torch.optim.AdamW(parallel.parameters(), foreach=False)
+        parallel(*args).backward()  # the first step makes the graphs, of tensors without memory
+        optimizer.step()
+        optimizer.zero_grad()
         watch = Allocated()
-        for tensor in (*parallel.parameters(), *parallel.buffers(), *args):
+        state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, torch.Tensor)]
+        for tensor in (*state, *parallel.parameters(), *parallel.buffers(), *args):
             watch.add(tensor)
         with watch:
             for _ in range(STEPS):

@@ -59,7 +59,7 @@ def main() -> None:
         schedule, chunks, merge = WAYS[way]
         parallel = autotp.parallelize(model, args=args, plan=replace(plan, chunks=chunks), schedule=schedule)
         if parallel._overlapping is not None:
-            parallel._overlapping.how = overlap_of(plan.topology, plan.mesh_shape, merge=merge)
+            parallel._overlapping.how = overlap_of(plan, merge=merge)
         steps[way] = lambda parallel=parallel: _step(parallel, args)  # type: ignore[misc]
         if way == "no overlap":
             calls, sizes = _recorded(parallel, args)

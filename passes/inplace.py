@@ -5,13 +5,13 @@ Autograd does so too. It saves the memory of a result, and the time to touch mem
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from passes.launches import HOSTED, launch, local, wait
+from passes.launches import HOSTED, launch, wait
+from passes.memory import source_of
 
 __all__ = ["inplace"]
 
@@ -34,7 +34,8 @@ def inplace(graph: fx.Graph) -> int:
     roots: dict[fx.Node, fx.Node] = {}
     last: dict[fx.Node, int] = {}
     for node in nodes:
-        roots[node] = roots[node.all_input_nodes[0]] if _shares(node) else node
+        source = source_of(node)
+        roots[node] = node if source is None else roots[source]
         ends = number[node]
         if node.target is launch:  # what is sent is read until it has arrived
             ends = max((number[user] for user in node.users if user.target is wait), default=len(nodes))
@@ -56,19 +57,6 @@ def inplace(graph: fx.Graph) -> int:
                     roots[later] = root
             last[root] = max(last[root], last.get(node, number[node]))
     return changed
-
-
-def _shares(node: fx.Node) -> bool:
-    """Whether a node's result may lie in its first operand's memory."""
-    if node.op != "call_function" or not node.all_input_nodes:
-        return False
-    if node.target in (operator.getitem, local):
-        return True
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return False
-    # reshape and contiguous copy only where they must
-    return any(r.alias_info is not None for r in schema.returns) or "reshape" in str(node.target)
 
 
 def _fresh(node: fx.Node) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.memory import held
 from passes.primitives import COLLECTIVES, crop, own, pad
 from passes.traced import Joint
 
@@ -92,11 +93,12 @@ def cut(joint: Joint) -> Cut:
             values[node] = forward.node_copy(node, lambda n: values[n])
     forward.output(tuple(values[o] if isinstance(o, fx.Node) else o for o in (*outputs, *kept)))
     backward, values = fx.Graph(), {}
+    sizes = held(kept)
     for node in (*kept, *tangents):
         values[node] = _placeholder(backward, node)
-    for node in nodes:
-        if node in needed and node not in values:  # what is given is there already, the outputs' gradients too
-            values[node] = backward.node_copy(node, lambda n: values[n])
+        values[node].meta["held"] = sizes.get(node, 0.0)
+    for node in _when_needed([n for n in nodes if n in needed and n not in values], later):
+        values[node] = backward.node_copy(node, lambda n: values[n])
     backward.output(tuple(values[g] if isinstance(g, fx.Node) else g for g in gradients))
     return Cut(forward, backward, len(outputs))
 
@@ -140,6 +142,24 @@ def _needed(gradients: Sequence[Any], later: set[fx.Node], again: set[fx.Node]) 
         else:
             given.add(node)
     return runs, given
+
+
+def _when_needed(nodes: Sequence[fx.Node], later: set[fx.Node]) -> list[fx.Node]:
+    """The nodes in their order, but what the backward pass does again right before it is first read."""
+    among, found, seen = set(nodes), [], set()
+    for node in nodes:
+        pending = [node] if node in later else []
+        while pending:
+            last = pending[-1]
+            missing = [n for n in last.all_input_nodes if n in among and n not in seen]
+            if missing:
+                pending += missing
+                continue
+            pending.pop()
+            if last not in seen:
+                seen.add(last)
+                found.append(last)
+    return found + [node for node in nodes if node not in seen]
 
 
 def _above(leaves: Sequence[Any]) -> set[fx.Node]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from passes.launches import launch, wait
+from passes.memory import source_of
 
 __all__ = ["Durations", "Limits", "Slot", "Work", "reordered", "schedule"]
 
@@ -58,7 +59,7 @@ class Limits:
     """
 
     collectives: int = 8
-    slack: float = 0.25
+    slack: float = 0.05
 
 
 Durations = Callable[[fx.Node], Work]
@@ -89,33 +90,39 @@ def reordered(graph: fx.Graph, order: Iterable[fx.Node]) -> fx.Graph:
 
 
 class _Memory:
-    """The bytes of results that are held."""
+    """The bytes of results that are held; a value is held until all have run that read it, or a view of it."""
 
-    def __init__(self, nodes: Sequence[fx.Node], work: Mapping[fx.Node, Work]) -> None:
+    def __init__(self, work: Mapping[fx.Node, Work]) -> None:
         self.work = work
-        self.readers: dict[fx.Node, int] = {}
-        for node in nodes:
-            self.readers[node] = sum(user.op != "output" for user in node.users) + (
-                2**31 if any(user.op == "output" for user in node.users) else 0
-            )
-        self.left = dict(self.readers)
-        self.held = 0.0
+        self.roots: dict[fx.Node, fx.Node] = {}
+        for node in work:
+            source = node.all_input_nodes[0] if node.target is wait else source_of(node)
+            self.roots[node] = node if source is None else self.roots[source]
+        self.left: dict[fx.Node, int] = defaultdict(int)
+        for node in work:
+            for root in self.read(node):
+                self.left[root] += 1
+            if any(user.op == "output" for user in node.users):  # what the graph gives is held to the end
+                self.left[self.roots[node]] += 1
+        self.held = sum(each.bytes for node, each in work.items() if node.op == "placeholder")
+
+    def read(self, node: fx.Node) -> set[fx.Node]:
+        """The memories that a node reads."""
+        return {self.roots[n] for n in node.all_input_nodes if n in self.roots}
 
     def change(self, node: fx.Node) -> float:
         """Bytes by which running a node lets what is held grow."""
-        freed = sum(self.work[n].bytes for n in node.all_input_nodes if n in self.left and self.left[n] == 1)
-        return self.work[node].bytes - freed
+        return self.work[node].bytes - sum(self.work[root].bytes for root in self.read(node) if self.left[root] == 1)
 
     def run(self, node: fx.Node) -> None:
         """Counts a node that has run."""
         self.held += self.change(node)
-        for n in node.all_input_nodes:
-            if n in self.left:
-                self.left[n] -= 1
+        for root in self.read(node):
+            self.left[root] -= 1
 
 
 def _peak(nodes: Sequence[fx.Node], work: Mapping[fx.Node, Work]) -> float:
-    memory, most = _Memory(nodes, work), 0.0
+    memory, most = _Memory(work), 0.0
     for node in nodes:
         memory.run(node)
         most = max(most, memory.held)
@@ -126,9 +133,11 @@ class _Scheduler:
     def __init__(self, graph: fx.Graph, durations: Durations, limits: Limits) -> None:
         self.nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
         self.work = {node: durations(node) for node in self.nodes}
+        given = {n: Work(bytes=n.meta.get("held", 0.0)) for n in graph.nodes if n.op == "placeholder"}
         self.limits = limits
-        self.most = _peak(self.nodes, self.work) * (1 + limits.slack)
-        self.memory = _Memory(self.nodes, self.work)
+        known = given | self.work
+        self.most = _peak(self.nodes, known) * (1 + limits.slack)
+        self.memory = _Memory(known)
         self.number = {node: i for i, node in enumerate(self.nodes)}
         self.users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         self.missing: dict[fx.Node, int] = {}
@@ -184,7 +193,7 @@ class _Scheduler:
     def pick(self) -> fx.Node:
         ready = self.ready
         arrived = [e for e in ready["wait"] if self.done[e[2].all_input_nodes[0]] <= self.now]
-        if ready["launch"]:
+        if ready["launch"] and not self.crowded(ready["launch"][0][2]):
             if self.under_way < self.limits.collectives:
                 return heapq.heappop(ready["launch"])[2]
             if arrived:
@@ -197,10 +206,14 @@ class _Scheduler:
             return self.take("wait", min(ready["wait"], key=lambda e: (self.done[e[2].all_input_nodes[0]], e)))
         return heapq.heappop(ready["launch"])[2]
 
+    def crowded(self, node: fx.Node) -> bool:
+        """Whether there is too little memory left for a node to be run before its time."""
+        return self.memory.held + self.memory.change(node) > self.most
+
     def best(self) -> tuple[float, int, fx.Node]:
         """Which of the operators that are ready to run."""
         ready = self.ready["compute"]
-        if self.memory.held + self.work[ready[0][2]].bytes > self.most:
+        if self.crowded(ready[0][2]):
             return min(ready, key=lambda e: e[1])
         hurried = []
         for entry in ready:

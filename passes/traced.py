@@ -175,6 +175,7 @@ def trace(
         return [*(o.detach() if isinstance(o, Tensor) else o for o in outputs), *found]
 
     previous = sharded.world
+    sharded.recompile()
     sharded.world = world
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):

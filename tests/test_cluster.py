@@ -213,7 +213,8 @@ def test_a_cluster_that_cannot_be_made_leaves_nothing(host, monkeypatch):
 def test_signals(host, tmp_path, number, left):
     (tmp_path / "topology.toml").write_text(TOPOLOGY)
     text = (
-        "from benchmarks.cluster import Cluster, Topology\nimport sys, time\n"
+        "from benchmarks.cluster import Cluster, Topology\nimport signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in what a shell starts in the background
         "with Cluster(Topology.load(sys.argv[1])):\n    print('made', flush=True)\n    time.sleep(100)"
     )
     command = [sys.executable, script(tmp_path, text), str(tmp_path / "topology.toml")]

@@ -145,7 +145,7 @@ def check(name, strategy, mesh, panels=None, chunks=None, overlapped=False):
     topology = autotp.Topology.flat(math.prod(mesh), bandwidth=1e12, latency=1e-9, device=SLOW)
     plan = plan_captured(captured(name), topology, family(strategy), mesh=mesh, panels=panels)
     plan = dataclasses.replace(plan, chunks=chunks or {})
-    how = overlap_of(topology, mesh) if overlapped else None
+    how = overlap_of(plan) if overlapped else None
     with float64_mode():
         plain, args, kwargs = double(MODELS[name])
         model, _, _ = double(MODELS[name])

@@ -34,6 +34,14 @@ def test_a_plan_under_a_memory_bound_keeps_it_when_run():
     assert allocated(model, args, tight) <= 1.1 * bound
 
 
+@pytest.mark.parametrize("strategy", ["data", "megatron-1d", "tensor3d"])
+def test_a_schedule_holds_little_more(strategy):
+    model, args = trained("llama")
+    topology = autotp.Topology.load("dgx-h100").resized(4)
+    plan = autotp.plan(model, topology, args, strategy=strategy, mesh=(2, 2))
+    assert allocated(model, args, plan, "overlap") <= 1.1 * plan.predicted.memory_bytes
+
+
 def test_inference_holds_neither_gradients_nor_what_a_backward_pass_needs():
     model, args = trained("gpt")
     topology = autotp.Topology.load("dgx-h100").resized(2)

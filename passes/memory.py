@@ -1,0 +1,51 @@
+"""Whose memory a node's result lies in."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes import primitives
+from passes.launches import local
+
+__all__ = ["held", "source_of"]
+
+_aten = torch.ops.aten
+
+
+def source_of(node: fx.Node) -> fx.Node | None:
+    """The operand in whose memory a node's result may lie."""
+    if node.op != "call_function":
+        return None
+    if node.target is local:
+        return node.args[2]  # type: ignore[return-value]
+    if node.target is _aten.copy.default:
+        return node.args[1]  # type: ignore[return-value]
+    if node.target in (primitives.crop, primitives.pad, primitives.mask):
+        return node.args[0]  # type: ignore[return-value]
+    schema = getattr(node.target, "_schema", None)
+    viewing = schema is not None and any(r.alias_info is not None for r in schema.returns)
+    # these copy only where they must, or share by contract
+    maybe = node.target in (_aten.reshape.default, _aten._unsafe_view.default, _aten.contiguous.default)
+    if node.target is operator.getitem or viewing or maybe:
+        return node.all_input_nodes[0]
+    return None
+
+
+def held(nodes: list[fx.Node]) -> dict[fx.Node, float]:
+    """Bytes of memory that values hold which are kept together: of those in one memory, the first holds all of it."""
+    seen: set[fx.Node] = set()
+    found: dict[fx.Node, float] = {}
+    for node in nodes:
+        root = node
+        while (source := source_of(root)) is not None:
+            root = source
+        value: Any = root.meta.get("val")
+        value = value if isinstance(value, Tensor) else node.meta.get("val")
+        own = isinstance(value, Tensor) and root.op != "placeholder" and root not in seen
+        found[node] = float(value.numel() * value.element_size()) if own else 0.0
+        seen.add(root)
+    return found
