@@ -56,7 +56,9 @@ def trace_command(
 
 def _measure(model: str, plan: Plan) -> list[list[Event]]:
     """The events of one step on every rank."""
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if torch.cuda.is_available():
+        raise AutotpError("a step is measured on processors alone: on GPUs use torch.profiler, which sees their streams")
+    dist.init_process_group("gloo")
     module, args, kwargs = load_model(model, plan.devices)
     parallel: Any = parallelize(module, args=args, kwargs=kwargs, plan=plan)
     for _ in range(_WARM_UP):
@@ -74,6 +76,6 @@ def _step(parallel: Any, args: Any, kwargs: Any) -> None:
     output = parallel(*args, **(kwargs or {}))
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if leaves:
-        sum(leaf.float().mean() for leaf in leaves[:1]).backward()  # type: ignore[union-attr]
+        leaves[0].float().mean().backward()
     for parameter in parallel.parameters():
         parameter.grad = None

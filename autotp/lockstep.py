@@ -106,10 +106,17 @@ class _Distribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, layout: Layout, world: World, name: str) -> tuple[Tensor, ...]:  # type: ignore[override]
         ctx.shape, ctx.layout, ctx.world, ctx.name = tensor.shape, layout, world, name
-        return tuple(take(tensor, layout, world.mesh_shape, at).clone() for at in world.hosted)
+        ctx.set_materialize_grads(False)
+        parts = tuple(take(tensor, layout, world.mesh_shape, at).clone() for at in world.hosted)
+        ctx.shapes = [part.shape for part in parts]
+        return parts
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *given: Tensor | None) -> Any:
+        some = next((gradient for gradient in given if gradient is not None), None)
+        if some is None:
+            return None, None, None, None
+        gradients = [some.new_zeros(shape) if g is None else g for g, shape in zip(given, ctx.shapes, strict=True)]
         _check_replicas(ctx.name, gradients, ctx.layout, ctx.world)
         return assemble(gradients, ctx.shape, ctx.layout, ctx.world), None, None, None
 
@@ -138,9 +145,10 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> Tensor:  # type: ignore[override]
         ctx.count = len(parts)
-        if not parts[0].is_floating_point():
-            ctx.mark_non_differentiable(parts[0])
-        return parts[0].view_as(parts[0])
+        result = parts[0].clone()  # a view made in here could not be changed in place outside
+        if not result.is_floating_point():
+            ctx.mark_non_differentiable(result)
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from autotp.errors import AutotpError
 from autotp.materialise import distribute, state_of
-from autotp.overlapped import Compiled, Overlap, compiled, key_of, seed_for, trained_among
+from autotp.overlapped import Compiled, Overlap, compiled, key_of, seed_for, traceable, trained_among
 from autotp.plan import Plan
 from autotp.rewrite import Rewritten
 from autotp.tracing import Event, recorded
@@ -124,9 +124,15 @@ class DistributedModule(fx.GraphModule):
         """This device's part of what each placeholder of the sharded graph stands for."""
         captured = self._captured
         values = {name: local_part(self.get_parameter(fqn)) for name, fqn in captured.parameters.items()}
-        values |= {name: self.get_buffer(fqn) for name, fqn in captured.buffers.items()}
+        # What the step updates may be saved for the backward pass as it was.
+        values |= {
+            name: self.get_buffer(fqn).clone() if name in captured.mutations else self.get_buffer(fqn)
+            for name, fqn in captured.buffers.items()
+        }
         values |= {name: self.get_buffer(f"autotp_constants.{name}") for name in captured.constants}
-        return values | dict(zip(captured.inputs, inputs, strict=True))
+        # Graphs are made for strides too, and all ranks must agree about when a new one is needed.
+        given = (value.contiguous() if isinstance(value, Tensor) else value for value in inputs)
+        return values | dict(zip(captured.inputs, given, strict=True))
 
 
 class _Overlapping:
@@ -138,8 +144,8 @@ class _Overlapping:
 
     def run(self, values: dict[str, Tensor]) -> list[Any] | None:
         """The sharded graph's outputs; None if it is to run as it is."""
-        if torch.is_autocast_enabled(self.world.device_mesh.device_type):
-            return None  # what is cast where depends on the context of each call
+        if not traceable(self.world.device_mesh.device_type):
+            return None
         trained = trained_among(values)
         key = key_of(values, trained)
         if key not in self.known:

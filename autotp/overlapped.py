@@ -17,12 +17,22 @@ from passes import ops
 from passes.bucket import Enough
 from passes.launches import HOSTED, launch, local
 from passes.ops import Parts, part_of
-from passes.overlap import Halves, Orders, Overlapped, halves
-from passes.schedule import Durations, Limits, Slot
+from passes.overlap import Halves, Overlapped, halves
+from passes.schedule import Durations, Limits
 from passes.traced import Untraceable
 from passes.world import World
 
-__all__ = ["Compiled", "Overlap", "compiled", "in_lockstep", "key_of", "overlapping", "seed_for", "trained_among"]
+__all__ = [
+    "Compiled",
+    "Overlap",
+    "compiled",
+    "in_lockstep",
+    "key_of",
+    "overlapping",
+    "seed_for",
+    "traceable",
+    "trained_among",
+]
 
 _log = logging.getLogger("autotp.schedule")
 
@@ -38,7 +48,7 @@ class Overlap:
 
     Attributes:
         durations: of the nodes, predicted.
-        enough: see `passes.bucket.bucket`; None: collectives are not merged.
+        enough: see `passes.bucket.buckets`; None: collectives are not merged.
         limits: of the schedule.
     """
 
@@ -53,12 +63,10 @@ class Compiled:
 
     Attributes:
         graphs: what was scheduled, of this process's device or of the first.
-        slots: when each node is to run, by prediction; of both graphs.
         forward, backward: run them.
     """
 
     graphs: Overlapped
-    slots: tuple[Sequence[Slot], Sequence[Slot]]
     forward: Runner
     backward: Runner
 
@@ -96,8 +104,8 @@ def compiled(
     reason = ""
     try:
         mine = halves(sharded, world.mesh_shape, world.hosted[0], inputs, trained)
-    except Untraceable as error:
-        reason = str(error)
+    except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it, and the graph runs as it is
+        reason = _why(error)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (mine.signature if mine is not None else "", reason))
     if len(set(found)) > 1 or mine is None:
@@ -106,7 +114,11 @@ def compiled(
     graphs = mine.overlapped(_from_first(mine.buckets(how.enough)))
     slots = graphs.slots(how.durations, how.limits)
     forward, backward = graphs.modules(_from_first(graphs.orders(slots)), world)
-    return Compiled(graphs, slots, forward, backward)
+    return Compiled(graphs, forward, backward)
+
+
+def _why(error: Exception) -> str:
+    return str(error) if isinstance(error, Untraceable) else f"tracing it failed ({type(error).__name__}: {error})"
 
 
 def _from_first(decision: Any) -> Any:
@@ -125,6 +137,11 @@ def overlapping(schedule: str) -> bool:
     if schedule not in ("overlap", "none"):
         raise AutotpError(f"schedule={schedule!r} is unknown; choose 'overlap' or 'none'")
     return schedule == "overlap"
+
+
+def traceable(device: str) -> bool:
+    """Whether a call may run graphs that were traced: under autocast, what is cast where depends on each call's context."""
+    return not torch.is_autocast_enabled(device)
 
 
 def trained_among(inputs: Mapping[str, Any]) -> frozenset[str]:
@@ -164,26 +181,26 @@ def in_lockstep(
             if (None if even else at) not in known:
                 mine = {name: parts[index] for name, parts in inputs.items()}
                 known[None if even else at] = halves(sharded, world.mesh_shape, at, mine, trained)
-    except Untraceable as error:
-        _log.warning("no overlap of computing and communicating: %s", error)
+    except Exception as error:  # noqa: BLE001 - as in ``compiled``
+        _log.warning("no overlap of computing and communicating: %s", _why(error))
         return None
     if len({each.signature for each in known.values()}) > 1:
         _log.warning("no overlap of computing and communicating: %s", _DIFFERENT)
         return None
     chosen = next(iter(known.values())).buckets(how.enough)
     made = {at: each.overlapped(chosen) for at, each in known.items()}
-    graphs = [made[None if even else at] for at in world.hosted]
-    slots = graphs[0].slots(how.durations, how.limits)
-    orders = graphs[0].orders(slots)
-    return Compiled(graphs[0], slots, *(_Lockstep(graphs, orders, half, world) for half in (0, 1)))
+    first = made[None if even else world.hosted[0]]
+    orders = first.orders(first.slots(how.durations, how.limits))
+    modules = {at: each.modules(orders, world) for at, each in made.items()}
+    graphs = [modules[None if even else at] for at in world.hosted]
+    return Compiled(first, *(_Lockstep([both[half] for both in graphs]) for half in (0, 1)))
 
 
 class _Lockstep:
     """Runs one of the graphs for all hosted devices, node by node."""
 
-    def __init__(self, graphs: Sequence[Overlapped], orders: Orders, half: int, world: World) -> None:
-        self.modules = [each.modules(orders, world)[half] for each in graphs]
-        self.world = world
+    def __init__(self, modules: Sequence[fx.GraphModule]) -> None:
+        self.modules = modules
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """Inputs are ``Parts`` or, alike for all devices, anything else."""
@@ -224,7 +241,10 @@ class _Lockstep:
 
 
 def _grouped(flat: Sequence[Any], hosted: int) -> list[Any]:
-    return [Parts(flat[i : i + hosted]) for i in range(0, len(flat), hosted)] if hosted else list(flat)
+    if not hosted:
+        return list(flat)
+    groups = [flat[i : i + hosted] for i in range(0, len(flat), hosted)]
+    return [Parts(group) if isinstance(group[0], Tensor) else group[0] for group in groups]
 
 
 class _Pass(torch.autograd.Function):
@@ -239,29 +259,44 @@ class _Pass(torch.autograd.Function):
         given = {id(tensor) for tensor in inputs}
         flat: list[Any] = []
         fixed: list[Tensor] = []
+        ctx.like = []
         for i, output in enumerate(outputs):
             for part in output if isinstance(output, Parts) else [output] * max(hosted, 1):
                 if isinstance(part, Tensor):
-                    part = part.view_as(part) if id(part) in given else part
+                    if i in graphs.tangents:
+                        # a view made in here could not be changed in place outside
+                        part = part.clone() if part._is_view() or id(part) in given else part
+                        ctx.like.append((part.shape, part.dtype, part.device))
+                    else:
+                        part = part.view_as(part) if id(part) in given else part
+                        fixed.append(part)
                     given.add(id(part))
-                    fixed += [part] if i not in graphs.tangents else []
                 flat.append(part)
         ctx.mark_non_differentiable(*fixed)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(part for value in saved for part in (value if isinstance(value, Parts) else [value])))
         return tuple(flat)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         graphs, hosted = ctx.compiled.graphs, ctx.hosted
-        given = _grouped([gradient.contiguous() for gradient in gradients], hosted)
-        values = [*_grouped(ctx.saved_tensors, hosted), *(given[i] for i in graphs.tangents)]
+        count = max(hosted, 1)
+        mine = [gradients[i * count + d] for i in graphs.tangents for d in range(count)]
+        missing = {i for i in range(len(graphs.tangents)) if mine[i * count] is None}
+        filled = [
+            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient.contiguous()
+            for gradient, (shape, dtype, device) in zip(mine, ctx.like, strict=True)
+        ]
+        seen = {id(gradient) for gradient in filled}
+        values = [*_grouped(ctx.saved_tensors, hosted), *_grouped(filled, hosted)]
         ctx.maybe_clear_saved_tensors()
-        del gradients, given
-        found: list[Any] = [None] * (len(graphs.inputs) * max(hosted, 1))
-        for i, gradient in zip(graphs.trained, ctx.compiled.backward(values), strict=True):
-            if hosted:
-                found[i * hosted : (i + 1) * hosted] = gradient if gradient is not None else [None] * hosted
-            else:
-                found[i] = gradient
+        del mine, filled
+        found: list[Any] = [None] * (len(graphs.inputs) * count)
+        for i, gradient, made_of in zip(graphs.trained, ctx.compiled.backward(values), graphs.depends, strict=True):
+            if gradient is None or made_of <= missing:
+                continue
+            for d, part in enumerate(gradient if isinstance(gradient, Parts) else [gradient]):
+                found[i * count + d] = part.clone() if id(part) in seen else part
+                seen.add(id(part))
         return None, None, None, *found

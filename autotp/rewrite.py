@@ -87,6 +87,9 @@ def apply(captured: Captured, plan: Plan, inputs: str = "global") -> Rewritten:
             "the plan was made for another model, or for inputs of other shapes: "
             f"the plan's graph is {plan.model_hash}, this model's {fingerprint(captured)}; make a new plan with autotp.plan"
         )
+    panels = {op.name: op.panels for op in plan.operators if op.panels > 1}
+    if panels and any(count > 1 for count in plan.chunks.values()):
+        raise AutotpError(f"the plan has panels and chunks ({dict(plan.chunks)}); plan with panels=1, or without chunks")
     operators = analyse(module.graph, captured.inputs)
     chosen = {node.name: _strategy(operators[node], plan) for node in operators}
     resting = _resting(captured, plan)
@@ -94,9 +97,6 @@ def apply(captured: Captured, plan: Plan, inputs: str = "global") -> Rewritten:
         resting |= _input_layouts(captured, operators, chosen, plan.mesh_shape)
     sharding = Sharding(plan.mesh_shape, chosen, resting, frozenset(captured.parameters))
     sharded = _sharded(captured, operators, sharding, plan.chunks)
-    panels = {op.name: op.panels for op in plan.operators if op.panels > 1}
-    if panels and any(count > 1 for count in plan.chunks.values()):
-        raise AutotpError(f"the plan has panels and chunks ({dict(plan.chunks)}); plan with panels=1, or without chunks")
     if panels:
         found = loops(operators, chosen, resting, plan.mesh_shape)
         known = {node.name: loop.most for loop in found for node in loop.members}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autotp.durations import overlap_of
 from autotp.lockstep import assemble, collect, distribute, execute
-from autotp.overlapped import Compiled, Overlap, in_lockstep, key_of, overlapping, seed_for, trained_among
+from autotp.overlapped import Compiled, Overlap, in_lockstep, key_of, overlapping, seed_for, traceable, trained_among
 from autotp.plan import Plan
 from autotp.rewrite import Rewritten, rewrite
 from passes.ops import Parts
@@ -92,7 +92,7 @@ class Simulated(nn.Module):
 
     def _run(self, parts: dict[str, Parts]) -> list[Any]:
         sharded = self.rewritten.graph_module
-        if self._how is not None:
+        if self._how is not None and traceable("cpu"):
             trained = trained_among(parts)
             key = key_of(parts, trained)
             if key not in self._compiled:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autotp.durations import overlap_of
+from autotp.durations import lane_of, overlap_of
 from autotp.errors import AutotpError
 from autotp.overlapped import Compiled
 from autotp.plan import Plan
@@ -54,11 +54,6 @@ def predicted_events(slots: tuple[Sequence[Slot], Sequence[Slot]]) -> list[Event
 
 def _event(node: fx.Node, part: str, lane: str, begin: float, seconds: float) -> Event:
     return Event(name=node.name, operator=str(node.target), part=part, lane=lane, begin=begin, seconds=seconds)
-
-
-def _lane(node: fx.Node) -> str:
-    traced = node.meta["collective"]
-    return "axes " + ",".join(map(str, axes_of(traced.target, traced.args)))
 
 
 def predicted(
@@ -134,7 +129,8 @@ class _Interpreter(fx.Interpreter):
         return result
 
     def _watch(self, node: fx.Node, launched: Any, begin: float) -> None:
-        event = _event(node, self.timed.part, _lane(node), begin, 0.0)
+        traced = node.meta["collective"]
+        event = _event(node, self.timed.part, lane_of(axes_of(traced.target, traced.args)), begin, 0.0)
         self.timed.events.append(event)
 
         def done(_: Any = None) -> None:

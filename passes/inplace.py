@@ -5,6 +5,7 @@ Autograd does so too. It saves the memory of a result, and the time to touch mem
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,20 +42,25 @@ def inplace(graph: fx.Graph) -> int:
             ends = max((number[user] for user in node.users if user.target is wait), default=len(nodes))
         for source in node.all_input_nodes:
             last[roots[source]] = max(last.get(roots[source], 0), ends)
+    into: dict[fx.Node, fx.Node] = {}
+
+    def found(node: fx.Node) -> fx.Node:
+        root = roots[node]
+        while root in into:
+            root = into[root]
+        return root
+
     changed = 0
     for node in nodes:
         form = _FORMS.get(node.target)
         if form is None or not isinstance(node.args[0], fx.Node):
             continue
         operand = node.args[0]
-        root = roots[operand]
-        if _fresh(root) and last[root] == number[node] and _alike(node, operand, root, roots):
+        root = found(operand)
+        if _fresh(root) and last[root] == number[node] and _alike(node, operand, root, found):
             node.target = form
             changed += 1
-            # The result lives where the operand did.
-            for later in nodes[number[node] :]:
-                if roots[later] is node:
-                    roots[later] = root
+            into[node] = root  # the result lives where the operand did
             last[root] = max(last[root], last.get(node, number[node]))
     return changed
 
@@ -64,7 +70,7 @@ def _fresh(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target not in HOSTED and isinstance(node.target, torch._ops.OpOverload)
 
 
-def _alike(node: fx.Node, operand: fx.Node, root: fx.Node, roots: dict[fx.Node, fx.Node]) -> bool:
+def _alike(node: fx.Node, operand: fx.Node, root: fx.Node, found: Callable[[fx.Node], fx.Node]) -> bool:
     """Whether the result fits into the operand exactly, and no other operand lies there."""
     mine, result, whole = operand.meta.get("val"), node.meta.get("val"), root.meta.get("val")
     if not (isinstance(mine, Tensor) and isinstance(result, Tensor) and isinstance(whole, Tensor)):
@@ -73,7 +79,8 @@ def _alike(node: fx.Node, operand: fx.Node, root: fx.Node, roots: dict[fx.Node, 
     return (
         mine.shape == result.shape
         and mine.dtype == result.dtype
+        and mine.device == result.device
         and mine.numel() == whole.numel()
         and mine.stride() == result.stride()
-        and not any(roots[other] is root for other in others)
+        and not any(found(other) is root for other in others)
     )

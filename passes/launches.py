@@ -47,8 +47,8 @@ def local(world: World, name: str, value: Tensor, *args: Any, index: int = 0) ->
 
 _LOCAL: Mapping[str, Any] = {
     "own": lambda world, x, i, dim, blocks, axis, *_: world.own(x, Step("slice", (axis,), dim=dim, blocks=blocks), i),
-    "mask": lambda world, x, i, axes: world.masked(x, axes, i),
-    "pad": lambda world, x, i, dim, length: world.pad(x, dim, length),
+    "mask": lambda world, x, i, axes: world.masked(x, axes, i).contiguous(),
+    "pad": lambda world, x, i, dim, length: world.pad(x, dim, length).contiguous(),
     "crop": lambda world, x, i, dim, length: world.crop(x, dim, length),
 }
 
@@ -56,7 +56,7 @@ _LOCAL: Mapping[str, Any] = {
 def offset(world: World, size: int, axes: tuple[int, ...], like: Any) -> Any:
     """`passes.primitives.offset`: a tensor without dims."""
     near = like[0] if isinstance(like, Parts) else like
-    starts = [torch.tensor(start, device=near.device) for start in world.offset(size, axes)]
+    starts = [torch.full((), start, dtype=torch.int64, device=near.device) for start in world.offset(size, axes)]
     return Parts(starts) if isinstance(like, Parts) else starts[0]
 
 

@@ -14,6 +14,17 @@ from passes.launches import local
 __all__ = ["held", "source_of"]
 
 _aten = torch.ops.aten
+#: Operators whose results may share their operand's memory, though their schemas do not say so.
+_SHARING = frozenset(
+    {
+        _aten.reshape.default,
+        _aten._unsafe_view.default,
+        _aten.contiguous.default,
+        _aten.unsafe_split.Tensor,
+        _aten.unsafe_split_with_sizes.default,
+        _aten.unsafe_chunk.default,
+    }
+)
 
 
 def source_of(node: fx.Node) -> fx.Node | None:
@@ -29,7 +40,7 @@ def source_of(node: fx.Node) -> fx.Node | None:
     schema = getattr(node.target, "_schema", None)
     viewing = schema is not None and any(r.alias_info is not None for r in schema.returns)
     # these copy only where they must, or share by contract
-    maybe = node.target in (_aten.reshape.default, _aten._unsafe_view.default, _aten.contiguous.default)
+    maybe = node.target in _SHARING
     if node.target is operator.getitem or viewing or maybe:
         return node.all_input_nodes[0]
     return None
@@ -43,8 +54,9 @@ def held(nodes: list[fx.Node]) -> dict[fx.Node, float]:
         root = node
         while (source := source_of(root)) is not None:
             root = source
+        if not isinstance(root.meta.get("val"), Tensor):  # of several results, each has a memory of its own
+            root = node
         value: Any = root.meta.get("val")
-        value = value if isinstance(value, Tensor) else node.meta.get("val")
         own = isinstance(value, Tensor) and root.op != "placeholder" and root not in seen
         found[node] = float(value.numel() * value.element_size()) if own else 0.0
         seen.add(root)

@@ -41,7 +41,7 @@ class Overlapped:
         trained: positions of the inputs whose gradients ``backward`` gives.
         outputs: how many outputs come before what is saved.
         tangents: positions of the outputs that have a gradient.
-        merged: how many collectives merging spared.
+        depends: see `passes.partition.Cut`.
     """
 
     forward: fx.Graph
@@ -51,7 +51,7 @@ class Overlapped:
     trained: tuple[int, ...]
     outputs: int
     tangents: tuple[int, ...]
-    merged: int
+    depends: tuple[frozenset[int], ...]
 
     def slots(self, durations: Durations, limits: Limits) -> tuple[list[Slot], list[Slot]]:
         """When each node of either graph is to run, by prediction; in the order in which it is to."""
@@ -124,7 +124,7 @@ class Halves:
             self.joint.trained,
             self.cut.outputs,
             self.joint.tangents,
-            sum(len(members) - 1 for half in chosen for members in half),
+            self.cut.depends,
         )
 
 

@@ -62,11 +62,13 @@ class Cut:
         forward: inputs, seed -> outputs, then what is saved.
         backward: what is saved, gradients of the outputs that have one -> gradients of the inputs that have one.
         outputs: how many outputs come before what is saved.
+        depends: per gradient that ``backward`` gives, which of the outputs' gradients it is made of, by their numbers.
     """
 
     forward: fx.Graph
     backward: fx.Graph
     outputs: int
+    depends: tuple[frozenset[int], ...]
 
 
 def cut(joint: Joint) -> Cut:
@@ -82,7 +84,7 @@ def cut(joint: Joint) -> Cut:
         if node.op not in ("placeholder", "output") and any(n in later for n in node.all_input_nodes):
             later.add(node)
     again = _gathered(nodes, {inputs[i] for i in joint.regathered}, later)
-    needed, saved = _needed(gradients, later, again)
+    needed, saved = _needed(gradients, later, again, _above(outputs))
     kept = [n for n in nodes if n in saved]
     forward, values = fx.Graph(), {}
     for node in inputs:
@@ -100,7 +102,12 @@ def cut(joint: Joint) -> Cut:
     for node in _when_needed([n for n in nodes if n in needed and n not in values], later):
         values[node] = backward.node_copy(node, lambda n: values[n])
     backward.output(tuple(values[g] if isinstance(g, fx.Node) else g for g in gradients))
-    return Cut(forward, backward, len(outputs))
+    made_of: dict[fx.Node, frozenset[int]] = {node: frozenset({i}) for i, node in enumerate(tangents)}
+    for node in nodes:
+        if node in later and node not in made_of:
+            made_of[node] = frozenset().union(*(made_of.get(n, frozenset()) for n in node.all_input_nodes))
+    depends = tuple(made_of.get(g, frozenset()) for g in gradients)
+    return Cut(forward, backward, len(outputs), depends)
 
 
 def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -127,8 +134,13 @@ def _gathered(nodes: Sequence[fx.Node], parameters: set[fx.Node], later: set[fx.
     return gathered
 
 
-def _needed(gradients: Sequence[Any], later: set[fx.Node], again: set[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Nodes that the backward pass runs, and the values that it is given."""
+def _needed(
+    gradients: Sequence[Any], later: set[fx.Node], again: set[fx.Node], forward: set[fx.Node]
+) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Nodes that the backward pass runs, and the values that it is given.
+
+    It runs what depends on a gradient, what is done again, and what the outputs do not need.
+    """
     runs: set[fx.Node] = set()
     given: set[fx.Node] = set()
     pending = [g for g in gradients if isinstance(g, fx.Node)]
@@ -136,7 +148,9 @@ def _needed(gradients: Sequence[Any], later: set[fx.Node], again: set[fx.Node]) 
         node = pending.pop()
         if node in runs or node in given:
             continue
-        if node in later or node in again or (node.op != "placeholder" and not node.all_input_nodes):
+        source = node.all_input_nodes[0] if node.target is operator.getitem else node
+        spared = node.op != "placeholder" and source not in forward
+        if node in later or node in again or spared or (node.op != "placeholder" and not node.all_input_nodes):
             runs.add(node)
             pending += node.all_input_nodes
         else:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from passes.layout import take_block
 
-__all__ = ["COLLECTIVES", "LOCAL", "axes_of"]
+__all__ = ["COLLECTIVES", "axes_of"]
 
 _LIBRARY = torch.library.Library("autotp", "DEF")
 
@@ -72,9 +72,6 @@ COLLECTIVES: Mapping[Any, str] = {
     reduce_scatter: "reduce_scatter",
     all_to_all: "all_to_all",
 }
-
-#: Those that need their device's place and no other device.
-LOCAL = frozenset({own, mask, pad, crop, offset, draw})
 
 
 def axes_of(target: Any, args: tuple[Any, ...]) -> tuple[int, ...]:

@@ -108,7 +108,10 @@ class _Memory:
 
     def read(self, node: fx.Node) -> set[fx.Node]:
         """The memories that a node reads."""
-        return {self.roots[n] for n in node.all_input_nodes if n in self.roots}
+        sources = node.all_input_nodes
+        if node.target is wait:  # what is sent is held until it has arrived
+            sources = [*sources, *sources[0].all_input_nodes]
+        return {self.roots[n] for n in sources if n in self.roots}
 
     def change(self, node: fx.Node) -> float:
         """Bytes by which running a node lets what is held grow."""

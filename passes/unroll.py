@@ -16,7 +16,6 @@ from torch.distributed.tensor import Partial
 
 from passes import ops
 from passes.layout import is_shard
-from passes.panelled import panelled
 from passes.reshard import Step
 from passes.world import LocalWorld
 
@@ -66,8 +65,6 @@ class _Unroller:
             elif node.target in (ops.all_sum, ops.all_reduce, ops.all_max):
                 self.collective(node)
             else:
-                if node.target is panelled:
-                    assert not any(self.axes[n] for n in node.all_input_nodes), "panels of chunks"
                 self.operator(node)
         return self.graph
 

@@ -162,7 +162,10 @@ class World(nn.Module):
             for number in (salt, *(self.hosted[index][axis] for axis in axes)):
                 draw = torch.Generator().manual_seed((mixed + number) % 2**63)
                 mixed = int(torch.randint(2**62, (), generator=draw))
-            torch.manual_seed(mixed)
+            torch.default_generator.manual_seed(mixed)
+            for device in devices:
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(mixed)
             yield
 
     def _slice(self, step: Step, parts: list[Tensor]) -> Pending:

@@ -287,3 +287,76 @@ def test_chunks_are_saved_with_the_plan(tmp_path):
     assert found.chunks == {"batch": 2, "rows": 1}
     assert found.hash != dataclasses.replace(plan, chunks={}).hash
     assert dataclasses.replace(plan, chunks={"batch": 1}).hash == dataclasses.replace(plan, chunks={}).hash
+
+
+class Two(nn.Module):
+    """Two outputs, and one that is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.stem(x)
+        return self.left(y), self.right(y), None
+
+
+@pytest.mark.parametrize("strategy", ["data", "megatron-1d"])
+def test_an_output_that_no_loss_uses_leaves_no_gradient(strategy):
+    torch.manual_seed(0)
+    model, args = Two().double(), (torch.randn(4, 8, dtype=torch.float64),)
+    ours = autotp.simulate(model, planned(model, args, strategy), args, schedule="overlap")
+    left, right, nothing = ours(*args)
+    assert nothing is None
+    left /= 2  # outputs may be changed in place, as the model's may
+    left.sum().backward()
+    assert model.right.weight.grad is None
+    want, _, _ = model(*args)
+    got = model.left.weight.grad.clone()
+    model.zero_grad()
+    (want / 2).sum().backward()
+    torch.testing.assert_close(got, model.left.weight.grad, rtol=1e-9, atol=1e-12)
+    assert right.requires_grad
+
+
+def test_two_backward_passes_of_one_forward_pass():
+    model, args = tokens()
+    ours = autotp.simulate(model, planned(model, args), args, schedule="overlap")
+    loss = ours(*args)
+    loss.backward(retain_graph=True)
+    once = {name: p.grad.clone() for name, p in model.named_parameters()}
+    loss.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, 2 * once[name], rtol=1e-12, atol=1e-15)
+
+
+class Average(nn.Module):
+    """Uses a buffer, and then updates it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x):
+        y = self.linear(x) * self.scale
+        self.scale = 0.5 * self.scale + 0.5
+        return (y * y).sum()
+
+
+def test_a_buffer_that_is_updated_after_use():
+    torch.manual_seed(0)
+    model, args = Average().double(), (torch.randn(4, 8, dtype=torch.float64),)
+    same(model, autotp.simulate(model, planned(model, args, "data"), args, schedule="overlap"), args)
+
+
+def test_inputs_may_want_gradients_and_be_transposed():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double()
+    x = torch.randn(8, 4, dtype=torch.float64).t().requires_grad_()
+    ours = autotp.simulate(
+        model, planned(model, (torch.randn(4, 8, dtype=torch.float64),)), (x.detach(),), schedule="overlap"
+    )
+    (want,) = torch.autograd.grad(model(x).square().sum(), x)
+    (got,) = torch.autograd.grad(ours(x).square().sum(), x)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
