@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from autotp.errors import AutotpError
 from autotp.materialise import distribute, state_of
-from autotp.overlapped import Compiled, Overlap, compiled, key_of, seed_for, traceable, trained_among
+from autotp.overlapped import Overlap, Schedules, compiled
 from autotp.plan import Plan
 from autotp.rewrite import Rewritten
 from autotp.tracing import Event, recorded
@@ -81,7 +81,7 @@ class DistributedModule(fx.GraphModule):
         self.plan = plan
         self._captured = captured
         self._signature = rewritten.signature
-        self._overlapping = None if how is None else _Overlapping(rewritten.graph_module, world, how)
+        self._overlapping = None if how is None else Schedules(rewritten.graph_module, world, how, compiled)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass of the model, with the model's own arguments and output structure."""
@@ -133,27 +133,6 @@ class DistributedModule(fx.GraphModule):
         # Graphs are made for strides too, and all ranks must agree about when a new one is needed.
         given = (value.contiguous() if isinstance(value, Tensor) else value for value in inputs)
         return values | dict(zip(captured.inputs, given, strict=True))
-
-
-class _Overlapping:
-    """The scheduled graphs of a sharded graph, made when they are first needed."""
-
-    def __init__(self, sharded: fx.GraphModule, world: ProcessWorld, how: Overlap) -> None:
-        self.sharded, self.world, self.how = sharded, world, how
-        self.known: dict[Hashable, Compiled | None] = {}
-
-    def run(self, values: dict[str, Tensor]) -> list[Any] | None:
-        """The sharded graph's outputs; None if it is to run as it is."""
-        if not traceable(self.world.device_mesh.device_type):
-            return None
-        trained = trained_among(values)
-        key = key_of(values, trained)
-        if key not in self.known:
-            self.known[key] = compiled(self.sharded, self.world, values, trained, self.how)
-        found = self.known[key]
-        if found is None:
-            return None
-        return found(seed_for(self.sharded, self.world), [values[name] for name in found.graphs.inputs])
 
 
 def _bound(rewritten: Rewritten) -> fx.Graph:

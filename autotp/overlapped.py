@@ -22,17 +22,7 @@ from passes.schedule import Durations, Limits
 from passes.traced import Untraceable
 from passes.world import World
 
-__all__ = [
-    "Compiled",
-    "Overlap",
-    "compiled",
-    "in_lockstep",
-    "key_of",
-    "overlapping",
-    "seed_for",
-    "traceable",
-    "trained_among",
-]
+__all__ = ["Compiled", "Overlap", "Schedules", "compiled", "in_lockstep", "overlapping"]
 
 _log = logging.getLogger("autotp.schedule")
 
@@ -111,9 +101,9 @@ def compiled(
     if len(set(found)) > 1 or mine is None:
         _log.warning("no overlap of computing and communicating: %s", next((why for _, why in found if why), _DIFFERENT))
         return None
-    graphs = mine.overlapped(_from_first(mine.buckets(how.enough)))
-    slots = graphs.slots(how.durations, how.limits)
-    forward, backward = graphs.modules(_from_first(graphs.orders(slots)), world)
+    graphs = mine.overlapped(_from_first(lambda: mine.buckets(how.enough)))
+    orders = _from_first(lambda: graphs.orders(graphs.slots(how.durations, how.limits)))
+    forward, backward = graphs.modules(orders, world)
     return Compiled(graphs, forward, backward)
 
 
@@ -121,9 +111,9 @@ def _why(error: Exception) -> str:
     return str(error) if isinstance(error, Untraceable) else f"tracing it failed ({type(error).__name__}: {error})"
 
 
-def _from_first(decision: Any) -> Any:
+def _from_first(decide: Callable[[], Any]) -> Any:
     """Rank 0's decision, on every rank."""
-    agreed: list[Any] = [decision]
+    agreed: list[Any] = [decide() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(agreed, src=0)
     return agreed[0]
 
@@ -139,26 +129,42 @@ def overlapping(schedule: str) -> bool:
     return schedule == "overlap"
 
 
-def traceable(device: str) -> bool:
-    """Whether a call may run graphs that were traced: under autocast, what is cast where depends on each call's context."""
-    return not torch.is_autocast_enabled(device)
+class Schedules:
+    """The scheduled graphs of a sharded graph, made when they are first needed.
+
+    Args:
+        sharded: see ``passes.shard.shard``.
+        world: that the graphs run in.
+        how: durations and limits.
+        make: ``compiled``, or ``in_lockstep`` with what it takes besides.
+    """
+
+    def __init__(self, sharded: fx.GraphModule, world: World, how: Overlap, make: Callable[..., Compiled | None]) -> None:
+        self.sharded, self.world, self.how, self.make = sharded, world, how, make
+        self.draws = any(node.target is ops.next_seed for node in sharded.graph.nodes)
+        self.known: dict[Hashable, Compiled | None] = {}
+
+    def run(self, values: Mapping[str, Any]) -> list[Any] | None:
+        """The sharded graph's outputs for these values of its placeholders; None if it is to run as it is."""
+        firsts = [_first(value) for value in values.values()]
+        if any(torch.is_autocast_enabled(device) for device in {tensor.device.type for tensor in firsts}):
+            return None  # what is cast where depends on the context of each call
+        trained = _trained_among(values)
+        key = trained, tuple((tensor.dtype, tensor.stride()) for tensor in firsts)
+        if key not in self.known:
+            self.known[key] = self.make(self.sharded, self.world, values, trained, self.how)
+        found = self.known[key]
+        if found is None:
+            return None
+        seed = self.world.next_seed() if self.draws else 0
+        return found(seed, [values[name] for name in found.graphs.inputs])
 
 
-def trained_among(inputs: Mapping[str, Any]) -> frozenset[str]:
+def _trained_among(inputs: Mapping[str, Any]) -> frozenset[str]:
     """The names of the inputs whose gradients are wanted: none where gradients are switched off."""
     if not torch.is_grad_enabled():
         return frozenset()
     return frozenset(name for name, value in inputs.items() if _first(value).requires_grad)
-
-
-def key_of(inputs: Mapping[str, Any], trained: frozenset[str]) -> Hashable:
-    """What a compiled pair of graphs depends on besides the sharded graph."""
-    return trained, tuple((t.dtype, t.stride()) for t in map(_first, inputs.values()))
-
-
-def seed_for(sharded: fx.GraphModule, world: World) -> int:
-    """The seed of one forward pass, taken from the world's sequence if the graph draws random numbers."""
-    return world.next_seed() if any(node.target is ops.next_seed for node in sharded.graph.nodes) else 0
 
 
 def _first(value: Any) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate
 from autotp.errors import AutotpError, PlanMismatchError
 from autotp.plan import Plan, fingerprint
 from passes.capture import CallSignature, Captured, capture
-from passes.chunk import Cuts, by_batch, by_rows, communicating, extended
+from passes.chunk import by_batch, by_rows, communicating, extended
 from passes.factors import Operator, analyse
 from passes.layout import Layout, fits, local_shape, place
 from passes.panel import loops, panel
@@ -22,7 +22,7 @@ from passes.shard import Sharding, shard
 from passes.strategy import SUM, Strategy, strategies, whole_layout
 from passes.unroll import unroll
 
-__all__ = ["Rewritten", "cuts_of", "rewrite"]
+__all__ = ["Rewritten", "rewrite"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,25 +112,17 @@ def _sharded(
 ) -> fx.GraphModule:
     """The sharded graph, with the chunks of every device as nodes of their own."""
     virtual, with_chunks = [], sharding
-    for kind, cuts in cuts_of(captured, operators, sharding, chunks):
-        virtual.append(chunks[kind])
-        with_chunks = extended(operators, with_chunks, cuts, chunks[kind])
-    sharded = shard(captured.graph_module, operators, with_chunks, captured.mutations)
-    return unroll(sharded, sharding.mesh, tuple(virtual)) if virtual else sharded
-
-
-def cuts_of(
-    captured: Captured, operators: Mapping[fx.Node, Operator], sharding: Sharding, chunks: Mapping[str, int]
-) -> Iterator[tuple[str, Cuts]]:
-    """Per kind of chunks, if there are several: what is cut in every operator."""
     batch, rows = chunks.get("batch", 1), chunks.get("rows", 1)
-    chosen = communicating(operators, sharding)
     if batch > 1:
         cuts = by_batch(captured.graph_module.graph, operators, sharding, captured.inputs, batch)
-        yield "batch", cuts
-        sharding = extended(operators, sharding, cuts, batch)
+        virtual.append(batch)
+        with_chunks = extended(operators, with_chunks, cuts, batch)
     if rows > 1:
-        yield "rows", by_rows(operators, sharding, chosen, rows)
+        cuts = by_rows(operators, with_chunks, communicating(operators, sharding), rows)
+        virtual.append(rows)
+        with_chunks = extended(operators, with_chunks, cuts, rows)
+    sharded = shard(captured.graph_module, operators, with_chunks, captured.mutations)
+    return unroll(sharded, sharding.mesh, tuple(virtual)) if virtual else sharded
 
 
 def _input_layouts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from autotp.durations import overlap_of
 from autotp.lockstep import assemble, collect, distribute, execute
-from autotp.overlapped import Compiled, Overlap, in_lockstep, key_of, overlapping, seed_for, traceable, trained_among
+from autotp.overlapped import Compiled, Overlap, Schedules, in_lockstep, overlapping
 from autotp.plan import Plan
 from autotp.rewrite import Rewritten, rewrite
 from passes.ops import Parts
@@ -59,8 +60,8 @@ class Simulated(nn.Module):
 
     rewritten: Rewritten
     world: World
-    _how: Overlap | None
-    _compiled: dict[Hashable, Compiled | None]
+    _schedules: Schedules | None
+    _compiled: Mapping[Hashable, Compiled | None]
 
     def __init__(self, model: nn.Module, rewritten: Rewritten, world: World, how: Overlap | None = None) -> None:
         super().__init__()
@@ -68,7 +69,11 @@ class Simulated(nn.Module):
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = model.__dict__[table]
         self.training = model.training
-        self.__dict__ |= {"rewritten": rewritten, "world": world, "_how": how, "_compiled": {}}
+        schedules = None
+        if how is not None:
+            schedules = Schedules(rewritten.graph_module, world, how, functools.partial(in_lockstep, even=rewritten.even))
+        self.__dict__ |= {"rewritten": rewritten, "world": world, "_schedules": schedules}
+        self.__dict__["_compiled"] = {} if schedules is None else schedules.known
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         place_constants(rewritten.graph_module.graph, device)
 
@@ -82,22 +87,12 @@ class Simulated(nn.Module):
         whole |= dict(zip(captured.inputs, captured.signature.flatten(args, kwargs), strict=True))
         resting, everywhere = sharding.resting, self.rewritten.whole
         parts = {name: distribute(name, whole[name], resting.get(name, everywhere), self.world) for name in whole}
-        outputs = self._run(parts)
+        outputs = self._schedules.run(parts) if self._schedules is not None else None
+        if outputs is None:
+            outputs = execute(self.rewritten.graph_module.graph, self.world, parts)
         for name, new in zip(captured.mutations, outputs[captured.outputs :], strict=True):
             layout = resting.get(name, everywhere)
             with torch.no_grad():
                 whole[name].copy_(assemble([p.detach() for p in new], whole[name].shape, layout, self.world))
         results = [collect(leaf) if isinstance(leaf, Parts) else leaf for leaf in outputs[: captured.outputs]]
         return captured.signature.unflatten(results)
-
-    def _run(self, parts: dict[str, Parts]) -> list[Any]:
-        sharded = self.rewritten.graph_module
-        if self._how is not None and traceable("cpu"):
-            trained = trained_among(parts)
-            key = key_of(parts, trained)
-            if key not in self._compiled:
-                self._compiled[key] = in_lockstep(sharded, self.world, parts, trained, self._how, even=self.rewritten.even)
-            compiled = self._compiled[key]
-            if compiled is not None:
-                return compiled(seed_for(sharded, self.world), [parts[name] for name in compiled.graphs.inputs])
-        return execute(sharded.graph, self.world, parts)

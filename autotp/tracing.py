@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from autotp.errors import AutotpError
 from autotp.overlapped import Compiled
 from autotp.plan import Plan
 from autotp.rewrite import rewrite
+from costmodel.toml_out import write_atomically
 from passes.launches import launch, wait
 from passes.layout import local_shape
 from passes.overlap import halves
@@ -180,12 +179,4 @@ def events_of(label: str, number: int, events: Sequence[Mapping[str, Any]], orig
 
 def save_trace(path: str | os.PathLike, events: Sequence[Mapping[str, Any]]) -> None:
     """Writes trace events as JSON; the file appears whole or not at all."""
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent or None, prefix=target.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump({"displayTimeUnit": "ms", "traceEvents": list(events)}, file)
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_atomically(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": list(events)}))

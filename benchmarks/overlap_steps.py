@@ -7,12 +7,8 @@ communicating takes alone by repeating the step's collectives, one after the oth
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 import resource
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +21,7 @@ from torch import Tensor
 import autotp
 from autotp.durations import overlap_of
 from benchmarks.models import trained
+from benchmarks.steps import TIMED, finish, medians, step_of
 from passes.world import Pending, ProcessWorld
 
 #: name -> (schedule, chunks, whether small collectives are merged).
@@ -38,7 +35,6 @@ WAYS: dict[str, tuple[str, dict[str, int], bool]] = {
     "bucketing alone": ("overlap", {}, True),
     "overdecomposed + bucketing": ("overlap", {"batch": 2}, True),
 }
-WARM_UP, TIMED = 1, 2
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
@@ -60,32 +56,20 @@ def main() -> None:
         parallel = autotp.parallelize(model, args=args, plan=replace(plan, chunks=chunks), schedule=schedule)
         if parallel._overlapping is not None:
             parallel._overlapping.how = overlap_of(plan, merge=merge)
-        steps[way] = lambda parallel=parallel: _step(parallel, args)  # type: ignore[misc]
+        steps[way] = lambda parallel=parallel: step_of(parallel, args)  # type: ignore[misc]
         if way == "no overlap":
             calls, sizes = _recorded(parallel, args)
             alone = autotp.parallelize(model, args=args, plan=plan, schedule="none")
             world: Any = alone.get_submodule("autotp_world")
             for kind in KINDS:
                 setattr(world, kind, getattr(_Mute(world), kind))
-            steps["compute alone"] = lambda parallel=alone: _step(parallel, args)  # type: ignore[misc]
+            steps["compute alone"] = lambda parallel=alone: step_of(parallel, args)  # type: ignore[misc]
             steps["communication alone"] = lambda calls=calls: [call().wait() for call in calls]  # type: ignore[misc]
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(1 + chosen.rounds):
-        for name, step in steps.items():
-            for _ in range(WARM_UP):
-                _timed(step)
-            for _ in range(TIMED if number else 0):
-                times[name].append(_timed(step))
-    found = {name: statistics.median(each) for name, each in times.items()}
+    found = medians(steps, chosen.rounds)
     if "communication alone" in steps:
         found["processor"] = _processor_seconds(steps["communication alone"])
         found["sent"] = sum(map(_sent, sizes))
-    if dist.get_rank() == 0:
-        temporary = chosen.out.with_suffix(".tmp")
-        temporary.write_text(json.dumps(found))
-        os.replace(temporary, chosen.out)
-    dist.barrier()
-    dist.destroy_process_group()
+    finish(found, chosen.out)
 
 
 class _Mute:
@@ -146,25 +130,10 @@ def _recorded(
 
     for kind in KINDS:
         listen(kind)
-    _step(parallel, args)
+    step_of(parallel, args)
     for kind in KINDS:
         delattr(world, kind)
     return calls, sizes
-
-
-def _step(parallel: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
-    parallel(*args).backward()
-    for parameter in parallel.parameters():
-        parameter.grad = None
-
-
-def _timed(step: Callable[[], Any]) -> float:
-    dist.barrier()
-    begin = time.monotonic()
-    step()
-    span: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(span, (begin, time.monotonic()))
-    return max(end for _, end in span) - min(start for start, _ in span)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import autotp
 from benchmarks.models import trained
+from costmodel.toml_out import write_atomically
 
 #: Steps of a plan at each turn before any is timed, and then timed. After another plan's steps a process has to ask for its
 #: memory anew, page by page, which in training happens once.
@@ -38,29 +39,39 @@ def main() -> None:
     steps: dict[str, Callable[[], None]] = {}
     for file in sorted(chosen.plans.glob("*.json")):
         parallel = autotp.parallelize(model, args=args, plan=autotp.Plan.load(file), schedule="none")
-        steps[file.stem] = lambda parallel=parallel: _step(parallel, args)  # type: ignore[misc]
+        steps[file.stem] = lambda parallel=parallel: step_of(parallel, args)  # type: ignore[misc]
+    finish(medians(steps, chosen.rounds), chosen.out)
+
+
+def medians(steps: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Seconds of each step, which take turns."""
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(1 + chosen.rounds):
+    for number in range(1 + rounds):
         for name, step in steps.items():
             for _ in range(WARM_UP):
-                _timed(step)
+                timed(step)
             for _ in range(TIMED if number else 0):
-                times[name].append(_timed(step))
+                times[name].append(timed(step))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def finish(found: Mapping[str, float], out: Path) -> None:
+    """Writes what was found, on rank 0, and ends the job."""
     if dist.get_rank() == 0:
-        temporary = chosen.out.with_suffix(".tmp")
-        temporary.write_text(json.dumps({name: statistics.median(found) for name, found in times.items()}))
-        os.replace(temporary, chosen.out)
+        write_atomically(out, json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _step(parallel: torch.nn.Module, args: tuple) -> None:
+def step_of(parallel: torch.nn.Module, args: tuple) -> None:
+    """A forward and a backward pass."""
     parallel(*args).backward()
     for parameter in parallel.parameters():
         parameter.grad = None
 
 
-def _timed(step: Callable[[], None]) -> float:
+def timed(step: Callable[[], Any]) -> float:
+    """Seconds of a step, from the first rank to begin to the last to end."""
     dist.barrier()
     begin = time.monotonic()
     step()

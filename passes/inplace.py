@@ -28,8 +28,8 @@ _FORMS: dict[Any, Any] = {
 }
 
 
-def inplace(graph: fx.Graph) -> int:
-    """Changes a scheduled graph, whose order is final; returns how many operators write in place."""
+def inplace(graph: fx.Graph) -> None:
+    """Changes a scheduled graph, whose order is final."""
     nodes = list(graph.nodes)
     number = {node: i for i, node in enumerate(nodes)}
     roots: dict[fx.Node, fx.Node] = {}
@@ -50,7 +50,6 @@ def inplace(graph: fx.Graph) -> int:
             root = into[root]
         return root
 
-    changed = 0
     for node in nodes:
         form = _FORMS.get(node.target)
         if form is None or not isinstance(node.args[0], fx.Node):
@@ -59,10 +58,8 @@ def inplace(graph: fx.Graph) -> int:
         root = found(operand)
         if _fresh(root) and last[root] == number[node] and _alike(node, operand, root, found):
             node.target = form
-            changed += 1
             into[node] = root  # the result lives where the operand did
             last[root] = max(last[root], last.get(node, number[node]))
-    return changed
 
 
 def _fresh(node: fx.Node) -> bool:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from passes.layout import even_chunk, extent, take_block
 from passes.reshard import Step
 
-__all__ = ["LocalWorld", "Pending", "ProcessWorld", "World", "padded"]
+__all__ = ["LocalWorld", "Pending", "ProcessWorld", "World"]
 
 
 class Pending:
@@ -140,7 +140,12 @@ class World(nn.Module):
 
     def pad(self, tensor: Tensor, dim: int, length: int) -> Tensor:
         """``tensor`` with zeros at the end of a dim, up to ``length``."""
-        return padded(tensor, dim, length)
+        missing = length - tensor.shape[dim]
+        if missing == 0:
+            return tensor
+        filler = list(tensor.shape)
+        filler[dim] = missing
+        return torch.cat([tensor, tensor.new_zeros(filler)], dim)
 
     def crop(self, tensor: Tensor, dim: int, length: int) -> Tensor:
         """The inverse of ``pad``."""
@@ -222,16 +227,6 @@ class World(nn.Module):
             return torch.stack(tensor.unflatten(dim, (blocks, -1)).chunk(ways, dim + 1))
         chunk = even_chunk(tensor.shape[dim], ways)
         return torch.stack(self.pad(tensor, dim, chunk * ways).split(chunk, dim))
-
-
-def padded(tensor: Tensor, dim: int, length: int) -> Tensor:
-    """``tensor`` with zeros at the end of a dim, up to ``length``."""
-    missing = length - tensor.shape[dim]
-    if missing == 0:
-        return tensor
-    filler = list(tensor.shape)
-    filler[dim] = missing
-    return torch.cat([tensor, tensor.new_zeros(filler)], dim)
 
 
 def _join_blocks(tensor: Tensor, dim: int, blocks: int) -> Tensor:
