@@ -304,7 +304,7 @@ class ProcessWorld(World):
         super().__init__(tuple(mesh.shape), [tuple(coordinate)])
         self.device_mesh = mesh
         self._process_groups = {axes: self._make_group(axes) for axes in sorted(set(groups))}
-        atexit.register(_let_go, weakref.ref(self))
+        atexit.register(_let_go, weakref.ref(self), weakref.ref(mesh))
 
     def _make_group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
         if len(axes) == 1:
@@ -351,17 +351,19 @@ class ProcessWorld(World):
         return Pending([result.view(parts[0].dtype)], work, part)
 
 
-def _let_go(world: weakref.ref[ProcessWorld]) -> None:
+def _let_go(world: weakref.ref[ProcessWorld], mesh: weakref.ref[DeviceMesh]) -> None:
     """Forgets a world's process groups before the interpreter ends.
 
     The threads of a group that is still there at the end may need the interpreter to free a tensor, and then abort the
-    process (pytorch issue 190489). ``destroy_process_group`` does not end them: the world and its ``DeviceMesh`` hold them.
+    process (pytorch issue 190489). ``destroy_process_group`` does not end them: the world and its ``DeviceMesh`` hold them,
+    and caches of DTensor's may hold the mesh when the world is gone.
     """
-    held = world()
+    held, known = world(), mesh()
     if held is not None:
         held._process_groups.clear()
-        for mesh in (held.device_mesh, getattr(held.device_mesh, "_root_mesh", None)):
-            getattr(mesh, "_pg_registry", {}).clear()
+    if known is not None:
+        for each in (known, getattr(known, "_root_mesh", None)):
+            getattr(each, "_pg_registry", {}).clear()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
