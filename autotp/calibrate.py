@@ -22,6 +22,7 @@ from autotp.calibrate_device import DeviceFit, calibrate_device
 from autotp.calibrate_step import StepFit, fit_steps, slowed
 from autotp.errors import AutotpError
 from autotp.measure import FULL, KINDS, QUICK, Clock, Effort, Timing, time_collective, time_sizes
+from autotp.measure_contention import time_contention
 from costmodel import Level, Measured, Topology, collectives
 from costmodel.fit import LinkFit, fit_link, split_overhead
 from passes.world import ProcessWorld
@@ -173,6 +174,9 @@ class _Job:
             fits += found
         levels = self.split(levels, list(kinds.values()))
         device, device_fit = calibrate_device(self.clock, self.effort, self.shape[1], self.progress)
+        self.progress("computing and communicating at once")
+        outer = 0 if self.shape[0] > 1 else 1
+        device = replace(device, contention=time_contention(self.world, outer, self.effort, self.clock))
         topology = Topology(name, device, tuple(levels), self.library)
         checks = self.checks(topology) if len(levels) > 1 else ()
         steps = fit_steps(topology, self.shape, self.clock, self.effort, self.progress)

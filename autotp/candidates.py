@@ -22,9 +22,10 @@ from autotp.errors import BatchError
 from autotp.families import Family, Restriction
 from autotp.ilp import Infeasible, Problem, Pruned, Solution, estimate, glance, least_memory, settle, solve
 from autotp.pricing import Prices
-from autotp.problem import Assembled, assemble
+from autotp.problem import EVEN, Assembled, assemble
 from autotp.structure import Choice, Model, Structure, structure
 from costmodel import Topology
+from costmodel.overlap import Weights
 
 __all__ = ["Candidate", "Contest"]
 
@@ -65,6 +66,7 @@ class Contest:
         optimizer: a key of ``costmodel.memory.OPTIMIZERS``.
         panels: of every product; None tries none first, and then the fastest where memory is short.
         deadline: on the performance counter; every solve gets a moment at least.
+        weights: what seconds count, by what may hide them; costs and bounds are then weighted sums.
         best: the cheapest choice that fits.
         needed: bytes that the smallest choice met needs, where none fits.
         indivisible: why the batch does not fit a mesh.
@@ -82,6 +84,7 @@ class Contest:
     optimizer: str
     panels: int | None
     deadline: float
+    weights: Weights = EVEN
     best: Found | None = None
     needed: float = math.inf
     indivisible: BatchError | None = None
@@ -102,11 +105,12 @@ class Contest:
         """Seconds that no plan is below (proven)."""
         return min((entry.bound for entry in self.open), default=self.cutoff)
 
-    def anew(self, memory: float) -> Contest:
-        """A contest that has not begun, for other bytes that a program may count."""
-        return replace(
+    def anew(self, memory: float, weights: Weights | None = None) -> Contest:
+        """A contest that has not begun, for other bytes that a program may count, or other weights."""
+        fresh = replace(
             self, memory=memory, best=None, needed=math.inf, indivisible=None, open=[], prices={}, loosened=set()
         )
+        return fresh if weights is None else replace(fresh, weights=weights)
 
     def run(self, meshes: Sequence[tuple[int, ...]]) -> None:
         """Looks at every mesh, then settles what is open, by rising bound, until it cannot win.
@@ -261,7 +265,8 @@ class Contest:
         built = self.structures[key]
         if candidate in self.loosened:
             built = replace(built, chosen=replace(built.chosen, family=replace(built.chosen.family, scatters=True)))
-        assembled = assemble(built, self._prices(candidate.mesh), memory, candidate.panels != 1, either=either)
+        prices, panelled = self._prices(candidate.mesh), candidate.panels != 1
+        assembled = assemble(built, prices, memory, panelled, either=either, weights=self.weights)
         self.assembling += time.perf_counter() - begun
         return assembled
 

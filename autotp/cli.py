@@ -104,6 +104,9 @@ def _plan(
     chunks: Annotated[
         str | None, typer.Option(help="Chunks in which devices do their work, such as batch=2 or batch=2,rows=2.")
     ] = None,
+    schedule: Annotated[
+        str, typer.Option(help="How it will be run: overlap (communication hidden behind computing) or none.")
+    ] = "overlap",
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan, as JSON, to this file too.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show the cheap operators too.")] = False,
@@ -129,6 +132,7 @@ def _plan(
             optimizer=optimizer,
             panels=panels,
             chunks=None if chunks is None else chunks_of(chunks),
+            schedule=schedule,
         )
     if save is not None:
         try:

@@ -206,6 +206,7 @@ def _device_table(calibration: Calibration) -> Table:
     table.add_row("half size", f"{device.half_size:.3g}", "")
     table.add_row("memory", f"{_bytes(device.memory)} at {format_quantity(device.memory_bandwidth, 'bandwidth')}", "")
     table.add_row("launch", _time(device.launch), "")
+    table.add_row("contention", f"{device.contention:.0%}", "")
     for kind, factor in device.slowdown.items():
         low, high = fit.spread(kind)
         table.add_row(f"slowdown: {kind}", f"{factor:.2f}", f"{low:.2f} – {high:.2f} ({', '.join(fit.slowdowns[kind])})")

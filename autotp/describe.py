@@ -10,11 +10,12 @@ from typing import Any
 from torch import fx
 from torch.distributed.tensor import Partial
 
+from autotp.communication import Priced, Sums
 from autotp.footprint import Footprint
 from autotp.ilp import Solution
 from autotp.panelling import choose_panels
 from autotp.plan import Plan, PlannedOperator, Predicted, fingerprint
-from autotp.pricing import Price, Prices, flop_of
+from autotp.pricing import Price, Prices
 from autotp.problem import Assembled
 from autotp.schemes import scheme
 from autotp.structure import Model
@@ -24,9 +25,9 @@ from passes.layout import Layout, describe
 from passes.panel import Loop, loops
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import name_of, rule_of
-from passes.strategy import SUM, Strategy, Want, whole_layout
+from passes.strategy import SUM, Strategy, whole_layout
 
-__all__ = ["AXIS_NAMES", "Found", "describe_plan", "memory_of"]
+__all__ = ["AXIS_NAMES", "Found", "describe_plan", "memory_of", "priced"]
 
 #: Names of mesh axes, outermost first.
 AXIS_NAMES = ("x", "y", "z", "w")
@@ -51,9 +52,23 @@ class Found:
     panels: int | None = 1
 
 
-def describe_plan(model: Model, found: Found, **told: Any) -> Plan:
-    """The plan of a solution; ``told`` are the plan's fields that the solution does not decide."""
-    return _Description(model, found).plan(**told)
+def describe_plan(model: Model, found: Found, *, sums: Sums | None = None, **told: Any) -> Plan:
+    """The plan of a solution.
+
+    Args:
+        model: that was planned.
+        found: the solution.
+        sums: what a step takes where communication is hidden; None: nothing hides it.
+        told: the plan's fields that the solution does not decide.
+    """
+    return _Description(model, found).plan(sums, **told)
+
+
+def priced(model: Model, found: Found) -> tuple[Priced, bool]:
+    """A solution's strategies with their prices, and whether some products have panels."""
+    description = _Description(model, found)
+    panels = description.panels()
+    return description.priced(), bool(panels)
 
 
 def memory_of(model: Model, found: Found) -> float:
@@ -86,10 +101,10 @@ class _Description:
         stand, assembled = self.model.stands.get(node, node), self.found.assembled
         return assembled.chosen(stand, self.found.solution.choice[assembled.structure.index[stand]])
 
-    def plan(self, **told: Any) -> Plan:
+    def plan(self, sums: Sums | None, **told: Any) -> Plan:
         model, names = self.model, AXIS_NAMES[: len(self.mesh)]
-        own = {node: self.own(node) for node in model.operators}
         panels = self.panels()
+        own = self.priced().operators()
         moved, unassigned = self.edges()
         copies: dict[fx.Node, int] = defaultdict(int)
         for node in model.operators:
@@ -123,26 +138,21 @@ class _Description:
             )
         compute = sum(price[0] for price in own.values())
         communication = sum(op.communication_seconds for op in planned) + unassigned
+        step = compute + communication
+        if sums is not None:
+            compute, communication, step = sums.compute, sums.communication, sums.step
         resting = {self.captured.parameters[name]: layout for name, layout in self.resting.items()}
         resting |= {fqn: whole_layout(len(self.mesh)) for fqn in self.captured.unused}
-        step = compute + communication
         return Plan(
             mesh_shape=self.mesh,
             mesh_axes=names,
             topology=self.prices.topology,
             operators=tuple(planned),
             layouts=resting,
-            predicted=Predicted(step, compute, communication, communication, self.memory()),
+            predicted=Predicted(step, compute, communication, step - compute, self.memory()),
             model_hash=fingerprint(self.captured),
             optimizer=self.prices.optimizer,
             **told,
-        )
-
-    def own(self, node: fx.Node) -> Price:
-        """What an operator costs by itself."""
-        gradient = any((node, i) in self.model.trained for i in range(len(results_of(node))))
-        return self.prices.operator(
-            self.model.operators[node], self.strategies[node.name], flop_of(node), gradient=gradient
         )
 
     def panels(self) -> dict[str, int]:
@@ -158,32 +168,13 @@ class _Description:
 
     def edges(self) -> tuple[dict[fx.Node, Price], float]:
         """What each operator's reshards cost, and the seconds of those that belong to none."""
-        readers: dict[tuple[Value, Want], list[fx.Node]] = defaultdict(list)
-        tensors: dict[Value, fx.Node] = {}
-        for node in self.model.operators:
-            for operand, want in zip(operands_of(node), self.strategies[node.name].wants, strict=True):
-                readers[value_of(operand), want].append(node)
-                tensors[value_of(operand)] = operand
-        whole = whole_layout(len(self.mesh))
-        for leaf in self.graph.output_node().args[0]:  # type: ignore[union-attr]
-            if isinstance(leaf, fx.Node) and value_of(leaf) in self.layouts:
-                readers[value_of(leaf), Want(whole, whole)] += []
-                tensors[value_of(leaf)] = leaf
-        again = self.again()
         origins = self.origins()
         found: dict[fx.Node, Price] = defaultdict(lambda: NOTHING)
         unassigned = 0.0
-        for (value, want), users in readers.items():
-            parameter = value[0].name in self.captured.parameters
-            price = self.prices.reshard(
-                tensors[value].meta["val"],
-                self.layouts[value],
-                want,
-                gradient=value in self.model.trained,
-                regather=parameter or any((value, user) in again for user in users),
-            )
-            summed = (isinstance(h, Partial) for h, w in zip(self.layouts[value], want.layout, strict=True) if h != w)
-            charged = [origins[value]] if any(summed) and value in origins else users
+        for moved in self.priced().reshards():
+            value, price = moved.value, moved.price
+            summed = (isinstance(h, Partial) for h, w in zip(self.layouts[value], moved.want.layout, strict=True) if h != w)
+            charged = [origins[value]] if any(summed) and value in origins else moved.users
             if not charged and value[0] in self.model.operators:
                 charged = [value[0]]
             if not charged:
@@ -192,6 +183,10 @@ class _Description:
                 share = found[user]
                 found[user] = Price(0.0, share[1] + price[1] / len(charged), share[2] + price[2] / len(charged))
         return found, unassigned
+
+    def priced(self) -> Priced:
+        """The chosen strategies with their prices."""
+        return Priced(self.model, self.prices, self.strategies, self.layouts, self.again())
 
     def again(self) -> set[tuple[Value, fx.Node]]:
         """Which products gather their data operand again for the backward pass: (operand, product)."""

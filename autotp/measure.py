@@ -21,7 +21,7 @@ from costmodel.fit import Sample, robust
 from passes.reshard import Step
 from passes.world import ProcessWorld
 
-__all__ = ["FULL", "KINDS", "QUICK", "Clock", "Effort", "Timing", "job", "time_collective", "time_sizes"]
+__all__ = ["FULL", "KINDS", "QUICK", "Clock", "Effort", "Timing", "Work", "job", "time_collective", "time_sizes"]
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 """The collectives that a sharded graph calls."""
@@ -152,7 +152,7 @@ def time_collective(
     step, tensor, whole = job(kind, axis, world.mesh_shape[axis], volume, clock.device)
     first = all(at == 0 for other, at in enumerate(world.hosted[0]) if other != axis)
     takes_part = first or not alone
-    work, together = _Work(clock.device), _TOGETHER.get(kind, 1)
+    work, together = Work(clock.device), _TOGETHER.get(kind, 1)
 
     def once(pieces: int, communicating: bool) -> float:
         clock.barrier()
@@ -176,7 +176,7 @@ def time_collective(
     return Timing(whole, robust([seconds / pieces / together for seconds in more]))
 
 
-class _Work:
+class Work:
     """A piece of what a step computes: some products and what follows them, on more memory than caches hold."""
 
     def __init__(self, device: torch.device) -> None:

@@ -22,7 +22,7 @@ from passes.schedule import Durations, Limits
 from passes.traced import Untraceable
 from passes.world import World
 
-__all__ = ["Compiled", "Overlap", "Schedules", "compiled", "in_lockstep", "overlapping"]
+__all__ = ["Compiled", "Overlap", "Schedules", "compiled", "in_lockstep"]
 
 _log = logging.getLogger("autotp.schedule")
 
@@ -116,17 +116,6 @@ def _from_first(decide: Callable[[], Any]) -> Any:
     agreed: list[Any] = [decide() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(agreed, src=0)
     return agreed[0]
-
-
-def overlapping(schedule: str) -> bool:
-    """Whether a schedule's name asks for overlap.
-
-    Raises:
-        AutotpError: there is no such schedule.
-    """
-    if schedule not in ("overlap", "none"):
-        raise AutotpError(f"schedule={schedule!r} is unknown; choose 'overlap' or 'none'")
-    return schedule == "overlap"
 
 
 class Schedules:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from autotp.durations import overlap_of
 from autotp.errors import AutotpError, PlanMismatchError
 from autotp.families import family
 from autotp.module import DistributedModule
-from autotp.overlapped import overlapping
-from autotp.plan import Plan
+from autotp.plan import Plan, overlapping
 from autotp.planner import check, plan_captured
 from autotp.rewrite import apply
 from costmodel import Topology
@@ -76,9 +74,11 @@ def parallelize(
         captured = capture(model, tuple(args), kwargs)
     except Exception as error:  # noqa: BLE001 - every rank must hear of it before it is raised
         problem = error
+    options = {"mode": mode, "memory": memory, "optimizer": optimizer, "panels": panels, "chunks": chunks}
+    options["schedule"] = schedule
     agreed: list[Any] = [None]
     if dist.get_rank() == 0:
-        agreed = [_decide(captured, problem, topology, plan, strategy, mesh, mode, memory, optimizer, panels, chunks)]
+        agreed = [_decide(captured, problem, topology, plan, strategy, mesh, options)]
     dist.broadcast_object_list(agreed, src=0)
     if isinstance(agreed[0], Exception):
         raise agreed[0]
@@ -117,11 +117,7 @@ def _decide(
     plan: Plan | None,
     strategy: str,
     mesh: Sequence[int] | None,
-    mode: str,
-    memory: float | None,
-    optimizer: str,
-    panels: int | None,
-    chunks: Mapping[str, int] | None,
+    options: Mapping[str, Any],
 ) -> Any:
     """(the plan's JSON, a seed), or the error that every rank is to raise."""
     try:
@@ -136,19 +132,9 @@ def _decide(
                     f"topology {machine.name!r} has {machine.devices} devices, but {devices} processes run; start torchrun "
                     f"with {machine.devices} processes, or give topology.resized({devices})"
                 )
-            check(mode, optimizer, mesh, machine, panels)
+            check(options["mode"], options["optimizer"], mesh, machine, options["panels"], options["chunks"])
             sizes = None if mesh is None else tuple(mesh)
-            plan = plan_captured(
-                captured,
-                machine,
-                family(strategy),
-                mesh=sizes,
-                mode=mode,
-                memory=memory,
-                optimizer=optimizer,
-                panels=1 if chunks else panels,
-            )
-            plan = replace(plan, chunks=dict(chunks or {}))
+            plan = plan_captured(captured, machine, family(strategy), mesh=sizes, **options)
         if plan.devices != devices:
             raise PlanMismatchError(
                 f"the plan is for {plan.devices} devices (mesh {plan.mesh_shape}), but {devices} processes run; start "

@@ -20,7 +20,18 @@ from costmodel import Topology
 from passes.capture import Captured
 from passes.layout import Layout, blocks_of, describe, is_shard, place
 
-__all__ = ["CHUNKS", "FORMAT", "Plan", "PlannedOperator", "Predicted", "decode_layout", "encode_layout", "fingerprint"]
+__all__ = [
+    "CHUNKS",
+    "FORMAT",
+    "Plan",
+    "PlannedOperator",
+    "Predicted",
+    "check_chunks",
+    "decode_layout",
+    "encode_layout",
+    "fingerprint",
+    "overlapping",
+]
 
 #: Version of the JSON form; plans of another version are refused.
 FORMAT = 2
@@ -34,9 +45,10 @@ class Predicted:
     """Predictions for one training (or inference) step on each device, in seconds and bytes.
 
     Attributes:
-        step_seconds: the whole step.
-        compute_seconds, communication_seconds: its parts.
-        exposed_seconds: communication that nothing hides.
+        step_seconds: the whole step: computing, and the communication that nothing hides.
+        compute_seconds: of computing, in chunks if there are any.
+        communication_seconds: of all communication, hidden or not.
+        exposed_seconds: of communication that nothing hides.
         memory_bytes: parameters, gradients, optimizer state, saved activations and the largest gathered temporary.
     """
 
@@ -133,9 +145,7 @@ class Plan:
         Raises:
             AutotpError: a kind of chunks is unknown, or a number is not positive.
         """
-        for kind, count in self.chunks.items():
-            if kind not in CHUNKS or not isinstance(count, int) or count < 1:
-                raise AutotpError(f"chunks: {kind!r}: {count!r} is wrong; give {' and '.join(CHUNKS)} positive numbers")
+        check_chunks(self.chunks)
 
     @property
     def devices(self) -> int:
@@ -273,6 +283,28 @@ class Plan:
         except OSError as error:
             raise AutotpError(f"{path}: cannot read the plan ({error.strerror})") from error
         return cls.from_json(text, str(path))
+
+
+def check_chunks(chunks: Mapping[str, int]) -> None:
+    """Checks numbers of chunks.
+
+    Raises:
+        AutotpError: a kind of chunks is unknown, or a number is not positive.
+    """
+    for kind, count in chunks.items():
+        if kind not in CHUNKS or not isinstance(count, int) or count < 1:
+            raise AutotpError(f"chunks: {kind!r}: {count!r} is wrong; give {' and '.join(CHUNKS)} positive numbers")
+
+
+def overlapping(schedule: str) -> bool:
+    """Whether a schedule's name asks for overlap.
+
+    Raises:
+        AutotpError: there is no such schedule.
+    """
+    if schedule not in ("overlap", "none"):
+        raise AutotpError(f"schedule={schedule!r} is unknown; choose 'overlap' or 'none'")
+    return schedule == "overlap"
 
 
 def _operator(data: Mapping[str, Any]) -> PlannedOperator:

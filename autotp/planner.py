@@ -12,15 +12,18 @@ from typing import Any
 from torch import nn
 
 from autotp.candidates import Contest
-from autotp.describe import AXIS_NAMES, Found, describe_plan, memory_of
+from autotp.communication import depth_of
+from autotp.describe import AXIS_NAMES, describe_plan, memory_of, priced
 from autotp.errors import AutotpError, MemoryBoundError
 from autotp.families import Family, family
 from autotp.folding import fold
-from autotp.plan import Plan
-from autotp.problem import trained_values
+from autotp.hiding import Searched, best_chunks, chunked, least_step
+from autotp.plan import Plan, check_chunks, overlapping
+from autotp.problem import EVEN, trained_values
 from autotp.structure import Model
 from costmodel import Topology
 from costmodel.memory import OPTIMIZERS
+from costmodel.overlap import Weights
 from passes.capture import Captured, capture
 from passes.factors import analyse
 
@@ -43,6 +46,7 @@ def plan(
     optimizer: str = "adamw",
     panels: int | None = None,
     chunks: Mapping[str, int] | None = None,
+    schedule: str = "overlap",
     time_limit: float = 120.0,
 ) -> Plan:
     """Plans how ``model`` runs on ``topology``. Needs no process group and no device; the model may be on ``meta``.
@@ -60,6 +64,9 @@ def plan(
             none. Left out, operands are gathered whole unless the memory bound asks for panels.
         chunks: ``{"batch": 2}``, ``{"rows": 2}`` or both: in how many chunks devices do their work, so that one's
             collectives are under way while another is computed (see ``Plan.chunks``); operands are then gathered whole.
+            ``{}`` for none; left out, the planner chooses.
+        schedule: how the plan will be run: ``overlap``, with communication hidden behind computing (the step's time is
+            that of `costmodel.overlap`), or ``none``, where it is the plain sum.
         time_limit: seconds for the solver, over all meshes.
 
     Raises:
@@ -68,12 +75,12 @@ def plan(
         MemoryBoundError: when no plan fits the memory.
     """
     topology = Topology.load(topology) if isinstance(topology, str) else topology
-    check(mode, optimizer, mesh, topology, panels)
+    check(mode, optimizer, mesh, topology, panels, chunks)
     chosen = family(strategy)
     started = time.perf_counter()
     captured = capture(model, tuple(args), kwargs)
     capture_seconds = time.perf_counter() - started
-    found = plan_captured(
+    return plan_captured(
         captured,
         topology,
         chosen,
@@ -81,15 +88,24 @@ def plan(
         mode=mode,
         memory=memory,
         optimizer=optimizer,
-        panels=1 if chunks else panels,
+        panels=panels,
+        chunks=chunks,
+        schedule=schedule,
         time_limit=time_limit,
         stats={"capture_seconds": capture_seconds},
     )
-    return replace(found, chunks=dict(chunks or {}))
 
 
-def check(mode: str, optimizer: str, mesh: Sequence[int] | None, topology: Topology, panels: int | None = None) -> None:
+def check(
+    mode: str,
+    optimizer: str,
+    mesh: Sequence[int] | None,
+    topology: Topology,
+    panels: int | None = None,
+    chunks: Mapping[str, int] | None = None,
+) -> None:
     """Refuses wrong options with an ``AutotpError`` that names the right ones."""
+    check_chunks(chunks or {})
     if panels is not None and (not isinstance(panels, int) or panels < 1):
         raise AutotpError(f"panels {panels!r}: give a positive number, or leave it out")
     if mode not in ("train", "inference"):
@@ -131,8 +147,8 @@ def candidate_meshes(devices: int, axes: int, least: int = 1) -> Iterator[tuple[
         yield from found
 
 
-def _fitting(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contest, Found | None, float, float]:
-    """(the last contest, its best plan if a step of it fits, seconds that no plan is below, bytes of the last step tried).
+def _fitting(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contest, Searched]:
+    """The last contest, and its best plan if a step of it fits.
 
     The program counts gradients beside all saved activations, as when gradients of several batches are added up. A step has
     a worst moment, which may take more or less: what it takes more is kept free, and where nothing fits by the sum, a plan
@@ -148,11 +164,11 @@ def _fitting(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Conte
             break
         used = memory_of(contest.model, contest.best)
         if used <= contest.allowed:
-            return contest, contest.best, floor, used
+            return contest, Searched(contest.best, floor, used)
         if left:
             contest = contest.anew(contest.memory - (used - contest.allowed))
             contest.run(meshes)
-    return contest, None, floor, used
+    return contest, Searched(None, floor, used)
 
 
 def plan_captured(
@@ -165,38 +181,55 @@ def plan_captured(
     memory: float | None = None,
     optimizer: str = "adamw",
     panels: int | None = None,
+    chunks: Mapping[str, int] | None = None,
+    schedule: str = "none",
     time_limit: float = 120.0,
     stats: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """``plan`` for a model that was captured already."""
+    """``plan`` for a model that was captured already; nothing is hidden unless asked for."""
     started = time.perf_counter()
+    hides = overlapping(schedule)
+    panels = 1 if chunks else panels
     bound = topology.device.memory if memory is None else memory
     model = prepare(captured)
     analysis = time.perf_counter() - started
     meshes = [mesh] if mesh is not None else list(candidate_meshes(topology.devices, chosen.axes, chosen.least))
     contest = Contest(model, topology, chosen, bound, bound, mode, optimizer, panels, started + time_limit)
-    contest, best, floor, used = _fitting(contest, meshes)
-    if best is None and contest.indivisible is not None and math.isinf(contest.needed):
-        raise contest.indivisible
-    if best is None:
-        least = contest.least_memory(meshes)
-        needed = least if least > bound else max(used, contest.needed if math.isfinite(contest.needed) else 0.0, bound)
-        raise MemoryBoundError(
-            f"no plan of strategy {chosen.name!r} fits {bound / 1e9:.3g} GB on each device: the smallest needs "
-            f"{needed / 1e9:.3g} GB, {(needed - bound) / 1e9:.3g} GB more; use more devices, a smaller batch, an optimizer "
-            "with less state, or strategy 'auto' or 'zero3'",
-            needed,
-            bound,
+
+    def search(weights: Weights) -> Searched:
+        nonlocal contest
+        contest, found = _fitting(contest.anew(bound, weights), meshes)
+        return found
+
+    if hides:
+        found, floor = least_step(
+            search, lambda one: priced(model, one)[0].sums(), depth_of(model), topology.device.contention
         )
-    gap = max(0.0, 1 - floor / best.solution.seconds) if best.solution.seconds else 0.0
+    else:
+        found = search(EVEN)
+        floor = found.floor
+    best = found.best
+    if best is None:
+        raise _nothing_fits(contest, meshes, found.used)
+    sums, least = None, best.solution.seconds
+    if hides:
+        prices, panelled = priced(model, best)
+        least = prices.sums().step
+        if chunks is None and not panelled:
+            chunks, sums = best_chunks(prices)
+        else:
+            sums = chunked(prices, chunks or {})
+    gap = max(0.0, 1 - floor / least) if least else 0.0
     plan = describe_plan(
         model,
         best,
+        sums=sums,
         strategy=chosen.name,
         optimal=gap <= 1e-9,
         gap=gap if gap > 1e-9 else 0.0,
         mode=mode,
         memory_bound=bound,
+        chunks=dict(chunks or {}),
         planning={},
     )
     planning = dict(stats or {}) | {
@@ -211,3 +244,19 @@ def plan_captured(
         "folded_operators": sum(model.stands[n] is n for n in model.operators),
     }
     return replace(plan, planning=planning)
+
+
+def _nothing_fits(contest: Contest, meshes: Sequence[tuple[int, ...]], used: float) -> AutotpError:
+    """Why there is no plan."""
+    if contest.indivisible is not None and math.isinf(contest.needed):
+        return contest.indivisible
+    bound, name = contest.allowed, contest.chosen.name
+    least = contest.least_memory(meshes)
+    needed = least if least > bound else max(used, contest.needed if math.isfinite(contest.needed) else 0.0, bound)
+    return MemoryBoundError(
+        f"no plan of strategy {name!r} fits {bound / 1e9:.3g} GB on each device: the smallest needs "
+        f"{needed / 1e9:.3g} GB, {(needed - bound) / 1e9:.3g} GB more; use more devices, a smaller batch, an optimizer "
+        "with less state, or strategy 'auto' or 'zero3'",
+        needed,
+        bound,
+    )

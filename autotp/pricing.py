@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx
+from torch.distributed.tensor import Replicate
 
 from costmodel import Topology, collectives, compute, memory
 from passes.codes import local_elements
@@ -46,10 +48,21 @@ class Prices:
         mesh: sizes of the mesh axes.
         train: whether there is a backward pass.
         optimizer: a key of ``costmodel.memory.OPTIMIZERS``.
+        chunks: in how many chunks devices do their work, one after the other: virtual axes behind the mesh's. What such an
+            axis splits is paid for each chunk; what it joins or sums up, once and without a network.
     """
 
-    def __init__(self, topology: Topology, mesh: tuple[int, ...], *, train: bool = True, optimizer: str = "adamw") -> None:
-        self.topology, self.mesh, self.train, self.optimizer = topology, mesh, train, optimizer
+    def __init__(
+        self,
+        topology: Topology,
+        mesh: tuple[int, ...],
+        *,
+        train: bool = True,
+        optimizer: str = "adamw",
+        chunks: tuple[int, ...] = (),
+    ) -> None:
+        self.topology, self.devices, self.train, self.optimizer = topology, mesh, train, optimizer
+        self.mesh = (*mesh, *chunks)
         self.collective = lru_cache(maxsize=None)(self._collective)
         self.moving = lru_cache(maxsize=None)(self._moving)
 
@@ -60,29 +73,42 @@ class Prices:
 
     def seconds(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
         """Seconds of a collective over ``axes`` for many sizes, in bytes of the larger tensor on one device."""
-        link = self.topology.link(self.mesh, axes, kind)
+        link = self.topology.link(self.devices, axes, kind)
         return np.asarray(collectives.of_link(kind, volumes, link, self.topology.library))
 
-    def _moving(self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout) -> tuple[float, float]:
-        """(seconds, bytes received) of the steps from one layout to another."""
-        seconds = received = 0.0
+    def _moving(self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout) -> Price:
+        """Of the steps from one layout to another."""
+        compute_seconds = seconds = received = 0.0
+        real = len(self.devices)
+        both = zip(source[real:], target[real:], strict=True)
+        times = self._times([h == w and not isinstance(h, Replicate) for h, w in both])
         for step, elements in moves(shape, source, target, self.mesh):
-            if step.kind in COMMUNICATING:
-                cost, size = self.collective(step.kind, step.axes, float(elements * itemsize))
-                seconds += cost
-                received += size
-        return seconds, received
+            if step.kind not in COMMUNICATING:
+                continue
+            volume = float(elements * itemsize)
+            axes = tuple(axis for axis in step.axes if axis < real)
+            if axes:
+                cost, size = self.collective(step.kind, axes, volume)
+                seconds, received = seconds + times * cost, received + times * size
+            if axes != step.axes:  # read every chunk's, write one
+                read = math.prod(self.mesh[axis] for axis in step.axes if axis >= real)
+                compute_seconds += (read + 1) * volume / self.topology.device.memory_bandwidth
+        return Price(compute_seconds, seconds, received)
+
+    def _times(self, splits: Sequence[bool]) -> int:
+        """How often something is done, given which virtual axes split it."""
+        return math.prod(n for n, cut in zip(self.mesh[len(self.devices) :], splits, strict=True) if cut)
 
     def reshard(self, value: torch.Tensor, have: Layout, want: Want, *, gradient: bool, regather: bool) -> Price:
         """One tensor's reshard with its mirror; ``regather``: a parameter that is gathered again for the backward pass."""
         shape, itemsize = tuple(value.shape), value.element_size()
-        seconds, received = self.moving(shape, itemsize, have, want.layout)
-        if self.train and regather and seconds:
-            seconds, received = 2 * seconds, 2 * received
-        if self.train and gradient:
-            more, size = self.moving(shape, itemsize, want.gradient, gradient_of(have))
-            seconds, received = seconds + more, received + size
-        return Price(0.0, seconds, received)
+        there = self.moving(shape, itemsize, have, want.layout)
+        if self.train and regather and there[1]:
+            there = Price(*(2 * figure for figure in there))
+        if not (self.train and gradient):
+            return there
+        back = self.moving(shape, itemsize, want.gradient, gradient_of(have))
+        return Price(*(first + second for first, second in zip(there, back, strict=True)))
 
     def space(self, space: Space, flop: float, *, gradient: bool) -> tuple[np.ndarray, np.ndarray]:
         """``operator`` for all strategies at once: (compute seconds, seconds of collectives inside), each ``[S]``."""
@@ -161,7 +187,8 @@ class Prices:
             )
         seconds = float(self._compute(node, passes, work, moved, dtype, dims))
         inner, received = self._inner(operator, strategy, gradient)
-        return Price(seconds, inner, received)
+        times = self._times([factor is not None for factor in strategy.assignment[len(self.devices) :]])
+        return Price(times * seconds, times * inner, times * received)
 
     def _inner(self, operator: Operator, strategy: Strategy, gradient: bool) -> tuple[float, float]:
         rule, table = operator.rule, rule_of(operator.node)

@@ -16,6 +16,7 @@ from autotp.ilp import Node, Problem, Tensor, Use
 from autotp.pricing import Prices
 from autotp.resharding import Tariff
 from autotp.structure import Choice, Edge, Rest, Structure
+from costmodel.overlap import Weights
 from passes.capture import Captured
 from passes.codes import SUM, WHOLE, decode, fitting, local_elements, ways
 from passes.factors import Operator, Value, value_of
@@ -24,7 +25,10 @@ from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of
 from passes.strategy import Strategy, whole_layout
 
-__all__ = ["Assembled", "assemble", "trained_values"]
+__all__ = ["EVEN", "Assembled", "assemble", "trained_values"]
+
+#: Nothing is hidden: a second is a second.
+EVEN = Weights()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ def assemble(
     panelled: bool = False,
     *,
     either: float | None = None,
+    weights: Weights = EVEN,
 ) -> Assembled:
     """The integer program of a structure on the mesh of ``prices``.
 
@@ -60,13 +65,17 @@ def assemble(
         panelled: products keep their data operand as it rests and gather it again, in panels, for the backward pass.
         either: a relaxation for bounds, at this price in seconds per byte: with or without panels, no choice costs less.
             Gathering again is free, and products keep the cheaper of what they may keep, which is counted in seconds.
+        weights: what seconds count, by what may hide them.
     """
-    return _Assembly(structure, prices, panelled, either).run(memory_bound)
+    return _Assembly(structure, prices, panelled, either, weights).run(memory_bound)
 
 
 class _Assembly:
-    def __init__(self, structure: Structure, prices: Prices, panelled: bool, either: float | None) -> None:
+    def __init__(
+        self, structure: Structure, prices: Prices, panelled: bool, either: float | None, weights: Weights
+    ) -> None:
         self.structure, self.prices, self.panelled, self.either = structure, prices, panelled, either
+        self.weights = weights
         self.mesh = prices.mesh
         self.alike: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.kept: dict[int, np.ndarray] = {}
@@ -106,7 +115,7 @@ class _Assembly:
             first = operands_of(operator.node)[0].meta["val"]
             size = local_elements(tuple(first.shape), choice.space.wants[0], self.mesh) * first.element_size()
             memory += np.where(inside, rule.extra * size, 0.0)
-        return np.where(valid, compute + inner, np.inf), memory
+        return np.where(valid, self.weights.compute * compute + self.weights.activations * inner, np.inf), memory
 
     def layouts(self, rest: Rest) -> tuple[np.ndarray, np.ndarray]:
         """Where something may rest, and the bytes of its state there."""
@@ -148,7 +157,8 @@ class _Assembly:
                     least = np.minimum(kept[:, None] / len(edge.uses), edge.count * wanted[None, :])
                     held = self.either * np.where(edge.products & ~edge.saved, least, 0.0)
         temporary = np.where(regather, wanted, 0.0) if edge.parameter else np.zeros(regather.shape)
-        cost = edge.count * self.reshards(edge, regather) + held
+        weight = self.weights.parameters if edge.parameter else self.weights.activations
+        cost = weight * edge.count * self.reshards(edge, regather) + held
         if not self.structure.chosen.family.scatters and not edge.parameter:
             scattered = ((edge.rows[:, None, :] == SUM) & (edge.wants[None, :, :] >= 0)).any(axis=-1)
             cost = np.where(scattered, np.inf, cost)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from autotp.durations import overlap_of
 from autotp.lockstep import assemble, collect, distribute, execute
-from autotp.overlapped import Compiled, Overlap, Schedules, in_lockstep, overlapping
-from autotp.plan import Plan
+from autotp.overlapped import Compiled, Overlap, Schedules, in_lockstep
+from autotp.plan import Plan, overlapping
 from autotp.rewrite import Rewritten, rewrite
 from passes.ops import Parts
 from passes.shard import place_constants

@@ -128,7 +128,7 @@ def sweep(
         families: plan every family as well, and say which of them is the fastest.
         tokens: of one step, on all devices together; left out, the elements of the first integer input, or without any,
             samples: dim 0 of the first input.
-        mode, memory, optimizer, panels: as ``autotp.plan`` takes them.
+        mode, memory, optimizer, panels: as ``autotp.plan`` takes them. Communication is hidden where it can be.
         time_limit: seconds for the solver, for each plan.
         progress: called before each point with what is being done.
 
@@ -176,6 +176,7 @@ def sweep(
                         memory=memory,
                         optimizer=optimizer,
                         panels=panels,
+                        schedule="overlap",
                         time_limit=time_limit,
                     )
                 except (MemoryBoundError, BatchError) as error:

@@ -42,6 +42,39 @@ class Transformer(nn.Module):
         return x.square().mean()
 
 
+class Decoder(nn.Module):
+    """A GPT with its loss, every product a ``Linear`` of its own, as what users shard by hand takes it."""
+
+    def __init__(self, layers: int, hidden: int, heads: int, vocabulary: int, sequence: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, hidden), nn.Embedding(sequence, hidden)
+        self.layers = nn.ModuleList(_Normed(hidden, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x))[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class _Normed(nn.Module):
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden) for _ in range(4))
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (f(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
 class Chain(nn.Module):
     """Linear layers k -> n and n -> k in turn, with a non-linearity between."""
 
@@ -139,7 +172,7 @@ def trained(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
     ``gpt``: a GPT-2 of 4 layers of width 256 over 8 sequences of 128; ``deep``: 8 layers of width
     256 over 8 sequences of 256; ``wide``: 8 layers of width 1024 over 8 sequences of 32. ``llama``: as ``gpt``, of a Llama
-    with grouped queries. ``unet``: `Denoiser` of width 64 over 8 images.
+    with grouped queries. ``decoder``: `Decoder` of the dims of ``deep``. ``unet``: `Denoiser` of width 64 over 8 images.
     """
     torch.manual_seed(0)
     if name in _GPTS:
@@ -151,6 +184,9 @@ def trained(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
         model = transformers.GPT2LMHeadModel(config)
         model.loss_type = "ForCausalLM"
         return Loss(model), (torch.randint(0, 512, (8, tokens)),)
+    if name == "decoder":
+        layers, width, tokens = _GPTS["deep"]
+        return Decoder(layers, width, 8, 512, tokens), (torch.randint(0, 512, (8, tokens)),)
     if name == "unet":
         return Denoiser(64, 8), (torch.randn(8, 4, 32, 32), torch.randn(8, 4, 32, 32))
     if name == "llama":
@@ -159,4 +195,4 @@ def trained(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
             vocab_size=512, max_position_embeddings=128, use_cache=False,
         )  # fmt: skip
         return Loss(transformers.LlamaForCausalLM(config)), (torch.randint(0, 512, (8, 128)),)
-    raise ValueError(f"no model is called {name!r}; choose {', '.join(_GPTS)}, llama or unet")
+    raise ValueError(f"no model is called {name!r}; choose {', '.join(_GPTS)}, decoder, llama or unet")

@@ -54,6 +54,7 @@ class Cell:
     name: str
     mesh: tuple[int, ...]
     rate: float
+    chunks: dict[str, int]
     times: dict[str, float]
 
     @property
@@ -91,16 +92,21 @@ def measure(model: str, name: str, mesh: tuple[int, ...], ratios: Sequence[float
             quick = _run(cluster, model, place, 1, ["no overlap"])
         for ratio in ratios:
             rate = min(MOST, max(LEAST, quick["sent"] * 8 / (ratio * quick["compute alone"])))
-            topology = replace(found, levels=tuple(_limited(level, rate / 8) for level in found.levels))
-            plan_captured(captured, topology, family(name), mesh=mesh, panels=1).save(place / "plan.json")
+            plan = plan_captured(captured, _limited(found, rate / 8), family(name), mesh=mesh, panels=1, schedule="overlap")
+            plan.save(place / "plan.json")
             with Cluster(emulated(ranks, rate)) as cluster:
-                yield Cell(model, name, mesh, rate, _run(cluster, model, place, rounds, list(WAYS)))
+                times = _run(cluster, model, place, rounds, list(WAYS))
+            yield Cell(model, name, mesh, rate, dict(plan.chunks), times)
 
 
-def _limited(level: Level, bandwidth: float) -> Level:
-    """A level as measured without a limit, with one."""
+def _limited(found: Topology, bandwidth: float) -> Topology:
+    """A machine as measured without a limit, with one: what a byte takes of a processor stays, a second has fewer bytes."""
+    (level,) = found.levels
+    slower = min(1.0, bandwidth / level.bandwidth)
     kinds = {kind: replace(one, bandwidth=min(one.bandwidth, bandwidth)) for kind, one in level.measured.items()}
-    return replace(level, bandwidth=min(level.bandwidth, bandwidth), measured=kinds)
+    level = replace(level, bandwidth=min(level.bandwidth, bandwidth), measured=kinds)
+    device = replace(found.device, contention=slower * found.device.contention)
+    return replace(found, levels=(level,), device=device)
 
 
 def _run(cluster: Cluster, model: str, place: Path, rounds: int, ways: Sequence[str]) -> dict[str, float]:
@@ -115,7 +121,7 @@ def make() -> str:
     """Step times with and without overlap."""
     cells = []
     for model, name, mesh in CASES:
-        for cell in measure(model, name, mesh, RATIOS, 3):
+        for cell in measure(model, name, mesh, RATIOS, 2):
             cells.append(cell)
             print(model, name, mesh, f"{cell.rate / 1e6:.0f} Mbit/s", cell.best, cell.times, file=sys.stderr)
     return report(cells)
@@ -132,6 +138,7 @@ def report(cells: Sequence[Cell]) -> str:
                 f"{cell.name} {'x'.join(map(str, cell.mesh))}",
                 f"{cell.rate / 1e6:.0f}",
                 *(f"{times[way]:.3f}" for way in ("compute alone", "communication alone", *WAYS)),
+                ", ".join(f"{count} {kind}" for kind, count in cell.chunks.items()) or "none",
                 best,
                 f"{times[best] / cell.floor:.2f}",
                 f"{times[best] / cell.cores:.2f}",
@@ -145,6 +152,7 @@ def report(cells: Sequence[Cell]) -> str:
         "compute",
         "communication",
         *WAYS,
+        "planned chunks",
         "best",
         "of the floor",
         "of the cores' floor",
@@ -155,7 +163,7 @@ def report(cells: Sequence[Cell]) -> str:
         "rank. The floor is the longer of computing alone and communicating alone, each measured in the same run; the gain "
         "is the best way's over no overlap. Communicating takes processor time, and all cores compute: the cores' floor "
         "counts the seconds that each rank's collectives take of a core, without what the kernel does for no process. "
-        f"Medians of six steps, taken in turns. {machine()}, {allocator()}. "
+        f"Medians of four steps, taken in turns. {machine()}, {allocator()}. "
         "Made by `python -m benchmarks.overlap --write`, as root.\n\n" + table(header, rows)
     )
 

@@ -24,8 +24,8 @@ from benchmarks.models import trained
 from benchmarks.steps import TIMED, finish, medians, step_of
 from passes.world import Pending, ProcessWorld
 
-#: name -> (schedule, chunks, whether small collectives are merged).
-WAYS: dict[str, tuple[str, dict[str, int], bool]] = {
+#: name -> (schedule, chunks, whether small collectives are merged); None: the chunks that the planner chose.
+WAYS: dict[str, tuple[str, dict[str, int] | None, bool]] = {
     "no overlap": ("none", {}, False),
     "scheduled": ("overlap", {}, False),
     "chunked": ("overlap", {"rows": 2}, False),
@@ -34,6 +34,7 @@ WAYS: dict[str, tuple[str, dict[str, int], bool]] = {
     "+ bucketing": ("overlap", {"batch": 2, "rows": 2}, True),
     "bucketing alone": ("overlap", {}, True),
     "overdecomposed + bucketing": ("overlap", {"batch": 2}, True),
+    "as planned": ("overlap", None, True),
 }
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
@@ -49,11 +50,13 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     model, args = trained(chosen.model)
-    plan = autotp.Plan.load(chosen.plan)
+    planned = autotp.Plan.load(chosen.plan)
+    plan = replace(planned, chunks={})
     steps: dict[str, Callable[[], Any]] = {}
     for way in chosen.ways:
         schedule, chunks, merge = WAYS[way]
-        parallel = autotp.parallelize(model, args=args, plan=replace(plan, chunks=chunks), schedule=schedule)
+        cut = planned if chunks is None else replace(plan, chunks=chunks)
+        parallel = autotp.parallelize(model, args=args, plan=cut, schedule=schedule)
         if parallel._overlapping is not None:
             parallel._overlapping.how = overlap_of(plan, merge=merge)
         steps[way] = lambda parallel=parallel: step_of(parallel, args)  # type: ignore[misc]

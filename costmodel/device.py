@@ -22,6 +22,7 @@ _OPTIONAL: Mapping[str, Any] = {
     "efficiency": 1.0,
     "half_size": 0.0,
     "slowdown": {},
+    "contention": 0.0,
     "idle_power": 0.0,
     "busy_power": 0.0,
     "price": 0.0,
@@ -41,6 +42,8 @@ class Device:
         efficiency: share of the peak rate that large matrix products reach.
         half_size: a matrix product with one dim of this size runs at half that rate: small shards are slower. 0: never.
         slowdown: kind of operator (one of `KINDS`) -> its seconds over those of the roofline, measured.
+        contention: share of a second of communicating that is taken from what is computed meanwhile: 0 where collectives
+            need nothing of the device, 1 where it can do only one at a time.
         idle_power, busy_power: watts that the device draws waiting and computing, with its share of the node; 0: not known.
         price: of one device-hour, in any currency; 0: not known.
 
@@ -56,6 +59,7 @@ class Device:
     efficiency: float = 1.0
     half_size: float = 0.0
     slowdown: Mapping[str, float] = field(default_factory=dict, hash=False)
+    contention: float = 0.0
     idle_power: float = 0.0
     busy_power: float = 0.0
     price: float = 0.0
@@ -77,6 +81,8 @@ class Device:
                 raise TopologyError(f"{where}: {key} is {value!r}; it must be finite and not negative")
         if not 0 < self.efficiency <= 1:
             raise TopologyError(f"{where}: efficiency is {self.efficiency!r}; it must be above 0 and at most 1")
+        if not 0 <= self.contention <= 1:
+            raise TopologyError(f"{where}: contention is {self.contention!r}; it must be between 0 and 1")
         if self.idle_power > self.busy_power:
             raise TopologyError(f"{where}: idle_power {self.idle_power:g} W is more than busy_power {self.busy_power:g} W")
         for kind, factor in self.slowdown.items():

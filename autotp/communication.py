@@ -1,0 +1,161 @@
+"""What a plan's operators and reshards cost, one by one and by what may hide it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autotp.pricing import Price, Prices, flop_of
+from autotp.structure import Model
+from costmodel import overlap
+from passes.factors import Value, value_of
+from passes.layout import Layout
+from passes.rules.shapes import operands_of, results_of
+from passes.strategy import Strategy, Want, whole_layout
+
+__all__ = ["Moved", "Priced", "Sums", "depth_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A tensor that some operators want in a layout.
+
+    Attributes:
+        value: the tensor.
+        want: the layout.
+        users: operators that want it so; none for an output of the graph.
+        parameter: it is a parameter.
+        price: of its reshard and the mirror for its gradient.
+    """
+
+    value: Value
+    want: Want
+    users: list[fx.Node]
+    parameter: bool
+    price: Price
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Seconds of a step on each device, by what may hide them (see `costmodel.overlap`).
+
+    Attributes:
+        compute: of computing.
+        activations: of communication that moves activations and their gradients.
+        parameters: of communication that moves parameters and their gradients.
+        depth: operators with a weight.
+        contention: share of communicating that takes the processors' time.
+        chunks, way: in how many chunks of what this is done; 1 for none.
+    """
+
+    compute: float
+    activations: float
+    parameters: float
+    depth: int
+    contention: float = 0.0
+    chunks: int = 1
+    way: str = "batch"
+
+    @property
+    def communication(self) -> float:
+        """All communication."""
+        return self.activations + self.parameters
+
+    @property
+    def sides(self) -> tuple[float, float]:
+        """Seconds of a step if the processors limit it, and if the network does."""
+        seconds = self.compute, self.activations, self.parameters
+        device, network = overlap.sides(*seconds, self.depth, self.chunks, self.way, self.contention)
+        return float(device), float(network)
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step, communication hidden behind computing."""
+        return max(self.sides)
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """Strategies of all operators, priced.
+
+    Attributes:
+        model: analysed and folded.
+        prices: of the mesh.
+        strategies: operator name -> strategy.
+        layouts: in which every tensor is made or rests.
+        again: (operand, product) where the backward pass gathers the product's data operand again.
+    """
+
+    model: Model
+    prices: Prices
+    strategies: Mapping[str, Strategy]
+    layouts: Mapping[Value, Layout]
+    again: Set[tuple[Value, fx.Node]] = field(default_factory=frozenset)
+
+    def operators(self) -> dict[fx.Node, Price]:
+        """What every operator costs by itself; folded ones have one price."""
+        found: dict[fx.Node, Price] = {}
+        for node in self.model.operators:
+            stand = self.model.stands[node]
+            if stand not in found:
+                gradient = any((stand, i) in self.model.trained for i in range(len(results_of(stand))))
+                strategy = self.strategies[stand.name]
+                found[stand] = self.prices.operator(
+                    self.model.operators[stand], strategy, flop_of(stand), gradient=gradient
+                )
+            found[node] = found[stand]
+        return found
+
+    def reshards(self) -> Iterator[Moved]:
+        """Every tensor in every layout that it is wanted in."""
+        model, parameters = self.model, self.model.captured.parameters
+        readers: dict[tuple[Value, Want], list[fx.Node]] = defaultdict(list)
+        tensors: dict[Value, fx.Node] = {}
+        for node in model.operators:
+            for operand, want in zip(operands_of(node), self.strategies[node.name].wants, strict=True):
+                readers[value_of(operand), want].append(node)
+                tensors[value_of(operand)] = operand
+        whole = whole_layout(len(self.prices.mesh))
+        for leaf in model.captured.graph_module.graph.output_node().args[0]:  # type: ignore[union-attr]
+            if isinstance(leaf, fx.Node) and value_of(leaf) in self.layouts:
+                readers[value_of(leaf), Want(whole, whole)] += []
+                tensors[value_of(leaf)] = leaf
+        for (value, want), users in readers.items():
+            parameter = value[0].name in parameters
+            price = self.prices.reshard(
+                tensors[value].meta["val"],
+                self.layouts[value],
+                want,
+                gradient=value in model.trained,
+                regather=parameter or any((value, user) in self.again for user in users),
+            )
+            yield Moved(value, want, users, parameter, price)
+
+    def sums(self, chunks: int = 1, way: str = "batch") -> Sums:
+        """Seconds of a step by what may hide them."""
+        compute = activations = parameters = 0.0
+        own = self.operators()
+        for node in self.model.operators:
+            compute += own[node][0]
+            activations += own[node][1]
+        for moved in self.reshards():
+            compute += moved.price[0]
+            if moved.parameter:
+                parameters += moved.price[1]
+            else:
+                activations += moved.price[1]
+        contention = self.prices.topology.device.contention
+        return Sums(compute, activations, parameters, depth_of(self.model), contention, chunks, way)
+
+
+def depth_of(model: Model) -> int:
+    """Operators with a weight: a parameter of two dims or more."""
+    parameters = model.captured.parameters
+    weighty = (
+        any(operand.name in parameters and operand.meta["val"].dim() > 1 for operand in operands_of(node))
+        for node in model.operators
+    )
+    return max(1, sum(weighty))

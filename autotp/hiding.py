@@ -1,0 +1,122 @@
+"""The plan whose step is shortest where communication goes on while something is computed, and in how many chunks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Replicate
+
+from autotp.communication import Priced, Sums
+from autotp.describe import Found
+from autotp.plan import CHUNKS
+from autotp.pricing import Prices
+from costmodel import overlap
+from costmodel.overlap import Weights
+from passes.chunk import by_batch, by_rows, communicating, extended
+from passes.shard import Sharding
+
+__all__ = ["Searched", "best_chunks", "chunked", "least_step"]
+
+_ROUNDS = 6
+_COUNTS = (2, 4)
+#: What chunks must win of a step for the planner to ask for them: more than what predictions are off between plans.
+_WORTH = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """What a search found: a choice that fits, if any; its cost by the weights and what none is below; bytes it takes."""
+
+    best: Found | None
+    floor: float
+    used: float
+
+
+def least_step(
+    search: Callable[[Weights], Searched], sums: Callable[[Found], Sums], depth: int, contention: float
+) -> tuple[Searched, float]:
+    """The choice with the shortest step, by integer programs over weighted sums, and what no step is below (see
+    `costmodel.overlap`).
+
+    Args:
+        search: the least weighted sum over all plans.
+        sums: of a choice.
+        depth: operators with a weight.
+        contention: of the device.
+
+    Returns:
+        The best choice of all that were met, and the bound in seconds; what the first search found where nothing fits.
+    """
+    met: list[tuple[Sums, Searched]] = []
+    floor, share = 0.0, 1.0
+    for _ in range(_ROUNDS):
+        found = search(overlap.weights(share, depth, contention))
+        if found.best is None:
+            if not met:
+                return found, floor
+            break
+        floor = max(floor, found.floor)
+        met.append((sums(found.best), found))
+        following, ceiling = _next_share([each.sides for each, _ in met])
+        if min(each.step for each, _ in met) <= floor * (1 + 1e-9) or ceiling <= floor * (1 + 1e-6):
+            break
+        share = following
+    best = min(met, key=lambda each: each[0].step)
+    return best[1], min(floor, best[0].step)
+
+
+def _next_share(lines: list[tuple[float, float]]) -> tuple[float, float]:
+    """(share, value) where the least of the lines share * device + (1 - share) * network is greatest."""
+
+    def least(share: float) -> float:
+        return min(share * device + (1 - share) * network for device, network in lines)
+
+    shares = [0.0, 1.0]
+    for (d1, n1), (d2, n2) in itertools.combinations(lines, 2):
+        slope = (d1 - n1) - (d2 - n2)
+        if slope and 0 < (n2 - n1) / slope < 1:
+            shares.append((n2 - n1) / slope)
+    best = max(shares, key=least)
+    return best, least(best)
+
+
+def best_chunks(priced: Priced) -> tuple[dict[str, int], Sums]:
+    """The chunks with which a step is shortest, none where they win little, and what it then takes."""
+    chosen: dict[str, int] = {}
+    best = whole = priced.sums()
+    if whole.activations < _WORTH * whole.step:
+        return chosen, whole
+    for way, count in itertools.product(CHUNKS, _COUNTS):
+        found = chunked(priced, {way: count})
+        if found.step < min(best.step, (1 - _WORTH) * whole.step):
+            chosen, best = {way: count}, found
+    return chosen, best
+
+
+def chunked(priced: Priced, chunks: Mapping[str, int]) -> Sums:
+    """A step's seconds in so many chunks, each kind a virtual axis behind the mesh's (see ``Plan.chunks``)."""
+    chosen = {way: chunks[way] for way in CHUNKS if chunks.get(way, 1) > 1}
+    if not chosen:
+        return priced.sums()
+    model, prices = priced.model, priced.prices
+    graph = model.captured.graph_module.graph
+    resting = {node.name: priced.layouts[node, 0] for node in graph.nodes if node.op == "placeholder"}
+    sharding = Sharding(prices.mesh, priced.strategies, resting, frozenset(model.captured.parameters))
+    for way, count in chosen.items():
+        if way == "batch":
+            cuts = by_batch(graph, model.operators, sharding, model.captured.inputs, count)
+        else:
+            cuts = by_rows(model.operators, sharding, communicating(model.operators, sharding), count)
+        sharding = extended(model.operators, sharding, cuts, count)
+    virtual = Prices(
+        prices.topology, prices.devices, train=prices.train, optimizer=prices.optimizer, chunks=tuple(chosen.values())
+    )
+    layouts = {
+        (node, i): layout for node in model.operators for i, layout in enumerate(sharding.strategies[node.name].results)
+    }
+    rest = (Replicate(),) * len(chosen)
+    layouts |= {value: (*layout, *rest) for value, layout in priced.layouts.items() if value not in layouts}
+    way, count = next(iter(chosen.items()))
+    return Priced(model, virtual, sharding.strategies, layouts).sums(count, way)

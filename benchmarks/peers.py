@@ -1,0 +1,132 @@
+"""Step times beside DDP, FSDP2 and torch's tensor parallel: python -m benchmarks.peers [--write] (a quarter of an hour)
+
+On every interconnect `autotp calibrate` runs first; the planner then chooses for the machine that it measured. Needs root,
+for network namespaces with rate-limited links.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autotp.families import family
+from autotp.planner import plan_captured
+from benchmarks.allocator import allocator, keeping_memory
+from benchmarks.cluster import Cluster
+from benchmarks.models import trained
+from benchmarks.predictions import INTERCONNECTS, emulated
+from benchmarks.tables import command, machine, table
+from costmodel import Topology
+from passes.capture import capture
+
+MODELS = ("decoder", "unet")
+#: what is chosen from, by the name in the table: (family, mesh).
+PLANS = {"auto": ("auto", None)}
+ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One model on one interconnect; seconds by way, and the plan that the planner chose."""
+
+    interconnect: str
+    model: str
+    plan: str
+    times: dict[str, float]
+
+
+def measure(interconnect: str, models: Sequence[str]) -> list[Row]:
+    """Every model on one interconnect."""
+    topology = emulated(interconnect)
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch, Cluster(topology) as cluster:
+        place = Path(scratch)
+        cluster.run(["-m", "autotp", "calibrate", "--output", str(place / "machine.toml")], timeout=600)
+        found = Topology.load(place / "machine.toml")
+        for model in models:
+            module, args = trained(model)
+            captured = capture(module, args)
+            plans = place / model
+            plans.mkdir()
+            plan = plan_captured(captured, found, family("auto"), panels=1, schedule="overlap")
+            plan.save(plans / "auto.json")
+            out = place / f"{model}.json"
+            words = ["-m", "benchmarks.peer_steps", model, str(plans), str(out), "--rounds", str(ROUNDS), "--peers"]
+            cluster.run([*words, "DDP", "FSDP2", *(["TP"] if model == "decoder" else [])], timeout=900)
+            chunks = "".join(f", {count} chunks of {kind}" for kind, count in plan.chunks.items())
+            said = f"{'×'.join(map(str, plan.mesh_shape))}{chunks}"
+            rows.append(Row(interconnect, model, said, json.loads(out.read_text())))
+            print(rows[-1], file=sys.stderr)
+    return rows
+
+
+def overhead() -> list[list[str]]:
+    """Steps of one process over the eager model's, and of two over DTensor's tensor parallel, links unlimited."""
+    rows = []
+    for model, ranks, chosen, peers in (
+        ("decoder", 1, "auto", []),
+        ("unet", 1, "auto", []),
+        ("decoder", 2, "megatron-1d", ["TP"]),
+    ):
+        with tempfile.TemporaryDirectory() as scratch:
+            place = Path(scratch)
+            module, args = trained(model)
+            topology = Topology.load("cpu").resized(ranks)
+            captured = capture(module, args)
+            (place / "plans").mkdir()
+            plan = plan_captured(captured, topology, family(chosen), panels=1, chunks={}, schedule="overlap")
+            plan.save(place / "plans" / f"{chosen}.json")
+            out = place / "times.json"
+            words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            words += ["-m", "benchmarks.peer_steps", model, str(place / "plans"), str(out)]
+            words += ["--rounds", "5", "--peers", *peers]
+            subprocess.run(words, check=True, env=os.environ | keeping_memory() | {"OMP_NUM_THREADS": "1"})
+            times = json.loads(out.read_text())
+            other = peers[0] if peers else "eager"
+            ratio = times[chosen] / times[other]
+            rows.append([model, str(ranks), chosen, other, f"{times[chosen]:.3f}", f"{times[other]:.3f}", f"{ratio:.2f}"])
+            print(rows[-1], file=sys.stderr)
+    return rows
+
+
+def make() -> str:
+    """Ratios over what a user would pick instead."""
+    rows = [row for interconnect in INTERCONNECTS for row in measure(interconnect, MODELS)]
+    return report(rows, overhead())
+
+
+def report(rows: Sequence[Row], over: Sequence[Sequence[str]]) -> str:
+    """The document."""
+    shown = []
+    for row in rows:
+        times = row.times
+        ratios = [f"{times[peer] / times['auto']:.2f}" if peer in times else "" for peer in ("DDP", "FSDP2", "TP")]
+        shown.append([row.interconnect, row.model, row.plan, f"{times['auto']:.3f}", *ratios])
+    header = ["interconnect", "model", "mesh that auto chose", "auto, s", "DDP", "FSDP2", "tensor parallel"]
+    costs = ["model", "processes", "plan", "beside", "its seconds", "the other's", "ratio"]
+    return f"""# Beside DDP, FSDP2 and tensor parallel by hand
+
+Made by `python -m benchmarks.peers --write`, as root, on {machine()}, {allocator()}.
+
+Seconds of a step (forward and backward) of the plan that `auto` chooses for the interconnect as calibrated, communication
+overlapped, and how many times as long the same step takes with `DistributedDataParallel`, with `fully_shard` around every
+block, and with `parallelize_module` (columns, then rows) by hand. All compute the same loss over the same global batch;
+medians of six steps, taken in turns. Four ranks share two cores here: what one rank's communication takes of a core, it
+takes from another rank's computing, so overlap wins less than on devices that only compute.
+
+{table(header, shown)}
+
+What the distributed graph costs by itself: one process beside the eager model, and two processes with unlimited links
+beside DTensor's tensor parallel.
+
+{table(costs, over)}"""
+
+
+if __name__ == "__main__":
+    command("peers", "peers.md", make)
