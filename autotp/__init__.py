@@ -1,12 +1,13 @@
 """autotp: an unmodified PyTorch model and a description of the cluster become a distributed ``torch.fx.GraphModule``."""
 
-from autotp.errors import AutotpError, BatchError, MemoryBoundError, PlanMismatchError
+from autotp.errors import AutotpError, BatchError, ConstraintError, MemoryBoundError, PlanMismatchError
 from autotp.families import FAMILIES
 from autotp.module import DistributedModule
 from autotp.parallelize import parallelize
 from autotp.plan import Plan, PlannedOperator, Predicted
 from autotp.planner import plan
 from autotp.simulate import simulate
+from autotp.verify import Verification, verify
 from costmodel import Topology
 
 __version__ = "0.1.0"
@@ -15,6 +16,7 @@ __all__ = [
     "FAMILIES",
     "AutotpError",
     "BatchError",
+    "ConstraintError",
     "DistributedModule",
     "MemoryBoundError",
     "Plan",
@@ -22,7 +24,9 @@ __all__ = [
     "PlannedOperator",
     "Predicted",
     "Topology",
+    "Verification",
     "parallelize",
     "plan",
     "simulate",
+    "verify",
 ]

@@ -20,7 +20,7 @@ import numpy as np
 from autotp.describe import Found, memory_of
 from autotp.errors import BatchError
 from autotp.families import Family, Restriction
-from autotp.ilp import Infeasible, Problem, Pruned, Solution, estimate, glance, least_memory, settle, solve
+from autotp.ilp import Infeasible, Problem, Pruned, Solution, estimate, glance, least_memory, possible, settle, solve
 from autotp.pricing import Prices
 from autotp.problem import EVEN, Assembled, assemble
 from autotp.structure import Choice, Model, Structure, structure
@@ -111,6 +111,20 @@ class Contest:
             self, memory=memory, best=None, needed=math.inf, indivisible=None, open=[], prices={}, loosened=set()
         )
         return fresh if weights is None else replace(fresh, weights=weights)
+
+    def of(self, model: Model) -> Contest:
+        """A contest that has not begun, for other constraints."""
+        return replace(self.anew(self.allowed), model=model, structures={})
+
+    def admits(self, meshes: Sequence[tuple[int, ...]]) -> bool:
+        """Whether there is a choice at all on some mesh, as far as layouts and a bound of its memory tell."""
+        for mesh in meshes:
+            for restriction in self.chosen.restrictions(len(mesh)):
+                for count in self._variants():
+                    problem = self._assemble(Candidate(mesh, restriction, count), math.inf).problem
+                    if possible(problem) and least_memory(problem, sweeps=5) <= self.allowed:
+                        return True
+        return False
 
     def run(self, meshes: Sequence[tuple[int, ...]]) -> None:
         """Looks at every mesh, then settles what is open, by rising bound, until it cannot win.

@@ -28,6 +28,7 @@ from autotp.cli_calibrate import calibrate_command
 from autotp.cli_explain import explain_command
 from autotp.cli_sweep import sweep_command
 from autotp.cli_trace import trace_command
+from autotp.cli_verify import verify_command
 from autotp.errors import AutotpError
 from autotp.render import make_console, plan_table, presets_table, topology_table
 from costmodel import OPTIMIZERS, Topology, TopologyError, UnitError
@@ -107,6 +108,10 @@ def _plan(
     schedule: Annotated[
         str, typer.Option(help="How it will be run: overlap (communication hidden behind computing) or none.")
     ] = "overlap",
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(help="A layout that something must have, such as lm_head.weight=Shard(0)@x; may be given again."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan, as JSON, to this file too.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show the cheap operators too.")] = False,
@@ -133,6 +138,7 @@ def _plan(
             panels=panels,
             chunks=None if chunks is None else chunks_of(chunks),
             schedule=schedule,
+            constraints=pin or (),
         )
     if save is not None:
         try:
@@ -160,6 +166,7 @@ app.command("sweep")(sweep_command)
 app.command("explain")(explain_command)
 app.command("calibrate")(calibrate_command)
 app.command("trace")(trace_command)
+app.command("verify")(verify_command)
 
 
 if __name__ == "__main__":

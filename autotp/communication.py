@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -48,7 +48,8 @@ class Sums:
         parameters: of communication that moves parameters and their gradients.
         depth: operators with a weight.
         contention: share of communicating that takes the processors' time.
-        chunks, way: in how many chunks of what this is done; 1 for none.
+        chunks: in how many chunks this is done; 1 for none.
+        hidden: of activations' communication, behind other chunks.
     """
 
     compute: float
@@ -57,7 +58,7 @@ class Sums:
     depth: int
     contention: float = 0.0
     chunks: int = 1
-    way: str = "batch"
+    hidden: float = 0.0
 
     @property
     def communication(self) -> float:
@@ -67,8 +68,8 @@ class Sums:
     @property
     def sides(self) -> tuple[float, float]:
         """Seconds of a step if the processors limit it, and if the network does."""
-        seconds = self.compute, self.activations, self.parameters
-        device, network = overlap.sides(*seconds, self.depth, self.chunks, self.way, self.contention)
+        seconds = self.compute, self.activations, self.parameters, self.hidden
+        device, network = overlap.sides(*seconds, self.depth, self.chunks, self.contention)
         return float(device), float(network)
 
     @property
@@ -134,10 +135,16 @@ class Priced:
             )
             yield Moved(value, want, users, parameter, price)
 
-    def sums(self, chunks: int = 1, way: str = "batch") -> Sums:
-        """Seconds of a step by what may hide them."""
+    def sums(self, chunks: int = 1, rows: Collection[str] | None = None) -> Sums:
+        """Seconds of a step by what may hide them.
+
+        Args:
+            chunks: in which devices work.
+            rows: names of the products whose rows the chunks are; None: they are the whole batch's.
+        """
         compute = activations = parameters = 0.0
         own = self.operators()
+        near: dict[fx.Node, float] = defaultdict(float)
         for node in self.model.operators:
             compute += own[node][0]
             activations += own[node][1]
@@ -145,10 +152,17 @@ class Priced:
             compute += moved.price[0]
             if moved.parameter:
                 parameters += moved.price[1]
-            else:
-                activations += moved.price[1]
-        contention = self.prices.topology.device.contention
-        return Sums(compute, activations, parameters, depth_of(self.model), contention, chunks, way)
+                continue
+            activations += moved.price[1]
+            beside = [n for n in (moved.value[0], *moved.users) if rows is not None and n.name in rows]
+            for node in beside:
+                near[node] += moved.price[1] / len(beside)
+        depth, contention = depth_of(self.model), self.prices.topology.device.contention
+        if rows is None:
+            hidden = float(overlap.hidden_by_batch(activations, depth, chunks))
+        else:
+            hidden = sum(float(overlap.hidden_by_rows(near[node], own[node][0], chunks)) for node in near)
+        return Sums(compute, activations, parameters, depth, contention, chunks, hidden)
 
 
 def depth_of(model: Model) -> int:

@@ -14,7 +14,7 @@ from autotp.communication import Priced, Sums
 from autotp.footprint import Footprint
 from autotp.ilp import Solution
 from autotp.panelling import choose_panels
-from autotp.plan import Plan, PlannedOperator, Predicted, fingerprint
+from autotp.plan import AXIS_NAMES, Plan, PlannedOperator, Predicted, fingerprint
 from autotp.pricing import Price, Prices
 from autotp.problem import Assembled
 from autotp.schemes import scheme
@@ -28,9 +28,6 @@ from passes.rules.table import name_of, rule_of
 from passes.strategy import SUM, Strategy, whole_layout
 
 __all__ = ["AXIS_NAMES", "Found", "describe_plan", "memory_of", "priced"]
-
-#: Names of mesh axes, outermost first.
-AXIS_NAMES = ("x", "y", "z", "w")
 
 NOTHING = Price(0.0, 0.0, 0.0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["AutotpError", "BatchError", "MemoryBoundError", "PlanMismatchError"]
+__all__ = ["AutotpError", "BatchError", "ConstraintError", "MemoryBoundError", "PlanMismatchError"]
 
 
 class AutotpError(ValueError):
@@ -24,6 +24,18 @@ class MemoryBoundError(AutotpError):
 
 class BatchError(AutotpError):
     """A strategy splits the batch, and the batch of the example inputs does not divide so."""
+
+
+class ConstraintError(AutotpError):
+    """No plan keeps the constraints.
+
+    Attributes:
+        conflict: the texts of a minimal subset that cannot hold.
+    """
+
+    def __init__(self, message: str, conflict: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.conflict = conflict
 
 
 class PlanMismatchError(AutotpError):

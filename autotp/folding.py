@@ -21,16 +21,21 @@ _LONGEST_PERIOD = 4096
 _LEAST_SAVING = 6
 
 
-def fold(operators: Mapping[fx.Node, Operator], parameters: frozenset[str]) -> dict[fx.Node, fx.Node]:
+def fold(
+    operators: Mapping[fx.Node, Operator], parameters: frozenset[str], marks: Mapping[fx.Node, object] | None = None
+) -> dict[fx.Node, fx.Node]:
     """Maps every operator, and every parameter that operators read, to the one that stands for it.
 
     Args:
         operators: the analysis of a captured graph, in order.
         parameters: names of the placeholders that are parameters.
+        marks: of operators and parameters; only what is marked alike is tied.
     """
     nodes = list(operators)
     index: dict[object, int] = {}
-    codes = np.array([index.setdefault(signature(operators[n], parameters), len(index)) for n in nodes])
+    told = marks or {}
+    keys = [(signature(operators[n], parameters), *(told.get(m) for m in (n, *operands_of(n)))) for n in nodes]
+    codes = np.array([index.setdefault(key, len(index)) for key in keys])
     stands: dict[fx.Node, fx.Node] = {n: n for n in nodes}
     pending = [(0, len(nodes))]
     while pending:

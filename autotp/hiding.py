@@ -118,5 +118,5 @@ def chunked(priced: Priced, chunks: Mapping[str, int]) -> Sums:
     }
     rest = (Replicate(),) * len(chosen)
     layouts |= {value: (*layout, *rest) for value, layout in priced.layouts.items() if value not in layouts}
-    way, count = next(iter(chosen.items()))
-    return Priced(model, virtual, sharding.strategies, layouts).sums(count, way)
+    rows = None if "batch" in chosen else [name for name, factor in cuts.items() if factor is not None]
+    return Priced(model, virtual, sharding.strategies, layouts).sums(next(iter(chosen.values())), rows)

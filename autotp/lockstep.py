@@ -16,7 +16,7 @@ from passes.ops import Parts, part_of
 from passes.panelled import panelled
 from passes.world import World
 
-__all__ = ["assemble", "collect", "distribute", "execute"]
+__all__ = ["assemble", "collect", "distribute", "execute", "run_node"]
 
 _HOSTED = frozenset(
     {
@@ -55,7 +55,7 @@ def execute(graph: fx.Graph, world: World, inputs: Mapping[str, Parts]) -> list[
         elif node.op == "output":
             return [values[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in node.args[0]]
         else:
-            values[node] = _run(node, values, world)
+            values[node] = run_node(node, values, world)
     raise ValueError("the graph has no output node")
 
 
@@ -71,7 +71,8 @@ def collect(parts: Parts) -> Tensor:
     return _Collect.apply(*parts)
 
 
-def _run(node: fx.Node, values: Mapping[fx.Node, Any], world: World) -> Any:
+def run_node(node: fx.Node, values: Mapping[fx.Node, Any], world: World) -> Any:
+    """What a node of a sharded graph gives, for every device, from the values of the nodes before it."""
     args: Any
     kwargs: Any
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: values[n])

@@ -40,6 +40,7 @@ def parallelize(
     chunks: Mapping[str, int] | None = None,
     inputs: str = "global",
     schedule: str = "overlap",
+    constraints: Sequence[str] | Mapping[str, str] = (),
     initialise: Callable[[nn.Module], None] | None = None,
 ) -> fx.GraphModule:
     """Distributes ``model`` over the processes that torchrun started.
@@ -51,7 +52,7 @@ def parallelize(
         topology: the machine; by default ``Topology.local()``.
         args, kwargs: example inputs of the global batch, the same on every rank.
         plan: a plan made before; left out, one is made with the options that follow (see ``autotp.plan``).
-        strategy, mesh, mode, memory, optimizer, panels, chunks: see ``autotp.plan``.
+        strategy, mesh, mode, memory, optimizer, panels, chunks, constraints: see ``autotp.plan``.
         inputs: what each call is given: ``global``, the whole batch on every rank, or ``local``, this rank's part of it
             (dim 0, split by the mesh axes that the plan splits the batch over). Outputs are whole either way.
         schedule: ``overlap`` runs scheduled forward and backward graphs, whose collectives are under way while something is
@@ -75,7 +76,7 @@ def parallelize(
     except Exception as error:  # noqa: BLE001 - every rank must hear of it before it is raised
         problem = error
     options = {"mode": mode, "memory": memory, "optimizer": optimizer, "panels": panels, "chunks": chunks}
-    options["schedule"] = schedule
+    options |= {"schedule": schedule, "constraints": constraints}
     agreed: list[Any] = [None]
     if dist.get_rank() == 0:
         agreed = [_decide(captured, problem, topology, plan, strategy, mesh, options)]

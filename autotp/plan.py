@@ -21,6 +21,7 @@ from passes.capture import Captured
 from passes.layout import Layout, blocks_of, describe, is_shard, place
 
 __all__ = [
+    "AXIS_NAMES",
     "CHUNKS",
     "FORMAT",
     "Plan",
@@ -35,6 +36,9 @@ __all__ = [
 
 #: Version of the JSON form; plans of another version are refused.
 FORMAT = 2
+
+#: Names of mesh axes, outermost first.
+AXIS_NAMES = ("x", "y", "z", "w")
 
 #: What may be cut into chunks.
 CHUNKS = ("batch", "rows")
@@ -120,6 +124,7 @@ class Plan:
         memory_bound: bytes allowed on each device.
         chunks: in how many chunks devices do their work, so that one's collectives are under way while another is computed:
             ``batch``, of the whole batch, and ``rows``, of the rows of matrix products that communicate; 1 where not given.
+        constraints: that the user gave, as texts (see `autotp.constraints`).
         planning: how the plan was found (times in seconds, sizes).
     """
 
@@ -137,6 +142,7 @@ class Plan:
     optimizer: str
     memory_bound: float
     chunks: Mapping[str, int] = field(default_factory=dict)
+    constraints: tuple[str, ...] = ()
     planning: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -215,6 +221,7 @@ class Plan:
         data["topology"] = self.topology.to_dict()
         data["predicted"] = asdict(self.predicted)
         data["chunks"] = dict(self.chunks)
+        data["constraints"] = list(self.constraints)
         data["planning"] = dict(self.planning)
         data["layouts"] = {name: encode_layout(layout) for name, layout in self.layouts.items()}
         data["operators"] = [asdict(op) for op in self.operators]
@@ -251,6 +258,7 @@ class Plan:
                 optimizer=data["optimizer"],
                 memory_bound=float("inf") if data["memory_bound"] is None else data["memory_bound"],
                 chunks=data.get("chunks", {}),
+                constraints=tuple(data.get("constraints", ())),
                 planning=data["planning"],
             )
         except (KeyError, TypeError) as error:

@@ -13,8 +13,9 @@ from torch import nn
 
 from autotp.candidates import Contest
 from autotp.communication import depth_of
+from autotp.constraints import Constraint, minimal, parse, requirements
 from autotp.describe import AXIS_NAMES, describe_plan, memory_of, priced
-from autotp.errors import AutotpError, MemoryBoundError
+from autotp.errors import AutotpError, ConstraintError, MemoryBoundError
 from autotp.families import Family, family
 from autotp.folding import fold
 from autotp.hiding import Searched, best_chunks, chunked, least_step
@@ -47,6 +48,7 @@ def plan(
     panels: int | None = None,
     chunks: Mapping[str, int] | None = None,
     schedule: str = "overlap",
+    constraints: Sequence[str] | Mapping[str, str] = (),
     time_limit: float = 120.0,
 ) -> Plan:
     """Plans how ``model`` runs on ``topology``. Needs no process group and no device; the model may be on ``meta``.
@@ -67,10 +69,13 @@ def plan(
             ``{}`` for none; left out, the planner chooses.
         schedule: how the plan will be run: ``overlap``, with communication hidden behind computing (the step's time is
             that of `costmodel.overlap`), or ``none``, where it is the plain sum.
+        constraints: layouts that parameters, operators, inputs or outputs must have, such as
+            ``"lm_head.weight=Shard(0)@x"`` (see `autotp.constraints`).
         time_limit: seconds for the solver, over all meshes.
 
     Raises:
         AutotpError: when an argument is wrong.
+        ConstraintError: when no plan keeps the constraints; has a minimal subset that cannot hold.
         CaptureError: when ``torch.export`` refuses the model.
         MemoryBoundError: when no plan fits the memory.
     """
@@ -91,6 +96,7 @@ def plan(
         panels=panels,
         chunks=chunks,
         schedule=schedule,
+        constraints=constraints,
         time_limit=time_limit,
         stats={"capture_seconds": capture_seconds},
     )
@@ -122,11 +128,21 @@ def check(
             )
 
 
-def prepare(captured: Captured) -> Model:
-    """Analyses and folds a captured model; the same on every mesh."""
+def prepare(captured: Captured, constraints: Sequence[Constraint] = ()) -> Model:
+    """Analyses and folds a captured model; the same on every mesh.
+
+    Raises:
+        AutotpError: a constraint names nothing in the model.
+    """
     operators = analyse(captured.graph_module.graph, captured.inputs)
-    stands = fold(operators, frozenset(captured.parameters))
-    return Model(captured, operators, stands, trained_values(captured, operators))
+    model = Model(captured, operators, {}, trained_values(captured, operators))
+    return _pinned(model, constraints)
+
+
+def _pinned(model: Model, constraints: Sequence[Constraint]) -> Model:
+    """The model folded as constraints allow."""
+    pins = requirements(constraints, model.captured, model.operators)
+    return replace(model, stands=fold(model.operators, frozenset(model.captured.parameters), pins), pins=pins)
 
 
 def candidate_meshes(devices: int, axes: int, least: int = 1) -> Iterator[tuple[int, ...]]:
@@ -183,6 +199,7 @@ def plan_captured(
     panels: int | None = None,
     chunks: Mapping[str, int] | None = None,
     schedule: str = "none",
+    constraints: Sequence[str] | Mapping[str, str] = (),
     time_limit: float = 120.0,
     stats: Mapping[str, Any] | None = None,
 ) -> Plan:
@@ -191,7 +208,8 @@ def plan_captured(
     hides = overlapping(schedule)
     panels = 1 if chunks else panels
     bound = topology.device.memory if memory is None else memory
-    model = prepare(captured)
+    asked = parse(constraints or ())
+    model = prepare(captured, asked)
     analysis = time.perf_counter() - started
     meshes = [mesh] if mesh is not None else list(candidate_meshes(topology.devices, chosen.axes, chosen.least))
     contest = Contest(model, topology, chosen, bound, bound, mode, optimizer, panels, started + time_limit)
@@ -210,7 +228,7 @@ def plan_captured(
         floor = found.floor
     best = found.best
     if best is None:
-        raise _nothing_fits(contest, meshes, found.used)
+        raise _conflict(contest, meshes, asked) or _nothing_fits(contest, meshes, found.used)
     sums, least = None, best.solution.seconds
     if hides:
         prices, panelled = priced(model, best)
@@ -230,6 +248,7 @@ def plan_captured(
         mode=mode,
         memory_bound=bound,
         chunks=dict(chunks or {}),
+        constraints=tuple(one.text for one in asked),
         planning={},
     )
     planning = dict(stats or {}) | {
@@ -244,6 +263,15 @@ def plan_captured(
         "folded_operators": sum(model.stands[n] is n for n in model.operators),
     }
     return replace(plan, planning=planning)
+
+
+def _conflict(contest: Contest, meshes: Sequence[tuple[int, ...]], asked: Sequence[Constraint]) -> ConstraintError | None:
+    """Which constraints leave no plan; None where there would be none without them."""
+
+    def feasible(some: Sequence[Constraint]) -> bool:
+        return contest.of(_pinned(contest.model, some)).admits(meshes)
+
+    return minimal(asked, feasible) if asked and feasible(()) else None
 
 
 def _nothing_fits(contest: Contest, meshes: Sequence[tuple[int, ...]], used: float) -> AutotpError:

@@ -6,12 +6,13 @@ Operators, parameters and the model's outputs are nodes; inputs, buffers and con
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import fx
 
+from autotp.constraints import Requirement
 from autotp.ilp import Node, Problem, Tensor, Use
 from autotp.pricing import Prices
 from autotp.resharding import Tariff
@@ -77,7 +78,7 @@ class _Assembly:
         self.structure, self.prices, self.panelled, self.either = structure, prices, panelled, either
         self.weights = weights
         self.mesh = prices.mesh
-        self.alike: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.alike: dict[object, tuple[np.ndarray, np.ndarray]] = {}
         self.kept: dict[int, np.ndarray] = {}
 
     def run(self, memory_bound: float) -> Assembled:
@@ -94,15 +95,20 @@ class _Assembly:
     def node(self, node: fx.Node, choice: Choice | Rest | None, count: int) -> Node:
         if choice is None:
             return Node(node.name, np.zeros(1), np.zeros(1))
-        if id(choice) not in self.alike:
-            self.alike[id(choice)] = self.strategies(choice) if isinstance(choice, Choice) else self.layouts(choice)
-        cost, memory = self.alike[id(choice)]
+        pins = self.structure.model.pins.get(node, ())
+        key = id(choice), pins
+        if key not in self.alike:
+            work = self.strategies(choice, pins) if isinstance(choice, Choice) else self.layouts(choice, pins)
+            self.alike[key] = work
+        cost, memory = self.alike[key]
         return Node(node.name, count * cost, count * memory)
 
-    def strategies(self, choice: Choice) -> tuple[np.ndarray, np.ndarray]:
+    def strategies(self, choice: Choice, pins: Sequence[Requirement]) -> tuple[np.ndarray, np.ndarray]:
         """Seconds and saved bytes of an operator's strategies; infinite seconds where one does not exist here."""
         valid = choice.space.valid(self.mesh)
-        if choice.best:
+        for pin in pins:
+            valid &= pin.allows(choice.space.serves, choice.space)
+        if choice.best and valid.any():
             valid &= choice.score == choice.score[valid].max()
         compute, inner = self.prices.space(choice.space, choice.flop, gradient=choice.gradient)
         memory = np.zeros(len(valid))
@@ -117,7 +123,7 @@ class _Assembly:
             memory += np.where(inside, rule.extra * size, 0.0)
         return np.where(valid, self.weights.compute * compute + self.weights.activations * inner, np.inf), memory
 
-    def layouts(self, rest: Rest) -> tuple[np.ndarray, np.ndarray]:
+    def layouts(self, rest: Rest, pins: Sequence[Requirement]) -> tuple[np.ndarray, np.ndarray]:
         """Where something may rest, and the bytes of its state there."""
         shape = tuple(rest.value.shape)
         elements = local_elements(shape, rest.rows, self.mesh)
@@ -125,13 +131,15 @@ class _Assembly:
             return np.zeros(1), elements * rest.value.element_size()
         fits = fitting(shape, rest.rows, self.mesh)
         fits &= ~((rest.rows != WHOLE) & (np.array(self.mesh) == 1)).any(axis=-1)
+        for pin in pins:
+            fits &= pin.allows(rest.rows)
         offered = np.zeros(len(fits), bool)
         offered[np.flatnonzero(fits)[np.unique(rest.groups[fits], return_index=True)[1]]] = True
         if self.structure.chosen.family.rest == "sharded":
             parts = np.ones(len(fits), np.int64)
             for dim in range(len(shape)):
                 parts *= ways(rest.rows, dim, self.mesh)
-            offered &= parts == parts[fits].max()
+            offered &= parts == parts[fits].max(initial=0)
         memory = self.prices.states(elements, rest.value.element_size())
         return np.where(offered, 0.0, np.inf), memory
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from autotp.constraints import Requirement
 from autotp.families import Restriction
 from autotp.folding import signature
 from autotp.pricing import flop_of
@@ -39,12 +40,14 @@ class Model:
         operators: its analysis.
         stands: operator or parameter node -> the node that stands for it.
         trained: tensors through which gradients flow.
+        pins: what constraints ask of operators and parameters.
     """
 
     captured: Captured
     operators: Mapping[fx.Node, Operator]
     stands: Mapping[fx.Node, fx.Node]
     trained: frozenset[Value]
+    pins: Mapping[fx.Node, tuple[Requirement, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

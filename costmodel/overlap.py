@@ -2,14 +2,15 @@
 
 Symbols: **C** seconds of computing; **A** seconds of communication that moves activations and their gradients, which
 what follows has to wait for; **P** seconds of communication that moves parameters and their gradients, which may come
-early or late; **D** operators with a weight, the depth of the model; **c** chunks in which devices work; **s** into how
-many parts the waiting for activations falls, of which one is exposed; **k** the share of communicating that takes the
-processors' time (`costmodel.Device.contention`).
+early or late; **D** operators with a weight, the depth of the model; **c** chunks in which devices work; **H** seconds of A
+that other chunks hide; **k** the share of communicating that takes the processors' time (`costmodel.Device.contention`).
 
-Either the processors are what limits, and wait for the first parameters and for what no other chunk hides (``DEVICE``), or
-the network is, and waits for the first thing to send (``NETWORK``): the pipeline's filling, as in ATP's chunks and
-Tensor3D's overdecomposition. Without chunks s is 1: activations are waited for. Chunks of the rows of single products have
-a pipeline in every product, s = c; chunks of the whole batch have one for the whole step, s = c D.
+Either the processors are what limits, and wait for the first parameters and for what nothing hides (``DEVICE``), or the
+network is, and waits for the first thing to send (``NETWORK``): the pipeline's filling. Without chunks all activations are
+waited for, H = 0. With chunks of the whole batch (Tensor3D's overdecomposition) one chunk communicates while another
+computes, all the time but for the filling of one pipeline (``BATCH``). Chunks of the rows of single products (ATP) have a
+pipeline in every product, which hides no more than the product takes: of its **a** seconds of communication and **w**
+seconds of work the shorter, but for one chunk (``ROWS``).
 
     STEP = max(DEVICE, NETWORK) = max over 0 <= mu <= 1 of  mu DEVICE + (1 - mu) NETWORK
 
@@ -27,16 +28,42 @@ import sympy
 
 from .formula import Number, compile_formula
 
-__all__ = ["DEVICE", "NETWORK", "STEP", "A", "C", "D", "P", "Weights", "c", "k", "parts", "s", "sides", "weights"]
+__all__ = [
+    "BATCH",
+    "DEVICE",
+    "NETWORK",
+    "ROWS",
+    "STEP",
+    "A",
+    "C",
+    "D",
+    "H",
+    "P",
+    "Weights",
+    "a",
+    "c",
+    "hidden_by_batch",
+    "hidden_by_rows",
+    "k",
+    "sides",
+    "w",
+    "weights",
+]
 
-C, A, P, k = sympy.symbols("C A P k", nonnegative=True)
-D, c, s = sympy.symbols("D c s", positive=True)
+C, A, P, H, a, w, k = sympy.symbols("C A P H a w k", nonnegative=True)
+D, c = sympy.symbols("D c", positive=True)
 
-DEVICE: sympy.Expr = C + k * (A + P) + (1 - k) * (A / s + P / D)
+DEVICE: sympy.Expr = C + k * (A + P) + (1 - k) * (A - H + P / D)
 """Seconds of a step that its processors limit."""
 
 NETWORK: sympy.Expr = A + P + C / (D * c)
 """Seconds of a step that the network limits."""
+
+BATCH: sympy.Expr = sympy.Piecewise((A * (1 - 1 / (c * D)), c > 1), (0, True))
+"""H for chunks of the whole batch, in seconds."""
+
+ROWS: sympy.Expr = (1 - 1 / c) * sympy.Min(a, w)
+"""What chunks of one product add to H, in seconds."""
 
 STEP: sympy.Expr = sympy.Max(DEVICE, NETWORK)
 """Seconds of a step."""
@@ -55,31 +82,35 @@ def sides(
     compute: Number,
     activations: Number,
     parameters: Number,
+    hidden: Number,
     depth: Number,
     chunks: Number,
-    way: str,
     contention: Number,
 ) -> tuple[Number, Number]:
     """(``DEVICE``, ``NETWORK``) with numbers.
 
     Args:
         compute, activations, parameters: seconds, of all chunks together.
+        hidden: seconds of activations' communication that other chunks hide.
         depth: operators with a weight.
         chunks: how many; 1 for none.
-        way: what is cut, ``batch`` or ``rows``.
         contention: the symbol k.
 
     Returns:
         Seconds; a step takes the greater.
     """
-    device, network = _compiled()
-    numbers = compute, activations, parameters, depth, chunks, parts(depth, chunks, way), contention
-    return device(*numbers), network(*numbers)
+    numbers = compute, activations, parameters, hidden, depth, chunks, contention
+    return _compiled(DEVICE)(*numbers), _compiled(NETWORK)(*numbers)
 
 
-def parts(depth: Number, chunks: Number, way: str) -> Number:
-    """The symbol s."""
-    return chunks * depth if way == "batch" and chunks > 1 else chunks
+def hidden_by_batch(activations: Number, depth: Number, chunks: Number) -> Number:
+    """``BATCH`` with numbers."""
+    return _compiled(BATCH)(0.0, activations, 0.0, 0.0, depth, chunks, 0.0)
+
+
+def hidden_by_rows(communication: Number, work: Number, chunks: Number) -> Number:
+    """``ROWS`` with numbers: of one product's seconds of communication and of work."""
+    return _rows()(communication, work, chunks)
 
 
 def weights(share: float, depth: float, contention: float) -> Weights:
@@ -89,6 +120,10 @@ def weights(share: float, depth: float, contention: float) -> Weights:
 
 
 @functools.cache
-def _compiled() -> tuple[Callable[..., Number], Callable[..., Number]]:
-    symbols = (C, A, P, D, c, s, k)
-    return compile_formula(symbols, DEVICE), compile_formula(symbols, NETWORK)
+def _compiled(expression: sympy.Expr) -> Callable[..., Number]:
+    return compile_formula((C, A, P, H, D, c, k), expression)
+
+
+@functools.cache
+def _rows() -> Callable[..., Number]:
+    return compile_formula((a, w, c), ROWS)

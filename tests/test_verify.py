@@ -1,0 +1,117 @@
+"""``autotp verify``: a right graph passes, and a planted defect is found where it is."""
+
+import pytest
+import torch
+from models import MODELS
+from torch import nn
+
+import autotp
+from autotp.rewrite import rewrite
+from autotp.verify import verify, verify_graph
+from passes.reshard import Step
+
+SLOW = autotp.Topology.flat(4, bandwidth=1e12, latency=0.0)
+
+
+class Perceptron(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(12, 24), nn.Linear(24, 12), nn.Linear(12, 10)
+
+    def forward(self, x):
+        return self.head(x + self.down(torch.tanh(self.up(x)))).tanh()
+
+
+def rewritten(strategy, mesh):
+    torch.manual_seed(0)
+    model, x = Perceptron().double(), torch.randn(8, 12, dtype=torch.float64)
+    plan = autotp.plan(model, SLOW, (x,), strategy=strategy, mesh=mesh, panels=1, chunks={})
+    return model, x, rewrite(model, plan, (x,))
+
+
+def reshards(made, tensor):
+    return [n for n in made.graph_module.graph.nodes if n.meta.get("tensor") == tensor]
+
+
+def linear(made, number):
+    return [n for n in made.captured.graph_module.graph.nodes if "linear" in str(n.target)][number].name
+
+
+@pytest.mark.parametrize("name", ["gpt2", "unet", "llama"])
+@pytest.mark.parametrize(("strategy", "mesh"), [("megatron-1d", (4,)), ("auto", (2, 2)), ("3d", (2, 2)), ("zero3", (4,))])
+def test_right_graphs_pass(name, strategy, mesh):
+    model, args, kwargs = MODELS[name]()
+    plan = autotp.plan(model, SLOW, args, kwargs, strategy=strategy, mesh=mesh, memory=float("inf"))
+    found = verify(model, plan, args, kwargs)
+    assert found.right, found.departure
+    assert found.compared > 40 and found.outputs and found.gradients
+    assert max([*found.outputs.values(), *found.gradients.values()]) <= found.tolerance
+
+
+def test_dropped_reduction():
+    model, x, made = rewritten("tensor3d", (2, 2))
+    (node,) = reshards(made, linear(made, 0))
+    node.replace_all_uses_with(node.args[1])
+    made.graph_module.graph.erase_node(node)
+    found = verify_graph(model, made, (x,))
+    assert found.departure.operator == linear(made, 0) and "missing" in found.departure.where
+    assert found.departure.module == "up" and max(found.outputs.values()) > 0.01
+
+
+def test_wrong_axis():
+    model, x, made = rewritten("tensor3d", (2, 2))
+    (node,) = reshards(made, linear(made, 0))
+    steps = [Step(*s) for s in node.args[2]]
+    wrong = tuple(tuple(s._replace(axes=tuple(1 - a for a in s.axes))) for s in steps)
+    node.args = (*node.args[:2], wrong, node.args[3])
+    found = verify_graph(model, made, (x,))
+    assert found.departure.operator == linear(made, 0)
+
+
+def test_wrong_gradient_mirror():
+    model, x, made = rewritten("tensor3d", (2, 2))
+    # What tanh gives is read by a product whose columns are sharded: its gradient has to be summed up.
+    (node,) = reshards(made, "tanh")
+    assert not node.args[2] and node.args[3]
+    node.args = (*node.args[:3], ())
+    found = verify_graph(model, made, (x,))
+    assert max(found.outputs.values()) <= found.tolerance, "the forward pass is right"
+    assert found.departure.operator == node.meta["tensor"] and "gradient" in found.departure.where
+    assert max(found.gradients.values()) > 0.01
+
+
+def test_stale_pad():
+    """A shape that was written for the whole tensor, or for other parts than devices have."""
+    model, x, made = rewritten("data", (4,))
+    add = next(n for n in made.graph_module.graph.nodes if "add" in str(n.target))
+    with made.graph_module.graph.inserting_after(add):
+        padded = made.graph_module.graph.call_function(torch.nn.functional.pad, (add, (0, 0, 0, 1)))
+    padded.meta = dict(add.meta)
+    add.replace_all_uses_with(padded, lambda user: user is not padded)
+    found = verify_graph(model, made, (x,))
+    assert found.departure.operator == add.meta["operator"]
+
+
+def test_swapped_shard():
+    model, x, made = rewritten("3d", (2, 2))
+    slices = [n for n in made.graph_module.graph.nodes if "want" in n.meta and any(s[0] == "slice" for s in n.args[2])]
+    node = slices[0]
+    steps = [Step(*s) for s in node.args[2]]
+    others = {0: 1, 1: 0}
+    wrong = tuple(tuple(s._replace(axes=tuple(others[a] for a in s.axes)) if s.kind == "slice" else s) for s in steps)
+    node.args = (*node.args[:2], wrong, node.args[3])
+    found = verify_graph(model, made, (x,))
+    assert found.departure.operator in (node.meta["tensor"], made.captured.parameters.get(node.meta["tensor"]))
+
+
+def test_refusals():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    x = torch.randn(4, 4)
+    plan = autotp.plan(model, autotp.Topology.flat(2), (x,))
+    with pytest.raises(autotp.AutotpError, match="random numbers"):
+        verify(model, plan, (x,))
+    with torch.device("meta"):
+        ghost = nn.Linear(4, 4)
+    plan = autotp.plan(ghost, autotp.Topology.flat(2), (x.to("meta"),))
+    with pytest.raises(autotp.AutotpError, match="meta"):
+        verify(ghost, plan, (x,))
