@@ -1,10 +1,11 @@
 """Constraints: a user's answer to a plan, as layouts that some tensors must have and uses that some operators must make.
 
 ``PATTERN=TERMS``. The pattern names a parameter (``lm_head.weight``), an input of the model (``input:tokens``), its results
-(``output:0``), or operators by their module's path (``h.*.mlp.c_fc``), by path and kind (``h.0.attn:softmax``) or by node
-(``linear_3``); ``*`` and ``?`` stand for anything. Terms are placements on mesh axes, as plans show them: ``Shard(0)@x`` or
-``S(0)@x``, ``Replicate@y`` or ``R@y``, ``Partial@x`` or ``P@x``; ``Replicate`` alone is of all axes. For operators they are
-the first result's, or a factor that the axis must split: ``n@x``. Axes that no term names are the planner's.
+(``output:0``), modules (``h.*.mlp.c_fc``), operators by module and kind (``h.0.attn:softmax``) or by node (``linear_3``);
+``*`` and ``?`` stand for anything. Terms are placements on mesh axes, as plans show them: ``Shard(0)@x`` or ``S(0)@x``,
+``Replicate@y`` or ``R@y``, ``Partial@x`` or ``P@x``; ``Replicate`` alone is of all axes. For an operator they are its first
+result's, for a module its last operator's. Or a term is a factor that an axis must split, ``n@x``, or for a product its
+rows ``m``, columns ``n`` or reduction ``k``: of the operator, or of every operator in the module that has it. Axes that no term names are the planner's.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Requirement:
             return np.asarray((codes >= 0) & (codes // DIM == term.what))
         if space is None:
             return np.zeros(len(rows), bool)
-        names = {f.name for f in space.operator.factors.values() if term.what in (f.name, f.base)}
+        names = {f.name for f in space.operator.factors.values() if term.what in (f.name, f.base, f.kind)}
         return np.asarray(space.axes_of(frozenset(names))[:, axis])
 
 
@@ -164,15 +165,34 @@ def _matches(
             if isinstance(leaf, fx.Node) and leaf in operators and fnmatchcase(str(number), rest or "*"):
                 yield leaf, Requirement("result", 0, terms)
         return
+    by_factor = all(not isinstance(term.what, int) and term.what not in ("R", "P") for term in terms)
+    last: dict[str, fx.Node] = {}
     for node in graph.nodes:
         if node.op == "placeholder" and node.name in captured.parameters:
             if fnmatchcase(captured.parameters[node.name], pattern):
                 yield node, Requirement("rest", 0, terms)
         elif node in operators:
-            module, kind = str(node.meta.get("module", "")), name_of(node)
-            by_kind = bool(rest) and fnmatchcase(module, prefix) and rest in kind
-            if by_kind or fnmatchcase(node.name, pattern) or (module and fnmatchcase(module, pattern)):
-                yield node, Requirement("result", 0, terms)
+            module, asked = str(node.meta.get("module", "")), Requirement("result", 0, terms)
+            if fnmatchcase(node.name, pattern) or (rest and fnmatchcase(module, prefix) and rest in name_of(node)):
+                yield node, asked
+            elif by_factor:
+                if module and fnmatchcase(module, pattern) and _serves(operators[node], terms):
+                    yield node, asked
+            else:
+                last |= {path: node for path in _paths(module) if fnmatchcase(path, pattern)}
+    for node in dict.fromkeys(last.values()):
+        yield node, Requirement("result", 0, terms)
+
+
+def _serves(operator: Operator, terms: Sequence[Term]) -> bool:
+    names = {name for f in operator.factors.values() for name in (f.name, f.base, f.kind)}
+    return all(term.what in names for term in terms)
+
+
+def _paths(module: str) -> list[str]:
+    """A module's path and those of the modules that it is in."""
+    parts = module.split(".") if module else []
+    return [".".join(parts[: n + 1]) for n in range(len(parts))]
 
 
 def _unknown(pattern: str, captured: Captured, operators: Mapping[fx.Node, Operator]) -> str:

@@ -75,7 +75,7 @@ def parallelize(
         captured = capture(model, tuple(args), kwargs)
     except Exception as error:  # noqa: BLE001 - every rank must hear of it before it is raised
         problem = error
-    options = {"mode": mode, "memory": memory, "optimizer": optimizer, "panels": panels, "chunks": chunks}
+    options: dict[str, Any] = {"mode": mode, "memory": memory, "optimizer": optimizer, "panels": panels, "chunks": chunks}
     options |= {"schedule": schedule, "constraints": constraints}
     agreed: list[Any] = [None]
     if dist.get_rank() == 0:

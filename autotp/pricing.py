@@ -21,6 +21,7 @@ from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import name_of, rule_of
 from passes.space import Space
 from passes.strategy import Strategy, Want, gradient_of
+from passes.virtual import sums_first
 
 __all__ = ["Price", "Prices", "flop_of", "kind_of"]
 
@@ -79,19 +80,19 @@ class Prices:
     def _moving(self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout) -> Price:
         """Of the steps from one layout to another."""
         compute_seconds = seconds = received = 0.0
-        real = len(self.devices)
-        both = zip(source[real:], target[real:], strict=True)
-        times = self._times([h == w and not isinstance(h, Replicate) for h, w in both])
-        for step, elements in moves(shape, source, target, self.mesh):
-            if step.kind not in COMMUNICATING:
-                continue
-            volume = float(elements * itemsize)
-            axes = tuple(axis for axis in step.axes if axis < real)
-            if axes:
-                cost, size = self.collective(step.kind, axes, volume)
+        real, state = len(self.devices), list(source)
+        found = {step: elements for step, elements in moves(shape, source, target, self.mesh)}
+        sizes = {step.kind: elements for step, elements in found.items()}
+        for step in sums_first(found, real) if len(self.mesh) > real else found:
+            volume = float(found.get(step, sizes[step.kind]) * itemsize)
+            if step.axes[0] < real and step.kind in COMMUNICATING:
+                times = self._times([not isinstance(p, Replicate) for p in state[real:]])
+                cost, size = self.collective(step.kind, step.axes, volume)
                 seconds, received = seconds + times * cost, received + times * size
-            if axes != step.axes:  # read every chunk's, write one
-                read = math.prod(self.mesh[axis] for axis in step.axes if axis >= real)
+            for axis in step.axes:
+                state[axis] = target[axis]
+            if step.axes[0] >= real and step.kind in COMMUNICATING:  # read every chunk's, write one
+                read = math.prod(self.mesh[axis] for axis in step.axes)
                 compute_seconds += (read + 1) * volume / self.topology.device.memory_bandwidth
         return Price(compute_seconds, seconds, received)
 

@@ -381,7 +381,8 @@ def _listen(values: Mapping[Any, Sequence[Tensor]]) -> dict[Any, list[Tensor | N
         for index, tensor in enumerate(tensors):
 
             def keep(gradient: Tensor, index: int = index, kept: list[Tensor | None] = kept) -> None:
-                kept[index] = gradient if kept[index] is None else kept[index] + gradient
+                before = kept[index]
+                kept[index] = gradient if before is None else before + gradient
 
             tensor.register_hook(keep)
     return found

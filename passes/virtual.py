@@ -8,7 +8,7 @@ what lets one chunk's collective run while another chunk is computed. What is al
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from passes.reshard import Step
 from passes.world import Pending, World
 
-__all__ = ["ChunkedWorld"]
+__all__ = ["ChunkedWorld", "sums_first"]
 
 
 class ChunkedWorld(World):
@@ -35,6 +35,10 @@ class ChunkedWorld(World):
         super().__init__(base.mesh_shape + chunks, [at + place for place in places for at in base.hosted])
         self.__dict__["base"] = base  # not a submodule: it belongs to whoever made it
         self.real, self.count, self.places = len(base.mesh_shape), len(base.hosted), list(places)
+
+    def launch(self, steps: Iterable[Step], parts: Sequence[Tensor]) -> Pending:
+        """See ``World.launch``; what is to be summed over chunks is summed first, so that one collective moves the sum."""
+        return super().launch(sums_first(steps, self.real), parts)
 
     def _split_axes(self, axes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return tuple(a for a in axes if a < self.real), tuple(a for a in axes if a >= self.real)
@@ -132,6 +136,22 @@ class ChunkedWorld(World):
         for axis in virtual:
             salt = salt * 1_000_003 + 1 + self.hosted[index][axis]
         return self.base.seeded(seed, salt % 2**62, real, index % self.count, function, args, kwargs)
+
+
+def sums_first(steps: Iterable[Step], real: int) -> list[Step]:
+    """Reshard steps with the sums over virtual axes, which come behind ``real`` others, taken out and put first.
+
+    All steps are linear, and each acts on its own axes, so the result is the same.
+    """
+    sums, rest = [], []
+    for step in steps:
+        virtual = tuple(a for a in step.axes if a >= real) if step.kind == "all_reduce" else ()
+        if virtual:
+            sums.append(step._replace(axes=virtual))
+            step = step._replace(axes=tuple(a for a in step.axes if a < real))
+        if step.axes:
+            rest.append(step)
+    return sums + rest
 
 
 def _summed(group: list[Tensor]) -> Tensor:

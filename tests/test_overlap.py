@@ -360,3 +360,19 @@ def test_inputs_may_want_gradients_and_be_transposed():
     (want,) = torch.autograd.grad(model(x).square().sum(), x)
     (got,) = torch.autograd.grad(ours(x).square().sum(), x)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
+def test_sums_over_chunks_come_before_the_network():
+    """A gradient that is partial on the mesh and on a virtual axis crosses the network once."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    from passes.reshard import Step, steps
+    from passes.virtual import sums_first
+
+    walk = steps((8, 4), (Partial(), Partial()), (Shard(0), Replicate()), (2, 2))
+    assert [s.kind for s in walk] == ["reduce_scatter", "all_reduce"]
+    first, second = sums_first(walk, 1)
+    assert (first.kind, first.axes) == ("all_reduce", (1,)) and (second.kind, second.axes) == ("reduce_scatter", (0,))
+    (both,) = steps((8, 4), (Partial(), Partial()), (Replicate(), Replicate()), (2, 2))
+    assert [s.axes for s in sums_first([both], 1)] == [(1,), (0,)]
+    assert sums_first([Step("all_gather", (0,), 0)], 1) == [Step("all_gather", (0,), 0)]

@@ -2,7 +2,7 @@
 
 from autotp.ilp.estimate import Estimate, estimate, glance
 from autotp.ilp.problem import Evaluation, Node, Problem, Tensor, Use, evaluate
-from autotp.ilp.solve import Infeasible, Pruned, Solution, least_memory, possible, settle, solve
+from autotp.ilp.solve import Infeasible, Pruned, Solution, least_memory, settle, solve
 
 __all__ = [
     "Estimate",
@@ -18,7 +18,6 @@ __all__ = [
     "evaluate",
     "glance",
     "least_memory",
-    "possible",
     "settle",
     "solve",
 ]

@@ -184,17 +184,14 @@ def _raise_bound(problem: Problem, masks: list[np.ndarray], cutoff: float) -> fl
     return dual.bound()
 
 
-def possible(problem: Problem) -> bool:
-    """Whether the layouts may admit a choice: no node is left without one when neighbours are made consistent."""
-    return consistent(problem, [np.ones(len(node.cost), dtype=bool) for node in problem.nodes])
-
-
 def least_memory(problem: Problem, *, time_limit: float = 60.0, sweeps: int | None = None) -> float:
     """The fewest bytes per device that any choice needs, or, after so many sweeps of duality, a lower bound.
 
     Raises:
         Infeasible: the layouts admit no choice.
     """
+    if not consistent(problem, [np.ones(len(node.cost), dtype=bool) for node in problem.nodes]):
+        raise Infeasible(NO_LAYOUT, math.inf)
     bytes_only = _bytes_only(problem)
     if sweeps is not None:
         dual = Dual(bytes_only, sum(float(n.cost[np.isfinite(n.cost)].max()) for n in bytes_only.nodes) + 1.0)

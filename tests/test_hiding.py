@@ -1,0 +1,137 @@
+"""Plans for overlap: the step's formula, the proof, and chunks priced as a virtual axis."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_planner import SLOW, small_problems
+
+import autotp
+from autotp.describe import Found, priced
+from autotp.families import family
+from autotp.hiding import chunked
+from autotp.ilp import evaluate, solve
+from autotp.planner import plan_captured, prepare
+from autotp.pricing import Prices
+from autotp.problem import assemble
+from autotp.structure import structure
+from benchmarks.models import Transformer
+from costmodel import overlap
+from costmodel.overlap import Weights
+from passes.capture import capture
+
+positive = st.floats(1e-3, 1e3)
+
+
+@settings(deadline=None, derandomize=True)
+@given(positive, positive, positive, st.integers(1, 100), st.floats(0, 1), st.floats(0, 1))
+def test_a_weighted_sum_of_both_sides_is_the_programs_objective(compute, activations, parameters, depth, contention, share):
+    device, network = overlap.sides(compute, activations, parameters, 0.0, depth, 1, contention)
+    weights = overlap.weights(share, depth, contention)
+    mixed = weights.compute * compute + weights.activations * activations + weights.parameters * parameters
+    assert mixed == pytest.approx(share * device + (1 - share) * network, rel=1e-9)
+    assert max(device, network) >= mixed * (1 - 1e-9)
+    assert max(device, network) <= (compute + activations + parameters) * (1 + 1e-9), "hiding never costs"
+
+
+def test_limits_of_the_formula():
+    assert overlap.sides(3.0, 0.0, 1.0, 0.0, 1e9, 1, 0.0)[0] == pytest.approx(3.0), "parameters hide under computing"
+    assert overlap.sides(3.0, 2.0, 0.0, 0.0, 10, 1, 0.0)[0] == pytest.approx(5.0), "activations are waited for"
+    assert overlap.sides(3.0, 2.0, 1.0, 0.0, 1e9, 1, 1.0)[0] == pytest.approx(6.0), "full contention hides nothing"
+    assert overlap.hidden_by_batch(2.0, 10, 1) == 0 and overlap.hidden_by_batch(2.0, 10, 2) == pytest.approx(1.9)
+    assert overlap.hidden_by_rows(2.0, 3.0, 4) == pytest.approx(1.5) and overlap.hidden_by_rows(2.0, 3.0, 1) == 0
+
+
+def test_the_step_equals_exhaustive_search_where_it_is_proven():
+    proven = found = 0
+    for seed, model, mesh, prices, problem in small_problems():
+        pure = [
+            assemble(
+                structure(model, family("auto").restrictions(len(mesh))[0], len(mesh)), prices, math.inf, weights=weights
+            )
+            for weights in (Weights(1, 0, 0), Weights(0, 1, 0), Weights(0, 0, 1))
+        ]
+        plan = plan_captured(
+            model.captured,
+            prices.topology,
+            family("auto"),
+            mesh=mesh,
+            panels=1,
+            chunks={},
+            schedule="overlap",
+            memory=math.inf,
+        )
+        least = math.inf
+        depth = max(1, sum(1 for n in model.operators if "linear" in str(n.target) or "matmul" in str(n.target)))
+        for choice in itertools.product(*(range(len(n.cost)) for n in problem.nodes)):
+            if math.isfinite(evaluate(problem, choice).seconds):
+                sums = [evaluate(each.problem, choice).seconds for each in pure]
+                least = min(least, max(overlap.sides(*sums, 0.0, plan_depth(model) or depth, 1, 0.0)))
+        assert plan.predicted.step_seconds >= least * (1 - 1e-9), seed
+        assert plan.predicted.step_seconds * (1 - plan.gap) <= least * (1 + 1e-9), seed
+        if plan.optimal:
+            assert plan.predicted.step_seconds == pytest.approx(least, rel=1e-9), seed
+            proven += 1
+        found += 1
+    assert found >= 20 and proven >= found // 3
+
+
+def plan_depth(model):
+    from autotp.communication import depth_of
+
+    return depth_of(model)
+
+
+def test_overlap_changes_the_choice():
+    """Where parameters' gradients hide under the backward pass, data parallelism wins; where nothing hides, it does not."""
+    model, x = Transformer(4, 128, 4), torch.randn(8, 64, 128)
+    topology = autotp.Topology.flat(4, bandwidth=2e8, latency=1e-6, device=SLOW)
+    hidden = autotp.plan(model, topology, (x,), mesh=(4,))
+    exposed = autotp.plan(model, topology, (x,), mesh=(4,), schedule="none")
+    assert hidden.predicted.step_seconds < exposed.predicted.step_seconds
+    assert hidden.predicted.exposed_seconds < hidden.predicted.communication_seconds
+    assert exposed.predicted.exposed_seconds == pytest.approx(exposed.predicted.communication_seconds)
+
+
+def made(way, count, strategy="megatron-1d", bandwidth=1e9):
+    model, x = Transformer(2, 64, 4), torch.randn(8, 16, 64)
+    analysed = prepare(capture(model, (x,)))
+    topology = autotp.Topology.flat(2, bandwidth=bandwidth, latency=1e-5, device=SLOW)
+    prices = Prices(topology, (2,))
+    assembled = assemble(structure(analysed, family(strategy).restrictions(1)[0], 1), prices, math.inf)
+    one, _ = priced(analysed, Found(assembled, solve(assembled.problem), prices))
+    return one.sums(), chunked(one, {way: count})
+
+
+@pytest.mark.parametrize("way", ["batch", "rows"])
+def test_chunks_move_the_same_bytes_more_often(way):
+    whole, cut = made(way, 2)
+    latency = cut.activations - whole.activations
+    assert latency > 0, "every chunk pays the latency"
+    assert latency < whole.activations, "and no byte twice"
+    assert cut.parameters == pytest.approx(whole.parameters), "parameters' gradients are summed up first"
+    assert cut.compute > whole.compute, "smaller products, more kernels, and sums of gradients"
+    assert cut.chunks == 2 and 0 < cut.hidden <= cut.activations
+
+
+def test_more_chunks_cost_more_and_hide_more():
+    two, four = made("batch", 2)[1], made("batch", 4)[1]
+    assert four.compute > two.compute and four.activations > two.activations
+    assert four.hidden / four.activations > two.hidden / two.activations
+
+
+def test_chunks_are_chosen_where_activations_are_waited_for():
+    model, x = Transformer(4, 256, 4), torch.randn(8, 128, 256)
+    slow = autotp.Topology.flat(2, bandwidth=2e4, latency=1e-6, device=SLOW)
+    plan = autotp.plan(model, slow, (x,), strategy="megatron-1d")
+    assert (
+        plan.chunks
+        and plan.predicted.step_seconds
+        < autotp.plan(model, slow, (x,), strategy="megatron-1d", chunks={}).predicted.step_seconds
+    )
+    fast = autotp.Topology.flat(2, bandwidth=1e13, latency=0.0, device=SLOW)
+    assert not autotp.plan(model, fast, (x,), strategy="megatron-1d").chunks
+    torch.testing.assert_close(autotp.simulate(model, plan, (x,))(x), model(x), rtol=1e-4, atol=1e-5)
