@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from torch import fx
+from torch.distributed.tensor import Partial
 
 from autotp.pricing import Price, Prices, flop_of
 from autotp.structure import Model
@@ -14,7 +15,7 @@ from costmodel import overlap
 from passes.factors import Value, value_of
 from passes.layout import Layout
 from passes.rules.shapes import operands_of, results_of
-from passes.strategy import Strategy, Want, whole_layout
+from passes.strategy import SUM, Strategy, Want, whole_layout
 
 __all__ = ["Moved", "Priced", "Sums", "depth_of"]
 
@@ -134,6 +135,35 @@ class Priced:
                 regather=parameter or any((value, user) in self.again for user in users),
             )
             yield Moved(value, want, users, parameter, price)
+
+    def charged(self) -> Iterator[tuple[Moved, list[fx.Node]]]:
+        """Every reshard with the operators that are charged for it, in even shares.
+
+        Those that want it so; or, where it sums up parts, the operator that made them, wherever that happens.
+        """
+        origins = self.origins()
+        for moved in self.reshards():
+            value, want = moved.value, moved.want
+            summed = (isinstance(h, Partial) for h, w in zip(self.layouts[value], want.layout, strict=True) if h != w)
+            charged = [origins[value]] if any(summed) and value in origins else moved.users
+            if not charged and value[0] in self.model.operators:
+                charged = [value[0]]
+            yield moved, charged
+
+    def origins(self) -> dict[Value, fx.Node]:
+        """A tensor of partial sums -> the operator that made them, which may have passed them on since."""
+        found: dict[Value, fx.Node] = {}
+        for node, operator in self.model.operators.items():
+            strategy = self.strategies[node.name]
+            passed = [int(a[1:]) for a in strategy.assignment if a is not None and a.startswith(SUM)]
+            origin = node
+            if passed and operator.rule is not None:
+                before = [value_of(operands_of(node)[i]) for i in operator.rule.linear[passed[0]]]
+                origin = next((found[value] for value in before if value in found), node)
+            for i, layout in enumerate(strategy.results):
+                if any(isinstance(p, Partial) for p in layout):
+                    found[(node, i)] = origin
+        return found
 
     def sums(self, chunks: int = 1, rows: Collection[str] | None = None) -> Sums:
         """Seconds of a step by what may hide them.

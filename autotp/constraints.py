@@ -4,8 +4,9 @@
 (``output:0``), modules (``h.*.mlp.c_fc``), operators by module and kind (``h.0.attn:softmax``) or by node (``linear_3``);
 ``*`` and ``?`` stand for anything. Terms are placements on mesh axes, as plans show them: ``Shard(0)@x`` or ``S(0)@x``,
 ``Replicate@y`` or ``R@y``, ``Partial@x`` or ``P@x``; ``Replicate`` alone is of all axes. For an operator they are its first
-result's, for a module its last operator's. Or a term is a factor that an axis must split, ``n@x``, or for a product its
-rows ``m``, columns ``n`` or reduction ``k``: of the operator, or of every operator in the module that has it. Axes that no term names are the planner's.
+result's, for a module its last operator's. Or a term is what an axis serves: a factor, ``n@x`` (of a product also its rows
+``m``, columns ``n`` or reduction ``k``), nothing, ``-@x``, or partial sums passed on from operand i, ``+i@x``; of the
+operator, or of every operator in the module that has the factor. Axes that no term names are the planner's.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from passes.space import Space
 
 __all__ = ["Constraint", "Requirement", "minimal", "parse", "requirements"]
 
-_TERM = re.compile(r"(?:(?P<shard>S|Shard)\((?P<dim>\d+)\)|(?P<name>[A-Za-z_]\w*))(?:@(?P<axis>\w+))?")
+_TERM = re.compile(r"(?:(?P<shard>S|Shard)\((?P<dim>\d+)\)|(?P<name>[A-Za-z_][\w.]*|-|\+\d+))(?:@(?P<axis>\w+))?")
 _SAID = "terms are placements or factors on mesh axes, such as Shard(0)@x, Replicate@y or n@x"
 
 
 class Term(NamedTuple):
-    """What an axis must do; ``axis`` None: all axes. ``what``: R, P, a dim that is sharded, or a factor's name."""
+    """What an axis must do; ``axis`` None: all axes. ``what``: R, P, a sharded dim, a factor, ``-`` or ``+i``."""
 
     axis: str | None
     what: str | int
@@ -95,6 +96,9 @@ class Requirement:
             return np.asarray((codes >= 0) & (codes // DIM == term.what))
         if space is None:
             return np.zeros(len(rows), bool)
+        if term.what in ("-", *(name for name in space.names if name is not None and name.startswith("+"))):
+            index = 0 if term.what == "-" else space.names.index(str(term.what))
+            return np.asarray(space.serves[:, axis] == index)
         names = {f.name for f in space.operator.factors.values() if term.what in (f.name, f.base, f.kind)}
         return np.asarray(space.axes_of(frozenset(names))[:, axis])
 
@@ -185,7 +189,7 @@ def _matches(
 
 
 def _serves(operator: Operator, terms: Sequence[Term]) -> bool:
-    names = {name for f in operator.factors.values() for name in (f.name, f.base, f.kind)}
+    names = {name for f in operator.factors.values() for name in (f.name, f.base, f.kind)} | {"-"}
     return all(term.what in names for term in terms)
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
-from torch.distributed.tensor import Partial
 
 from autotp.communication import Priced, Sums
 from autotp.footprint import Footprint
@@ -165,19 +164,13 @@ class _Description:
 
     def edges(self) -> tuple[dict[fx.Node, Price], float]:
         """What each operator's reshards cost, and the seconds of those that belong to none."""
-        origins = self.origins()
         found: dict[fx.Node, Price] = defaultdict(lambda: NOTHING)
         unassigned = 0.0
-        for moved in self.priced().reshards():
-            value, price = moved.value, moved.price
-            summed = (isinstance(h, Partial) for h, w in zip(self.layouts[value], moved.want.layout, strict=True) if h != w)
-            charged = [origins[value]] if any(summed) and value in origins else moved.users
-            if not charged and value[0] in self.model.operators:
-                charged = [value[0]]
+        for moved, charged in self.priced().charged():
             if not charged:
-                unassigned += price[1]
+                unassigned += moved.price[1]
             for user in charged:
-                share = found[user]
+                share, price = found[user], moved.price
                 found[user] = Price(0.0, share[1] + price[1] / len(charged), share[2] + price[2] / len(charged))
         return found, unassigned
 
@@ -192,21 +185,6 @@ class _Description:
     def memory(self) -> float:
         """See ``memory_of``."""
         return Footprint(self.model, self.prices, self.strategies, self.layouts, self.chosen_panels, self.again()).run()
-
-    def origins(self) -> dict[Value, fx.Node]:
-        """A tensor of partial sums -> the operator that made them, which may have passed them on since."""
-        found: dict[Value, fx.Node] = {}
-        for node, operator in self.model.operators.items():
-            strategy = self.strategies[node.name]
-            passed = [int(a[1:]) for a in strategy.assignment if a is not None and a.startswith(SUM)]
-            origin = node
-            if passed and operator.rule is not None:
-                before = [value_of(operands_of(node)[i]) for i in operator.rule.linear[passed[0]]]
-                origin = next((found[value] for value in before if value in found), node)
-            for i, layout in enumerate(strategy.results):
-                if any(isinstance(p, Partial) for p in layout):
-                    found[(node, i)] = origin
-        return found
 
     def bound(self, node: fx.Node) -> float:
         """Bytes that a matrix product with a weight must move at least, forward and backward."""

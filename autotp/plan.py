@@ -124,6 +124,7 @@ class Plan:
         memory_bound: bytes allowed on each device.
         chunks: in how many chunks devices do their work, so that one's collectives are under way while another is computed:
             ``batch``, of the whole batch, and ``rows``, of the rows of matrix products that communicate; 1 where not given.
+        schedule: how it is to be run, and was predicted: ``overlap`` or ``none``.
         constraints: that the user gave, as texts (see `autotp.constraints`).
         planning: how the plan was found (times in seconds, sizes).
     """
@@ -142,6 +143,7 @@ class Plan:
     optimizer: str
     memory_bound: float
     chunks: Mapping[str, int] = field(default_factory=dict)
+    schedule: str = "none"
     constraints: tuple[str, ...] = ()
     planning: Mapping[str, Any] = field(default_factory=dict)
 
@@ -221,6 +223,7 @@ class Plan:
         data["topology"] = self.topology.to_dict()
         data["predicted"] = asdict(self.predicted)
         data["chunks"] = dict(self.chunks)
+        data["schedule"] = self.schedule
         data["constraints"] = list(self.constraints)
         data["planning"] = dict(self.planning)
         data["layouts"] = {name: encode_layout(layout) for name, layout in self.layouts.items()}
@@ -258,6 +261,7 @@ class Plan:
                 optimizer=data["optimizer"],
                 memory_bound=float("inf") if data["memory_bound"] is None else data["memory_bound"],
                 chunks=data.get("chunks", {}),
+                schedule=data.get("schedule", "none"),
                 constraints=tuple(data.get("constraints", ())),
                 planning=data["planning"],
             )

@@ -248,6 +248,7 @@ def plan_captured(
         mode=mode,
         memory_bound=bound,
         chunks=dict(chunks or {}),
+        schedule=schedule,
         constraints=tuple(one.text for one in asked),
         planning={},
     )
@@ -259,6 +260,7 @@ def plan_captured(
         "variables": best.solution.variables,
         "method": best.solution.method,
         "meshes": len(meshes),
+        "panels": panels,
         "operators": len(model.operators),
         "folded_operators": sum(model.stands[n] is n for n in model.operators),
     }

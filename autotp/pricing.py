@@ -169,27 +169,33 @@ class Prices:
 
     def operator(self, operator: Operator, strategy: Strategy, flop: float, *, gradient: bool) -> Price:
         """One operator under one strategy: roofline compute, and the collectives of its lowering."""
-        node, table = operator.node, rule_of(operator.node)
-        operands, results = operands_of(node), results_of(node)
-        if not operands and not results:
+        work = self.work(operator, strategy, flop, gradient=gradient)
+        if work is None:
             return Price(0.0, 0.0, 0.0)
-        passes = 3.0 if self.train and gradient else 1.0
-        if table is not None and table.view:
-            return Price(0.0, 0.0, 0.0)
-        moved = sum(self.bytes(n.meta["val"], w.layout) for n, w in zip(operands, strategy.wants, strict=True))
-        moved += sum(self.bytes(t, layout) for t, layout in zip(results, strategy.results, strict=True))
-        work = flop / strategy.ways(self.mesh)
-        dtype = str((results or [operands[0].meta["val"]])[0].dtype).removeprefix("torch.")
-        dims = None
-        if kind_of(node) == "product":
-            dims = tuple(
-                math.prod(operator.factors[f].size for f in names) / math.prod(self.mesh[a] for a in strategy.axes(*names))
-                for names in self._dims(operator)
-            )
-        seconds = float(self._compute(node, passes, work, moved, dtype, dims))
+        seconds = float(work.seconds(self.topology.device))
         inner, received = self._inner(operator, strategy, gradient)
         times = self._times([factor is not None for factor in strategy.assignment[len(self.devices) :]])
         return Price(times * seconds, times * inner, times * received)
+
+    def work(self, operator: Operator, strategy: Strategy, flop: float, *, gradient: bool) -> compute.Work | None:
+        """What one device computes of an operator, forward and backward; None where there is nothing to do."""
+        node, table = operator.node, rule_of(operator.node)
+        operands, results = operands_of(node), results_of(node)
+        if (not operands and not results) or (table is not None and table.view):
+            return None
+        passes = 3.0 if self.train and gradient else 1.0
+        moved = sum(self.bytes(n.meta["val"], w.layout) for n, w in zip(operands, strategy.wants, strict=True))
+        moved += sum(self.bytes(t, layout) for t, layout in zip(results, strategy.results, strict=True))
+        dtype = str((results or [operands[0].meta["val"]])[0].dtype).removeprefix("torch.")
+        dims = None
+        if kind_of(node) == "product":
+            m, k, n = (
+                math.prod(operator.factors[f].size for f in names) / math.prod(self.mesh[a] for a in strategy.axes(*names))
+                for names in self._dims(operator)
+            )
+            dims = m, k, n
+        share = flop / strategy.ways(self.mesh)
+        return compute.Work(passes * share, passes * moved, dtype, kind_of(node), dims, passes)
 
     def _inner(self, operator: Operator, strategy: Strategy, gradient: bool) -> tuple[float, float]:
         rule, table = operator.rule, rule_of(operator.node)

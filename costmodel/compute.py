@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import sympy
 
 from .device import Device
 from .formula import Number, compile_formula
 
-__all__ = ["KERNEL", "ROOFLINE", "SMALL", "B", "F", "L", "P", "Q", "eta", "h", "k", "m", "n", "s", "seconds"]
+__all__ = ["KERNEL", "ROOFLINE", "SMALL", "B", "F", "L", "P", "Q", "Work", "eta", "h", "k", "m", "n", "s", "seconds"]
 
 F, Q, L, h = sympy.symbols("F Q L h", nonnegative=True)
 P, B, eta, s, m, k, n = sympy.symbols("P B eta s m k n", positive=True)
@@ -73,6 +74,39 @@ def seconds(
     return _compiled()(
         flop, bytes, device.peak(dtype), device.memory_bandwidth, launch, device.efficiency, half, slowdown, *sizes
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one device does for an operator: the arguments of `seconds`."""
+
+    flop: float
+    bytes: float
+    dtype: str
+    kind: str
+    dims: tuple[float, float, float] | None
+    launches: float
+
+    def seconds(self, device: Device) -> Number:
+        """Seconds on a device."""
+        return seconds(self.flop, self.bytes, device, self.dtype, dims=self.dims, kind=self.kind, launches=self.launches)
+
+    def values(self, device: Device) -> dict[sympy.Symbol, float]:
+        """The numbers of the symbols of ``KERNEL``."""
+        half, (rows, reduced, columns) = (0.0, _NO_DIMS) if self.dims is None else (device.half_size, self.dims)
+        return {
+            F: self.flop,
+            Q: self.bytes,
+            P: device.peak(self.dtype),
+            B: device.memory_bandwidth,
+            L: device.launch * self.launches,
+            eta: device.efficiency,
+            h: half,
+            s: device.slowdown.get(self.kind, 1.0),
+            m: rows,
+            k: reduced,
+            n: columns,
+        }
 
 
 @functools.cache

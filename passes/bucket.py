@@ -11,11 +11,11 @@ import heapq
 import math
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
+from passes.emit import emit
 from passes.primitives import COLLECTIVES, axes_of
 
 __all__ = ["Buckets", "Enough", "buckets", "merge"]
@@ -135,36 +135,21 @@ def _merge(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
         flat = []
         for part in parts:
             lead = [part.meta["val"].shape[0]] if rows else []  # type: ignore[union-attr]
-            flat.append(_emit(graph, _aten.reshape.default, part, [*lead, -1]))
-        joined = _emit(graph, _aten.cat.default, flat, 1 if rows else 0)
-        sent = _emit(graph, members[0].target, joined, *members[0].args[1:])
+            flat.append(emit(graph, _aten.reshape.default, part, [*lead, -1]))
+        joined = emit(graph, _aten.cat.default, flat, 1 if rows else 0)
+        sent = emit(graph, members[0].target, joined, *members[0].args[1:])
         lead = [ways] if ways else [shapes[0][0]] if kind == "all_to_all" else []
         lengths = [math.prod(shape) // math.prod(lead) for shape in shapes]
-        pieces = _emit(graph, _aten.split_with_sizes.default, sent, lengths, len(lead))
+        pieces = emit(graph, _aten.split_with_sizes.default, sent, lengths, len(lead))
         for i, (node, shape) in enumerate(zip(members, shapes, strict=True)):
-            piece = _emit(graph, operator.getitem, pieces, i)
+            piece = emit(graph, operator.getitem, pieces, i)
             if lead:  # a piece is not contiguous, as what it replaces is
-                piece = _emit(graph, _aten.clone.default, piece)
+                piece = emit(graph, _aten.clone.default, piece)
                 piece.kwargs = {"memory_format": torch.contiguous_format}
-            whole = _emit(graph, _aten.view.default, piece, shape)
+            whole = emit(graph, _aten.view.default, piece, shape)
             node.replace_all_uses_with(whole)
     for node in members:
         graph.erase_node(node)
-
-
-def _emit(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
-    node = graph.call_function(target, args)
-    value = fx.node.map_aggregate(args, lambda a: a.meta["val"] if isinstance(a, fx.Node) else a)
-    with _mode_of(value):
-        node.meta["val"] = target(*value)  # type: ignore[misc]
-    return node
-
-
-def _mode_of(values: Any) -> Any:
-    for value in torch.utils._pytree.tree_leaves(values):
-        if isinstance(value, Tensor) and hasattr(value, "fake_mode"):
-            return value.fake_mode
-    raise ValueError("no operand has a fake tensor")
 
 
 def _sort(graph: fx.Graph) -> None:

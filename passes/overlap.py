@@ -1,7 +1,8 @@
 """Overlap: a sharded graph becomes a forward and a backward graph whose collectives run while something is computed.
 
-Traced (`passes.traced`), cut in two (`passes.partition`), small collectives merged (`passes.bucket`), every collective a
-launch and a wait (`passes.launches`), and put in an order that hides them (`passes.schedule`).
+Traced (`passes.traced`), cut in two (`passes.partition`), sums of products joined (`passes.joined`), small collectives
+merged (`passes.bucket`), every collective a launch and a wait (`passes.launches`), and put in an order that hides them
+(`passes.schedule`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from passes.bucket import Buckets, Enough, buckets, merge
 from passes.inplace import inplace
+from passes.joined import join_products
 from passes.launches import launches
 from passes.partition import Cut, cut
 from passes.primitives import COLLECTIVES
@@ -149,4 +151,6 @@ def halves(
     """
     joint = trace(sharded, mesh, at, inputs, trained)
     device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
-    return Halves(joint, cut(joint), {name: value.to(device) for name, value in joint.constants.items()})
+    parts = cut(joint)
+    join_products(parts.backward)
+    return Halves(joint, parts, {name: value.to(device) for name, value in joint.constants.items()})
