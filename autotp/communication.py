@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from torch import fx
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import Partial, Replicate
 
 from autotp.pricing import Price, Prices, flop_of
 from autotp.structure import Model
@@ -172,24 +172,28 @@ class Priced:
             chunks: in which devices work.
             rows: names of the products whose rows the chunks are; None: they are the whole batch's.
         """
-        compute = activations = parameters = 0.0
-        own = self.operators()
+        compute = activations = parameters = in_chunks = 0.0
+        own, real = self.operators(), len(self.prices.devices)
         near: dict[fx.Node, float] = defaultdict(float)
         for node in self.model.operators:
             compute += own[node][0]
             activations += own[node][1]
+            if any(factor is not None for factor in self.strategies[node.name].assignment[real:]):
+                in_chunks += own[node][1]
         for moved in self.reshards():
             compute += moved.price[0]
             if moved.parameter:
                 parameters += moved.price[1]
                 continue
             activations += moved.price[1]
+            if any(not isinstance(p, Replicate) for p in (*self.layouts[moved.value][real:], *moved.want.layout[real:])):
+                in_chunks += moved.price[1]
             beside = [n for n in (moved.value[0], *moved.users) if rows is not None and n.name in rows]
             for node in beside:
                 near[node] += moved.price[1] / len(beside)
         depth, contention = depth_of(self.model), self.prices.topology.device.contention
         if rows is None:
-            hidden = float(overlap.hidden_by_batch(activations, depth, chunks))
+            hidden = float(overlap.hidden_by_batch(in_chunks, depth, chunks))
         else:
             hidden = sum(float(overlap.hidden_by_rows(near[node], own[node][0], chunks)) for node in near)
         return Sums(compute, activations, parameters, depth, contention, chunks, hidden)

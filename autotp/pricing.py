@@ -82,9 +82,9 @@ class Prices:
         compute_seconds = seconds = received = 0.0
         real, state = len(self.devices), list(source)
         found = {step: elements for step, elements in moves(shape, source, target, self.mesh)}
-        sizes = {step.kind: elements for step, elements in found.items()}
         for step in sums_first(found, real) if len(self.mesh) > real else found:
-            volume = float(found.get(step, sizes[step.kind]) * itemsize)
+            there = found[step] if step in found else math.prod(local_shape(shape, tuple(state), self.mesh))
+            volume = float(there * itemsize)
             if step.axes[0] < real and step.kind in COMMUNICATING:
                 times = self._times([not isinstance(p, Replicate) for p in state[real:]])
                 cost, size = self.collective(step.kind, step.axes, volume)

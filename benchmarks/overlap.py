@@ -92,20 +92,22 @@ def measure(model: str, name: str, mesh: tuple[int, ...], ratios: Sequence[float
             quick = _run(cluster, model, place, 1, ["no overlap"])
         for ratio in ratios:
             rate = min(MOST, max(LEAST, quick["sent"] * 8 / (ratio * quick["compute alone"])))
-            plan = plan_captured(captured, _limited(found, rate / 8), family(name), mesh=mesh, panels=1, schedule="overlap")
-            plan.save(place / "plan.json")
             with Cluster(emulated(ranks, rate)) as cluster:
+                cluster.run(["-m", "benchmarks.contention", str(place / "contention.json")], timeout=200)
+                contention = json.loads((place / "contention.json").read_text())
+                limited = _limited(found, rate / 8, contention)
+                plan = plan_captured(captured, limited, family(name), mesh=mesh, panels=1, schedule="overlap")
+                plan.save(place / "plan.json")
                 times = _run(cluster, model, place, rounds, list(WAYS))
             yield Cell(model, name, mesh, rate, dict(plan.chunks), times)
 
 
-def _limited(found: Topology, bandwidth: float) -> Topology:
-    """A machine as measured without a limit, with one: what a byte takes of a processor stays, a second has fewer bytes."""
+def _limited(found: Topology, bandwidth: float, contention: float) -> Topology:
+    """A machine as measured without a limit, with one; ``contention`` is what was measured at that."""
     (level,) = found.levels
-    slower = min(1.0, bandwidth / level.bandwidth)
     kinds = {kind: replace(one, bandwidth=min(one.bandwidth, bandwidth)) for kind, one in level.measured.items()}
     level = replace(level, bandwidth=min(level.bandwidth, bandwidth), measured=kinds)
-    device = replace(found.device, contention=slower * found.device.contention)
+    device = replace(found.device, contention=contention)
     return replace(found, levels=(level,), device=device)
 
 

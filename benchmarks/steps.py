@@ -55,7 +55,7 @@ def medians(steps: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, fl
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def finish(found: Mapping[str, float], out: Path) -> None:
+def finish(found: Mapping[str, float] | float, out: Path) -> None:
     """Writes what was found, on rank 0, and ends the job."""
     if dist.get_rank() == 0:
         write_atomically(out, json.dumps(found))

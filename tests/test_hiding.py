@@ -12,7 +12,7 @@ from test_planner import SLOW, small_problems
 import autotp
 from autotp.describe import Found, priced
 from autotp.families import family
-from autotp.hiding import chunked
+from autotp.hiding import best_chunks, chunked
 from autotp.ilp import evaluate, solve
 from autotp.planner import plan_captured, prepare
 from autotp.pricing import Prices
@@ -121,6 +121,25 @@ def test_more_chunks_cost_more_and_hide_more():
     two, four = made("batch", 2)[1], made("batch", 4)[1]
     assert four.compute > two.compute and four.activations > two.activations
     assert four.hidden / four.activations > two.hidden / two.activations
+
+
+@pytest.mark.parametrize("way", ["batch", "rows"])
+def test_what_cannot_be_cut_hides_nothing(way):
+    """One sequence is no batch to cut, and seven rows do not halve."""
+    model, x = Transformer(2, 64, 4), torch.randn(1, 7, 64)
+    analysed = prepare(capture(model, (x,)))
+    prices = Prices(autotp.Topology.flat(2, bandwidth=1e5, latency=1e-5, device=SLOW), (2,))
+    assembled = assemble(structure(analysed, family("megatron-1d").restrictions(1)[0], 1), prices, math.inf)
+    one, _ = priced(analysed, Found(assembled, solve(assembled.problem), prices))
+    whole, cut = one.sums(), chunked(one, {way: 2})
+    assert whole.activations > 0 and cut.hidden == 0 and cut.step == pytest.approx(whole.step)
+    assert best_chunks(one)[0] == {}
+
+
+def test_zero3_sums_chunks_gradients_before_it_scatters_them():
+    whole, cut = made("batch", 2, strategy="zero3")
+    assert cut.parameters == pytest.approx(whole.parameters), "one reduce-scatter for both chunks"
+    assert cut.compute > whole.compute
 
 
 def test_chunks_are_chosen_where_activations_are_waited_for():
