@@ -61,11 +61,12 @@ def _summands(node: fx.Node, *, first: bool = False) -> list[_Product] | None:
     if _is_sum(node):
         found = [_summands(operand) for operand in node.args]  # type: ignore[arg-type]
         return None if any(part is None for part in found) else [p for part in found for p in part]  # type: ignore[union-attr]
-    turned = node.target is _aten.t.default
-    inner: Any = node.args[0] if turned else node
-    if inner.target is not _aten.mm.default or len(inner.users) != 1:
-        return None
-    return [_Product(inner, turned)]
+    turned, inner = False, node
+    while inner.target is _aten.t.default:
+        turned, inner = not turned, inner.args[0]  # type: ignore[assignment]
+        if len(inner.users) != 1:
+            return None
+    return [_Product(inner, turned)] if inner.target is _aten.mm.default else None
 
 
 def _worth(products: Sequence[_Product]) -> bool:
