@@ -1,6 +1,6 @@
 """autotp: an unmodified PyTorch model and a description of the cluster become a distributed ``torch.fx.GraphModule``."""
 
-from autotp.errors import AutotpError, BatchError, ConstraintError, MemoryBoundError, PlanMismatchError
+from autotp.errors import AutotpError, BatchError, ConstraintError, MemoryBoundError, PlanMismatchError, TimeLimitError
 from autotp.families import FAMILIES
 from autotp.module import DistributedModule
 from autotp.parallelize import parallelize
@@ -23,6 +23,7 @@ __all__ = [
     "PlanMismatchError",
     "PlannedOperator",
     "Predicted",
+    "TimeLimitError",
     "Topology",
     "Verification",
     "parallelize",

@@ -44,7 +44,7 @@ def calibrate_command(
     try:
         shape_of_job(world, os.environ)
         _start()
-        _check_output(output, force)
+        _check_output(output, force, name)
     except AutotpError:
         # A group that is still there when the interpreter ends may abort the process.
         if dist.is_initialized():
@@ -88,19 +88,21 @@ def _start() -> None:
         dist.init_process_group("gloo", timeout=_TIMEOUT)
 
 
-def _check_output(output: Path, force: bool) -> None:
+def _check_output(output: Path, force: bool, name: str) -> None:
     """Refuses a file that is there or cannot be, before any measuring; rank 0 looks, and all ranks hear of it.
 
     Raises:
         AutotpError: on every rank, the same.
     """
-    said = [_refusal(output, force) if dist.get_rank() == 0 else ""]
+    said = [_refusal(output, force, name) if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(said, src=0)
     if said[0]:
         raise AutotpError(said[0])
 
 
-def _refusal(output: Path, force: bool) -> str:
+def _refusal(output: Path, force: bool, name: str) -> str:
+    if not name.strip():
+        return "--name '': give the topology a name"
     if output.is_dir():
         return f"--output {output}: is a directory; name a file, such as cluster.toml"
     if output.exists() and not force:

@@ -1,9 +1,10 @@
-"""``autotp explain``: what a collective costs on a machine, by every algorithm, in symbols and in numbers."""
+"""``autotp explain``: an operator or the memory of a plan; or a collective, by every algorithm, in symbols and numbers."""
 
 from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Annotated, Any
 
 import sympy
@@ -14,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from autotp.cli_arguments import mesh_of
-from autotp.describe import AXIS_NAMES
+from autotp.cli_explain_plan import explain_memory, explain_node
 from autotp.errors import AutotpError
+from autotp.plan import AXIS_NAMES
 from autotp.render import make_console
 from costmodel import COLLECTIVES, Link, Topology, collectives, format_quantity, parse_quantity
 
@@ -75,19 +77,43 @@ def _values(link: Link, volume: float) -> dict[sympy.Symbol, float]:
 
 
 def explain_command(
-    collective: Annotated[str, typer.Argument(help=f"One of {', '.join(COLLECTIVES)}.")],
-    topology: Annotated[str, typer.Option(help="A preset's name (see `autotp topology`) or a TOML file.")],
-    size: Annotated[str, typer.Option("--bytes", help='Of the whole tensor, such as "32 MB".')],
+    what: Annotated[
+        str | None, typer.Argument(help=f"An operator of a plan, or a collective: {', '.join(COLLECTIVES)}.")
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="A plan that `autotp plan --save` wrote.")] = None,
+    model: Annotated[str | None, typer.Option(help="FILE.py:FACTORY or package.module:factory, as it was planned.")] = None,
+    memory: Annotated[bool, typer.Option("--memory", help="Explain what takes the plan's memory.")] = False,
+    alternatives: Annotated[int, typer.Option(help="How many other strategies to show.")] = 5,
+    planned: Annotated[int, typer.Option(help="Around how many of them to plan everything else anew.")] = 1,
+    topology: Annotated[str | None, typer.Option(help="Of a collective: a preset's name or a TOML file.")] = None,
+    size: Annotated[str | None, typer.Option("--bytes", help='Of a collective\'s whole tensor, such as "32 MB".')] = None,
     devices: Annotated[int | None, typer.Option(help="How many devices; left out, as many as the topology has.")] = None,
     mesh: Annotated[str | None, typer.Option(help="Sizes of the mesh axes, outermost first; left out, one axis.")] = None,
     axes: Annotated[str | None, typer.Option(help="Axes that communicate, such as y or x,y; left out, all.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Explain what a collective costs, by every algorithm, with symbols and with numbers."""
+    """Explain an operator of a plan, its memory, or what a collective costs.
+
+    autotp explain linear_3 --plan plan.json --model model.py:build
+
+    autotp explain --memory --plan plan.json --model model.py:build
+
+    autotp explain all_reduce --topology dgx-h100 --bytes "32 MB"
+    """
+    if plan is not None:
+        if model is None or (what is None) != memory:
+            raise AutotpError("give the model (--model FILE.py:FACTORY), and the name of an operator or --memory")
+        if memory:
+            explain_memory(plan, model, as_json=as_json)
+        else:
+            explain_node(str(what), plan, model, count=alternatives, planned=planned, as_json=as_json)
+        return
+    if what is None or topology is None or size is None:
+        raise AutotpError("give an operator and its plan (--plan), or a collective with --topology and --bytes")
     machine = Topology.load(topology)
     machine = machine if devices is None else machine.resized(devices)
     shape = (machine.devices,) if mesh is None else mesh_of(mesh)
-    found = explain_collective(collective, machine, shape, _axes(axes, len(shape)), parse_quantity(size, "memory"))
+    found = explain_collective(what, machine, shape, _axes(axes, len(shape)), parse_quantity(size, "memory"))
     if as_json:
         print(json.dumps(found, indent=1))
     else:

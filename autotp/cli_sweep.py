@@ -60,6 +60,9 @@ def sweep_command(
     bound = None if memory is None else memory_of(memory)
     if plot is not None:
         check_plot(plot)
+    for file in (csv, plot):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise AutotpError(f"{file}: there is no directory {file.parent}")
     factory = find_factory(model)
     if weak and not takes_devices(factory):
         raise AutotpError(f"--weak: the factory of --model {model!r} has no argument `devices` to make its batch by")

@@ -225,7 +225,7 @@ def minimal(constraints: Sequence[Constraint], feasible: Callable[[Sequence[Cons
     if len(core) == 1:
         return ConstraintError(
             f"constraint {said} cannot hold on any mesh that is searched: no strategy of what it names does that; "
-            "see what there is with `autotp explain`, or leave it out",
+            "see the layouts that there are with `autotp explain`, or leave it out",
             texts,
         )
     return ConstraintError(f"no plan keeps all of the constraints {said}; without any one of them there is one", texts)

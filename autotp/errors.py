@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["AutotpError", "BatchError", "ConstraintError", "MemoryBoundError", "PlanMismatchError"]
+__all__ = ["AutotpError", "BatchError", "ConstraintError", "MemoryBoundError", "PlanMismatchError", "TimeLimitError"]
 
 
 class AutotpError(ValueError):
@@ -36,6 +36,10 @@ class ConstraintError(AutotpError):
     def __init__(self, message: str, conflict: tuple[str, ...]) -> None:
         super().__init__(message)
         self.conflict = conflict
+
+
+class TimeLimitError(AutotpError):
+    """The time limit passed before any plan was found."""
 
 
 class PlanMismatchError(AutotpError):

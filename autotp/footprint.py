@@ -9,6 +9,7 @@ use inside (workspaces) is not known here.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 
@@ -59,6 +60,8 @@ class Footprint:
         self.sizes: dict[tuple, float] = {}
         self.live: dict[Key, float] = {}
         self.total = self.peak = 0.0
+        self.watched = math.inf
+        self.worst: list[tuple[str, str, float]] = []
         self.roots: dict[Value, Value] = {}
         self.saved: dict[fx.Node, set[Key]] = defaultdict(set)
         self.holders: dict[Key, int] = defaultdict(int)
@@ -114,7 +117,39 @@ class Footprint:
         if key not in self.live:
             self.live[key] = size
             self.total += size
-            self.peak = max(self.peak, self.total)
+            self.reach()
+
+    def reach(self, passing: float = 0.0) -> None:
+        """Looks whether this moment, with bytes that pass, is the worst yet."""
+        self.peak = max(self.peak, self.total + passing)
+        if self.total + passing >= self.watched:
+            self.watched, self.worst = math.inf, self.holding(passing)
+
+    def explain(self) -> list[tuple[str, str, float]]:
+        """What is held at the worst moment: (kind, name, bytes), most first."""
+        again = Footprint(self.model, self.prices, self.strategies, self.layouts, self.panels, self.again)
+        again.watched = self.run() * (1 - 1e-12)
+        again.run()
+        return sorted(again.worst, key=lambda entry: -entry[2])
+
+    def holding(self, passing: float) -> list[tuple[str, str, float]]:
+        """What is held now: (kind, name, bytes)."""
+        found = []
+        for (value, layout), size in self.live.items():
+            node = value[0]
+            if node.name in self.parameters:
+                kind = "parameter" if layout == self.layouts[value] else "gathered parameter"
+                found.append((kind, self.parameters[node.name], size))
+            elif node.op == "placeholder":
+                found.append(("input or buffer", node.name, size))
+            else:
+                kept = self.holders.get((value, layout), 0)
+                found.append(("saved for the backward pass" if kept else "result in use", node.name, size))
+        for value, gradients in getattr(self, "gradients", {}).items():
+            name = self.parameters.get(value[0].name, value[0].name)
+            kind = "gradient of a parameter" if value[0].name in self.parameters else "gradient in use"
+            found += [(kind, name, size) for size in gradients.values()]
+        return [*found, ("passing", "", passing)] if passing else found
 
     def drop(self, key: Key) -> None:
         """A storage goes."""
@@ -174,7 +209,7 @@ class Footprint:
         for i, result in enumerate(self.results[node]):
             if (node, i) not in self.roots:
                 self.take(((node, i), strategy.results[i]), self.bytes(result, strategy.results[i]))
-        self.peak = max(self.peak, self.total + passing)
+        self.reach(passing)
         for key in gathered:
             if self.last[key] is node:
                 self.drop(key)
@@ -205,7 +240,7 @@ class Footprint:
     def grow(self, value: Value, layout: Layout, tensor: torch.Tensor) -> None:
         """A gradient arrives; a second one is added to the first."""
         size = self.bytes(tensor, layout)
-        self.peak = max(self.peak, self.total + size)
+        self.reach(size)
         if layout not in self.gradients[value]:
             self.gradients[value][layout] = size
             self.total += size

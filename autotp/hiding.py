@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -35,7 +36,7 @@ class Searched:
 
 
 def least_step(
-    search: Callable[[Weights], Searched], sums: Callable[[Found], Sums], depth: int, contention: float
+    search: Callable[[Weights], Searched], sums: Callable[[Found], Sums], depth: int, contention: float, deadline: float
 ) -> tuple[Searched, float]:
     """The choice with the shortest step, by integer programs over weighted sums, and what no step is below (see
     `costmodel.overlap`).
@@ -45,6 +46,7 @@ def least_step(
         sums: of a choice.
         depth: operators with a weight.
         contention: of the device.
+        deadline: on the performance counter, beyond which no other search begins.
 
     Returns:
         The best choice of all that were met, and the bound in seconds; what the first search found where nothing fits.
@@ -52,7 +54,14 @@ def least_step(
     met: list[tuple[Sums, Searched]] = []
     floor, share = 0.0, 1.0
     for _ in range(_ROUNDS):
-        found = search(overlap.weights(share, depth, contention))
+        if met and time.perf_counter() > deadline:
+            break
+        try:
+            found = search(overlap.weights(share, depth, contention))
+        except TimeoutError:
+            if not met:
+                raise
+            break
         if found.best is None:
             if not met:
                 return found, floor

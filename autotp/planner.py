@@ -15,7 +15,7 @@ from autotp.candidates import Contest
 from autotp.communication import depth_of
 from autotp.constraints import Constraint, minimal, parse, requirements
 from autotp.describe import AXIS_NAMES, describe_plan, memory_of, priced
-from autotp.errors import AutotpError, ConstraintError, MemoryBoundError
+from autotp.errors import AutotpError, ConstraintError, MemoryBoundError, TimeLimitError
 from autotp.families import Family, family
 from autotp.folding import fold
 from autotp.hiding import Searched, best_chunks, chunked, least_step
@@ -75,6 +75,7 @@ def plan(
 
     Raises:
         AutotpError: when an argument is wrong.
+        TimeLimitError: when no plan was found in the time.
         ConstraintError: when no plan keeps the constraints; has a minimal subset that cannot hold.
         CaptureError: when ``torch.export`` refuses the model.
         MemoryBoundError: when no plan fits the memory.
@@ -219,13 +220,15 @@ def plan_captured(
         contest, found = _fitting(contest.anew(bound, weights), meshes)
         return found
 
-    if hides:
-        found, floor = least_step(
-            search, lambda one: priced(model, one)[0].sums(), depth_of(model), topology.device.contention
-        )
-    else:
-        found = search(EVEN)
-        floor = found.floor
+    try:
+        if hides:
+            depth, contention = depth_of(model), topology.device.contention
+            found, floor = least_step(search, lambda one: priced(model, one)[0].sums(), depth, contention, contest.deadline)
+        else:
+            found = search(EVEN)
+            floor = found.floor
+    except TimeoutError as error:
+        raise TimeLimitError(f"{error} (it is {time_limit:g} s)") from error
     best = found.best
     if best is None:
         raise _conflict(contest, meshes, asked) or _nothing_fits(contest, meshes, found.used)

@@ -22,7 +22,7 @@ from passes.shard import Sharding, shard
 from passes.strategy import SUM, Strategy, strategies, whole_layout
 from passes.unroll import unroll
 
-__all__ = ["Rewritten", "rewrite"]
+__all__ = ["Rewritten", "apply", "checked", "rewrite"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +81,10 @@ def rewrite(model: nn.Module, plan: Plan, args: Sequence[Any] = (), kwargs: Mapp
 
 def apply(captured: Captured, plan: Plan, inputs: str = "global") -> Rewritten:
     """Shards a captured graph by ``plan``; ``inputs`` are the ``global`` batch on every device, or its ``local`` part."""
-    module = captured.graph_module
-    if fingerprint(captured) != plan.model_hash:
-        raise PlanMismatchError(
-            "the plan was made for another model, or for inputs of other shapes: "
-            f"the plan's graph is {plan.model_hash}, this model's {fingerprint(captured)}; make a new plan with autotp.plan"
-        )
     panels = {op.name: op.panels for op in plan.operators if op.panels > 1}
     if panels and any(count > 1 for count in plan.chunks.values()):
         raise AutotpError(f"the plan has panels and chunks ({dict(plan.chunks)}); plan with panels=1, or without chunks")
-    operators = analyse(module.graph, captured.inputs)
-    chosen = {node.name: _strategy(operators[node], plan) for node in operators}
-    resting = _resting(captured, plan)
+    operators, chosen, resting = checked(captured, plan)
     if inputs == "local":
         resting |= _input_layouts(captured, operators, chosen, plan.mesh_shape)
     sharding = Sharding(plan.mesh_shape, chosen, resting, frozenset(captured.parameters))
@@ -105,6 +97,21 @@ def apply(captured: Captured, plan: Plan, inputs: str = "global") -> Rewritten:
                 raise PlanMismatchError(f"operator {name}: it cannot have the plan's {count} panels; make a new plan")
         sharded = panel(sharded, found, panels)
     return Rewritten(captured, sharding, sharded)
+
+
+def checked(captured: Captured, plan: Plan) -> tuple[Mapping[fx.Node, Operator], dict[str, Strategy], dict[str, Layout]]:
+    """The analysis of a captured graph, and the plan's strategies and resting layouts for it.
+
+    Raises:
+        PlanMismatchError: the plan was made for another model or other inputs.
+    """
+    if fingerprint(captured) != plan.model_hash:
+        raise PlanMismatchError(
+            "the plan was made for another model, or for inputs of other shapes: "
+            f"the plan's graph is {plan.model_hash}, this model's {fingerprint(captured)}; make a new plan with autotp.plan"
+        )
+    operators = analyse(captured.graph_module.graph, captured.inputs)
+    return operators, {node.name: _strategy(operators[node], plan) for node in operators}, _resting(captured, plan)
 
 
 def _sharded(

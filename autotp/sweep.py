@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autotp.errors import AutotpError, BatchError, MemoryBoundError
+from autotp.errors import AutotpError, BatchError, MemoryBoundError, TimeLimitError
 from autotp.families import FAMILIES, family
 from autotp.plan import Plan
 from autotp.planner import check, plan_captured
@@ -49,8 +49,8 @@ class Point:
         exposed_seconds: seconds of the step in which communication is not hidden.
         exposed_share: those over the step's.
         memory_bytes: bytes on each device.
-        energy_per_token: joules.
-        money_per_token: in the currency of the topology's price.
+        energy_per_step, energy_per_token: joules, of all devices together.
+        money_per_step, money_per_token: in the currency of the topology's price.
         optimal: the solver proved the plan optimal.
         gap: else its relative distance to the proven bound.
     """
@@ -70,7 +70,9 @@ class Point:
     exposed_seconds: float | None = None
     exposed_share: float | None = None
     memory_bytes: float | None = None
+    energy_per_step: float | None = None
     energy_per_token: float | None = None
+    money_per_step: float | None = None
     money_per_token: float | None = None
     optimal: bool | None = None
     gap: float | None = None
@@ -179,7 +181,7 @@ def sweep(
                         schedule="overlap",
                         time_limit=time_limit,
                     )
-                except (MemoryBoundError, BatchError) as error:
+                except (MemoryBoundError, BatchError, TimeLimitError) as error:
                     reasons.append(str(error))
             points.append(_point(machine.name, resized, workloads[key], plans, reasons))
     return points
@@ -282,7 +284,9 @@ def _point(name: str, machine: Topology, work: _Workload, plans: Mapping[str, Pl
         exposed_seconds=predicted.exposed_seconds,
         exposed_share=predicted.exposed_seconds / seconds if seconds else 0.0,
         memory_bytes=predicted.memory_bytes,
+        energy_per_step=_number(energy),
         energy_per_token=_number(per_token(energy, work.tokens)),
+        money_per_step=_number(money),
         money_per_token=_number(per_token(money, work.tokens)),
         optimal=best.optimal,
         gap=best.gap,

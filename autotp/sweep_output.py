@@ -42,6 +42,7 @@ def sweep_table(points: Sequence[Point]) -> RenderableType:
         "MFU": lambda p: _percent(p.mfu),
         "exposed": lambda p: _percent(p.exposed_share),
         "memory\na device": lambda p: _quantity(p.memory_bytes, "memory"),
+        "energy\na step": lambda p: _quantity(p.energy_per_step, "energy"),
         f"energy\na {unit[:-1]}": lambda p: _quantity(p.energy_per_token, "energy"),
         f"price of\n10⁶ {unit}": lambda p: None if p.money_per_token is None else _plain(1e6 * p.money_per_token),
     }

@@ -138,7 +138,10 @@ class _Comparison:
         self.inputs |= dict(zip(captured.inputs, flat, strict=True))
         self.inputs = {name: self._leaf(name, tensor) for name, tensor in self.inputs.items()}
         dtypes = [t.dtype for t in self.inputs.values() if t.is_floating_point()]
-        self.tolerance = tolerance or max((_TOLERANCES.get(dtype, 1e-4) for dtype in dtypes), default=1e-9)
+        if tolerance is not None and not tolerance >= 0:
+            raise AutotpError(f"tolerance {tolerance!r}: give a number that is not negative, or leave it out")
+        usual = max((_TOLERANCES.get(dtype, 1e-4) for dtype in dtypes), default=1e-9)
+        self.tolerance = usual if tolerance is None else tolerance
         place_constants(self.graph, next((t.device for t in self.inputs.values()), torch.device("cpu")))
         self.compared = 0
         self.failure: Departure | None = None
@@ -341,7 +344,8 @@ class _Comparison:
         for index, at in enumerate(self.world.hosted):
             groups.setdefault(tuple(c for a, c in enumerate(at) if a not in partial), []).append(index)
         whole = whole.detach()
-        scale = float(whole.abs().max()) if whole.numel() and whole.is_floating_point() else 0.0
+        finite = whole[whole.isfinite()] if whole.is_floating_point() else whole.new_zeros(0)
+        scale = float(finite.abs().max()) if finite.numel() else 0.0
         worst = 0.0
         for members in groups.values():
             expected = take(whole, kept, self.mesh, self.world.hosted[members[0]])
@@ -353,8 +357,7 @@ class _Comparison:
             if not whole.is_floating_point():
                 worst = max(worst, math.inf if not torch.equal(given[0], expected) else 0.0)
                 continue
-            difference = float((torch.stack(given).sum(0) if partial else given[0]).sub(expected).abs().max())
-            worst = max(worst, math.inf if math.isnan(difference) else difference / scale if scale else difference)
+            worst = max(worst, _difference(torch.stack(given).sum(0) if partial else given[0], expected, scale))
         return worst
 
     def departure(self, name: str, where: str, error: float) -> Departure:
@@ -368,6 +371,19 @@ class _Comparison:
 
     def said(self, layout: Layout) -> str:
         return describe(layout, "xyzw"[: len(layout)])
+
+
+def _difference(given: Tensor, expected: Tensor, scale: float) -> float:
+    """The largest difference over the scale; what is not finite must be the same."""
+    finite = expected.isfinite()
+    if not torch.equal(given.isfinite(), finite) or not torch.equal(
+        given.masked_fill(finite, 0.0).nan_to_num(), expected.masked_fill(finite, 0.0).nan_to_num()
+    ):
+        return math.inf
+    if not finite.any():
+        return 0.0
+    difference = float((given[finite] - expected[finite]).abs().max())
+    return difference / scale if scale else difference
 
 
 def _listen(values: Mapping[Any, Sequence[Tensor]]) -> dict[Any, list[Tensor | None]]:

@@ -43,14 +43,14 @@ def main() -> None:
     finish(medians(steps, chosen.rounds), chosen.out)
 
 
-def medians(steps: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Seconds of each step, which take turns."""
+def medians(steps: Mapping[str, Callable[[], Any]], rounds: int, timed_steps: int = TIMED) -> dict[str, float]:
+    """Seconds of each step, which take turns of so many timed steps."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(1 + rounds):
         for name, step in steps.items():
             for _ in range(WARM_UP):
                 timed(step)
-            for _ in range(TIMED if number else 0):
+            for _ in range(timed_steps if number else 0):
                 times[name].append(timed(step))
     return {name: statistics.median(found) for name, found in times.items()}
 

@@ -46,7 +46,7 @@ def group_link(levels: tuple[Level, ...], mesh_shape: tuple[int, ...], axes: tup
         else:
             bandwidth = min(level.bandwidth / rings, level.one_link * min(members, level.links))
         overhead = figures.overhead if isinstance(figures, Measured) else 0.0
-        stages.append(Stage(level.name, ways, members, steps, bandwidth, figures.latency, overhead))
+        stages.append(Stage(level.name, ways, members, steps, bandwidth, figures.latency, overhead, level.shared))
     return Link(
         size=size,
         bandwidth=min(stage.bandwidth for stage in stages),

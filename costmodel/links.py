@@ -155,7 +155,7 @@ class Level:
                 figures.quantity("latency", "time"),
                 figures.quantity("overhead", "time") if "overhead" in figures.data else 0.0,
             )
-        widest = max(map(max, matrix)) if matrix else 0.0
+        widest = max((rate for row in matrix for rate in row), default=0.0) if matrix else 0.0
         optional: dict[str, Any] = {}
         if "links" in table.data:
             optional["links"] = table.integer("links")
@@ -189,6 +189,7 @@ class Stage:
         bandwidth: bytes/s of the ring there, after sharing.
         latency: seconds per message.
         overhead: seconds of a collective beside its messages.
+        shared: whether the group's devices in one group of the level below share what they have there.
     """
 
     level: str
@@ -198,6 +199,7 @@ class Stage:
     bandwidth: float
     latency: float
     overhead: float = 0.0
+    shared: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +258,9 @@ class Link:
     def exchange_rate(self) -> float:
         """Seconds per byte of one device's tensor when every device sends an equal part to each: the busiest level's."""
         outside = ((stage, self.size - stage.members) for stage in self._stages())
-        return max(stage.members * others / self.size / stage.bandwidth for stage, others in outside)
+        return max(
+            (stage.members if stage.shared else 1) * others / self.size / stage.bandwidth for stage, others in outside
+        )
 
 
 def _check(bandwidth: float, latency: float, where: str) -> None:

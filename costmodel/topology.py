@@ -71,6 +71,8 @@ class Topology:
         """Checks the figures."""
         object.__setattr__(self, "levels", tuple(self.levels))
         names = [level.name for level in self.levels]
+        if not self.name.strip():
+            raise TopologyError("topology: its name is empty; give it one, for people")
         if not names:
             raise TopologyError(f"topology {self.name!r}: it needs one level at least")
         for name in names:

@@ -1,0 +1,316 @@
+"""Why an operator is sharded as it is: what it costs, of which terms, and what anything else would cost.
+
+Two costs of an alternative are told. *In place*: only this operator (and its folded copies) changes, all others stay, and
+pay the reshards that follow. *Planned*: the alternative is pinned, and everything else is planned anew around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from autotp.communication import Moved, Priced, Sums
+from autotp.constraints import parse
+from autotp.errors import AutotpError
+from autotp.families import family
+from autotp.plan import Plan
+from autotp.planner import plan_captured, prepare
+from autotp.pricing import Prices, flop_of
+from autotp.rewrite import checked
+from autotp.schemes import scheme
+from costmodel import compute
+from passes.capture import Captured
+from passes.factors import Value, value_of
+from passes.layout import Layout, describe
+from passes.panel import loops
+from passes.reshard import COMMUNICATING, moves
+from passes.rules.shapes import operands_of, results_of
+from passes.rules.table import name_of
+from passes.strategy import Strategy, gradient_of, strategies, whole_layout
+
+__all__ = ["Alternative", "Explanation", "Reshard", "explain_operator", "priced_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """One collective or local step of a tensor on its way to a layout, or of its gradient on the way back.
+
+    Attributes:
+        tensor: captured node that gives it.
+        change: layouts before and after, for people.
+        gradient: it is the way back.
+        kind, axes: of the collective; axes by name.
+        bytes: of the larger of its input and output on one device.
+        seconds: each time.
+        times: how often in a step (a parameter is gathered again for the backward pass).
+        shared: among how many operators its cost is divided.
+    """
+
+    tensor: str
+    change: str
+    gradient: bool
+    kind: str
+    axes: tuple[str, ...]
+    bytes: float
+    seconds: float
+    times: int
+    shared: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another strategy of the operator.
+
+    Attributes:
+        scheme: its name, as far as it has one.
+        pin: the constraint that asks for it.
+        layouts: of operands, then results.
+        in_place_seconds: of the whole step, with only this operator changed.
+        planned_seconds: of the whole step, planned anew with it pinned; None: not asked for, or no plan has it.
+    """
+
+    scheme: str
+    pin: str
+    layouts: tuple[str, ...]
+    in_place_seconds: float
+    planned_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """One operator of a plan.
+
+    Attributes:
+        name, target, module, source: of the captured node; the line in the user's model.
+        copies: how many operators are decided together with it.
+        factors: of its iteration space: name -> size.
+        scheme, layouts: as in the plan.
+        pin: the constraint that asks for what was chosen.
+        compute_seconds, inner_seconds, reshard_seconds: of this operator in a step; their sum is the plan's ``seconds``.
+        expression, values: of the compute seconds: a sympy expression, and its symbols' numbers.
+        reshards: around it.
+        bound_ratio: bytes moved over the communication lower bound; None where there is no bound.
+        step_seconds: of the whole plan, as alternatives' are counted (without chunks).
+        considered: how many strategies it has on this mesh.
+        alternatives: the best of them, cheapest in place first.
+    """
+
+    name: str
+    target: str
+    module: str
+    source: str | None
+    copies: int
+    factors: Mapping[str, int]
+    scheme: str
+    layouts: tuple[str, ...]
+    pin: str
+    compute_seconds: float
+    inner_seconds: float
+    reshard_seconds: float
+    expression: str
+    values: Mapping[str, float]
+    reshards: tuple[Reshard, ...]
+    bound_ratio: float | None
+    step_seconds: float
+    considered: int
+    alternatives: tuple[Alternative, ...]
+
+    @property
+    def seconds(self) -> float:
+        """What the operator costs in a step."""
+        return self.compute_seconds + self.inner_seconds + self.reshard_seconds
+
+
+def priced_plan(captured: Captured, plan: Plan) -> Priced:
+    """A plan's strategies with their prices, without its chunks.
+
+    Raises:
+        PlanMismatchError: the plan is for another model or other inputs.
+    """
+    operators, chosen, resting = checked(captured, plan)
+    model = prepare(captured, parse(plan.constraints))
+    prices = Prices(plan.topology, plan.mesh_shape, train=plan.mode == "train", optimizer=plan.optimizer)
+    panels = {op.name for op in plan.operators if op.panels > 1}
+    found = loops(operators, chosen, resting, plan.mesh_shape) if panels else []
+    again = {
+        (value_of(loop.data), node) for loop in found for node in loop.members if node.name in panels and loop.absorbed[0]
+    }
+    return Priced(model, prices, chosen, _layouts(captured, model.operators, chosen, resting, plan.mesh_shape), again)
+
+
+def _layouts(
+    captured: Captured,
+    operators: Mapping[fx.Node, Any],
+    chosen: Mapping[str, Strategy],
+    resting: Mapping[str, Layout],
+    mesh: tuple[int, ...],
+) -> dict[Value, Layout]:
+    whole = whole_layout(len(mesh))
+    found: dict[Value, Layout] = {
+        (node, 0): resting.get(node.name, whole) for node in captured.graph_module.graph.nodes if node.op == "placeholder"
+    }
+    for node in operators:
+        found |= {(node, i): layout for i, layout in enumerate(chosen[node.name].results)}
+    return found
+
+
+def explain_operator(captured: Captured, plan: Plan, name: str, *, count: int = 5, planned: int = 1) -> Explanation:
+    """Explains one operator of a plan.
+
+    Args:
+        captured: the model that was planned, captured for the same inputs.
+        plan: the plan.
+        name: of the operator, as the plan has it.
+        count: how many alternatives to tell.
+        planned: around how many of them to plan anew.
+
+    Raises:
+        AutotpError: the plan has no such operator; says which are like it.
+        PlanMismatchError: the plan is for another model or other inputs.
+    """
+    return _Explainer(captured, plan).explain(name, count, planned)
+
+
+class _Explainer:
+    def __init__(self, captured: Captured, plan: Plan) -> None:
+        self.captured, self.plan = captured, plan
+        self.priced = priced_plan(captured, plan)
+        self.model, self.prices = self.priced.model, self.priced.prices
+        self.nodes = {node.name: node for node in self.model.operators}
+        self.entries = {op.name: op for op in plan.operators}
+
+    def explain(self, name: str, count: int, planned: int) -> Explanation:
+        if name not in self.nodes:
+            said = ", ".join(list(self.entries)[:8])
+            raise AutotpError(f"the plan has no operator {name!r}; its operators are {said}, … (see `autotp inspect`)")
+        node, entry = self.nodes[name], self.entries[name]
+        operator, strategy = self.model.operators[node], self.priced.strategies[name]
+        own = self.priced.operators()[node]
+        charged = [(moved, len(users)) for moved, users in self.priced.charged() if node in users]
+        gradient = any((node, i) in self.model.trained for i in range(len(results_of(node))))
+        work = self.prices.work(operator, strategy, flop_of(node), gradient=gradient)
+        values = {} if work is None else work.values(self.plan.topology.device)
+        others = self.alternatives(node)
+        told = [self.planned(each, node) if i < planned else each for i, each in enumerate(others[:count])]
+        return Explanation(
+            name=name,
+            target=name_of(node),
+            module=str(node.meta.get("module", "")),
+            source=node.meta.get("source"),
+            copies=len(self.copies(node)),
+            factors={f.name: f.size for f in operator.factors.values()},
+            scheme=entry.scheme,
+            layouts=entry.layouts,
+            pin=self.pin(name, strategy),
+            compute_seconds=own[0],
+            inner_seconds=own[1],
+            reshard_seconds=sum(moved.price[1] / shared for moved, shared in charged),
+            expression=str(compute.KERNEL) if work is not None else "0",
+            values={str(symbol): float(value) for symbol, value in values.items()},
+            reshards=tuple(step for moved, shared in charged for step in self.steps(moved, shared)),
+            bound_ratio=entry.bound_ratio,
+            step_seconds=self.step(self.priced.sums()),
+            considered=len(others) + 1,
+            alternatives=tuple(told),
+        )
+
+    def copies(self, node: fx.Node) -> list[fx.Node]:
+        """The operators that are decided together with one, itself included."""
+        stand = self.model.stands[node]
+        return [other for other in self.model.operators if self.model.stands[other] is stand]
+
+    def step(self, sums: Sums) -> float:
+        return sums.step if self.plan.schedule == "overlap" else sums.compute + sums.communication
+
+    def steps(self, moved: Moved, shared: int) -> list[Reshard]:
+        value = moved.value[0]
+        tensor = results_of(value)[moved.value[1]] if value in self.model.operators else value.meta["val"]
+        shape, itemsize, names = tuple(tensor.shape), tensor.element_size(), self.plan.mesh_axes
+        have, want = self.priced.layouts[moved.value], moved.want
+        ways = [(have, want.layout, False)]
+        if self.prices.train and moved.value in self.model.trained:
+            ways.append((want.gradient, gradient_of(have), True))
+        found = []
+        for source, target, back in ways:
+            change = f"{describe(source, names)} → {describe(target, names)}"
+            again = moved.parameter or any((moved.value, user) in self.priced.again for user in moved.users)
+            times = 2 if again and not back and self.prices.train else 1
+            for step, elements in moves(shape, source, target, self.prices.mesh):
+                size = float(elements * itemsize)
+                seconds = self.prices.collective(step.kind, step.axes, size)[0] if step.kind in COMMUNICATING else 0.0
+                axes = tuple(names[a] for a in step.axes)
+                found.append(Reshard(value.name, change, back, step.kind, axes, size, seconds, times, shared))
+        return found
+
+    def alternatives(self, node: fx.Node) -> list[Alternative]:
+        """The operator's other strategies on this mesh, cheapest in place first."""
+        operator, mine = self.model.operators[node], self.priced.strategies[node.name]
+        chosen = family(self.plan.strategy)
+        ways = chosen.restrictions(len(self.plan.mesh_shape))
+
+        def allow(axis: int, factor: Any) -> bool:
+            return any(way.allows(operator, axis, factor) for way in ways)
+
+        found = []
+        for strategy in strategies(operator, self.plan.mesh_shape, allow):
+            if strategy.assignment == mine.assignment:
+                continue
+            changed = self.changed(node, strategy)
+            operands = operands_of(node)
+            have = [self.priced.layouts[value_of(n)] for n in operands]
+            called = scheme(operator, strategy, have, [n.name in self.captured.parameters for n in operands])
+            shown = [w.layout for w in strategy.wants] + list(strategy.results)
+            layouts = tuple(describe(layout, self.plan.mesh_axes) for layout in shown)
+            found.append(Alternative(called, self.pin(node.name, strategy), layouts, self.step(changed.sums())))
+        return sorted(found, key=lambda each: each.in_place_seconds)
+
+    def changed(self, node: fx.Node, strategy: Strategy) -> Priced:
+        """The plan with another strategy of one operator and its copies."""
+        chosen, layouts = dict(self.priced.strategies), dict(self.priced.layouts)
+        for copy in self.copies(node):
+            made = next(
+                s
+                for s in strategies(self.model.operators[copy], self.plan.mesh_shape, _only(strategy.assignment))
+                if s.assignment == strategy.assignment
+            )
+            chosen[copy.name] = made
+            layouts |= {(copy, i): layout for i, layout in enumerate(made.results)}
+        return replace(self.priced, strategies=chosen, layouts=layouts)
+
+    def pin(self, name: str, strategy: Strategy) -> str:
+        served = zip(self.plan.mesh_axes, strategy.assignment, strict=True)
+        return f"{name}=" + " ".join(f"{factor or '-'}@{axis}" for axis, factor in served)
+
+    def planned(self, other: Alternative, node: fx.Node) -> Alternative:
+        """With what the step costs when everything else is planned around it."""
+        terms = other.pin.partition("=")[2]
+        pins = [f"{copy.name}={terms}" for copy in self.copies(node)]
+        plan = self.plan
+        try:
+            found = plan_captured(
+                self.captured,
+                plan.topology,
+                family(plan.strategy),
+                mesh=plan.mesh_shape,
+                mode=plan.mode,
+                memory=plan.memory_bound,
+                optimizer=plan.optimizer,
+                panels=plan.planning.get("panels", 1),
+                chunks={} if plan.schedule == "overlap" else None,
+                schedule=plan.schedule,
+                constraints=[*plan.constraints, *pins],
+            )
+        except AutotpError:
+            return other
+        return replace(other, planned_seconds=found.predicted.step_seconds)
+
+
+def _only(assignment: Sequence[str | None]) -> Any:
+    def allow(axis: int, factor: Any) -> bool:
+        wanted = assignment[axis]
+        return (wanted or "").startswith("+") if factor is None else wanted == factor.name
+
+    return allow
