@@ -2,6 +2,7 @@
 
 from autotp.errors import AutotpError, BatchError, ConstraintError, MemoryBoundError, PlanMismatchError, TimeLimitError
 from autotp.families import FAMILIES
+from autotp.logs import switch_on
 from autotp.module import DistributedModule
 from autotp.parallelize import parallelize
 from autotp.plan import Plan, PlannedOperator, Predicted
@@ -11,6 +12,8 @@ from autotp.verify import Verification, verify
 from costmodel import Topology
 
 __version__ = "0.1.0"
+
+switch_on()
 
 __all__ = [
     "FAMILIES",

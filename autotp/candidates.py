@@ -8,6 +8,7 @@ stay open are solved by rising bound until no bound is below the best plan's cos
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from costmodel.overlap import Weights
 __all__ = ["Candidate", "Contest"]
 
 T = TypeVar("T")
+_log = logging.getLogger("autotp.plan")
 _LEAST_SECONDS = 0.1
 _EXPLAINING = 10.0  # seconds to find out how much memory would do
 
@@ -201,6 +203,13 @@ class Contest:
         if found.price and (found.solution is not None or found.settled):
             self.prices[candidate.panels] = found.price
         fits = found.solution is None or self._offer(candidate, assembled, found.solution)
+        _log.debug(
+            "mesh %s%s: at least %.4g s%s",
+            "x".join(map(str, candidate.mesh)),
+            f" {candidate.restriction.roles}" if candidate.restriction.roles else "",
+            found.bound,
+            "" if found.solution is None else f", {found.solution.seconds:.4g} s found",
+        )
         if not (found.settled and fits):
             self.open.append(Open(found.bound, candidate, found.price))
         return found.binds

@@ -26,6 +26,7 @@ from autotp.cli_arguments import (
 )
 from autotp.cli_calibrate import calibrate_command
 from autotp.cli_explain import explain_command
+from autotp.cli_inspect import diff_command, inspect_command
 from autotp.cli_sweep import sweep_command
 from autotp.cli_trace import trace_command
 from autotp.cli_verify import verify_command
@@ -167,6 +168,8 @@ app.command("explain")(explain_command)
 app.command("calibrate")(calibrate_command)
 app.command("trace")(trace_command)
 app.command("verify")(verify_command)
+app.command("inspect")(inspect_command)
+app.command("diff")(diff_command)
 
 
 if __name__ == "__main__":

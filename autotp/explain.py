@@ -12,10 +12,11 @@ from typing import Any
 
 from torch import fx
 
-from autotp.communication import Moved, Priced, Sums
+from autotp.communication import Priced, Sums
 from autotp.constraints import parse
 from autotp.errors import AutotpError
 from autotp.families import family
+from autotp.inspection import Reshard, reshard_steps
 from autotp.plan import Plan
 from autotp.planner import plan_captured, prepare
 from autotp.pricing import Prices, flop_of
@@ -26,38 +27,11 @@ from passes.capture import Captured
 from passes.factors import Value, value_of
 from passes.layout import Layout, describe
 from passes.panel import loops
-from passes.reshard import COMMUNICATING, moves
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import name_of
-from passes.strategy import Strategy, gradient_of, strategies, whole_layout
+from passes.strategy import Strategy, strategies, whole_layout
 
-__all__ = ["Alternative", "Explanation", "Reshard", "explain_operator", "priced_plan"]
-
-
-@dataclass(frozen=True, slots=True)
-class Reshard:
-    """One collective or local step of a tensor on its way to a layout, or of its gradient on the way back.
-
-    Attributes:
-        tensor: captured node that gives it.
-        change: layouts before and after, for people.
-        gradient: it is the way back.
-        kind, axes: of the collective; axes by name.
-        bytes: of the larger of its input and output on one device.
-        seconds: each time.
-        times: how often in a step (a parameter is gathered again for the backward pass).
-        shared: among how many operators its cost is divided.
-    """
-
-    tensor: str
-    change: str
-    gradient: bool
-    kind: str
-    axes: tuple[str, ...]
-    bytes: float
-    seconds: float
-    times: int
-    shared: int
+__all__ = ["Alternative", "Explanation", "explain_operator", "priced_plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +184,9 @@ class _Explainer:
             reshard_seconds=sum(moved.price[1] / shared for moved, shared in charged),
             expression=str(compute.KERNEL) if work is not None else "0",
             values={str(symbol): float(value) for symbol, value in values.items()},
-            reshards=tuple(step for moved, shared in charged for step in self.steps(moved, shared)),
+            reshards=tuple(
+                step for moved, shared in charged for step in reshard_steps(self.plan, self.priced, moved, shared)
+            ),
             bound_ratio=entry.bound_ratio,
             step_seconds=self.step(self.priced.sums()),
             considered=len(others) + 1,
@@ -224,26 +200,6 @@ class _Explainer:
 
     def step(self, sums: Sums) -> float:
         return sums.step if self.plan.schedule == "overlap" else sums.compute + sums.communication
-
-    def steps(self, moved: Moved, shared: int) -> list[Reshard]:
-        value = moved.value[0]
-        tensor = results_of(value)[moved.value[1]] if value in self.model.operators else value.meta["val"]
-        shape, itemsize, names = tuple(tensor.shape), tensor.element_size(), self.plan.mesh_axes
-        have, want = self.priced.layouts[moved.value], moved.want
-        ways = [(have, want.layout, False)]
-        if self.prices.train and moved.value in self.model.trained:
-            ways.append((want.gradient, gradient_of(have), True))
-        found = []
-        for source, target, back in ways:
-            change = f"{describe(source, names)} → {describe(target, names)}"
-            again = moved.parameter or any((moved.value, user) in self.priced.again for user in moved.users)
-            times = 2 if again and not back and self.prices.train else 1
-            for step, elements in moves(shape, source, target, self.prices.mesh):
-                size = float(elements * itemsize)
-                seconds = self.prices.collective(step.kind, step.axes, size)[0] if step.kind in COMMUNICATING else 0.0
-                axes = tuple(names[a] for a in step.axes)
-                found.append(Reshard(value.name, change, back, step.kind, axes, size, seconds, times, shared))
-        return found
 
     def alternatives(self, node: fx.Node) -> list[Alternative]:
         """The operator's other strategies on this mesh, cheapest in place first."""

@@ -104,6 +104,7 @@ def compiled(
     graphs = mine.overlapped(_from_first(lambda: mine.buckets(how.enough)))
     orders = _from_first(lambda: graphs.orders(graphs.slots(how.durations, how.limits)))
     forward, backward = graphs.modules(orders, world)
+    _log.info("%d and %d nodes scheduled, forward and backward", *map(len, orders))
     return Compiled(graphs, forward, backward)
 
 

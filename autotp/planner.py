@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ from passes.capture import Captured, capture
 from passes.factors import analyse
 
 __all__ = ["AXIS_NAMES", "candidate_meshes", "check", "plan", "plan_captured", "prepare"]
+
+_log = logging.getLogger("autotp.plan")
 
 _TIGHTER = 5  # programs with ever less memory
 _HOPE = 1.3
@@ -267,6 +270,16 @@ def plan_captured(
         "operators": len(model.operators),
         "folded_operators": sum(model.stands[n] is n for n in model.operators),
     }
+    _log.info(
+        "%s on %s of %s: mesh %s, step %.4g s, %s, in %.2f s",
+        chosen.name,
+        f"{topology.devices} devices",
+        topology.name,
+        "x".join(map(str, plan.mesh_shape)),
+        plan.predicted.step_seconds,
+        "proven optimal" if plan.optimal else f"within {plan.gap:.2%} of the bound",
+        planning["seconds"],
+    )
     return replace(plan, planning=planning)
 
 

@@ -16,6 +16,7 @@ from passes.capture import CallSignature, Captured, capture
 from passes.chunk import by_batch, by_rows, communicating, extended
 from passes.factors import Operator, analyse
 from passes.layout import Layout, fits, local_shape, place
+from passes.logs import dump
 from passes.panel import loops, panel
 from passes.rules.shapes import operands_of, results_of
 from passes.shard import Sharding, shard
@@ -88,6 +89,7 @@ def apply(captured: Captured, plan: Plan, inputs: str = "global") -> Rewritten:
     if inputs == "local":
         resting |= _input_layouts(captured, operators, chosen, plan.mesh_shape)
     sharding = Sharding(plan.mesh_shape, chosen, resting, frozenset(captured.parameters))
+    dump("captured", captured.graph_module.graph)
     sharded = _sharded(captured, operators, sharding, plan.chunks)
     if panels:
         found = loops(operators, chosen, resting, plan.mesh_shape)
@@ -96,6 +98,7 @@ def apply(captured: Captured, plan: Plan, inputs: str = "global") -> Rewritten:
             if known.get(name, 1) % count:
                 raise PlanMismatchError(f"operator {name}: it cannot have the plan's {count} panels; make a new plan")
         sharded = panel(sharded, found, panels)
+        dump("panelled", sharded.graph)
     return Rewritten(captured, sharding, sharded)
 
 
@@ -129,7 +132,11 @@ def _sharded(
         virtual.append(rows)
         with_chunks = extended(operators, with_chunks, cuts, rows)
     sharded = shard(captured.graph_module, operators, with_chunks, captured.mutations)
-    return unroll(sharded, sharding.mesh, tuple(virtual)) if virtual else sharded
+    dump("sharded", sharded.graph)
+    if virtual:
+        sharded = unroll(sharded, sharding.mesh, tuple(virtual))
+        dump("chunks unrolled", sharded.graph)
+    return sharded
 
 
 def _input_layouts(

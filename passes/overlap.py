@@ -19,6 +19,7 @@ from passes.bucket import Buckets, Enough, buckets, merge
 from passes.inplace import inplace
 from passes.joined import join_products
 from passes.launches import launches
+from passes.logs import dump
 from passes.partition import Cut, cut
 from passes.primitives import COLLECTIVES
 from passes.schedule import Durations, Limits, Slot, reordered, schedule
@@ -74,6 +75,7 @@ class Overlapped:
             nodes = list(graph.nodes)
             arranged = reordered(graph, [nodes[i] for i in order])
             inplace(arranged)
+            dump("scheduled", arranged)
             arranged.set_codegen(_BoxedCodeGen())
             root = nn.Module()
             root.world = world
@@ -151,6 +153,10 @@ def halves(
     """
     joint = trace(sharded, mesh, at, inputs, trained)
     device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
+    dump("traced, forward and backward", joint.graph)
     parts = cut(joint)
+    dump("cut, forward", parts.forward)
+    dump("cut, backward", parts.backward)
     join_products(parts.backward)
+    dump("sums of products joined, backward", parts.backward)
     return Halves(joint, parts, {name: value.to(device) for name, value in joint.constants.items()})

@@ -1,0 +1,153 @@
+"""``autotp inspect`` and ``autotp diff``: reading a plan, and comparing two."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from autotp.cli_arguments import load_model, working
+from autotp.difference import Difference, difference
+from autotp.drawing import draw
+from autotp.explain import priced_plan
+from autotp.inspection import Filters, Reshard, Row, inspect_plan
+from autotp.plan import Plan
+from autotp.render import make_console
+from autotp.rewrite import apply
+from costmodel import format_quantity
+from passes.capture import capture
+
+__all__ = ["diff_command", "inspect_command"]
+
+_SHOWN = 30
+
+
+def inspect_command(
+    plan: Annotated[Path, typer.Argument(help="A plan that `autotp plan --save` wrote.")],
+    model: Annotated[str, typer.Option(help="FILE.py:FACTORY or package.module:factory, as it was planned.")],
+    op: Annotated[str | None, typer.Option(help="Only operators of this name or kind, such as addmm or linear_3.")] = None,
+    module: Annotated[str | None, typer.Option(help="Only those in this module, such as h.0.mlp or h.*.attn.")] = None,
+    collectives: Annotated[bool, typer.Option("--collectives", help="Only those that communicate.")] = False,
+    unsharded: Annotated[bool, typer.Option("--unsharded", help="Only those that every device computes whole.")] = False,
+    top: Annotated[int | None, typer.Option(help="Only so many of the dearest.")] = None,
+    code: Annotated[bool, typer.Option("--code", help="Print the Python code of the distributed graph.")] = False,
+    dot: Annotated[
+        Path | None, typer.Option(help="Draw the graph: FILE.dot, or with graphviz installed FILE.svg, .pdf or .png.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Read a plan: layouts, collectives with their cost, work and memory of every operator, by the model's modules."""
+    loaded = Plan.load(plan)
+    with working("reading the plan"):
+        built, args, kwargs = load_model(model, loaded.devices)
+        captured = capture(built, tuple(args), kwargs)
+        if code:
+            print(apply(captured, loaded).graph_module.code)
+            return
+        priced = priced_plan(captured, loaded)
+        rows = Filters(op, module, collectives, unsharded, top)(inspect_plan(loaded, priced))
+    if dot is not None:
+        draw(dot, loaded, rows, priced.model)
+        print(f"written to {dot}")
+    elif as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=1))
+    else:
+        make_console().print(_rows_shown(rows), soft_wrap=True)
+
+
+def _rows_shown(rows: Sequence[Row]) -> RenderableType:
+    """By module, each operator with its layouts and costs, and under it what moves."""
+    lines: list[RenderableType] = []
+    module = None
+    for row in rows:
+        if row.module != module:
+            module = row.module
+            lines.append(f"[bold cyan]{escape(module or '(the model itself)')}[/]")
+        times = f" × {row.count}" if row.count > 1 else ""
+        scheme = f"[yellow]{escape(row.scheme)}[/]" if row.replicated else f"[bold]{escape(row.scheme)}[/]"
+        place = f"  [dim]{escape(row.source)}[/]" if row.source else ""
+        lines.append(f"  {escape(row.name)}{times}  [dim]{escape(row.target)}[/]  {scheme}{place}")
+        costs = [
+            f"compute {format_quantity(row.compute_seconds, 'time')}",
+            f"communication {format_quantity(row.communication_seconds, 'time')}",
+            f"{row.flop:.3g} FLOP",
+            f"results {format_quantity(row.bytes, 'memory')}",
+        ]
+        lines.append(escape(f"      {', '.join(row.operands)} → {', '.join(row.results)};  {', '.join(costs)}"))
+        lines += [escape(f"      {_collective(step)}") for step in row.reshards]
+    return Group(*lines, f"{sum(row.count for row in rows):,} operators, {len(rows):,} of them different")
+
+
+def _collective(step: Reshard) -> str:
+    way = "gradient of " if step.gradient else ""
+    if not step.seconds:
+        return f"{way}{step.tensor}: {step.kind}@{','.join(step.axes)}"
+    times = f"{step.times} × " if step.times > 1 else ""
+    cost = f"{times}{format_quantity(step.bytes, 'memory')}, {format_quantity(step.seconds, 'time')}"
+    return f"{way}{step.tensor}: {step.kind}@{','.join(step.axes)} {cost}, {'hidden' if step.hidden else 'exposed'}"
+
+
+def diff_command(
+    first: Annotated[Path, typer.Argument(help="A plan that `autotp plan --save` wrote.")],
+    second: Annotated[Path, typer.Argument(help="Another plan of the same model.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compare two plans of one model, operator by operator. Exits with 1 where they differ."""
+    found = difference(Plan.load(first), Plan.load(second))
+    if as_json:
+        print(json.dumps(asdict(found), indent=1))
+    else:
+        make_console().print(_difference_table(found))
+    if found.settings or found.parameters or found.operators:
+        raise typer.Exit(1)
+
+
+def _difference_table(found: Difference) -> RenderableType:
+    parts: list[RenderableType] = []
+    if not (found.settings or found.parameters or found.operators):
+        parts.append("[green]the plans are the same[/]")
+    figures = Table("", "first", "second", "change", header_style="bold", box=None, padding=(0, 2, 0, 0))
+    for name, (one, two) in found.settings.items():
+        figures.add_row(name, escape(one), escape(two), "")
+    for name, (one, two) in found.predicted.items():
+        quantity = "memory" if name.endswith("bytes") else "time"
+        change = f"{two / one - 1:+.1%}" if one else ""
+        figures.add_row(
+            name.replace("_", " "),
+            format_quantity(one, quantity),
+            format_quantity(two, quantity),
+            change,  # type: ignore[arg-type]
+        )
+    parts.append(figures)
+    if found.operators:
+        table = Table("module", "×", "operator", "first", "second", "seconds", "received", header_style="bold")
+        for change in found.operators[:_SHOWN]:
+            table.add_row(
+                escape(change.module),
+                str(change.count),
+                escape(change.target),
+                escape(f"{change.schemes[0]}: {', '.join(change.layouts[0])}"),
+                escape(f"{change.schemes[1]}: {', '.join(change.layouts[1])}"),
+                f"{format_quantity(change.seconds[0], 'time')} → {format_quantity(change.seconds[1], 'time')}",
+                f"{format_quantity(change.bytes[0], 'memory')} → {format_quantity(change.bytes[1], 'memory')}",
+            )
+        parts.append(table)
+        left = len(found.operators) - _SHOWN
+        if left > 0:
+            parts.append(f"… and {left} more that differ (all of them with --json)")
+    if found.parameters:
+        table = Table("parameter", "rests in the first", "in the second", header_style="bold")
+        for name, (one, two) in list(found.parameters.items())[:_SHOWN]:
+            table.add_row(escape(name), escape(one), escape(two))
+        parts.append(table)
+        left = len(found.parameters) - _SHOWN
+        if left > 0:
+            parts.append(f"… and {left} more parameters")
+    return Group(*parts)
