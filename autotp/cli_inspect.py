@@ -116,15 +116,10 @@ def _difference_table(found: Difference) -> RenderableType:
     figures = Table("", "first", "second", "change", header_style="bold", box=None, padding=(0, 2, 0, 0))
     for name, (one, two) in found.settings.items():
         figures.add_row(name, escape(one), escape(two), "")
-    for name, (one, two) in found.predicted.items():
-        quantity = "memory" if name.endswith("bytes") else "time"
-        change = f"{two / one - 1:+.1%}" if one else ""
-        figures.add_row(
-            name.replace("_", " "),
-            format_quantity(one, quantity),
-            format_quantity(two, quantity),
-            change,  # type: ignore[arg-type]
-        )
+    for name, (before, after) in found.predicted.items():
+        show = _bytes if name.endswith("bytes") else _time
+        more = f"{after / before - 1:+.1%}" if before else ""
+        figures.add_row(name.replace("_", " "), show(before), show(after), more)
     parts.append(figures)
     if found.operators:
         table = Table("module", "×", "operator", "first", "second", "seconds", "received", header_style="bold")
@@ -151,3 +146,11 @@ def _difference_table(found: Difference) -> RenderableType:
         if left > 0:
             parts.append(f"… and {left} more parameters")
     return Group(*parts)
+
+
+def _bytes(amount: float) -> str:
+    return format_quantity(amount, "memory")
+
+
+def _time(seconds: float) -> str:
+    return format_quantity(seconds, "time")

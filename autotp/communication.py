@@ -133,6 +133,7 @@ class Priced:
                 want,
                 gradient=value in model.trained,
                 regather=parameter or any((value, user) in self.again for user in users),
+                parameter=parameter,
             )
             yield Moved(value, want, users, parameter, price)
 

@@ -17,6 +17,7 @@ from autotp.overlapped import Overlap
 from autotp.plan import Plan
 from autotp.pricing import Prices
 from costmodel import compute
+from costmodel.overlap import LATENCY_SHARE
 from passes.launches import launch, wait
 from passes.primitives import COLLECTIVES, axes_of
 from passes.schedule import Work
@@ -24,13 +25,12 @@ from passes.schedule import Work
 __all__ = ["enough", "lane_of", "overlap_of", "work_of"]
 
 _aten = torch.ops.aten
-#: A collective is worth merging with others while its latency is at least this share of its time.
-_LATENCY_SHARE = 0.2
-#: ... but only up to so many bytes: joining and parting are copies.
+#: A collective is worth merging with others while its latency is at least `LATENCY_SHARE` of its time,
+#: but only up to so many bytes: joining and parting are copies.
 _MOST = 32 * 2**20
 #: ... and to this share of a device's memory that is in use.
-_SPARE = 0.02
-_COPIES = 3
+_SPARE = 0.08
+_COPIES = 2
 
 _KINDS = (
     ("convolution", ("convolution",)),
@@ -84,7 +84,7 @@ def enough(kind: str, axes: tuple[int, ...], prices: Prices, spare: float = math
     most = min(_MOST, spare / factor / _COPIES)
     nothing = float(prices.collective(kind, axes, 1.0)[0])
     size = min(2.0**10, most)
-    while size < most and nothing > _LATENCY_SHARE * float(prices.collective(kind, axes, factor * size)[0]):
+    while size < most and nothing > LATENCY_SHARE * float(prices.collective(kind, axes, factor * size)[0]):
         size *= 2
     return size
 

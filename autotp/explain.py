@@ -106,7 +106,13 @@ def priced_plan(captured: Captured, plan: Plan) -> Priced:
     """
     operators, chosen, resting = checked(captured, plan)
     model = prepare(captured, parse(plan.constraints))
-    prices = Prices(plan.topology, plan.mesh_shape, train=plan.mode == "train", optimizer=plan.optimizer)
+    prices = Prices(
+        plan.topology,
+        plan.mesh_shape,
+        train=plan.mode == "train",
+        optimizer=plan.optimizer,
+        merges=plan.schedule == "overlap",
+    )
     panels = {op.name for op in plan.operators if op.panels > 1}
     found = loops(operators, chosen, resting, plan.mesh_shape) if panels else []
     again = {

@@ -149,7 +149,8 @@ class Footprint:
             name = self.parameters.get(value[0].name, value[0].name)
             kind = "gradient of a parameter" if value[0].name in self.parameters else "gradient in use"
             found += [(kind, name, size) for size in gradients.values()]
-        return [*found, ("passing", "", passing)] if passing else found
+        rest = self.total + passing - sum(size for *_, size in found)
+        return [*found, ("in passing", "", rest)] if rest > 0.5 else found
 
     def drop(self, key: Key) -> None:
         """A storage goes."""

@@ -120,7 +120,12 @@ def chunked(priced: Priced, chunks: Mapping[str, int]) -> Sums:
             cuts = by_rows(model.operators, sharding, communicating(model.operators, sharding), count)
         sharding = extended(model.operators, sharding, cuts, count)
     virtual = Prices(
-        prices.topology, prices.devices, train=prices.train, optimizer=prices.optimizer, chunks=tuple(chosen.values())
+        prices.topology,
+        prices.devices,
+        train=prices.train,
+        optimizer=prices.optimizer,
+        chunks=tuple(chosen.values()),
+        merges=prices.merges,
     )
     layouts = {
         (node, i): layout for node in model.operators for i, layout in enumerate(sharding.strategies[node.name].results)

@@ -171,7 +171,8 @@ def reshard_steps(plan: Plan, priced: Priced, moved: Moved, shared: int) -> Sequ
         change = f"{describe(source, names)} → {describe(target, names)}"
         for step, elements in moves(tuple(tensor.shape), source, target, prices.mesh):
             size = float(elements * tensor.element_size())
-            seconds = prices.collective(step.kind, step.axes, size)[0] if step.kind in COMMUNICATING else 0.0
+            travels = step.kind in COMMUNICATING
+            seconds = prices.collective(step.kind, step.axes, size, moved.parameter)[0] if travels else 0.0
             times = 2 if again and not back and prices.train else 1
             hidden = moved.parameter and plan.schedule == "overlap"
             axes = tuple(names[a] for a in step.axes)

@@ -123,7 +123,11 @@ class DistributedModule(fx.GraphModule):
     def _values(self, inputs: Sequence[Any]) -> dict[str, Tensor]:
         """This device's part of what each placeholder of the sharded graph stands for."""
         captured = self._captured
-        values = {name: local_part(self.get_parameter(fqn)) for name, fqn in captured.parameters.items()}
+        parameters: dict[str, Any] = {name: self.get_parameter(fqn) for name, fqn in captured.parameters.items()}
+        values: dict[str, Tensor] = {name: parameter._local_tensor for name, parameter in parameters.items()}
+        trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        if trained and torch.is_grad_enabled():
+            values |= dict(zip(trained, _LocalParts.apply(*(parameters[name] for name in trained)), strict=True))
         # What the step updates may be saved for the backward pass as it was.
         values |= {
             name: self.get_buffer(fqn).clone() if name in captured.mutations else self.get_buffer(fqn)
@@ -133,6 +137,24 @@ class DistributedModule(fx.GraphModule):
         # Graphs are made for strides too, and all ranks must agree about when a new one is needed.
         given = (value.contiguous() if isinstance(value, Tensor) else value for value in inputs)
         return values | dict(zip(captured.inputs, given, strict=True))
+
+
+class _LocalParts(torch.autograd.Function):
+    """This device's parts of all parameters at once: a step calls it once, where ``to_local`` is called for each."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.specs = [parameter._spec for parameter in parameters]
+        ctx.set_materialize_grads(False)
+        return tuple(parameter._local_tensor.view_as(parameter._local_tensor) for parameter in parameters)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        return tuple(
+            None if gradient is None else DTensor(gradient, spec, requires_grad=False)  # type: ignore[call-arg]
+            for gradient, spec in zip(gradients, ctx.specs, strict=True)
+        )
 
 
 def _bound(rewritten: Rewritten) -> fx.Graph:

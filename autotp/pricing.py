@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Replicate
 
-from costmodel import Topology, collectives, compute, memory
+from costmodel import Topology, collectives, compute, memory, overlap
 from passes.codes import local_elements
 from passes.factors import Operator
 from passes.layout import Layout, local_shape
@@ -51,6 +51,7 @@ class Prices:
         optimizer: a key of ``costmodel.memory.OPTIMIZERS``.
         chunks: in how many chunks devices do their work, one after the other: virtual axes behind the mesh's. What such an
             axis splits is paid for each chunk; what it joins or sums up, once and without a network.
+        merges: parameters and their gradients travel together, so that their latency hardly counts (`passes.bucket`).
     """
 
     def __init__(
@@ -61,23 +62,34 @@ class Prices:
         train: bool = True,
         optimizer: str = "adamw",
         chunks: tuple[int, ...] = (),
+        merges: bool = False,
     ) -> None:
         self.topology, self.devices, self.train, self.optimizer = topology, mesh, train, optimizer
-        self.mesh = (*mesh, *chunks)
+        self.mesh, self.merges = (*mesh, *chunks), merges
         self.collective = lru_cache(maxsize=None)(self._collective)
         self.moving = lru_cache(maxsize=None)(self._moving)
 
-    def _collective(self, kind: str, axes: tuple[int, ...], volume: float) -> tuple[float, float]:
+    def _collective(self, kind: str, axes: tuple[int, ...], volume: float, parameter: bool = False) -> tuple[float, float]:
         """(seconds, bytes received) of one collective; ``volume`` is in bytes of the larger tensor on one device."""
         ways = math.prod(self.mesh[a] for a in axes)
-        return float(self.seconds(kind, axes, np.array([volume]))[0]), float(collectives.bytes_moved(kind, ways, volume))
+        pay = self.parameter_seconds if parameter else self.seconds
+        return float(pay(kind, axes, np.array([volume]))[0]), float(collectives.bytes_moved(kind, ways, volume))
+
+    def parameter_seconds(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
+        """``seconds`` of collectives that move parameters or their gradients."""
+        alone = self.seconds(kind, axes, volumes)
+        if not self.merges:
+            return alone
+        return np.asarray(overlap.merged(alone, self.seconds(kind, axes, np.ones(1))))
 
     def seconds(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
         """Seconds of a collective over ``axes`` for many sizes, in bytes of the larger tensor on one device."""
         link = self.topology.link(self.devices, axes, kind)
         return np.asarray(collectives.of_link(kind, volumes, link, self.topology.library))
 
-    def _moving(self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout) -> Price:
+    def _moving(
+        self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout, parameter: bool = False
+    ) -> Price:
         """Of the steps from one layout to another."""
         compute_seconds = seconds = received = 0.0
         real, state = len(self.devices), list(source)
@@ -87,7 +99,7 @@ class Prices:
             volume = float(there * itemsize)
             if step.axes[0] < real and step.kind in COMMUNICATING:
                 times = self._times([not isinstance(p, Replicate) for p in state[real:]])
-                cost, size = self.collective(step.kind, step.axes, volume)
+                cost, size = self.collective(step.kind, step.axes, volume, parameter)
                 seconds, received = seconds + times * cost, received + times * size
             for axis in step.axes:
                 state[axis] = target[axis]
@@ -100,15 +112,17 @@ class Prices:
         """How often something is done, given which virtual axes split it."""
         return math.prod(n for n, cut in zip(self.mesh[len(self.devices) :], splits, strict=True) if cut)
 
-    def reshard(self, value: torch.Tensor, have: Layout, want: Want, *, gradient: bool, regather: bool) -> Price:
-        """One tensor's reshard with its mirror; ``regather``: a parameter that is gathered again for the backward pass."""
+    def reshard(
+        self, value: torch.Tensor, have: Layout, want: Want, *, gradient: bool, regather: bool, parameter: bool = False
+    ) -> Price:
+        """One tensor's reshard with its mirror; ``regather``: it is gathered again for the backward pass."""
         shape, itemsize = tuple(value.shape), value.element_size()
-        there = self.moving(shape, itemsize, have, want.layout)
+        there = self.moving(shape, itemsize, have, want.layout, parameter)
         if self.train and regather and there[1]:
             there = Price(*(2 * figure for figure in there))
         if not (self.train and gradient):
             return there
-        back = self.moving(shape, itemsize, want.gradient, gradient_of(have))
+        back = self.moving(shape, itemsize, want.gradient, gradient_of(have), parameter)
         return Price(*(first + second for first, second in zip(there, back, strict=True)))
 
     def space(self, space: Space, flop: float, *, gradient: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -15,7 +15,7 @@ from torch import fx
 from autotp.constraints import Requirement
 from autotp.ilp import Node, Problem, Tensor, Use
 from autotp.pricing import Prices
-from autotp.resharding import Tariff
+from autotp.resharding import Collective, Tariff
 from autotp.structure import Choice, Edge, Rest, Structure
 from costmodel.overlap import Weights
 from passes.capture import Captured
@@ -83,10 +83,11 @@ class _Assembly:
 
     def run(self, memory_bound: float) -> Assembled:
         nodes = [self.node(node, choice, count) for node, choice, count in self.structure.nodes]
-        sizes: dict[float, int] = {}
-        for edge in self.structure.edges:
-            sizes.setdefault(_size(edge), len(sizes))
-        self.tariffs = dict(zip(sizes, Tariff.of(list(sizes), self.mesh, self.prices.seconds), strict=True))
+        self.tariffs: dict[tuple[bool, float], Tariff] = {}
+        for parameter in (False, True):
+            sizes = list(dict.fromkeys(_size(edge) for edge in self.structure.edges if edge.parameter == parameter))
+            found = Tariff.of(sizes, self.mesh, self.pay(parameter)) if sizes else []
+            self.tariffs |= {(parameter, size): tariff for size, tariff in zip(sizes, found, strict=True)}
         tensors = [self.tensor(edge) for edge in self.structure.edges]
         for index, memory in self.kept.items():
             nodes[index] = Node(nodes[index].name, nodes[index].cost, nodes[index].memory + memory)
@@ -173,17 +174,21 @@ class _Assembly:
         uses = tuple(Use(index, want) for index, want in edge.uses)
         return Tensor(edge.name, edge.producer, edge.have, uses, cost, memory, temporary)
 
+    def pay(self, parameter: bool) -> Collective:
+        """What collectives cost that move a parameter, or something else."""
+        return self.prices.parameter_seconds if parameter else self.prices.seconds
+
     def reshards(self, edge: Edge, regather: np.ndarray) -> np.ndarray:
         """Seconds from every layout that a tensor has to every one wanted, with the gradient's way back."""
-        walks, shape, tariff = self.structure.walks, tuple(edge.value.shape), self.tariffs[_size(edge)]
-        itemsize = edge.value.element_size()
-        seconds = walks.seconds(shape, itemsize, edge.rows, edge.wants, self.mesh, tariff, self.prices.seconds)
+        walks, shape, tariff = self.structure.walks, tuple(edge.value.shape), self.tariffs[edge.parameter, _size(edge)]
+        itemsize, pay = edge.value.element_size(), self.pay(edge.parameter)
+        seconds = walks.seconds(shape, itemsize, edge.rows, edge.wants, self.mesh, tariff, pay)
         if not self.prices.train:
             return seconds
         seconds = np.where(regather, 2 * seconds, seconds)
         if edge.trained:
             back = np.where(edge.rows == SUM, WHOLE, edge.rows)
-            gradients = walks.seconds(shape, itemsize, edge.gradients, back, self.mesh, tariff, self.prices.seconds)
+            gradients = walks.seconds(shape, itemsize, edge.gradients, back, self.mesh, tariff, pay)
             seconds = seconds + gradients.T
         return seconds
 

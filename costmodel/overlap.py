@@ -31,6 +31,8 @@ from .formula import Number, compile_formula
 __all__ = [
     "BATCH",
     "DEVICE",
+    "LATENCY_SHARE",
+    "MERGED",
     "NETWORK",
     "ROWS",
     "STEP",
@@ -39,18 +41,21 @@ __all__ = [
     "D",
     "H",
     "P",
+    "T",
     "Weights",
     "a",
     "c",
     "hidden_by_batch",
     "hidden_by_rows",
     "k",
+    "merged",
     "sides",
+    "t0",
     "w",
     "weights",
 ]
 
-C, A, P, H, a, w, k = sympy.symbols("C A P H a w k", nonnegative=True)
+C, A, P, H, a, w, k, T, t0 = sympy.symbols("C A P H a w k T t0", nonnegative=True)
 D, c = sympy.symbols("D c", positive=True)
 
 DEVICE: sympy.Expr = C + k * (A + P) + (1 - k) * (A - H + P / D)
@@ -67,6 +72,13 @@ ROWS: sympy.Expr = (1 - 1 / c) * sympy.Min(a, w)
 
 STEP: sympy.Expr = sympy.Max(DEVICE, NETWORK)
 """Seconds of a step."""
+
+
+LATENCY_SHARE = 0.2
+"""Collectives that wait for nobody travel together until their latency is this share of their time."""
+
+MERGED: sympy.Expr = sympy.Min(T, (T - t0) / (1 - LATENCY_SHARE))
+"""Seconds of a collective that may travel with others: **T** seconds by itself, **t0** of them without any bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +125,11 @@ def hidden_by_rows(communication: Number, work: Number, chunks: Number) -> Numbe
     return _rows()(communication, work, chunks)
 
 
+def merged(alone: Number, latency: Number) -> Number:
+    """``MERGED`` with numbers."""
+    return _merged()(alone, latency)
+
+
 def weights(share: float, depth: float, contention: float) -> Weights:
     """Those of ``share`` DEVICE + (1 - share) NETWORK, without chunks."""
     rest = 1.0 - share
@@ -122,6 +139,11 @@ def weights(share: float, depth: float, contention: float) -> Weights:
 @functools.cache
 def _compiled(expression: sympy.Expr) -> Callable[..., Number]:
     return compile_formula((C, A, P, H, D, c, k), expression)
+
+
+@functools.cache
+def _merged() -> Callable[..., Number]:
+    return compile_formula((T, t0), MERGED)
 
 
 @functools.cache

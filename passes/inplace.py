@@ -1,4 +1,5 @@
-"""Lets an operator write where its operand was, when nobody reads that any more: gradients are added up in place.
+"""Lets an operator write where its operand was, when nobody reads that any more: gradients are added up in place, and
+an all-reduce leaves its result where the summand was.
 
 Autograd does so too. It saves the memory of a result, and the time to touch memory that is not in the caches.
 """
@@ -34,6 +35,7 @@ def inplace(graph: fx.Graph) -> None:
     number = {node: i for i, node in enumerate(nodes)}
     roots: dict[fx.Node, fx.Node] = {}
     last: dict[fx.Node, int] = {}
+    readers: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
     for node in nodes:
         source = source_of(node)
         roots[node] = node if source is None else roots[source]
@@ -42,6 +44,7 @@ def inplace(graph: fx.Graph) -> None:
             ends = max((number[user] for user in node.users if user.target is wait), default=len(nodes))
         for source in node.all_input_nodes:
             last[roots[source]] = max(last.get(roots[source], 0), ends)
+            readers.setdefault(roots[source], []).append((node, ends))
     into: dict[fx.Node, fx.Node] = {}
 
     def found(node: fx.Node) -> fx.Node:
@@ -51,6 +54,14 @@ def inplace(graph: fx.Graph) -> None:
         return root
 
     for node in nodes:
+        if node.target is launch and node.args[1] == "all_reduce":
+            operand: Any = node.args[2]
+            root = roots[operand]
+            # It is written from the launch on: whoever else reads it must have done so by then.
+            others = [end for reader, end in readers[root] if reader is not node]
+            alone = root not in into.values() and all(end < number[node] for end in others)
+            if alone and _fresh(root) and _whole(operand, root):
+                node.args = (node.args[0], "all_reduce_", *node.args[2:])
         form = _FORMS.get(node.target)
         if form is None or not isinstance(node.args[0], fx.Node):
             continue
@@ -65,6 +76,12 @@ def inplace(graph: fx.Graph) -> None:
 def _fresh(node: fx.Node) -> bool:
     """Whether a node made a tensor of its own that nobody else knows."""
     return node.op == "call_function" and node.target not in HOSTED and isinstance(node.target, torch._ops.OpOverload)
+
+
+def _whole(operand: fx.Node, root: fx.Node) -> bool:
+    """Whether a tensor is all of the storage that it lies in, as it lies there."""
+    mine, whole = operand.meta.get("val"), root.meta.get("val")
+    return isinstance(mine, Tensor) and isinstance(whole, Tensor) and mine.numel() == whole.numel() and mine.is_contiguous()
 
 
 def _alike(node: fx.Node, operand: fx.Node, root: fx.Node, found: Callable[[fx.Node], fx.Node]) -> bool:

@@ -89,6 +89,10 @@ class World(nn.Module):
     def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
         """Every device of the group gets the sum (or ``max``) of the group's tensors."""
 
+    def all_reduce_(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
+        """``all_reduce`` that may leave its results where the tensors were, which nobody else reads."""
+        return self.all_reduce(parts, axes, op)
+
     @abstractmethod
     def all_gather(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """Every device gets the group's tensors, stacked in a new dim 0."""
@@ -263,6 +267,12 @@ class LocalWorld(World):
                 result[i] = value.clone()
         return Pending(result)
 
+    def all_reduce_(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
+        """See ``World.all_reduce_``; it writes at once, so that who reads too late is found out."""
+        for part, value in zip(parts, self.all_reduce(parts, axes, op).wait(), strict=True):
+            part.copy_(value)
+        return Pending(parts)
+
     def all_gather(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.all_gather``."""
         result = list(parts)
@@ -321,7 +331,11 @@ class ProcessWorld(World):
 
     def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
         """See ``World.all_reduce``."""
-        value = parts[0].clone(memory_format=torch.contiguous_format)
+        return self.all_reduce_([parts[0].clone(memory_format=torch.contiguous_format)], axes, op)
+
+    def all_reduce_(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
+        """See ``World.all_reduce_``."""
+        value = parts[0]
         reduction = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         work = dist.all_reduce(value, reduction, group=self._process_groups[axes], async_op=True)
         return Pending([value], work)

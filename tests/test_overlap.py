@@ -376,3 +376,30 @@ def test_sums_over_chunks_come_before_the_network():
     (both,) = steps((8, 4), (Partial(), Partial()), (Replicate(), Replicate()), (2, 2))
     assert [s.axes for s in sums_first([both], 1)] == [(1,), (0,)]
     assert sums_first([Step("all_gather", (0,), 0)], 1) == [Step("all_gather", (0,), 0)]
+
+
+def test_an_all_reduce_writes_where_its_operand_was_only_if_nobody_reads_that_any_more():
+    """One summand is sent twice: the first message may not be overwritten by the second's result."""
+    from passes.inplace import inplace
+    from passes.launches import launches
+    from passes.primitives import all_reduce, reduce_scatter
+
+    def made(order):
+        graph = torch.fx.Graph()
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.ones(4)
+        summand = graph.call_function(torch.ops.aten.mul.Tensor, (x, 2.0))
+        sends = {
+            "sum": lambda: graph.call_function(all_reduce, (summand, [0], "sum")),
+            "scatter": lambda: graph.call_function(reduce_scatter, (summand, 0)),
+        }
+        graph.output(tuple(sends[name]() for name in order))
+        for node in graph.nodes:
+            node.meta.setdefault("val", torch.ones(4))
+        found = launches(graph)
+        inplace(found)
+        return [n.args[1] for n in found.nodes if n.target is launch]
+
+    assert made(["sum"]) == ["all_reduce_"]
+    assert made(["scatter", "sum"]) == ["reduce_scatter", "all_reduce_"], "waited for before the next begins"
+    assert made(["sum", "scatter"]) == ["all_reduce", "reduce_scatter"]
