@@ -15,7 +15,7 @@ from autotp.plan import CHUNKS
 from autotp.pricing import Prices
 from costmodel import overlap
 from costmodel.overlap import Weights
-from passes.chunk import by_batch, by_rows, communicating, extended
+from passes.chunk import Options, by_batch, by_rows, communicating, extended
 from passes.shard import Sharding
 
 __all__ = ["Searched", "best_chunks", "chunked", "least_step"]
@@ -97,9 +97,11 @@ def best_chunks(priced: Priced) -> tuple[dict[str, int], Sums]:
     best = whole = priced.sums()
     if whole.activations < _WORTH * whole.step:
         return chosen, whole
-    for way, count in itertools.product(CHUNKS, _COUNTS):
-        found = chunked(priced, {way: count})
-        if found.step < min(best.step, (1 - _WORTH) * whole.step):
+    for way in CHUNKS:
+        for count in _COUNTS:
+            found = chunked(priced, {way: count})
+            if found.step >= min(best.step, (1 - _WORTH) * whole.step):
+                break
             chosen, best = {way: count}, found
     return chosen, best
 
@@ -114,11 +116,17 @@ def chunked(priced: Priced, chunks: Mapping[str, int]) -> Sums:
     resting = {node.name: priced.layouts[node, 0] for node in graph.nodes if node.op == "placeholder"}
     sharding = Sharding(prices.mesh, priced.strategies, resting, frozenset(model.captured.parameters))
     for way, count in chosen.items():
+        options = Options(model.stands)
         if way == "batch":
-            cuts = by_batch(graph, model.operators, sharding, model.captured.inputs, count)
+            cuts = by_batch(graph, model.operators, sharding, model.captured.inputs, count, options)
         else:
-            cuts = by_rows(model.operators, sharding, communicating(model.operators, sharding), count)
-        sharding = extended(model.operators, sharding, cuts, count)
+            talking = communicating(model.operators, sharding)
+            cuts = by_rows(model.operators, sharding, talking, count, options)
+        if not any(cuts.values()):
+            return priced.sums()
+        if len(chosen) > 1:  # chunks of chunks: copies may have been cut otherwise
+            options = Options()
+        sharding = extended(model.operators, sharding, cuts, count, options)
     virtual = Prices(
         prices.topology,
         prices.devices,

@@ -8,7 +8,7 @@ joined. *Operators*: the rows of single matrix products whose operands, results 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import replace
 
 from torch import Tensor, fx
@@ -21,14 +21,38 @@ from passes.rules.shapes import operands_of, results_of
 from passes.shard import Sharding
 from passes.strategy import SUM, Strategy, replicated, strategies
 
-__all__ = ["Cuts", "by_batch", "by_rows", "communicating", "extended"]
+__all__ = ["Cuts", "Options", "by_batch", "by_rows", "communicating", "extended"]
 
 #: Operator name -> the factor that a virtual axis cuts, or partial sums passed through, or None.
 Cuts = Mapping[str, str | None]
 
 
+class Options:
+    """The strategies that extend operators' own by a virtual axis; those of operators that are alike are found once.
+
+    Args:
+        stands: operator -> one that is alike in everything, its strategy included; those not in it stand for themselves.
+    """
+
+    def __init__(self, stands: Mapping[fx.Node, fx.Node] | None = None) -> None:
+        self.stands = stands or {}
+        self.known: dict[Hashable, list[Strategy]] = {}
+
+    def of(self, operator: Operator, sharding: Sharding, chunks: int) -> list[Strategy]:
+        """Even parts only; the first leaves the operator whole."""
+        key = self.stands.get(operator.node, operator.node), sharding.mesh, chunks
+        if key not in self.known:
+            self.known[key] = _options(operator, sharding, chunks)
+        return self.known[key]
+
+
 def by_batch(
-    graph: fx.Graph, operators: Mapping[fx.Node, Operator], sharding: Sharding, inputs: Collection[str], chunks: int
+    graph: fx.Graph,
+    operators: Mapping[fx.Node, Operator],
+    sharding: Sharding,
+    inputs: Collection[str],
+    chunks: int,
+    options: Options | None = None,
 ) -> Cuts:
     """What a virtual axis of ``chunks`` cuts, operator by operator, for the batch to be worked on in so many parts.
 
@@ -38,7 +62,9 @@ def by_batch(
         sharding: for the mesh, without the virtual axis.
         inputs: placeholders that are the user's inputs.
         chunks: how many.
+        options: what is known of them.
     """
+    options = options or Options()
     whole: Placement = Replicate()
     have: dict[object, Placement | None] = {}  # None: whole or cut, as one likes
     for node in graph.nodes:
@@ -50,7 +76,7 @@ def by_batch(
     for node, operator in operators.items():
         best, least = replicated(operator, len(sharding.mesh) + 1), float("inf")
         flows = any(have.get(value_of(operand)) != whole for operand in operands_of(node))
-        for strategy in _options(operator, sharding, chunks):
+        for strategy in options.of(operator, sharding, chunks):
             cost = _cost(node, strategy, have)
             if cost < least or (cost == least and best.assignment[-1] is None and flows):
                 best, least = strategy, cost
@@ -120,30 +146,44 @@ def communicating(operators: Mapping[fx.Node, Operator], sharding: Sharding) -> 
     return found
 
 
-def by_rows(operators: Mapping[fx.Node, Operator], sharding: Sharding, names: Collection[str], chunks: int) -> Cuts:
+def by_rows(
+    operators: Mapping[fx.Node, Operator],
+    sharding: Sharding,
+    names: Collection[str],
+    chunks: int,
+    options: Options | None = None,
+) -> Cuts:
     """What a virtual axis cuts when the rows of some matrix products come in ``chunks`` parts; see `by_batch`."""
+    known = options or Options()
     found: dict[str, str | None] = {}
     for node, operator in operators.items():
         found[node.name] = None
         if node.name in names:
             rows = {f.name for f in operator.factors.values() if f.kind == "m"}
-            options = [s.assignment[-1] for s in _options(operator, sharding, chunks) if s.assignment[-1] in rows]
-            found[node.name] = options[0] if options else None
+            cuts = [s.assignment[-1] for s in known.of(operator, sharding, chunks) if s.assignment[-1] in rows]
+            found[node.name] = cuts[0] if cuts else None
     return found
 
 
-def extended(operators: Mapping[fx.Node, Operator], sharding: Sharding, cuts: Cuts, chunks: int) -> Sharding:
+def extended(
+    operators: Mapping[fx.Node, Operator],
+    sharding: Sharding,
+    cuts: Cuts,
+    chunks: int,
+    options: Options | None = None,
+) -> Sharding:
     """A sharding with a virtual axis behind its mesh, along which everything rests whole.
 
     Raises:
         ValueError: an operator cannot be cut as asked.
     """
+    known = options or Options()
     chosen: dict[str, Strategy] = {}
     for node, operator in operators.items():
         wanted = cuts.get(node.name)
-        options = [s for s in _options(operator, sharding, chunks) if s.assignment[-1] == wanted]
-        if not options:
+        made = next((s for s in known.of(operator, sharding, chunks) if s.assignment[-1] == wanted), None)
+        if made is None:
             raise ValueError(f"operator {node.name} cannot be cut for {wanted} into {chunks} chunks")
-        chosen[node.name] = options[0]
+        chosen[node.name] = made
     resting = {name: (*layout, Replicate()) for name, layout in sharding.resting.items()}
     return replace(sharding, mesh=(*sharding.mesh, chunks), strategies=chosen, resting=resting)
