@@ -6,7 +6,7 @@ pay the reshards that follow. *Planned*: the alternative is pinned, and everythi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import name_of
 from passes.strategy import Strategy, strategies, whole_layout
 
-__all__ = ["Alternative", "Explanation", "explain_operator", "priced_plan"]
+__all__ = ["Alternative", "Explainer", "Explanation", "explain_operator", "priced_plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +151,12 @@ def explain_operator(captured: Captured, plan: Plan, name: str, *, count: int = 
         AutotpError: the plan has no such operator; says which are like it.
         PlanMismatchError: the plan is for another model or other inputs.
     """
-    return _Explainer(captured, plan).explain(name, count, planned)
+    return Explainer(captured, plan).explain(name, count, planned)
 
 
-class _Explainer:
+class Explainer:
+    """Explains operators of one plan; see `explain_operator`."""
+
     def __init__(self, captured: Captured, plan: Plan) -> None:
         self.captured, self.plan = captured, plan
         self.priced = priced_plan(captured, plan)
@@ -162,7 +164,8 @@ class _Explainer:
         self.nodes = {node.name: node for node in self.model.operators}
         self.entries = {op.name: op for op in plan.operators}
 
-    def explain(self, name: str, count: int, planned: int) -> Explanation:
+    def explain(self, name: str, count: int = 5, planned: int = 1) -> Explanation:
+        """See `explain_operator`."""
         if name not in self.nodes:
             said = ", ".join(list(self.entries)[:8])
             raise AutotpError(f"the plan has no operator {name!r}; its operators are {said}, … (see `autotp inspect`)")
@@ -173,8 +176,10 @@ class _Explainer:
         gradient = any((node, i) in self.model.trained for i in range(len(results_of(node))))
         work = self.prices.work(operator, strategy, flop_of(node), gradient=gradient)
         values = {} if work is None else work.values(self.plan.topology.device)
-        others = self.alternatives(node)
-        told = [self.planned(each, node) if i < planned else each for i, each in enumerate(others[:count])]
+        others = list(self.others(node))
+        costed = (self.alternative(node, each) for each in (others if count else ()))
+        best = sorted(costed, key=lambda each: each.in_place_seconds)
+        told = [self.planned(each, node) if i < planned else each for i, each in enumerate(best[:count])]
         return Explanation(
             name=name,
             target=name_of(node),
@@ -205,29 +210,31 @@ class _Explainer:
         return [other for other in self.model.operators if self.model.stands[other] is stand]
 
     def step(self, sums: Sums) -> float:
+        """Seconds of a step, as the plan's schedule counts them."""
         return sums.step if self.plan.schedule == "overlap" else sums.compute + sums.communication
 
-    def alternatives(self, node: fx.Node) -> list[Alternative]:
-        """The operator's other strategies on this mesh, cheapest in place first."""
+    def others(self, node: fx.Node) -> Iterator[Strategy]:
+        """The operator's other strategies on this mesh, within the plan's family."""
         operator, mine = self.model.operators[node], self.priced.strategies[node.name]
-        chosen = family(self.plan.strategy)
-        ways = chosen.restrictions(len(self.plan.mesh_shape))
+        ways = family(self.plan.strategy).restrictions(len(self.plan.mesh_shape))
 
         def allow(axis: int, factor: Any) -> bool:
             return any(way.allows(operator, axis, factor) for way in ways)
 
-        found = []
         for strategy in strategies(operator, self.plan.mesh_shape, allow):
-            if strategy.assignment == mine.assignment:
-                continue
-            changed = self.changed(node, strategy)
-            operands = operands_of(node)
-            have = [self.priced.layouts[value_of(n)] for n in operands]
-            called = scheme(operator, strategy, have, [n.name in self.captured.parameters for n in operands])
-            shown = [w.layout for w in strategy.wants] + list(strategy.results)
-            layouts = tuple(describe(layout, self.plan.mesh_axes) for layout in shown)
-            found.append(Alternative(called, self.pin(node.name, strategy), layouts, self.step(changed.sums())))
-        return sorted(found, key=lambda each: each.in_place_seconds)
+            if strategy.assignment != mine.assignment:
+                yield strategy
+
+    def alternative(self, node: fx.Node, strategy: Strategy) -> Alternative:
+        """What it costs if only this operator and its copies change."""
+        operands = operands_of(node)
+        have = [self.priced.layouts[value_of(n)] for n in operands]
+        parameters = [n.name in self.captured.parameters for n in operands]
+        called = scheme(self.model.operators[node], strategy, have, parameters)
+        shown = [w.layout for w in strategy.wants] + list(strategy.results)
+        layouts = tuple(describe(layout, self.plan.mesh_axes) for layout in shown)
+        step = self.step(self.changed(node, strategy).sums())
+        return Alternative(called, self.pin(node.name, strategy), layouts, step)
 
     def changed(self, node: fx.Node, strategy: Strategy) -> Priced:
         """The plan with another strategy of one operator and its copies."""
@@ -243,6 +250,7 @@ class _Explainer:
         return replace(self.priced, strategies=chosen, layouts=layouts)
 
     def pin(self, name: str, strategy: Strategy) -> str:
+        """The constraint that asks for a strategy."""
         served = zip(self.plan.mesh_axes, strategy.assignment, strict=True)
         return f"{name}=" + " ".join(f"{factor or '-'}@{axis}" for axis, factor in served)
 

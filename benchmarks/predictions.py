@@ -205,7 +205,8 @@ def report(points: Sequence[Point]) -> str:
     return (
         "# Predicted and measured\n\n"
         "Step times (forward and backward) of plans of every family on emulated clusters: network namespaces whose uplinks "
-        "are limited. On each, `autotp calibrate` ran first; predictions use nothing but the file that it wrote. Steps are "
+        "are limited. On each, `autotp calibrate` ran first; predictions use nothing but the file that it wrote. Plans are "
+        'made and run without overlap (`schedule="none"`), so that every collective counts. Steps are '
         "timed in turns, medians of six, from the first rank to begin to the last to end. Four ranks share the machine's "
         f"cores: {machine()}, {allocator()}. Made by `python -m benchmarks.predictions --write`, as root.\n\n"
         + table(header, summary)

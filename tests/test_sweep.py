@@ -223,7 +223,7 @@ def test_command_scales_the_batch(spec, capsys):
         ("build", ("--topology", "dgx-a1000", "--devices", "8"), 2, "no topology preset"),
         ("build", ("--topology", "cpu", "--devices", "2", "--strategy", "magic"), 2, "choose one of"),
         ("build", ("--topology", "cpu", "--devices", "2", "--plot", "p.jpg"), 2, ".svg or .png"),
-        ("build", ("--topology", "cpu", "--devices", "2", "--csv", "no/where.csv"), 2, "cannot write"),
+        ("build", ("--topology", "cpu", "--devices", "2", "--csv", "no/where.csv"), 2, "no directory"),
         ("build", ("--topology", "cpu", "--devices", "2", "--weak"), 2, "no argument `devices`"),
         ("build", ("--topology", "cpu", "--devices", "2", "--memory", "lots"), 2, "--memory"),
         ("failing", ("--topology", "cpu", "--devices", "2"), 2, "no such weights"),

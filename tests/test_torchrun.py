@@ -26,8 +26,6 @@ def torchrun(processes, program, *arguments, timeout=150):
         (2, "unet", "megatron-1d", "2"),
         (4, "llama", "megatron-sp", "2x2"),
         (4, "unet", "tensor3d", "2x2"),
-        (4, "llama", "summa-2d", "2x2"),
-        (8, "llama", "tesseract-2.5d", "2x2x2"),
         (8, "llama", "3d", "2x2x2"),
     ],
 )

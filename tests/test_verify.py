@@ -37,8 +37,16 @@ def linear(made, number):
     return [n for n in made.captured.graph_module.graph.nodes if "linear" in str(n.target)][number].name
 
 
-@pytest.mark.parametrize("name", ["gpt2", "unet", "llama"])
-@pytest.mark.parametrize(("strategy", "mesh"), [("megatron-1d", (4,)), ("auto", (2, 2)), ("3d", (2, 2)), ("zero3", (4,))])
+@pytest.mark.parametrize(
+    ("name", "strategy", "mesh"),
+    [
+        ("gpt2", "megatron-1d", (4,)),
+        ("gpt2", "3d", (2, 2)),
+        ("unet", "auto", (2, 2)),
+        ("unet", "tensor3d", (2, 2)),
+        ("llama", "zero3", (4,)),
+    ],
+)
 def test_right_graphs_pass(name, strategy, mesh):
     model, args, kwargs = MODELS[name]()
     plan = autotp.plan(model, SLOW, args, kwargs, strategy=strategy, mesh=mesh, memory=float("inf"))
