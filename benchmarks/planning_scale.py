@@ -116,9 +116,10 @@ def make() -> str:
 Made by `python -m benchmarks.planning_scale --write` on {machine()}.
 
 Seconds from the captured graph to the plan, over every factorisation of the devices into up to three mesh axes, on DGX
-H100s; bfloat16, AdamW, `schedule="none"`. *Analysis* reads the graph (it is what grows with layers, with capture, which is not counted);
-*programs* are built for every mesh; the *solver* bounds and solves them. With ample memory every mesh is settled by
-elimination. Where 80 GB bind, Lagrangian bounds settle most meshes, labels the rest. Peak memory is the process's, torch,
+H100s; bfloat16, AdamW, without overlap (`schedule="none"`; with it the same program is solved for other weights, most often
+once). *Analysis* reads the graph (it is what grows with layers, with capture, which is not counted); *programs* are built
+for every mesh; the *solver* bounds and solves them. With ample memory every mesh is settled by elimination. Where 80 GB
+bind, Lagrangian bounds settle most meshes, labels the rest. Peak memory is the process's, torch,
 the model's graph and all.
 
 {table([*header, "peak GB", "proven optimal"], rows)}"""
