@@ -12,7 +12,7 @@ TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 4
 # One thread a process: the ranks share the cores, and the order of float sums stays the same.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test exact tables predictions lint format clean
+.PHONY: help demo test exact tables predictions overlap lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make exact   the whole exactness matrix: model x strategy x mesh (long)"
 	@echo "make tables  write the tables in docs/ that need no cluster anew (minutes)"
 	@echo "make predictions  measure steps on emulated clusters, as root (half an hour)"
+	@echo "make overlap  measure overlap, and autotp beside DDP, FSDP2 and tensor parallel, as root (two hours)"
 	@echo "make lint    ruff, mypy, import-linter"
 	@echo "make format  let ruff format the sources"
 	@echo "make clean   remove the environment and every cache"
@@ -46,6 +47,10 @@ tables: $(STAMP)
 
 predictions: $(STAMP)
 	$(BIN)/python -m benchmarks.predictions --write
+
+overlap: $(STAMP)
+	$(BIN)/python -m benchmarks.overlap --write
+	$(BIN)/python -m benchmarks.peers --write
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)

@@ -96,7 +96,7 @@ def random_durations(seed):
     return durations
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     strategy=st.sampled_from(["megatron-1d", "megatron-sp", "data", "zero3", "tensor3d", "3d"]),
