@@ -20,7 +20,7 @@ from autotp.render import make_console
 from costmodel import format_quantity
 from passes.capture import Captured, capture
 
-__all__ = ["explain_memory", "explain_node"]
+__all__ = ["captured_for", "explain_memory", "explain_node"]
 
 _SHOWN = 20
 

@@ -13,7 +13,8 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from autotp.cli_arguments import load_model, working
+from autotp.cli_arguments import working
+from autotp.cli_explain_plan import captured_for
 from autotp.difference import Difference, difference
 from autotp.drawing import draw
 from autotp.explain import priced_plan
@@ -22,7 +23,6 @@ from autotp.plan import Plan
 from autotp.render import make_console
 from autotp.rewrite import apply
 from costmodel import format_quantity
-from passes.capture import capture
 
 __all__ = ["diff_command", "inspect_command"]
 
@@ -46,8 +46,7 @@ def inspect_command(
     """Read a plan: layouts, collectives with their cost, work and memory of every operator, by the model's modules."""
     loaded = Plan.load(plan)
     with working("reading the plan"):
-        built, args, kwargs = load_model(model, loaded.devices)
-        captured = capture(built, tuple(args), kwargs)
+        captured = captured_for(loaded, model)
         if code:
             print(apply(captured, loaded).graph_module.code)
             return

@@ -151,6 +151,14 @@ class Priced:
                 charged = [value[0]]
             yield moved, charged
 
+    def charges(self) -> dict[fx.Node, list[tuple[Moved, int]]]:
+        """Operator -> what it is charged for, each with the number of operators that share it."""
+        found: dict[fx.Node, list[tuple[Moved, int]]] = defaultdict(list)
+        for moved, users in self.charged():
+            for user in users:
+                found[user].append((moved, len(users)))
+        return found
+
     def origins(self) -> dict[Value, fx.Node]:
         """A tensor of partial sums -> the operator that made them, which may have passed them on since."""
         found: dict[Value, fx.Node] = {}

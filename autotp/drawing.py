@@ -75,15 +75,9 @@ def draw(path: Path, plan: Plan, rows: Sequence[Row], model: Model) -> None:
     kind = path.suffix[1:]
     graph = drawing(plan, rows, model)
     try:
-        if kind == "dot":
-            write_atomically(path, graph.source)
-        elif kind in _FORMATS:
-            data = graph.pipe(format=kind)
-            temporary = path.with_name(f".{path.name}.tmp")
-            temporary.write_bytes(data)
-            temporary.replace(path)
-        else:
+        if kind not in ("dot", *_FORMATS):
             raise AutotpError(f"{path}: a drawing ends with .dot, {', '.join('.' + known for known in _FORMATS)}")
+        write_atomically(path, graph.source if kind == "dot" else graph.pipe(format=kind))
     except graphviz.ExecutableNotFound as error:
         raise AutotpError(f"{path}: drawing {kind} needs graphviz's dot, which is not installed; write a .dot") from error
     except OSError as error:

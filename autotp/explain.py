@@ -163,6 +163,8 @@ class Explainer:
         self.model, self.prices = self.priced.model, self.priced.prices
         self.nodes = {node.name: node for node in self.model.operators}
         self.entries = {op.name: op for op in plan.operators}
+        self.own, self.charges = self.priced.operators(), self.priced.charges()
+        self.whole = self.step(self.priced.sums())
 
     def explain(self, name: str, count: int = 5, planned: int = 1) -> Explanation:
         """See `explain_operator`."""
@@ -171,8 +173,7 @@ class Explainer:
             raise AutotpError(f"the plan has no operator {name!r}; its operators are {said}, … (see `autotp inspect`)")
         node, entry = self.nodes[name], self.entries[name]
         operator, strategy = self.model.operators[node], self.priced.strategies[name]
-        own = self.priced.operators()[node]
-        charged = [(moved, len(users)) for moved, users in self.priced.charged() if node in users]
+        own, charged = self.own[node], self.charges[node]
         gradient = any((node, i) in self.model.trained for i in range(len(results_of(node))))
         work = self.prices.work(operator, strategy, flop_of(node), gradient=gradient)
         values = {} if work is None else work.values(self.plan.topology.device)
@@ -199,7 +200,7 @@ class Explainer:
                 step for moved, shared in charged for step in reshard_steps(self.plan, self.priced, moved, shared)
             ),
             bound_ratio=entry.bound_ratio,
-            step_seconds=self.step(self.priced.sums()),
+            step_seconds=self.whole,
             considered=len(others) + 1,
             alternatives=tuple(told),
         )

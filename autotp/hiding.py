@@ -91,10 +91,15 @@ def _next_share(lines: list[tuple[float, float]]) -> tuple[float, float]:
     return best, least(best)
 
 
-def best_chunks(priced: Priced) -> tuple[dict[str, int], Sums]:
-    """The chunks with which a step is shortest, none where they win little, and what it then takes."""
+def best_chunks(priced: Priced, whole: Sums) -> tuple[dict[str, int], Sums]:
+    """The chunks with which a step is shortest, none where they win little, and what it then takes.
+
+    Args:
+        priced: a plan's strategies.
+        whole: what a step takes without chunks.
+    """
     chosen: dict[str, int] = {}
-    best = whole = priced.sums()
+    best = whole
     if whole.activations < _WORTH * whole.step:
         return chosen, whole
     for way in CHUNKS:

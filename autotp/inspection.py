@@ -119,10 +119,7 @@ class Filters:
 def inspect_plan(plan: Plan, priced: Priced) -> list[Row]:
     """A plan's operators in the order of the graph, those that are decided together once."""
     model, prices = priced.model, priced.prices
-    charged: dict[fx.Node, list[tuple[Moved, int]]] = defaultdict(list)
-    for moved, users in priced.charged():
-        for user in users:
-            charged[user].append((moved, len(users)))
+    charged = priced.charges()
     entries = {op.name: op for op in plan.operators}
     copies: dict[fx.Node, list[str]] = defaultdict(list)
     for node in model.operators:

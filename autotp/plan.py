@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autotp.errors import AutotpError, PlanMismatchError
 from costmodel import Topology
+from costmodel.toml_out import write_atomically
 from passes.capture import Captured
 from passes.layout import Layout, blocks_of, describe, is_shard, place
 
@@ -274,15 +274,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the plan as JSON; the file appears whole or not at all."""
-        target = Path(path)
-        handle, temporary = tempfile.mkstemp(dir=target.parent or None, prefix=target.name, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(self.to_json())
-            os.replace(temporary, target)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_atomically(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Plan:

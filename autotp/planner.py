@@ -238,11 +238,12 @@ def plan_captured(
     sums, least = None, best.solution.seconds
     if hides:
         prices, panelled = priced(model, best)
-        least = prices.sums().step
-        if chunks is None and not panelled:
-            chunks, sums = best_chunks(prices)
-        else:
-            sums = chunked(prices, chunks or {})
+        sums = prices.sums()
+        least = sums.step
+        if chunks:
+            sums = chunked(prices, chunks)
+        elif chunks is None and not panelled:
+            chunks, sums = best_chunks(prices, sums)
     gap = max(0.0, 1 - floor / least) if least else 0.0
     plan = describe_plan(
         model,

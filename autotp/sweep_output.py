@@ -6,10 +6,9 @@ import csv
 import io
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -19,6 +18,7 @@ from rich.text import Text
 from autotp.errors import AutotpError
 from autotp.sweep import Point
 from costmodel import format_quantity
+from costmodel.toml_out import write_atomically
 
 __all__ = ["PLOTS", "check_plot", "sweep_csv", "sweep_json", "sweep_table", "write_file", "write_plot"]
 
@@ -74,13 +74,16 @@ def sweep_csv(points: Sequence[Point]) -> str:
     return text.getvalue()
 
 
-def write_file(path: str | os.PathLike[str], text: str) -> None:
+def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Writes a file whole or not at all.
 
     Raises:
         AutotpError: when it cannot be written.
     """
-    _atomically(Path(path), lambda file: file.write(text.encode()))
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        raise AutotpError(f"{path}: cannot write the file ({error.strerror})") from error
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
@@ -132,7 +135,9 @@ def write_plot(points: Sequence[Point], path: str | os.PathLike[str]) -> None:
     suffix = Path(path).suffix[1:]
     # The date would make every file another one.
     metadata: Mapping[str, Any] = {"Date": None} if suffix == "svg" else {}
-    _atomically(Path(path), lambda file: figure.savefig(file, format=suffix, dpi=150, metadata=metadata))
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=suffix, dpi=150, metadata=metadata)
+    write_file(path, drawn.getvalue())
 
 
 def _figure() -> Any:
@@ -142,22 +147,6 @@ def _figure() -> Any:
     except ImportError as error:
         raise AutotpError(f"plots need matplotlib ({error}); install it: pip install autotp[plot]") from error
     return Figure
-
-
-def _atomically(target: Path, write: Callable[[IO[bytes]], object]) -> None:
-    try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
-    except OSError as error:
-        raise AutotpError(f"{target}: cannot write the file ({error.strerror})") from error
-    try:
-        with os.fdopen(handle, "wb") as file:
-            write(file)
-        os.replace(temporary, target)
-    except BaseException as error:
-        os.unlink(temporary)
-        if isinstance(error, OSError):
-            raise AutotpError(f"{target}: cannot write the file ({error.strerror})") from error
-        raise
 
 
 def _family(point: Point) -> str | None:

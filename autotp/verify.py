@@ -18,12 +18,13 @@ from torch.distributed.tensor import Partial, Replicate
 
 from autotp.errors import AutotpError
 from autotp.lockstep import run_node
-from autotp.plan import Plan
+from autotp.plan import AXIS_NAMES, Plan
 from autotp.rewrite import Rewritten, rewrite
 from passes import ops
 from passes.factors import value_of
 from passes.layout import Layout, describe, take
 from passes.ops import Parts
+from passes.rules.shapes import operands_of
 from passes.shard import place_constants
 from passes.strategy import gradient_of
 from passes.world import LocalWorld, World
@@ -142,7 +143,10 @@ class _Comparison:
             raise AutotpError(f"tolerance {tolerance!r}: give a number that is not negative, or leave it out")
         usual = max((_TOLERANCES.get(dtype, 1e-4) for dtype in dtypes), default=1e-9)
         self.tolerance = usual if tolerance is None else tolerance
-        place_constants(self.graph, next((t.device for t in self.inputs.values()), torch.device("cpu")))
+        device = next((t.device for t in self.inputs.values()), torch.device("cpu"))
+        for graph in (self.graph, captured.graph_module.graph):
+            place_constants(graph, device)
+        self.nodes = {node.name: node for node in captured.graph_module.graph.nodes}
         self.compared = 0
         self.failure: Departure | None = None
 
@@ -170,7 +174,6 @@ class _Comparison:
                 return found[node.name]
 
         module = self.captured.graph_module
-        place_constants(module.graph, next((t.device for t in self.inputs.values()), torch.device("cpu")))
         names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
         Keeping(module, garbage_collect_values=False).run(*(self.inputs[name] for name in names))
         return found
@@ -230,11 +233,9 @@ class _Comparison:
     def missing(self, node: fx.Node) -> str | None:
         """The tensor that an operator reads in another layout than its strategy wants."""
         strategy = node.meta["strategy"]
-        nodes = {n.name: n for n in self.captured.graph_module.graph.nodes}
-        original = nodes[node.meta["operator"]]
-        operands = [n for n in original.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+        operands = operands_of(self.nodes[node.meta["operator"]])
         given = {self.name_of(n): n for n in node.all_input_nodes}
-        for operand, want in zip(operands, strategy.wants, strict=False):
+        for operand, want in zip(operands, strategy.wants, strict=True):
             have = self.layout_of(operand)
             read = given.get(operand.name)
             if have != want.layout and read is not None and "want" not in read.meta:
@@ -361,8 +362,7 @@ class _Comparison:
         return worst
 
     def departure(self, name: str, where: str, error: float) -> Departure:
-        nodes = {n.name: n for n in self.captured.graph_module.graph.nodes}
-        meta = nodes[name].meta if name in nodes else {}
+        meta = self.nodes[name].meta if name in self.nodes else {}
         name = self.captured.parameters.get(name, name)
         return Departure(name, str(meta.get("module", "")), meta.get("source"), where, error)
 
@@ -370,7 +370,7 @@ class _Comparison:
         return f"from {self.said(node.meta['have'])} to {self.said(node.meta['want'].layout)}"
 
     def said(self, layout: Layout) -> str:
-        return describe(layout, "xyzw"[: len(layout)])
+        return describe(layout, AXIS_NAMES[: len(layout)])
 
 
 def _difference(given: Tensor, expected: Tensor, scale: float) -> float:

@@ -6,10 +6,8 @@ give the same loss.
 
 from __future__ import annotations
 
-import argparse
 import copy
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,17 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autotp
 from benchmarks.models import Decoder, trained
-from benchmarks.steps import finish, medians, step_of
+from benchmarks.steps import arguments, finish, medians, step_of
 
 _CLOSE = 1e-4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="a name that benchmarks.models.trained knows")
-    parser.add_argument("plans", type=Path, help="a folder of plans, NAME.json each")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = arguments(__doc__)
     parser.add_argument("--peers", nargs="*", default=["DDP", "FSDP2", "TP"])
     chosen = parser.parse_args()
     torch.set_num_threads(1)

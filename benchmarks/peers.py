@@ -26,8 +26,6 @@ from costmodel import Topology
 from passes.capture import capture
 
 MODELS = ("decoder", "unet")
-#: what is chosen from, by the name in the table: (family, mesh).
-PLANS = {"auto": ("auto", None)}
 ROUNDS = 3
 
 

@@ -26,12 +26,18 @@ from costmodel.toml_out import write_atomically
 WARM_UP, TIMED = 1, 2
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(description: str) -> argparse.ArgumentParser:
+    """What programs take that time plans of one model."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("model", help="a name that benchmarks.models.trained knows")
     parser.add_argument("plans", type=Path, help="a folder of plans, NAME.json each")
     parser.add_argument("out", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
+    return parser
+
+
+def main() -> None:
+    parser = arguments(__doc__)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

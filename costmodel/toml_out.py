@@ -47,7 +47,7 @@ def topology_toml(
     return "\n".join(lines) + "\n"
 
 
-def write_atomically(path: str | os.PathLike[str], text: str) -> None:
+def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Writes a file whole or not at all, with the permissions of any new file.
 
     Raises:
@@ -56,8 +56,8 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     target = Path(path)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(temporary, 0o666 & ~mask)

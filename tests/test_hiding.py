@@ -133,7 +133,7 @@ def test_what_cannot_be_cut_hides_nothing(way):
     one, _ = priced(analysed, Found(assembled, solve(assembled.problem), prices))
     whole, cut = one.sums(), chunked(one, {way: 2})
     assert whole.activations > 0 and cut.hidden == 0 and cut.step == pytest.approx(whole.step)
-    assert best_chunks(one)[0] == {}
+    assert best_chunks(one, whole)[0] == {}
 
 
 def test_zero3_sums_chunks_gradients_before_it_scatters_them():
