@@ -1,6 +1,9 @@
 """Reading a plan: explain, inspect and diff, as functions and as commands."""
 
+import dataclasses
 import json
+import random
+from dataclasses import replace
 
 import graphviz
 import pytest
@@ -18,6 +21,7 @@ from autotp.footprint import Footprint
 from autotp.inspection import Filters, inspect_plan
 from autotp.planner import plan_captured
 from passes.capture import capture
+from passes.strategy import strategies
 
 FOUR = autotp.Topology.flat(4, bandwidth=1e8, latency=1e-6, device=SLOW)
 
@@ -46,6 +50,30 @@ def test_the_terms_of_every_operator_are_the_plans_cost_for_it(explained, schedu
             found.reshard_seconds, abs=1e-12
         )
         assert found.step_seconds == pytest.approx(plan.predicted.step_seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+def test_a_change_by_classes_costs_what_all_operators_summed_up_do(explained, schedule):
+    captured, plans = explained
+    explainer = Explainer(captured, plans[schedule])
+    model, priced = explainer.model, explainer.priced
+    stands = [node for node in model.operators if model.stands[node] is node and explainer.copies(node)]
+    random.Random(0).shuffle(stands)
+    tried = []
+    for node in stands:
+        for strategy in list(explainer.others(node))[:2]:
+            chosen, layouts = dict(priced.strategies), dict(priced.layouts)
+            for copy in explainer.copies(node):
+                ways = strategies(model.operators[copy], plans[schedule].mesh_shape)
+                chosen[copy.name] = next(way for way in ways if way.assignment == strategy.assignment)
+                layouts |= {(copy, i): layout for i, layout in enumerate(chosen[copy.name].results)}
+            whole = replace(priced, strategies=chosen, layouts=layouts).sums()
+            quick = explainer.alike.changed(node, strategy)
+            assert dataclasses.astuple(quick) == pytest.approx(dataclasses.astuple(whole), rel=1e-9)
+            tried.append(len(explainer.copies(node)))
+        if len(tried) > 40:
+            break
+    assert len(tried) > 40 and (max(tried) > 1 or all(len(explainer.copies(node)) == 1 for node in stands))
 
 
 def test_the_expression_gives_the_seconds(explained):
