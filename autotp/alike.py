@@ -46,8 +46,8 @@ class Alike:
         self.beside: dict[fx.Node, list[tuple[Value, int]]] = defaultdict(list)
         for values in classes.values():
             first = values[0]
-            near = {model.stands[node] for node, _ in readers[first]} | {model.stands.get(first[0])}
-            for stand in near & self.copies.keys():
+            near = [first[0], *(node for node, _ in readers[first])]
+            for stand in {model.stands[node] for node in near if node in model.operators}:
                 self.beside[stand].append((first, len(values)))
 
     def _class(self, value: Value) -> Hashable:

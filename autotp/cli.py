@@ -27,13 +27,14 @@ from autotp.cli_arguments import (
 from autotp.cli_calibrate import calibrate_command
 from autotp.cli_explain import explain_command
 from autotp.cli_inspect import diff_command, inspect_command
+from autotp.cli_report import write_report
 from autotp.cli_sweep import sweep_command
 from autotp.cli_trace import trace_command
 from autotp.cli_verify import verify_command
 from autotp.errors import AutotpError
 from autotp.render import make_console, plan_table, presets_table, topology_table
 from costmodel import OPTIMIZERS, Topology, TopologyError, UnitError
-from passes.capture import CaptureError
+from passes.capture import CaptureError, capture
 
 __all__ = ["ModelSpecError", "app", "call_factory", "find_factory", "load_model", "main"]
 
@@ -115,6 +116,10 @@ def _plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan, as JSON, to this file too.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a report for the browser, one file, to FILE.html.")] = None,
+    timeline: Annotated[
+        bool | None, typer.Option(help="Whether the report shows the schedule; left out, unless the model is very large.")
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show the cheap operators too.")] = False,
 ) -> None:
     """Plan a model for a machine. Needs no devices, and no memory when the model is built on meta."""
@@ -146,6 +151,8 @@ def _plan(
             plan.save(save)
         except OSError as error:
             raise AutotpError(f"--save {save}: cannot write the plan ({error.strerror})") from error
+    if html is not None:
+        write_report(html, module, capture(module, args, kwargs), plan, timeline, model)
     if as_json:
         print(plan.to_json())
     else:
