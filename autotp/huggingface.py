@@ -17,9 +17,10 @@ __all__ = ["OPTIONS", "configured"]
 OPTIONS = {"batch": "8", "sequence": "2048", "dtype": "float32", "device": "meta"}
 
 
-def configured(
-    file: Path, options: Mapping[str, str]
-) -> Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Tensor]]]:
+Made = tuple[nn.Module, tuple[Any, ...], dict[str, Tensor]]
+
+
+def configured(file: Path, options: Mapping[str, str]) -> Callable[[], Made]:
     """A factory of the model that a config describes.
 
     A language model or a classifier is given labels and returns its loss alone, as one that is trained does; the names of
