@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from autotp.cli_arguments import load_model, working
+from autotp.cli_graph import show_graph
 from autotp.cli_report import write_report
 from autotp.difference import Difference, difference
 from autotp.drawing import draw
@@ -42,6 +43,9 @@ def inspect_command(
     dot: Annotated[
         Path | None, typer.Option(help="Draw the graph: FILE.dot, or with graphviz installed FILE.svg, .pdf or .png.")
     ] = None,
+    graph: Annotated[
+        str | None, typer.Option(help="Instead, the graph that a device runs, as it is scheduled: forward or backward.")
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a report for the browser, one file, to FILE.html.")] = None,
     timeline: Annotated[
         bool | None, typer.Option(help="Whether the report shows the schedule; left out, unless the model is very large.")
@@ -55,6 +59,9 @@ def inspect_command(
         captured = capture(module_, args, kwargs)
     if html is not None:
         write_report(html, module_, captured, loaded, timeline, model)
+        return
+    if graph is not None:
+        show_graph(graph, module_, captured, loaded, op=op, collectives=collectives, top=top, as_json=as_json)
         return
     with working("reading the plan"):
         if code:

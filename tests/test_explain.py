@@ -18,8 +18,10 @@ from autotp.drawing import drawing
 from autotp.explain import Explainer, explain_operator, priced_plan
 from autotp.families import family
 from autotp.footprint import Footprint
+from autotp.graph_rows import filtered, graph_rows
 from autotp.inspection import Filters, inspect_plan
 from autotp.planner import plan_captured
+from autotp.tracing import scheduled, trainable
 from passes.capture import capture
 from passes.strategy import strategies
 
@@ -147,6 +149,25 @@ def test_rows_and_filters(explained):
     assert isinstance(graph, graphviz.Digraph) and all(f"{row.name} [" in graph.source for row in rows[:5])
 
 
+def test_the_graphs_that_a_device_runs():
+    model, args, kwargs = MODELS["gpt2"]()
+    captured = capture(model, args, kwargs)
+    plan = plan_captured(captured, FOUR, family("tensor3d"), mesh=(2, 2), schedule="overlap", chunks={})
+    halves = scheduled(captured, plan, trainable(model))
+    for half in halves:
+        rows = graph_rows(half, plan.mesh_axes)
+        computing = sum(row.seconds for row in rows if not row.axes)
+        exposed = sum(row.exposed for row in rows)
+        assert computing + exposed == pytest.approx(max(slot.end for slot in half), rel=1e-9)
+        assert 0 < exposed <= sum(row.seconds for row in rows if row.axes) * (1 + 1e-9)
+        moving = filtered(rows, None, True, None)
+        assert moving and all(row.target.startswith(("all_", "reduce_")) for row in moving)
+        assert [row.seconds for row in filtered(rows, None, False, 3)] == sorted((r.seconds for r in rows), reverse=True)[
+            :3
+        ]
+        assert all("mm" in row.target for row in filtered(rows, "mm", False, None))
+
+
 def test_a_difference():
     model, args, kwargs = MODELS["gpt2"]()
     one = autotp.plan(model, FOUR, args, kwargs, strategy="data", mesh=(4,))
@@ -222,6 +243,14 @@ def test_commands(plans, capsys):
     assert "linear" in capsys.readouterr().out
     assert run("inspect", plan, "--model", spec, "--code") == 0
     assert "def forward" in capsys.readouterr().out
+    assert run("inspect", plan, "--model", spec, "--graph", "backward") == 0
+    assert "of which nothing hides" in capsys.readouterr().out
+    assert run("inspect", plan, "--model", spec, "--graph", "forward", "--collectives", "--json") == 0
+    assert {tuple(row["axes"]) for row in json.loads(capsys.readouterr().out)} == {("x",)}
+    assert run("inspect", plan, "--model", spec, "--graph", "sideways") == 2
+    assert "choose forward or backward" in capsys.readouterr().err
+    assert run("inspect", plan, "--model", spec, "--html", folder / "report.html") == 0
+    assert "<!doctype html>" in (folder / "report.html").read_text()
     assert run("inspect", plan, "--model", spec, "--dot", folder / "graph.dot") == 0
     assert (folder / "graph.dot").read_text().startswith("digraph")
     assert run("inspect", plan, "--model", spec, "--dot", folder / "graph.txt") == 2
