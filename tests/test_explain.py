@@ -246,7 +246,8 @@ def test_commands(plans, capsys):
     assert run("inspect", plan, "--model", spec, "--graph", "backward") == 0
     assert "of which nothing hides" in capsys.readouterr().out
     assert run("inspect", plan, "--model", spec, "--graph", "forward", "--collectives", "--json") == 0
-    assert {tuple(row["axes"]) for row in json.loads(capsys.readouterr().out)} == {("x",)}
+    moving = json.loads(capsys.readouterr().out)
+    assert moving and all(row["axes"] and row["seconds"] > 0 for row in moving)
     assert run("inspect", plan, "--model", spec, "--graph", "sideways") == 2
     assert "choose forward or backward" in capsys.readouterr().err
     assert run("inspect", plan, "--model", spec, "--html", folder / "report.html") == 0
