@@ -30,9 +30,10 @@ class DistributedModule(fx.GraphModule):
     """This device's part of a model.
 
     Parameters are ``DTensor`` under the model's own names, so optimizers, ``clip_grad_norm_`` and whole state dicts work as
-    they are; ``torch.distributed.checkpoint`` cannot hold the parameters whose dims are split block by block. Calling it takes the model's arguments (the global batch, on every device) and returns the model's
-    output structure; gradients arrive reduced. ``plan`` is the plan that it runs. Its graph is the sharded graph; with
-    overlap, what a call runs is that graph's scheduled forward and backward graphs.
+    they are; ``torch.distributed.checkpoint`` cannot hold the parameters whose dims are split block by block. Calling it
+    takes the model's arguments (the global batch, on every device) and returns the model's output structure; gradients
+    arrive reduced. ``plan`` is the plan that it runs. Its graph is the sharded graph; with overlap, what a call runs is
+    that graph's scheduled forward and backward graphs.
     """
 
     plan: Plan
