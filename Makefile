@@ -55,7 +55,7 @@ overlap: $(STAMP)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
-	@echo "open build/site/index.html"
+	@echo "open build/site/index.html, or with search: $(BIN)/python -m http.server --directory build/site"
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
