@@ -54,7 +54,7 @@ overlap: $(STAMP)
 	$(BIN)/python -m benchmarks.peers --write
 
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo "open build/site/index.html, or with search: $(BIN)/python -m http.server --directory build/site"
 
 lint: $(STAMP)
