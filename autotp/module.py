@@ -29,10 +29,11 @@ _WORLD = "autotp_world"
 class DistributedModule(fx.GraphModule):
     """This device's part of a model.
 
-    Parameters are ``DTensor`` under the model's own names, so optimizers, ``clip_grad_norm_`` and distributed checkpoints
-    work as they are. Calling it takes the model's arguments (the global batch, on every device) and returns the model's
-    output structure; gradients arrive reduced. ``plan`` is the plan that it runs. Its graph is the sharded graph; with
-    overlap, what a call runs is that graph's scheduled forward and backward graphs.
+    Parameters are ``DTensor`` under the model's own names, so optimizers, ``clip_grad_norm_`` and whole state dicts work as
+    they are; ``torch.distributed.checkpoint`` cannot hold the parameters whose dims are split block by block. Calling it
+    takes the model's arguments (the global batch, on every device) and returns the model's output structure; gradients
+    arrive reduced. ``plan`` is the plan that it runs. Its graph is the sharded graph; with overlap, what a call runs is
+    that graph's scheduled forward and backward graphs.
     """
 
     plan: Plan
