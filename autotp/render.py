@@ -247,7 +247,11 @@ def _prediction(plan: Plan) -> Table:
             f"products with weights move {plan.bound_ratio:.2f} × their lower bound of {_bytes(least)}, "
             f"the whole model {everything / least:.2f} × [dim](below 1: tensors rest in copies)[/]",
         )
-    if plan.optimal:
+    made = plan.planning.get("repriced")
+    if made is not None:
+        step = f"[dim], where its step takes {_time(made['step_seconds'])}[/]"
+        grid.add_row("optimality", f"[yellow]not sought[/]: the plan was made for {escape(made['topology'])}{step}")
+    elif plan.optimal:
         grid.add_row("optimality", "[green]proven optimal[/] [dim](for this cost model and search space)[/]")
     else:
         gap = f"within {plan.gap:.2%} of the bound" if math.isfinite(plan.gap) else "no bound was found"
