@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +22,7 @@ from autotp.drawing import draw
 from autotp.explain import priced_plan
 from autotp.inspection import Filters, Reshard, Row, inspect_plan
 from autotp.plan import Plan
-from autotp.render import make_console
+from autotp.render import make_console, short_target, unnumbered
 from autotp.rewrite import apply
 from costmodel import format_quantity
 
@@ -90,7 +92,8 @@ def _collective(step: Reshard) -> str:
         return f"{way}{step.tensor}: {step.kind}@{','.join(step.axes)}"
     times = f"{step.times} × " if step.times > 1 else ""
     cost = f"{times}{format_quantity(step.bytes, 'memory')}, {format_quantity(step.seconds, 'time')}"
-    return f"{way}{step.tensor}: {step.kind}@{','.join(step.axes)} {cost}, {'hidden' if step.hidden else 'exposed'}"
+    when = "beside computing" if step.hidden else "waited for"
+    return f"{way}{step.tensor}: {step.kind}@{','.join(step.axes)} {cost}, {when}"
 
 
 def diff_command(
@@ -117,18 +120,20 @@ def _difference_table(found: Difference) -> RenderableType:
         figures.add_row(name, escape(one), escape(two), "")
     for name, (before, after) in found.predicted.items():
         show = _bytes if name.endswith("bytes") else _time
-        more = f"{after / before - 1:+.1%}" if before else ""
+        more = f"{after / before - 1:+.1%}" if before and not math.isclose(before, after) else ""
         figures.add_row(name.replace("_", " "), show(before), show(after), more)
     parts.append(figures)
     if found.operators:
-        table = Table("module", "×", "operator", "first", "second", "seconds", "received", header_style="bold")
+        table = Table("module", "×", "operator", "first", "second", header_style="bold")
+        for title in ("seconds", "received"):
+            table.add_column(title, no_wrap=True)
         for change in found.operators[:_SHOWN]:
+            ways = zip(change.schemes, change.layouts, strict=True)
             table.add_row(
-                escape(change.module),
+                escape(change.module) or "–",
                 str(change.count),
-                escape(change.target),
-                escape(f"{change.schemes[0]}: {', '.join(change.layouts[0])}"),
-                escape(f"{change.schemes[1]}: {', '.join(change.layouts[1])}"),
+                escape(short_target(change.target)),
+                *(escape(f"{scheme}: {', '.join(layouts)}") for scheme, layouts in ways),
                 f"{format_quantity(change.seconds[0], 'time')} → {format_quantity(change.seconds[1], 'time')}",
                 f"{format_quantity(change.bytes[0], 'memory')} → {format_quantity(change.bytes[1], 'memory')}",
             )
@@ -137,11 +142,12 @@ def _difference_table(found: Difference) -> RenderableType:
         if left > 0:
             parts.append(f"… and {left} more that differ (all of them with --json)")
     if found.parameters:
-        table = Table("parameter", "rests in the first", "in the second", header_style="bold")
-        for name, (one, two) in list(found.parameters.items())[:_SHOWN]:
-            table.add_row(escape(name), escape(one), escape(two))
+        table = Table("parameter", "×", "rests in the first", "in the second", header_style="bold")
+        alike = Counter((unnumbered(name), *both) for name, both in found.parameters.items())
+        for (name, one, two), count in list(alike.items())[:_SHOWN]:
+            table.add_row(escape(name), str(count), escape(one), escape(two))
         parts.append(table)
-        left = len(found.parameters) - _SHOWN
+        left = sum(list(alike.values())[_SHOWN:])
         if left > 0:
             parts.append(f"… and {left} more parameters")
     return Group(*parts)

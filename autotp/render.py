@@ -28,7 +28,9 @@ __all__ = [
     "make_console",
     "plan_table",
     "presets_table",
+    "short_target",
     "topology_table",
+    "unnumbered",
 ]
 
 #: Columns of a table that goes to a file or a pipe, where no terminal says how wide it is.
@@ -99,7 +101,7 @@ def fold_operators(operators: Iterable[PlannedOperator]) -> list[FoldedOperator]
     for operator in operators:
         strategy = tuple((factor, tuple(axes)) for factor, axes in operator.strategy.items())
         key = (
-            _unnumbered(operator.module),
+            unnumbered(operator.module),
             operator.target,
             operator.scheme,
             strategy,
@@ -108,10 +110,11 @@ def fold_operators(operators: Iterable[PlannedOperator]) -> list[FoldedOperator]
             operator.replicated,
         )
         rows.setdefault(key, []).append(operator)
-    return [FoldedOperator(_unnumbered(row[0].module), tuple(row)) for row in rows.values()]
+    return [FoldedOperator(unnumbered(row[0].module), tuple(row)) for row in rows.values()]
 
 
-def _unnumbered(module: str) -> str:
+def unnumbered(module: str) -> str:
+    """A module's path, or a parameter's, with every layer number written as ``*``."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", module or "")
 
 
@@ -153,7 +156,7 @@ def _planning(stats: Mapping[str, Any]) -> str:
         said.append(f"captured in {_time(stats['capture_seconds'])}")
     if "seconds" in stats:
         said.append(f"planned in {_time(stats['seconds'])}")
-    if "variables" in stats:
+    if stats.get("variables"):
         said.append(f"{stats['variables']:,} variables")
     if "meshes" in stats:
         meshes = stats["meshes"]
@@ -208,7 +211,7 @@ def _cells(row: FoldedOperator, layouts: bool) -> list[str]:
     operator = row.first
     cells = [
         escape(row.module) or "[dim]–[/]",
-        escape(_short(operator.target)),
+        escape(short_target(operator.target)),
         str(len(row.operators)),
         "[yellow]no rule[/]" if operator.replicated else escape(operator.scheme),
         (escape(_strategy(operator.strategy)) or "[dim]–[/]")
@@ -271,7 +274,7 @@ def _grid() -> Table:
     return grid
 
 
-def _short(target: object) -> str:
+def short_target(target: object) -> str:
     """An operator's name without its library and overload."""
     return str(target).removeprefix("torch.ops.").removeprefix("aten.").split(".")[0]
 

@@ -25,9 +25,9 @@ def repriced(captured: Captured, plan: Plan, topology: Topology) -> Plan:
         topology: the machine, with as many devices.
 
     Returns:
-        A plan with the same hash, the topology replaced, and the step's and all operators' seconds anew. Bytes moved and memory
-        do not depend on the machine. Nothing was searched, so nothing is proven: ``optimal`` is false, the gap 1, and
-        ``planning["repriced"]`` has the name of the machine that it was made for and its step there, in seconds.
+        A plan with the same hash, the topology replaced, and the step's and all operators' seconds anew. Bytes moved and
+        memory do not depend on the machine. Nothing was searched, so nothing is proven: ``optimal`` is false, the gap 1,
+        and ``planning["repriced"]`` has the name of the machine that it was made for and its step there, in seconds.
 
     Raises:
         PlanMismatchError: the plan is for another model, other inputs or another number of devices.

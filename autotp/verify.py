@@ -55,8 +55,8 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was compared. Errors are largest differences over largest magnitudes; a parameter's gradient counts as no smaller
-    than the gradients that it sums up, which may cancel out.
+    """What was compared. Errors are largest differences over largest magnitudes; a parameter's gradient counts as no
+    smaller than the gradients that it sums up, which may cancel out.
 
     Attributes:
         outputs: number of the output -> its error.
@@ -353,13 +353,10 @@ class _Comparison:
         if name not in self.captured.parameters:
             return 0.0
         users = list(self.nodes[name].users)
-        results = [
-            made.name
-            for user in users
-            for made in (user, *user.users)
-            if made is user or user.name not in self.whole_gradients
-        ]
-        gradients = [g for result in results for g in self.whole_gradients.get(result, []) if g is not None and g.numel()]
+        # What an operator with several results gives are its readers' values.
+        results = [made for user in users for made in ([user] if user.name in self.whole_gradients else user.users)]
+        found = [gradient for made in results for gradient in self.whole_gradients.get(made.name, [])]
+        gradients = [gradient for gradient in found if gradient is not None and gradient.numel()]
         return max((float(g.abs().max()) for g in gradients), default=0.0)
 
     def error(self, parts: Sequence[Tensor], whole: Tensor, layout: Layout, least: float = 0.0) -> float:
