@@ -124,7 +124,9 @@ def _difference_table(found: Difference) -> RenderableType:
         figures.add_row(name.replace("_", " "), show(before), show(after), more)
     parts.append(figures)
     if found.operators:
-        table = Table("module", "×", "operator", "first", "second", header_style="bold")
+        table = Table(header_style="bold")
+        for title in ("module", "×", "operator", "first", "second"):
+            table.add_column(title, overflow="fold")
         for title in ("seconds", "received"):
             table.add_column(title, no_wrap=True)
         for change in found.operators[:_SHOWN]:

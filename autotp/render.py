@@ -49,10 +49,11 @@ def make_console(quiet: bool = False) -> Console:
     Args:
         quiet: Print nothing at all, as ranks other than 0 should.
     """
-    console = Console(quiet=quiet)
+    # Without rich's highlighter: it takes placements for calls and breaks numbers at their commas.
+    console = Console(quiet=quiet, highlight=False)
     if console.is_terminal or "COLUMNS" in os.environ:
         return console
-    return Console(quiet=quiet, width=PIPED_WIDTH)
+    return Console(quiet=quiet, width=PIPED_WIDTH, highlight=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,7 @@ class _Operators:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         rows, hidden = _dearest(self.rows, self.limit)
         layouts = options.max_width >= ROOM_FOR_LAYOUTS
-        table = Table(header_style="bold", row_styles=("", "on grey7"), pad_edge=False)
+        table = Table(header_style="bold", row_styles=("", "on grey7"))
         table.add_column("module", overflow="fold")
         table.add_column("operator", overflow="fold")
         table.add_column("×", justify="right", no_wrap=True)
@@ -316,7 +317,7 @@ def topology_table(topology: Topology) -> RenderableType:
     )
     grid.add_row("  launch", f"{_time(device.launch)} a kernel")
 
-    table = Table(header_style="bold", pad_edge=False)
+    table = Table(header_style="bold")
     table.add_column("level")
     for title in ("size", "bandwidth", "latency"):
         table.add_column(title, justify="right")
@@ -332,7 +333,7 @@ def topology_table(topology: Topology) -> RenderableType:
 
 def presets_table(topologies: Iterable[Topology]) -> Table:
     """Show one row for each of several topologies."""
-    table = Table(header_style="bold", pad_edge=False)
+    table = Table(header_style="bold")
     table.add_column("preset", no_wrap=True)
     table.add_column("devices", justify="right")
     table.add_column("device")
