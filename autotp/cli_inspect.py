@@ -81,7 +81,8 @@ def _rows_shown(rows: Sequence[Row]) -> RenderableType:
             f"{row.flop:.3g} FLOP",
             f"results {format_quantity(row.bytes, 'memory')}",
         ]
-        lines.append(escape(f"      {', '.join(row.operands)} → {', '.join(row.results)};  {', '.join(costs)}"))
+        lines.append(escape(f"      {', '.join(row.operands)} → {', '.join(row.results)}"))
+        lines.append(f"      {', '.join(costs)}")
         lines += [escape(f"      {_collective(step)}") for step in row.reshards]
     return Group(*lines, f"{sum(row.count for row in rows):,} operators, {len(rows):,} of them different")
 
@@ -125,17 +126,16 @@ def _difference_table(found: Difference) -> RenderableType:
     parts.append(figures)
     if found.operators:
         table = Table(header_style="bold")
-        for title in ("module", "×", "operator", "first", "second"):
+        for title in ("operator, in its module", "×", "first", "second"):
             table.add_column(title, overflow="fold")
         for title in ("seconds", "received"):
             table.add_column(title, no_wrap=True)
         for change in found.operators[:_SHOWN]:
             ways = zip(change.schemes, change.layouts, strict=True)
             table.add_row(
-                escape(change.module) or "–",
+                escape(f"{short_target(change.target)}\n{change.module}".rstrip()),
                 str(change.count),
-                escape(short_target(change.target)),
-                *(escape(f"{scheme}: {', '.join(layouts)}") for scheme, layouts in ways),
+                *(escape(f"{scheme}:\n{', '.join(layouts)}") for scheme, layouts in ways),
                 f"{format_quantity(change.seconds[0], 'time')} → {format_quantity(change.seconds[1], 'time')}",
                 f"{format_quantity(change.bytes[0], 'memory')} → {format_quantity(change.bytes[1], 'memory')}",
             )
