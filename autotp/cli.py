@@ -31,6 +31,7 @@ from autotp.cli_calibrate import calibrate_command
 from autotp.cli_explain import explain_command
 from autotp.cli_inspect import diff_command, inspect_command
 from autotp.cli_report import write_report
+from autotp.cli_reprice import reprice_command
 from autotp.cli_sweep import sweep_command
 from autotp.cli_trace import trace_command
 from autotp.cli_verify import verify_command
@@ -193,6 +194,7 @@ app.command("trace")(trace_command)
 app.command("verify")(verify_command)
 app.command("inspect")(inspect_command)
 app.command("diff")(diff_command)
+app.command("reprice")(reprice_command)
 
 
 if __name__ == "__main__":

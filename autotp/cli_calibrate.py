@@ -225,7 +225,7 @@ def _checks_table(calibration: Calibration) -> Table:
 
 
 def _columns(*titles: str) -> Table:
-    table = Table(header_style="bold", pad_edge=False)
+    table = Table(header_style="bold")
     for number, title in enumerate(titles):
         table.add_column(title, justify="left" if number == 0 else "right")
     return table

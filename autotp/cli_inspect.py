@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +23,7 @@ from autotp.drawing import draw
 from autotp.explain import priced_plan
 from autotp.inspection import Filters, Reshard, Row, inspect_plan
 from autotp.plan import Plan
-from autotp.render import make_console
+from autotp.render import make_console, short_target, unnumbered
 from autotp.rewrite import apply
 from costmodel import format_quantity
 from passes.capture import capture
@@ -96,7 +98,8 @@ def _rows_shown(rows: Sequence[Row]) -> RenderableType:
             f"{row.flop:.3g} FLOP",
             f"results {format_quantity(row.bytes, 'memory')}",
         ]
-        lines.append(escape(f"      {', '.join(row.operands)} → {', '.join(row.results)};  {', '.join(costs)}"))
+        lines.append(escape(f"      {', '.join(row.operands)} → {', '.join(row.results)}"))
+        lines.append(f"      {', '.join(costs)}")
         lines += [escape(f"      {_collective(step)}") for step in row.reshards]
     return Group(*lines, f"{sum(row.count for row in rows):,} operators, {len(rows):,} of them different")
 
@@ -107,7 +110,8 @@ def _collective(step: Reshard) -> str:
         return f"{way}{step.tensor}: {step.kind}@{','.join(step.axes)}"
     times = f"{step.times} × " if step.times > 1 else ""
     cost = f"{times}{format_quantity(step.bytes, 'memory')}, {format_quantity(step.seconds, 'time')}"
-    return f"{way}{step.tensor}: {step.kind}@{','.join(step.axes)} {cost}, {'hidden' if step.hidden else 'exposed'}"
+    when = "beside computing" if step.hidden else "waited for"
+    return f"{way}{step.tensor}: {step.kind}@{','.join(step.axes)} {cost}, {when}"
 
 
 def diff_command(
@@ -134,18 +138,21 @@ def _difference_table(found: Difference) -> RenderableType:
         figures.add_row(name, escape(one), escape(two), "")
     for name, (before, after) in found.predicted.items():
         show = _bytes if name.endswith("bytes") else _time
-        more = f"{after / before - 1:+.1%}" if before else ""
+        more = f"{after / before - 1:+.1%}" if before and not math.isclose(before, after) else ""
         figures.add_row(name.replace("_", " "), show(before), show(after), more)
     parts.append(figures)
     if found.operators:
-        table = Table("module", "×", "operator", "first", "second", "seconds", "received", header_style="bold")
+        table = Table(header_style="bold")
+        for title in ("operator, in its module", "×", "first", "second"):
+            table.add_column(title, overflow="fold")
+        for title in ("seconds", "received"):
+            table.add_column(title, no_wrap=True)
         for change in found.operators[:_SHOWN]:
+            ways = zip(change.schemes, change.layouts, strict=True)
             table.add_row(
-                escape(change.module),
+                escape(f"{short_target(change.target)}\n{change.module}".rstrip()),
                 str(change.count),
-                escape(change.target),
-                escape(f"{change.schemes[0]}: {', '.join(change.layouts[0])}"),
-                escape(f"{change.schemes[1]}: {', '.join(change.layouts[1])}"),
+                *(escape(f"{scheme}:\n{', '.join(layouts)}") for scheme, layouts in ways),
                 f"{format_quantity(change.seconds[0], 'time')} → {format_quantity(change.seconds[1], 'time')}",
                 f"{format_quantity(change.bytes[0], 'memory')} → {format_quantity(change.bytes[1], 'memory')}",
             )
@@ -154,11 +161,12 @@ def _difference_table(found: Difference) -> RenderableType:
         if left > 0:
             parts.append(f"… and {left} more that differ (all of them with --json)")
     if found.parameters:
-        table = Table("parameter", "rests in the first", "in the second", header_style="bold")
-        for name, (one, two) in list(found.parameters.items())[:_SHOWN]:
-            table.add_row(escape(name), escape(one), escape(two))
+        table = Table("parameter", "×", "rests in the first", "in the second", header_style="bold")
+        alike = Counter((unnumbered(name), *both) for name, both in found.parameters.items())
+        for (name, one, two), count in list(alike.items())[:_SHOWN]:
+            table.add_row(escape(name), str(count), escape(one), escape(two))
         parts.append(table)
-        left = len(found.parameters) - _SHOWN
+        left = sum(list(alike.values())[_SHOWN:])
         if left > 0:
             parts.append(f"… and {left} more parameters")
     return Group(*parts)

@@ -47,7 +47,7 @@ def verify_command(
 
 
 def _shown(found: Verification) -> RenderableType:
-    table = Table("largest relative errors", "", pad_edge=False, header_style="bold")
+    table = Table("largest relative errors", "", header_style="bold")
     worst = sorted(found.gradients.items(), key=lambda entry: -entry[1])[:_SHOWN]
     errors = [(f"output {name}", error) for name, error in found.outputs.items()]
     errors += [(f"gradient of {name}", error) for name, error in worst]

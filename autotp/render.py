@@ -28,7 +28,9 @@ __all__ = [
     "make_console",
     "plan_table",
     "presets_table",
+    "short_target",
     "topology_table",
+    "unnumbered",
 ]
 
 #: Columns of a table that goes to a file or a pipe, where no terminal says how wide it is.
@@ -47,10 +49,11 @@ def make_console(quiet: bool = False) -> Console:
     Args:
         quiet: Print nothing at all, as ranks other than 0 should.
     """
-    console = Console(quiet=quiet)
+    # Without rich's highlighter: it takes placements for calls and breaks numbers at their commas.
+    console = Console(quiet=quiet, highlight=False)
     if console.is_terminal or "COLUMNS" in os.environ:
         return console
-    return Console(quiet=quiet, width=PIPED_WIDTH)
+    return Console(quiet=quiet, width=PIPED_WIDTH, highlight=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ def fold_operators(operators: Iterable[PlannedOperator]) -> list[FoldedOperator]
     for operator in operators:
         strategy = tuple((factor, tuple(axes)) for factor, axes in operator.strategy.items())
         key = (
-            _unnumbered(operator.module),
+            unnumbered(operator.module),
             operator.target,
             operator.scheme,
             strategy,
@@ -108,10 +111,11 @@ def fold_operators(operators: Iterable[PlannedOperator]) -> list[FoldedOperator]
             operator.replicated,
         )
         rows.setdefault(key, []).append(operator)
-    return [FoldedOperator(_unnumbered(row[0].module), tuple(row)) for row in rows.values()]
+    return [FoldedOperator(unnumbered(row[0].module), tuple(row)) for row in rows.values()]
 
 
-def _unnumbered(module: str) -> str:
+def unnumbered(module: str) -> str:
+    """A module's path, or a parameter's, with every layer number written as ``*``."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", module or "")
 
 
@@ -153,7 +157,7 @@ def _planning(stats: Mapping[str, Any]) -> str:
         said.append(f"captured in {_time(stats['capture_seconds'])}")
     if "seconds" in stats:
         said.append(f"planned in {_time(stats['seconds'])}")
-    if "variables" in stats:
+    if stats.get("variables"):
         said.append(f"{stats['variables']:,} variables")
     if "meshes" in stats:
         meshes = stats["meshes"]
@@ -172,7 +176,7 @@ class _Operators:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         rows, hidden = _dearest(self.rows, self.limit)
         layouts = options.max_width >= ROOM_FOR_LAYOUTS
-        table = Table(header_style="bold", row_styles=("", "on grey7"), pad_edge=False)
+        table = Table(header_style="bold", row_styles=("", "on grey7"))
         table.add_column("module", overflow="fold")
         table.add_column("operator", overflow="fold")
         table.add_column("×", justify="right", no_wrap=True)
@@ -208,7 +212,7 @@ def _cells(row: FoldedOperator, layouts: bool) -> list[str]:
     operator = row.first
     cells = [
         escape(row.module) or "[dim]–[/]",
-        escape(_short(operator.target)),
+        escape(short_target(operator.target)),
         str(len(row.operators)),
         "[yellow]no rule[/]" if operator.replicated else escape(operator.scheme),
         (escape(_strategy(operator.strategy)) or "[dim]–[/]")
@@ -247,7 +251,11 @@ def _prediction(plan: Plan) -> Table:
             f"products with weights move {plan.bound_ratio:.2f} × their lower bound of {_bytes(least)}, "
             f"the whole model {everything / least:.2f} × [dim](below 1: tensors rest in copies)[/]",
         )
-    if plan.optimal:
+    made = plan.planning.get("repriced")
+    if made is not None:
+        step = f"[dim], where its step takes {_time(made['step_seconds'])}[/]"
+        grid.add_row("optimality", f"[yellow]not sought[/]: the plan was made for {escape(made['topology'])}{step}")
+    elif plan.optimal:
         grid.add_row("optimality", "[green]proven optimal[/] [dim](for this cost model and search space)[/]")
     else:
         gap = f"within {plan.gap:.2%} of the bound" if math.isfinite(plan.gap) else "no bound was found"
@@ -267,7 +275,7 @@ def _grid() -> Table:
     return grid
 
 
-def _short(target: object) -> str:
+def short_target(target: object) -> str:
     """An operator's name without its library and overload."""
     return str(target).removeprefix("torch.ops.").removeprefix("aten.").split(".")[0]
 
@@ -309,7 +317,7 @@ def topology_table(topology: Topology) -> RenderableType:
     )
     grid.add_row("  launch", f"{_time(device.launch)} a kernel")
 
-    table = Table(header_style="bold", pad_edge=False)
+    table = Table(header_style="bold")
     table.add_column("level")
     for title in ("size", "bandwidth", "latency"):
         table.add_column(title, justify="right")
@@ -325,7 +333,7 @@ def topology_table(topology: Topology) -> RenderableType:
 
 def presets_table(topologies: Iterable[Topology]) -> Table:
     """Show one row for each of several topologies."""
-    table = Table(header_style="bold", pad_edge=False)
+    table = Table(header_style="bold")
     table.add_column("preset", no_wrap=True)
     table.add_column("devices", justify="right")
     table.add_column("device")

@@ -55,7 +55,8 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was compared. Errors are largest differences over largest magnitudes.
+    """What was compared. Errors are largest differences over largest magnitudes; a parameter's gradient counts as no
+    smaller than the gradients that it sums up, which may cancel out.
 
     Attributes:
         outputs: number of the output -> its error.
@@ -164,7 +165,7 @@ class _Comparison:
         if self.failure is None:
             missing = self.backward(whole, parts)
             gradients = self.gradients(whole, parts)
-            departure = departure or missing
+            departure = departure or missing or self.unreduced(gradients)
         return Verification(outputs, gradients, departure, self.tolerance, self.compared)
 
     def reference(self) -> dict[str, Any]:
@@ -305,7 +306,7 @@ class _Comparison:
             shapes = [p.shape for p in parts[node]]
             values = [wanted.new_zeros(s) if g is None else g for g, s in zip(given, shapes, strict=True)]
             shared = [user for user in node.users if "want" in user.meta]
-            error = self.error(values, wanted, layout)
+            error = self.error(values, wanted, layout, self.cancelled(name))
             if error <= self.tolerance or ("want" in node.meta and self.partly_read(node)):
                 continue
             wrong[node] = error
@@ -336,11 +337,33 @@ class _Comparison:
             given = self.part_gradients[node]
             values = [wanted.new_zeros(p.shape) if g is None else g for g, p in zip(given, parts[node], strict=True)]
             layout = self.rewritten.sharding.resting.get(str(node.target), self.rewritten.whole)
-            found[fqn] = self.error(values, wanted, layout)
+            found[fqn] = self.error(values, wanted, layout, self.cancelled(str(node.target)))
         return found
 
-    def error(self, parts: Sequence[Tensor], whole: Tensor, layout: Layout) -> float:
-        """The largest difference of any device's part from what it should hold, over the largest magnitude."""
+    def unreduced(self, gradients: Mapping[str, float]) -> Departure | None:
+        """A parameter whose gradient departs although all that it is made of is right."""
+        names = {fqn: name for name, fqn in self.captured.parameters.items()}
+        for fqn, error in gradients.items():
+            if not error <= self.tolerance:
+                return self.departure(names[fqn], "the reshard of its gradient gives other values", error)
+        return None
+
+    def cancelled(self, name: str) -> float:
+        """The largest gradient among those that a parameter's sums up; 0 for other values.
+
+        They may cancel out, as for the bias of keys, which a softmax does not see: what is left is rounding of its terms.
+        """
+        if name not in self.captured.parameters:
+            return 0.0
+        users = list(self.nodes[name].users)
+        # What an operator with several results gives are its readers' values.
+        results = [made for user in users for made in ([user] if user.name in self.whole_gradients else user.users)]
+        found = [gradient for made in results for gradient in self.whole_gradients.get(made.name, [])]
+        gradients = [gradient for gradient in found if gradient is not None and gradient.numel()]
+        return max((float(g.abs().max()) for g in gradients), default=0.0)
+
+    def error(self, parts: Sequence[Tensor], whole: Tensor, layout: Layout, least: float = 0.0) -> float:
+        """The largest difference of any device's part from what it should hold, over the largest magnitude or ``least``."""
         self.compared += 1
         kept = tuple(Replicate() if isinstance(p, Partial) else p for p in layout)
         partial = [axis for axis, p in enumerate(layout) if isinstance(p, Partial)]
@@ -348,8 +371,7 @@ class _Comparison:
         for index, at in enumerate(self.world.hosted):
             groups.setdefault(tuple(c for a, c in enumerate(at) if a not in partial), []).append(index)
         whole = whole.detach()
-        finite = whole[whole.isfinite()] if whole.is_floating_point() else whole.new_zeros(0)
-        scale = float(finite.abs().max()) if finite.numel() else 0.0
+        scale = max(_largest(whole), least)
         worst = 0.0
         for members in groups.values():
             expected = take(whole, kept, self.mesh, self.world.hosted[members[0]])
@@ -376,8 +398,19 @@ class _Comparison:
         return describe(layout, AXIS_NAMES[: len(layout)])
 
 
+def _largest(tensor: Tensor) -> float:
+    """The largest magnitude of what is finite; 0 for none, and for integers."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0.0
+    found = float(tensor.abs().max())
+    return found if math.isfinite(found) else float(tensor.masked_fill(~tensor.isfinite(), 0.0).abs().max())
+
+
 def _difference(given: Tensor, expected: Tensor, scale: float) -> float:
     """The largest difference over the scale; what is not finite must be the same."""
+    difference = float((given - expected).abs().max())
+    if math.isfinite(difference):
+        return difference / scale if scale else difference
     finite = expected.isfinite()
     if not torch.equal(given.isfinite(), finite) or not torch.equal(
         given.masked_fill(finite, 0.0).nan_to_num(), expected.masked_fill(finite, 0.0).nan_to_num()

@@ -34,9 +34,15 @@ def command(name: str, file: str, make: Callable[[], str]) -> None:
     text = make()
     sys.stdout.write(text)
     if chosen.write:
-        DOCS.mkdir(exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=DOCS, suffix=".tmp")
-        with os.fdopen(handle, "w") as target:
-            target.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, DOCS / file)
+        write(file, text)
+
+
+def write(file: str, text: str) -> None:
+    """Replaces a file in docs/, whole or not at all."""
+    target = DOCS / file
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
+    with os.fdopen(handle, "w") as stream:
+        stream.write(text)
+    os.chmod(temporary, 0o644)
+    os.replace(temporary, target)
