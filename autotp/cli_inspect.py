@@ -143,14 +143,14 @@ def _difference_table(found: Difference) -> RenderableType:
     parts.append(figures)
     if found.operators:
         table = Table(header_style="bold")
-        for title in ("operator, in its module", "×", "first", "second"):
+        for title in ("operator", "×", "first", "second"):
             table.add_column(title, overflow="fold")
         for title in ("seconds", "received"):
             table.add_column(title, no_wrap=True)
         for change in found.operators[:_SHOWN]:
             ways = zip(change.schemes, change.layouts, strict=True)
             table.add_row(
-                escape(f"{short_target(change.target)}\n{change.module}".rstrip()),
+                f"{escape(short_target(change.target))}\n[dim]{escape(change.module)}[/]".removesuffix("\n[dim][/]"),
                 str(change.count),
                 *(escape(f"{scheme}:\n{', '.join(layouts)}") for scheme, layouts in ways),
                 f"{format_quantity(change.seconds[0], 'time')} → {format_quantity(change.seconds[1], 'time')}",

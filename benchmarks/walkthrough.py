@@ -1,0 +1,220 @@
+"""The outputs in docs/walkthrough.md and the screenshots of docs/cli-gallery.md: python -m benchmarks.walkthrough [--write]
+
+The page is its own source: every command in its ``console`` blocks is run, in order and in a scratch directory that has the
+files of ``examples/walkthrough``, and what it prints replaces what stood below it. A block may say how much of it is shown
+(``<!-- the last 12 lines -->``) and a command how it ends (``# exits with 1``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from autotp.cli import main
+from benchmarks.tables import DOCS, write
+
+EXAMPLE = DOCS.parent / "examples" / "walkthrough"
+PAGE = "walkthrough.md"
+WIDTH = 110
+
+#: Commands are run as if in a terminal of this kind.
+TERMINAL = {"COLUMNS": str(WIDTH), "FORCE_COLOR": "1", "TERM": "xterm-256color", "COLORTERM": "truecolor"}
+
+BLOCK = re.compile(r"(?:<!-- the last (?P<last>\d+) lines -->\n)?```console\n\$ (?P<command>autotp .*)\n[^`]*```\n")
+
+SPEC = "--model model.py:build"
+
+#: Screenshot -> the command, and what it is for. They read the plans that the page's commands have saved.
+GALLERY = {
+    "topology": ("autotp topology", "The machines that come with autotp."),
+    "plan": (
+        f"autotp plan {SPEC} --topology measured.toml --mesh 2,4 --save fixed.json",
+        "A strategy for every operator, the predicted step, and the memory of a device.",
+    ),
+    "reprice": (
+        f"autotp reprice claimed.json {SPEC} --topology measured.toml --save there.json",
+        "What a plan costs on a machine that it was not made for.",
+    ),
+    "inspect": (
+        f"autotp inspect there.json {SPEC} --collectives --top 5",
+        "A plan by modules: layouts, collectives, cost and memory of every operator, and the line that it comes from.",
+    ),
+    "explain": (
+        f"autotp explain linear_24 --plan there.json {SPEC} --alternatives 3 --planned 3",
+        "Why an operator is sharded so, and what anything else would cost.",
+    ),
+    "explain-collective": (
+        'autotp explain all_reduce --topology measured.toml --mesh 2,4 --bytes "16.8 MB"',
+        "What a collective costs, by every algorithm, in symbols and numbers.",
+    ),
+    "explain-memory": (
+        f"autotp explain --memory --plan fixed.json {SPEC}",
+        "What a device holds at the worst moment of a step.",
+    ),
+    "diff": ("autotp diff there.json fixed.json", "What two plans shard otherwise, and what that costs."),
+    "verify": (
+        f"autotp verify fixed.json {SPEC}",
+        "Every value and gradient of the distributed graph beside the plain model's.",
+    ),
+    "trace": (
+        f"autotp trace {SPEC} --plan fixed.json --output trace.json",
+        "The schedule of a plan, for ui.perfetto.dev; under torchrun a measured step beside it.",
+    ),
+    "sweep": (
+        f"autotp sweep {SPEC} --topology claimed.toml,measured.toml --devices 4,8",
+        "One model on several machines and numbers of devices.",
+    ),
+    "calibrate": ("autotp calibrate --help", "Measures the machine that torchrun started it on, and writes a topology."),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of the page: as written, the exit code that it announces, and how many of the last lines are shown."""
+
+    text: str
+    code: int
+    last: int | None
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.text, comments=True)[1:]
+
+
+def commands(page: str) -> list[Command]:
+    """The commands of a page, in order."""
+    return [_command(found) for found in BLOCK.finditer(page)]
+
+
+def _command(found: re.Match[str]) -> Command:
+    text = found["command"]
+    ends = re.search(r"# exits with (\d+)", text)
+    return Command(text, int(ends[1]) if ends else 0, int(found["last"]) if found["last"] else None)
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """The working directory, for a while: one with the example's files."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(EXAMPLE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+        os.chdir(folder)
+        try:
+            yield Path(folder)
+        finally:
+            os.chdir(before)
+
+
+def run(words: Sequence[str]) -> tuple[int, Text, str]:
+    """Runs a command in this process and the working directory: its exit code, what it prints in colour, and its errors."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with _terminal(), redirect_stdout(out), redirect_stderr(err):
+        try:
+            main(list(words))
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return code, _untimed(Text.from_ansi(out.getvalue())), err.getvalue()
+
+
+@contextmanager
+def _terminal() -> Iterator[None]:
+    before = dict(os.environ)
+    for name in ("NO_COLOR", "TTY_COMPATIBLE"):
+        os.environ.pop(name, None)
+    os.environ.update(TERMINAL)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _untimed(text: Text) -> Text:
+    """Without how long planning took, which is another time each time."""
+    found = re.search(r" *\(captured in [^)]*\)", text.plain)
+    return text if found is None else text[: found.start()] + text[found.end() :]
+
+
+def plain(text: Text, last: int | None = None) -> str:
+    """What is shown in the page."""
+    lines = [line.rstrip() for line in text.plain.rstrip().splitlines()]
+    shown = lines if last is None else lines[-last:]
+    return "\n".join([*(["…"] if len(shown) < len(lines) else []), *shown]) + "\n"
+
+
+def filled(page: str) -> str:
+    """The page with the output of each of its commands, which leave their files in the working directory.
+
+    Raises:
+        AssertionError: a command ends otherwise than the page says.
+    """
+
+    def replaced(found: re.Match[str]) -> str:
+        command = _command(found)
+        code, text, errors = run(command.words)
+        assert code == command.code, f"{command.text}: exit code {code}\n{text.plain}{errors}"
+        head = found[0][: found.end("command") - found.start()]
+        return f"{head}\n{plain(text, command.last)}```\n"
+
+    return BLOCK.sub(replaced, page)
+
+
+def screenshot(name: str, command: str) -> str:
+    """An SVG of a command and what it prints, which needs nothing from the network."""
+    _, text, _ = run(shlex.split(command)[1:])
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    text.rstrip()
+    console.print(Text(f"$ {command}", style="bold"))
+    console.print(text)
+    svg = console.export_svg(title=f"autotp {name.partition('-')[0]}", unique_id=f"cli-{name}")
+    svg = re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
+    return svg.replace("Fira Code, monospace", "DejaVu Sans Mono, Menlo, Consolas, monospace")
+
+
+def gallery() -> str:
+    """The page of screenshots."""
+    shown = "\n".join(
+        f"## {name.replace('-', ': ')}\n\n{said}\n\n![{command.replace('[', '').replace(']', '')}](images/cli-{name}.svg)\n"
+        for name, (command, said) in GALLERY.items()
+    )
+    return f"""# The command line, in pictures
+
+Made by `python -m benchmarks.walkthrough --write`.
+
+Every command, on the model and the machines of the [walk-through](walkthrough.md). `--help` tells a command's options, and
+`--json` prints for programs what is shown here for people.
+
+{shown}"""
+
+
+def make() -> tuple[str, dict[str, str]]:
+    """Runs every command of the walk-through and of the gallery: the page, and the pictures by name."""
+    with scratch():
+        page = filled((DOCS / PAGE).read_text())
+        return page, {name: screenshot(name, command) for name, (command, _) in GALLERY.items()}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.walkthrough", description=make.__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write docs/{PAGE}, docs/cli-gallery.md and its images too")
+    chosen = parser.parse_args()
+    made, pictures = make()
+    sys.stdout.write(made)
+    if chosen.write:
+        write(PAGE, made)
+        write("cli-gallery.md", gallery())
+        for each, drawn in pictures.items():
+            write(f"images/cli-{each}.svg", drawn)
