@@ -28,11 +28,12 @@ __all__ = ["Rewritten", "apply", "checked", "rewrite"]
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A sharded graph with what it was made from."""
+    """A sharded graph with what it was made from; ``chunks`` are the sizes of its virtual axes."""
 
     captured: Captured
     sharding: Sharding
     graph_module: fx.GraphModule
+    chunks: tuple[int, ...] = ()
 
     @property
     def signature(self) -> CallSignature:
@@ -90,7 +91,7 @@ def apply(captured: Captured, plan: Plan, inputs: str = "global") -> Rewritten:
         resting |= _input_layouts(captured, operators, chosen, plan.mesh_shape)
     sharding = Sharding(plan.mesh_shape, chosen, resting, frozenset(captured.parameters))
     dump("captured", captured.graph_module.graph)
-    sharded = _sharded(captured, operators, sharding, plan.chunks)
+    sharded, virtual = _sharded(captured, operators, sharding, plan.chunks)
     if panels:
         found = loops(operators, chosen, resting, plan.mesh_shape)
         known = {node.name: loop.most for loop in found for node in loop.members}
@@ -99,7 +100,7 @@ def apply(captured: Captured, plan: Plan, inputs: str = "global") -> Rewritten:
                 raise PlanMismatchError(f"operator {name}: it cannot have the plan's {count} panels; make a new plan")
         sharded = panel(sharded, found, panels)
         dump("panelled", sharded.graph)
-    return Rewritten(captured, sharding, sharded)
+    return Rewritten(captured, sharding, sharded, virtual)
 
 
 def checked(captured: Captured, plan: Plan) -> tuple[Mapping[fx.Node, Operator], dict[str, Strategy], dict[str, Layout]]:
@@ -119,8 +120,8 @@ def checked(captured: Captured, plan: Plan) -> tuple[Mapping[fx.Node, Operator],
 
 def _sharded(
     captured: Captured, operators: Mapping[fx.Node, Operator], sharding: Sharding, chunks: Mapping[str, int]
-) -> fx.GraphModule:
-    """The sharded graph, with the chunks of every device as nodes of their own."""
+) -> tuple[fx.GraphModule, tuple[int, ...]]:
+    """The sharded graph, with the chunks of every device as nodes of their own, and how many of each kind there are."""
     virtual, with_chunks = [], sharding
     batch, rows = chunks.get("batch", 1), chunks.get("rows", 1)
     options = Options()
@@ -137,7 +138,7 @@ def _sharded(
     if virtual:
         sharded = unroll(sharded, sharding.mesh, tuple(virtual))
         dump("chunks unrolled", sharded.graph)
-    return sharded
+    return sharded, tuple(virtual)
 
 
 def _input_layouts(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import Partial, Replicate
 
+from autotp.comparing import difference, largest, listen
 from autotp.errors import AutotpError
 from autotp.lockstep import run_node
 from autotp.plan import AXIS_NAMES, Plan
@@ -127,6 +128,7 @@ class _Comparison:
     ) -> None:
         self.rewritten, self.captured = rewritten, rewritten.captured
         self.graph, self.mesh = rewritten.graph_module.graph, rewritten.sharding.mesh
+        self.extended = self.mesh + rewritten.chunks
         self.world: World = LocalWorld(self.mesh)
         if any(node.target is ops.next_seed for node in self.graph.nodes):
             raise AutotpError(
@@ -214,16 +216,22 @@ class _Comparison:
             if node not in parts or not isinstance(parts[node], Parts) or not isinstance(parts[node][0], Tensor):
                 continue
             if "want" in node.meta:
-                want = node.meta["want"]
-                yield node, node.meta["tensor"], want.gradient if gradient else want.layout
+                want, name = node.meta["want"], node.meta["tensor"]
+                layout = want.gradient if gradient else want.layout
             elif "strategy" in node.meta and len(node.meta["strategy"].results) == 1:
-                layout = node.meta["strategy"].results[0]
-                yield node, node.meta["operator"], gradient_of(layout) if gradient else layout
+                layout, name = node.meta["strategy"].results[0], node.meta["operator"]
+                layout = gradient_of(layout) if gradient else layout
+            else:
+                continue
+            # What chunks have yet to sum up is compared when they have.
+            virtual = layout[len(self.mesh) :]
+            if not virtual or ("chunk" in node.meta and not any(isinstance(p, Partial) for p in virtual)):
+                yield node, name, layout
 
     def forward(self, whole: Mapping[str, Any], parts: Mapping[fx.Node, Any]) -> Departure | None:
         """The first value that departs."""
         for node, name, layout in self.checked(parts, gradient=False):
-            error = self.error([p.detach() for p in parts[node]], whole[name], layout)
+            error = self.error([p.detach() for p in parts[node]], whole[name], layout, chunk=node.meta.get("chunk", ()))
             if error <= self.tolerance:
                 continue
             if "want" in node.meta:
@@ -242,7 +250,7 @@ class _Comparison:
         for operand, want in zip(operands, strategy.wants, strict=True):
             have = self.layout_of(operand)
             read = given.get(operand.name)
-            if have != want.layout and read is not None and "want" not in read.meta:
+            if have != want.layout[: len(have)] and read is not None and "want" not in read.meta:
                 return str(operand.name)
             if operand.name not in given and len(operands) == len(given):
                 return str(operand.name)
@@ -273,10 +281,10 @@ class _Comparison:
 
     def backward(self, whole: Mapping[str, Any], parts: Mapping[fx.Node, Any]) -> Departure | None:
         """The first gradient that departs, from the outputs back."""
-        self.whole_gradients = _listen({name: [value] for name, value in whole.items() if isinstance(value, Tensor)})
+        self.whole_gradients = listen({name: [value] for name, value in whole.items() if isinstance(value, Tensor)})
         listened = {node: parts[node] for node, _, _ in self.checked(parts, gradient=True)}
         listened |= {n: parts[n] for n in self.graph.nodes if n.op == "placeholder"}
-        self.part_gradients = _listen(listened)
+        self.part_gradients = listen(listened)
         generator = torch.Generator().manual_seed(0)
         plain: list[Tensor] = []
         mine: list[list[Tensor]] = []
@@ -306,7 +314,7 @@ class _Comparison:
             shapes = [p.shape for p in parts[node]]
             values = [wanted.new_zeros(s) if g is None else g for g, s in zip(given, shapes, strict=True)]
             shared = [user for user in node.users if "want" in user.meta]
-            error = self.error(values, wanted, layout, self.cancelled(name))
+            error = self.error(values, wanted, layout, self.cancelled(name), node.meta.get("chunk", ()))
             if error <= self.tolerance or ("want" in node.meta and self.partly_read(node)):
                 continue
             wrong[node] = error
@@ -362,8 +370,13 @@ class _Comparison:
         gradients = [gradient for gradient in found if gradient is not None and gradient.numel()]
         return max((float(g.abs().max()) for g in gradients), default=0.0)
 
-    def error(self, parts: Sequence[Tensor], whole: Tensor, layout: Layout, least: float = 0.0) -> float:
-        """The largest difference of any device's part from what it should hold, over the largest magnitude or ``least``."""
+    def error(
+        self, parts: Sequence[Tensor], whole: Tensor, layout: Layout, least: float = 0.0, chunk: tuple[int, ...] = ()
+    ) -> float:
+        """The largest difference of any device's part from what it should hold, over the largest magnitude or ``least``.
+
+        Where devices work in chunks, parts are those of one ``chunk``.
+        """
         self.compared += 1
         kept = tuple(Replicate() if isinstance(p, Partial) else p for p in layout)
         partial = [axis for axis, p in enumerate(layout) if isinstance(p, Partial)]
@@ -371,10 +384,11 @@ class _Comparison:
         for index, at in enumerate(self.world.hosted):
             groups.setdefault(tuple(c for a, c in enumerate(at) if a not in partial), []).append(index)
         whole = whole.detach()
-        scale = max(_largest(whole), least)
+        scale = max(largest(whole), least)
         worst = 0.0
         for members in groups.values():
-            expected = take(whole, kept, self.mesh, self.world.hosted[members[0]])
+            at = (*self.world.hosted[members[0]], *chunk)
+            expected = take(whole, kept, self.extended[: len(kept)], at)
             given = [parts[i] for i in members]
             if any(part.shape != expected.shape for part in given):
                 return math.inf
@@ -383,7 +397,7 @@ class _Comparison:
             if not whole.is_floating_point():
                 worst = max(worst, math.inf if not torch.equal(given[0], expected) else 0.0)
                 continue
-            worst = max(worst, _difference(torch.stack(given).sum(0) if partial else given[0], expected, scale))
+            worst = max(worst, difference(torch.stack(given).sum(0) if partial else given[0], expected, scale))
         return worst
 
     def departure(self, name: str, where: str, error: float) -> Departure:
@@ -395,46 +409,5 @@ class _Comparison:
         return f"from {self.said(node.meta['have'])} to {self.said(node.meta['want'].layout)}"
 
     def said(self, layout: Layout) -> str:
-        return describe(layout, AXIS_NAMES[: len(layout)])
-
-
-def _largest(tensor: Tensor) -> float:
-    """The largest magnitude of what is finite; 0 for none, and for integers."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return 0.0
-    found = float(tensor.abs().max())
-    return found if math.isfinite(found) else float(tensor.masked_fill(~tensor.isfinite(), 0.0).abs().max())
-
-
-def _difference(given: Tensor, expected: Tensor, scale: float) -> float:
-    """The largest difference over the scale; what is not finite must be the same."""
-    difference = float((given - expected).abs().max())
-    if math.isfinite(difference):
-        return difference / scale if scale else difference
-    finite = expected.isfinite()
-    if not torch.equal(given.isfinite(), finite) or not torch.equal(
-        given.masked_fill(finite, 0.0).nan_to_num(), expected.masked_fill(finite, 0.0).nan_to_num()
-    ):
-        return math.inf
-    if not finite.any():
-        return 0.0
-    difference = float((given[finite] - expected[finite]).abs().max())
-    return difference / scale if scale else difference
-
-
-def _listen(values: Mapping[Any, Sequence[Tensor]]) -> dict[Any, list[Tensor | None]]:
-    """Lists that will hold the values' gradients when a backward pass has run."""
-    found: dict[Any, list[Tensor | None]] = {}
-    for key, tensors in values.items():
-        if not isinstance(tensors[0], Tensor) or not tensors[0].requires_grad:
-            continue
-        kept: list[Tensor | None] = [None] * len(tensors)
-        found[key] = kept
-        for index, tensor in enumerate(tensors):
-
-            def keep(gradient: Tensor, index: int = index, kept: list[Tensor | None] = kept) -> None:
-                before = kept[index]
-                kept[index] = gradient if before is None else before + gradient
-
-            tensor.register_hook(keep)
-    return found
+        real = len(self.mesh)
+        return describe(layout, (*AXIS_NAMES[:real], *("chunks" for _ in layout[real:])))

@@ -102,6 +102,7 @@ class _Unroller:
         found = {}
         for place in self.places(axes):
             found[place] = self.graph.node_copy(node, functools.partial(self._at, place))
+            found[place].meta["chunk"] = place
             if placed and axes:
                 found[place].args = (self.world_of([place]), *found[place].args[1:])
         self.put(node, axes, found)

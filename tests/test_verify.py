@@ -56,6 +56,32 @@ def test_right_graphs_pass(name, strategy, mesh):
     assert max([*found.outputs.values(), *found.gradients.values()]) <= found.tolerance
 
 
+@pytest.mark.parametrize("chunks", [{"batch": 2}, {"rows": 2}, {"batch": 2, "rows": 2}])
+@pytest.mark.parametrize(("name", "strategy", "mesh"), [("gpt2", "tensor3d", (2, 2)), ("unet", "megatron-1d", (2, 2))])
+def test_right_graphs_in_chunks_pass(name, strategy, mesh, chunks):
+    model, args, kwargs = MODELS[name]()
+    plan = autotp.plan(model, SLOW, args, kwargs, strategy=strategy, mesh=mesh, panels=1, chunks=chunks)
+    found = verify(model, plan, args, kwargs)
+    assert found.right, found.departure
+    assert found.compared > 40 and found.outputs and found.gradients
+
+
+@pytest.mark.parametrize("chunks", [{"batch": 2}, {"rows": 2}])
+def test_a_defect_in_one_chunk_is_found(chunks):
+    model, args, kwargs = MODELS["gpt2"]()
+    model = model.double()
+    plan = autotp.plan(model, SLOW, args, kwargs, strategy="megatron-1d", mesh=(4,), panels=1, chunks=chunks)
+    made = rewrite(model, plan, args, kwargs)
+    graph = made.graph_module.graph
+    second = next(n for n in graph.nodes if "addmm" in str(n.target) and any(n.meta["chunk"]))
+    with graph.inserting_after(second):
+        wrong = graph.call_function(torch.ops.aten.mul.Tensor, (second, 1.001))
+    second.replace_all_uses_with(wrong, delete_user_cb=lambda user: user is not wrong)
+    wrong.meta, second.meta = dict(second.meta), {}
+    found = verify_graph(model, made, args, kwargs)
+    assert found.departure is not None and found.departure.operator == wrong.meta["operator"], found.departure
+
+
 class Keyed(nn.Module):
     def __init__(self):
         super().__init__()
