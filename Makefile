@@ -6,13 +6,13 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := $(wildcard autotp passes costmodel examples tests benchmarks)
+SOURCES := $(wildcard autotp passes costmodel examples tests benchmarks docs/hooks.py)
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 4
 
 # One thread a process: the ranks share the cores, and the order of float sums stays the same.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test exact tables predictions overlap lint format clean
+.PHONY: help demo test exact tables predictions overlap docs lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make tables  write the tables in docs/ that need no cluster anew (minutes)"
 	@echo "make predictions  measure steps on emulated clusters, as root (half an hour)"
 	@echo "make overlap  measure overlap, and autotp beside DDP, FSDP2 and tensor parallel, as root (two hours)"
+	@echo "make docs    build the documentation site into build/site"
 	@echo "make lint    ruff, mypy, import-linter"
 	@echo "make format  let ruff format the sources"
 	@echo "make clean   remove the environment and every cache"
@@ -51,6 +52,10 @@ predictions: $(STAMP)
 overlap: $(STAMP)
 	$(BIN)/python -m benchmarks.overlap --write
 	$(BIN)/python -m benchmarks.peers --write
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	@echo "open build/site/index.html, or with search: $(BIN)/python -m http.server --directory build/site"
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)

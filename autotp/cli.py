@@ -5,6 +5,7 @@ A mistake of the user's ends with ``error: ...`` on stderr and exit code 2, neve
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -16,17 +17,20 @@ import typer
 import autotp
 from autotp.cli_arguments import (
     ModelSpecError,
+    beginning,
     call_factory,
     chunks_of,
     find_factory,
     load_model,
     memory_of,
     mesh_of,
+    topologies,
     working,
 )
 from autotp.cli_calibrate import calibrate_command
 from autotp.cli_explain import explain_command
 from autotp.cli_inspect import diff_command, inspect_command
+from autotp.cli_report import write_report
 from autotp.cli_reprice import reprice_command
 from autotp.cli_sweep import sweep_command
 from autotp.cli_trace import trace_command
@@ -34,7 +38,7 @@ from autotp.cli_verify import verify_command
 from autotp.errors import AutotpError
 from autotp.render import make_console, plan_table, presets_table, topology_table
 from costmodel import OPTIMIZERS, Topology, TopologyError, UnitError
-from passes.capture import CaptureError
+from passes.capture import CaptureError, capture
 
 __all__ = ["ModelSpecError", "app", "call_factory", "find_factory", "load_model", "main"]
 
@@ -43,7 +47,6 @@ USER_ERRORS = (AutotpError, CaptureError, TopologyError, UnitError)
 app = typer.Typer(
     help="Plan how to split an unmodified PyTorch model over a mesh of devices.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -88,19 +91,26 @@ def _plan(
     model: Annotated[
         str,
         typer.Option(
-            help="FILE.py:FACTORY or package.module:factory. The factory takes nothing, or the number of `devices`, and "
+            help="FILE.py:FACTORY, package.module:factory, or a Hugging Face config.json with its options, as in "
+            "config.json:batch=16,sequence=4096,dtype=bfloat16. The factory takes nothing, or the number of `devices`, and "
             "returns (model, args), (model, args, kwargs) or (model, kwargs), the example inputs with the model."
         ),
     ],
-    topology: Annotated[str, typer.Option(help="A preset's name (see `autotp topology`) or a TOML file.")],
+    topology: Annotated[
+        str, typer.Option(help="A preset's name (see `autotp topology`) or a TOML file.", autocompletion=topologies)
+    ],
     devices: Annotated[int | None, typer.Option(help="How many devices; left out, as many as the topology has.")] = None,
-    strategy: Annotated[str, typer.Option(help=f"What to search: {', '.join(autotp.FAMILIES)}.")] = "auto",
+    strategy: Annotated[
+        str, typer.Option(help=f"What to search: {', '.join(autotp.FAMILIES)}.", autocompletion=beginning(autotp.FAMILIES))
+    ] = "auto",
     mesh: Annotated[str | None, typer.Option(help="Sizes of the mesh axes, outermost first, such as 2,2.")] = None,
     memory: Annotated[
         str | None, typer.Option(help='Memory to use on each device, such as "80 GB"; left out, all of it.')
     ] = None,
     mode: Annotated[str, typer.Option(help="train or inference.")] = "train",
-    optimizer: Annotated[str, typer.Option(help=f"Whose state to count: {', '.join(OPTIMIZERS)}.")] = "adamw",
+    optimizer: Annotated[
+        str, typer.Option(help=f"Whose state to count: {', '.join(OPTIMIZERS)}.", autocompletion=beginning(OPTIMIZERS))
+    ] = "adamw",
     panels: Annotated[
         int | None, typer.Option(help="Panels in which products gather their operands; left out, as memory needs.")
     ] = None,
@@ -116,6 +126,10 @@ def _plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan, as JSON, to this file too.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a report for the browser, one file, to FILE.html.")] = None,
+    timeline: Annotated[
+        bool | None, typer.Option(help="Whether the report shows the schedule; left out, unless the model is very large.")
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show the cheap operators too.")] = False,
 ) -> None:
     """Plan a model for a machine. Needs no devices, and no memory when the model is built on meta."""
@@ -147,6 +161,8 @@ def _plan(
             plan.save(save)
         except OSError as error:
             raise AutotpError(f"--save {save}: cannot write the plan ({error.strerror})") from error
+    if html is not None:
+        write_report(html, module, capture(module, args, kwargs), plan, timeline, model)
     if as_json:
         print(plan.to_json())
     else:
@@ -155,10 +171,17 @@ def _plan(
 
 @app.command("topology")
 def _topology(
-    name: Annotated[str | None, typer.Argument(help="A preset's name, a TOML file, or `local`.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="A preset's name, a TOML file, or `local`.", autocompletion=topologies)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the topologies that come with autotp, or show one."""
-    if name is None:
+    names = Topology.preset_names() if name is None else [name]
+    if as_json:
+        found = [(Topology.local() if each == "local" else Topology.load(each)).to_dict() for each in names]
+        print(json.dumps(found if name is None else found[0], indent=1))
+    elif name is None:
         make_console().print(presets_table(Topology.load(preset) for preset in Topology.preset_names()))
     else:
         make_console().print(topology_table(Topology.local() if name == "local" else Topology.load(name)))

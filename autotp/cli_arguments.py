@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import glob
 import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -17,11 +18,13 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from autotp.errors import AutotpError
+from autotp.huggingface import configured
 from autotp.sweep import takes_devices
-from costmodel import UnitError, parse_quantity
+from costmodel import Topology, UnitError, parse_quantity
 
 __all__ = [
     "ModelSpecError",
+    "beginning",
     "call_factory",
     "chunks_of",
     "find_factory",
@@ -29,6 +32,7 @@ __all__ = [
     "memory_of",
     "mesh_of",
     "native_output_on_stderr",
+    "topologies",
     "working",
 ]
 
@@ -59,6 +63,8 @@ def call_factory(
     """`load_model` for a factory that was found already; ``spec`` is for messages."""
     try:
         made = factory(devices=devices) if takes_devices(factory) else factory()
+    except AutotpError:
+        raise
     except Exception as error:
         attribute = spec.rpartition(":")[2]
         raise ModelSpecError(f"--model {spec!r}: {attribute}() raised {_describe(error)}") from error
@@ -70,16 +76,20 @@ def find_factory(spec: str) -> Callable[..., Any]:
 
     Args:
         spec: ``FILE.py:FACTORY`` or ``package.module:factory``; the directory of the file, or the current
-            one, is searched for what it imports.
+            one, is searched for what it imports. Or a Hugging Face ``config.json``, as `autotp.huggingface.configured`
+            takes it, with its options behind a colon: ``config.json:batch=16,dtype=bfloat16``.
 
     Raises:
         ModelSpecError: The text, the file or the function is not there; says which.
     """
+    file, _, options = spec.partition(".json")
+    if Path(f"{file}.json").is_file() or spec.endswith(".json"):
+        return configured(Path(f"{file}.json"), _options_of(spec, options))
     where, _, attribute = spec.rpartition(":")
     if not where or not attribute.isidentifier():
         raise ModelSpecError(
             f"--model {spec!r}: expected FILE.py:FACTORY or package.module:factory, "
-            "such as model.py:build for a function build() in model.py"
+            "such as model.py:build for a function build() in model.py, or a Hugging Face config.json"
         )
     module = _import(where, spec)
     factory = getattr(module, attribute, None)
@@ -89,6 +99,16 @@ def find_factory(spec: str) -> Callable[..., Any]:
             f"--model {spec!r}: {where} has no function {attribute!r}; it has {', '.join(known) or 'none'}"
         )
     return factory
+
+
+def _options_of(spec: str, text: str) -> dict[str, str]:
+    found = {}
+    for part in filter(None, text.removeprefix(":").split(",")):
+        name, equals, value = part.partition("=")
+        if not equals or not text.startswith(":"):
+            raise ModelSpecError(f"--model {spec!r}: expected options such as config.json:batch=16,sequence=4096")
+        found[name.strip()] = value.strip()
+    return found
 
 
 def _import(where: str, spec: str) -> ModuleType:
@@ -154,6 +174,17 @@ def _describe(error: Exception) -> str:
 
 def _is_library(file: str) -> bool:
     return file == __file__ or file.startswith("<") or "site-packages" in Path(file).parts
+
+
+def beginning(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """For a shell's completion: those of ``known`` that begin with what was typed."""
+    return lambda incomplete: [name for name in known if name.startswith(incomplete)]
+
+
+def topologies(incomplete: str) -> list[str]:
+    """For a shell's completion: presets, and TOML files."""
+    files = [str(path) for path in Path().glob(f"{glob.escape(incomplete)}*") if path.is_dir() or path.suffix == ".toml"]
+    return beginning(Topology.preset_names())(incomplete) + sorted(files)
 
 
 def mesh_of(text: str) -> tuple[int, ...]:

@@ -15,8 +15,9 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from autotp.cli_arguments import working
-from autotp.cli_explain_plan import captured_for
+from autotp.cli_arguments import load_model, working
+from autotp.cli_graph import show_graph
+from autotp.cli_report import write_report
 from autotp.difference import Difference, difference
 from autotp.drawing import draw
 from autotp.explain import priced_plan
@@ -25,6 +26,7 @@ from autotp.plan import Plan
 from autotp.render import make_console, short_target, unnumbered
 from autotp.rewrite import apply
 from costmodel import format_quantity
+from passes.capture import capture
 
 __all__ = ["diff_command", "inspect_command"]
 
@@ -43,12 +45,27 @@ def inspect_command(
     dot: Annotated[
         Path | None, typer.Option(help="Draw the graph: FILE.dot, or with graphviz installed FILE.svg, .pdf or .png.")
     ] = None,
+    graph: Annotated[
+        str | None, typer.Option(help="Instead, the graph that a device runs, as it is scheduled: forward or backward.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a report for the browser, one file, to FILE.html.")] = None,
+    timeline: Annotated[
+        bool | None, typer.Option(help="Whether the report shows the schedule; left out, unless the model is very large.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Read a plan: layouts, collectives with their cost, work and memory of every operator, by the model's modules."""
     loaded = Plan.load(plan)
     with working("reading the plan"):
-        captured = captured_for(loaded, model)
+        module_, args, kwargs = load_model(model, loaded.devices)
+        captured = capture(module_, args, kwargs)
+    if html is not None:
+        write_report(html, module_, captured, loaded, timeline, model)
+        return
+    if graph is not None:
+        show_graph(graph, module_, captured, loaded, op=op, collectives=collectives, top=top, as_json=as_json)
+        return
+    with working("reading the plan"):
         if code:
             print(apply(captured, loaded).graph_module.code)
             return

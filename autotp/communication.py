@@ -113,7 +113,7 @@ class Priced:
 
     def reshards(self) -> Iterator[Moved]:
         """Every tensor in every layout that it is wanted in."""
-        model, parameters = self.model, self.model.captured.parameters
+        model = self.model
         readers: dict[tuple[Value, Want], list[fx.Node]] = defaultdict(list)
         tensors: dict[Value, fx.Node] = {}
         for node in model.operators:
@@ -126,16 +126,20 @@ class Priced:
                 readers[value_of(leaf), Want(whole, whole)] += []
                 tensors[value_of(leaf)] = leaf
         for (value, want), users in readers.items():
-            parameter = value[0].name in parameters
-            price = self.prices.reshard(
-                tensors[value].meta["val"],
-                self.layouts[value],
-                want,
-                gradient=value in model.trained,
-                regather=parameter or any((value, user) in self.again for user in users),
-                parameter=parameter,
-            )
-            yield Moved(value, want, users, parameter, price)
+            yield self.moved(value, tensors[value], self.layouts[value], want, users)
+
+    def moved(self, value: Value, tensor: fx.Node, have: Layout, want: Want, users: list[fx.Node]) -> Moved:
+        """One tensor, made or resting in the layout ``have``, on its way to those who want it so."""
+        parameter = value[0].name in self.model.captured.parameters
+        price = self.prices.reshard(
+            tensor.meta["val"],
+            have,
+            want,
+            gradient=value in self.model.trained,
+            regather=parameter or any((value, user) in self.again for user in users),
+            parameter=parameter,
+        )
+        return Moved(value, want, users, parameter, price)
 
     def charged(self) -> Iterator[tuple[Moved, list[fx.Node]]]:
         """Every reshard with the operators that are charged for it, in even shares.

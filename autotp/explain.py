@@ -6,12 +6,13 @@ pay the reshards that follow. *Planned*: the alternative is pinned, and everythi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
+from autotp.alike import Alike
 from autotp.communication import Priced, Sums
 from autotp.constraints import parse
 from autotp.errors import AutotpError
@@ -164,7 +165,8 @@ class Explainer:
         self.nodes = {node.name: node for node in self.model.operators}
         self.entries = {op.name: op for op in plan.operators}
         self.own, self.charges = self.priced.operators(), self.priced.charges()
-        self.whole = self.step(self.priced.sums())
+        self.alike = Alike(self.priced)
+        self.whole = self.step(self.alike.sums)
 
     def explain(self, name: str, count: int = 5, planned: int = 1) -> Explanation:
         """See `explain_operator`."""
@@ -234,21 +236,8 @@ class Explainer:
         called = scheme(self.model.operators[node], strategy, have, parameters)
         shown = [w.layout for w in strategy.wants] + list(strategy.results)
         layouts = tuple(describe(layout, self.plan.mesh_axes) for layout in shown)
-        step = self.step(self.changed(node, strategy).sums())
+        step = self.step(self.alike.changed(node, strategy))
         return Alternative(called, self.pin(node.name, strategy), layouts, step)
-
-    def changed(self, node: fx.Node, strategy: Strategy) -> Priced:
-        """The plan with another strategy of one operator and its copies."""
-        chosen, layouts = dict(self.priced.strategies), dict(self.priced.layouts)
-        for copy in self.copies(node):
-            made = next(
-                s
-                for s in strategies(self.model.operators[copy], self.plan.mesh_shape, _only(strategy.assignment))
-                if s.assignment == strategy.assignment
-            )
-            chosen[copy.name] = made
-            layouts |= {(copy, i): layout for i, layout in enumerate(made.results)}
-        return replace(self.priced, strategies=chosen, layouts=layouts)
 
     def pin(self, name: str, strategy: Strategy) -> str:
         """The constraint that asks for a strategy."""
@@ -277,11 +266,3 @@ class Explainer:
         except AutotpError:
             return other
         return replace(other, planned_seconds=found.predicted.step_seconds)
-
-
-def _only(assignment: Sequence[str | None]) -> Any:
-    def allow(axis: int, factor: Any) -> bool:
-        wanted = assignment[axis]
-        return (wanted or "").startswith("+") if factor is None else wanted == factor.name
-
-    return allow

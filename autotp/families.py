@@ -174,6 +174,7 @@ FAMILIES: dict[str, Family] = {
         ),
     )
 }
+"""Name -> family: what ``strategy=`` may be."""
 
 
 def family(name: str) -> Family:

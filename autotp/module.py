@@ -29,10 +29,11 @@ _WORLD = "autotp_world"
 class DistributedModule(fx.GraphModule):
     """This device's part of a model.
 
-    Parameters are ``DTensor`` under the model's own names, so optimizers, ``clip_grad_norm_`` and distributed checkpoints
-    work as they are. Calling it takes the model's arguments (the global batch, on every device) and returns the model's
-    output structure; gradients arrive reduced. ``plan`` is the plan that it runs. Its graph is the sharded graph; with
-    overlap, what a call runs is that graph's scheduled forward and backward graphs.
+    Parameters are ``DTensor`` under the model's own names, so optimizers, ``clip_grad_norm_`` and whole state dicts work as
+    they are; ``torch.distributed.checkpoint`` cannot hold the parameters whose dims are split block by block. Calling it
+    takes the model's arguments (the global batch, on every device) and returns the model's output structure; gradients
+    arrive reduced. ``plan`` is the plan that it runs. Its graph is the sharded graph; with overlap, what a call runs is
+    that graph's scheduled forward and backward graphs.
     """
 
     plan: Plan
@@ -81,6 +82,8 @@ class DistributedModule(fx.GraphModule):
         self.plan = plan
         self._captured = captured
         self._signature = rewritten.signature
+        # Finding each by its path at every step would take longer than all that is done with them.
+        self._owners = {name: self._owner(fqn) for name, fqn in {**captured.parameters, **captured.buffers}.items()}
         self._overlapping = None if how is None else Schedules(rewritten.graph_module, world, how, compiled)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,6 +101,11 @@ class DistributedModule(fx.GraphModule):
             for name, value in zip(captured.mutations, results[captured.outputs :], strict=True):
                 self.get_buffer(captured.buffers[name]).copy_(value)
         return captured.signature.unflatten(list(results[: captured.outputs]))
+
+    def _owner(self, path: str) -> tuple[nn.Module, str]:
+        """The module that holds a parameter or buffer, and its name there."""
+        parent, _, name = path.rpartition(".")
+        return self.get_submodule(parent), name
 
     @contextmanager
     def recording(self) -> Iterator[list[Event]]:
@@ -123,16 +131,16 @@ class DistributedModule(fx.GraphModule):
     def _values(self, inputs: Sequence[Any]) -> dict[str, Tensor]:
         """This device's part of what each placeholder of the sharded graph stands for."""
         captured = self._captured
-        parameters: dict[str, Any] = {name: self.get_parameter(fqn) for name, fqn in captured.parameters.items()}
+        owners = self._owners
+        parameters: dict[str, Any] = {name: owners[name][0]._parameters[owners[name][1]] for name in captured.parameters}
         values: dict[str, Tensor] = {name: parameter._local_tensor for name, parameter in parameters.items()}
         trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
         if trained and torch.is_grad_enabled():
             values |= dict(zip(trained, _LocalParts.apply(*(parameters[name] for name in trained)), strict=True))
         # What the step updates may be saved for the backward pass as it was.
-        values |= {
-            name: self.get_buffer(fqn).clone() if name in captured.mutations else self.get_buffer(fqn)
-            for name, fqn in captured.buffers.items()
-        }
+        for name in captured.buffers:
+            buffer: Any = owners[name][0]._buffers[owners[name][1]]
+            values[name] = buffer.clone() if name in captured.mutations else buffer
         values |= {name: self.get_buffer(f"autotp_constants.{name}") for name in captured.constants}
         # Graphs are made for strides too, and all ranks must agree about when a new one is needed.
         given = (value.contiguous() if isinstance(value, Tensor) else value for value in inputs)

@@ -273,7 +273,11 @@ class Plan:
         return plan
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes the plan as JSON; the file appears whole or not at all."""
+        """Writes the plan as JSON; the file appears whole or not at all.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         write_atomically(path, self.to_json())
 
     @classmethod

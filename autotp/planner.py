@@ -76,6 +76,9 @@ def plan(
             ``"lm_head.weight=Shard(0)@x"`` (see `autotp.constraints`).
         time_limit: seconds for the solver, over all meshes.
 
+    Returns:
+        The best plan that was found; ``Plan.optimal`` and ``Plan.gap`` say how good it is known to be.
+
     Raises:
         AutotpError: when an argument is wrong.
         TimeLimitError: when no plan was found in the time.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,17 +21,28 @@ from autotp.durations import lane_of, overlap_of
 from autotp.errors import AutotpError
 from autotp.overlapped import Compiled
 from autotp.plan import Plan
-from autotp.rewrite import rewrite
+from autotp.rewrite import apply
 from costmodel.toml_out import write_atomically
+from passes.capture import Captured, capture
 from passes.launches import launch, wait
 from passes.layout import local_shape
 from passes.overlap import halves
-from passes.primitives import axes_of
+from passes.primitives import COLLECTIVES, axes_of
 from passes.schedule import Slot
 from passes.shard import place_constants
 from passes.traced import Untraceable
 
-__all__ = ["Event", "events_of", "lanes", "predicted", "predicted_events", "recorded", "save_trace"]
+__all__ = [
+    "Event",
+    "events_of",
+    "lanes",
+    "predicted",
+    "predicted_events",
+    "recorded",
+    "save_trace",
+    "scheduled",
+    "trainable",
+]
 
 _MICRO = 1e6
 
@@ -52,7 +63,8 @@ def predicted_events(slots: tuple[Sequence[Slot], Sequence[Slot]]) -> list[Event
 
 
 def _event(node: fx.Node, part: str, lane: str, begin: float, seconds: float) -> Event:
-    return Event(name=node.name, operator=str(node.target), part=part, lane=lane, begin=begin, seconds=seconds)
+    called = COLLECTIVES[node.meta["collective"].target] if node.target is launch else str(node.target)
+    return Event(name=node.name, operator=called, part=part, lane=lane, begin=begin, seconds=seconds)
 
 
 def predicted(
@@ -64,8 +76,29 @@ def predicted(
         PlanMismatchError: the plan is for another model or other inputs.
         AutotpError: the graph cannot be scheduled.
     """
-    rewritten = rewrite(model, plan, args, kwargs)
-    captured, sharding = rewritten.captured, rewritten.sharding
+    captured = capture(model, tuple(args), kwargs)
+    return predicted_events(scheduled(captured, plan, trainable(model)))
+
+
+def trainable(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters that have gradients."""
+    return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def scheduled(captured: Captured, plan: Plan, parameters: Collection[str]) -> tuple[Sequence[Slot], Sequence[Slot]]:
+    """The forward and the backward graph of a plan's first device, as they are predicted to run.
+
+    Args:
+        captured: the model that was planned, captured for the same inputs.
+        plan: the plan.
+        parameters: names of those that have gradients.
+
+    Raises:
+        PlanMismatchError: the plan is for another model or other inputs.
+        AutotpError: the graph cannot be scheduled.
+    """
+    rewritten = apply(captured, plan)
+    sharding = rewritten.sharding
     parts = {}
     for node in captured.graph_module.graph.nodes:
         if node.op == "placeholder":
@@ -73,14 +106,13 @@ def predicted(
             shape = local_shape(tuple(value.shape), sharding.resting.get(node.name, rewritten.whole), plan.mesh_shape)
             parts[node.name] = torch.empty(shape, dtype=value.dtype, device="meta")
     place_constants(rewritten.graph_module.graph, torch.device("cpu"))
-    parameters = dict(model.named_parameters())
-    trained = {n for n, fqn in captured.parameters.items() if parameters[fqn].requires_grad and plan.mode == "train"}
+    trained = {n for n, fqn in captured.parameters.items() if fqn in parameters and plan.mode == "train"}
     how = overlap_of(plan)
     try:
         mine = halves(rewritten.graph_module, plan.mesh_shape, (0,) * len(plan.mesh_shape), parts, frozenset(trained))
     except Untraceable as error:
         raise AutotpError(f"the graph has no schedule: {error}") from error
-    return predicted_events(mine.overlapped(mine.buckets(how.enough)).slots(how.durations, how.limits))
+    return mine.overlapped(mine.buckets(how.enough)).slots(how.durations, how.limits)
 
 
 @contextmanager

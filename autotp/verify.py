@@ -94,6 +94,9 @@ def verify(
         args, kwargs: inputs, of the shapes that were planned.
         tolerance: relative; left out, by the dtype of the parameters (1e-9 for float64, 1e-4 for float32).
 
+    Returns:
+        The errors of outputs and gradients, and the first operator that departs, if one does.
+
     Raises:
         PlanMismatchError: the plan is for another model or other inputs.
         AutotpError: the model draws random numbers, or is on ``meta``: there is nothing to compare.

@@ -9,6 +9,7 @@ Needs root, for network namespaces with rate-limited links.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
@@ -79,16 +80,24 @@ def emulated(ranks: int, rate: float) -> Topology:
     return Topology(f"{ranks} nodes", Topology.load("cpu").device, (Level("network", ranks, rate / 8, 50e-6),), "gloo")
 
 
+@functools.cache
+def calibrated(ranks: int) -> Topology:
+    """The machine with so many ranks, as measured where links have no limit."""
+    with tempfile.TemporaryDirectory() as scratch, Cluster(emulated(ranks, MOST)) as cluster:
+        file = Path(scratch) / "machine.toml"
+        cluster.run(["-m", "autotp", "calibrate", "--quick", "--output", str(file)], timeout=400)
+        return Topology.load(file)
+
+
 def measure(model: str, name: str, mesh: tuple[int, ...], ratios: Sequence[float], rounds: int) -> Iterator[Cell]:
     """One case at several rates."""
     ranks = math.prod(mesh)
     module, args = trained(model)
     captured = capture(module, args, None)
+    found = calibrated(ranks)
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         with Cluster(emulated(ranks, MOST)) as cluster:
-            cluster.run(["-m", "autotp", "calibrate", "--quick", "--output", str(place / "machine.toml")], timeout=400)
-            found = Topology.load(place / "machine.toml")
             plan_captured(captured, found, family(name), mesh=mesh, panels=1).save(place / "plan.json")
             quick = _run(cluster, model, place, 1, ["no overlap"])
         for ratio in ratios:

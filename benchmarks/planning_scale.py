@@ -39,7 +39,11 @@ CASES: tuple[tuple[str, int, int, int, str, str], ...] = (
     ("Llama-3 8B", 32, 32, 64, "", "4x8"),
 )
 #: hidden, intermediate, heads, key and value heads, sequence
-LLAMAS = {"Llama-3 405B": (16384, 53248, 128, 8, 4096), "Llama-3 8B": (4096, 14336, 32, 8, 2048)}
+LLAMAS = {
+    "Llama-3 70B": (8192, 28672, 64, 8, 2048),
+    "Llama-3 405B": (16384, 53248, 128, 8, 4096),
+    "Llama-3 8B": (4096, 14336, 32, 8, 2048),
+}
 AMPLE = 1e15
 
 

@@ -1,6 +1,6 @@
 """The machine: one kind of device, and the levels of interconnect that join them.
 
-Written as TOML, one table per thing (``costmodel/presets/*.toml`` are examples)::
+Written as TOML, one table per thing (``costmodel/presets/*.toml`` are examples):
 
     name = "two-boxes"
 

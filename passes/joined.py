@@ -1,4 +1,4 @@
-"""Sums of matrix products as one product of joined operands: P1 Q1 + P2 Q2 = [P1 P2] [Q1; Q2].
+"""Sums of matrix products as one product of joined operands: ``P1 Q1 + P2 Q2 = [P1 P2] [Q1; Q2]``.
 
 Chunks give such sums: the gradient of a weight is the sum of every chunk's. Each summand is as large as the weight, is
 written and read again to be added, and is made by a product with few rows; joined, the rows are those of the whole batch.

@@ -223,7 +223,8 @@ class _Scheduler:
             seconds, lane = self.nearest[entry[2]]
             if self.free[lane] <= self.now + seconds < math.inf:
                 hurried.append((seconds, entry))
-        return min(hurried)[1] if hurried else ready[0]
+        # Where no lane waits to be fed, the order given is the best: what was just made is still in the caches.
+        return min(hurried)[1] if hurried else min(ready, key=lambda e: e[1])
 
     def take(self, kind: str, entry: tuple[float, int, fx.Node]) -> fx.Node:
         if entry is self.ready[kind][0]:

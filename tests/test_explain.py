@@ -1,6 +1,9 @@
 """Reading a plan: explain, inspect and diff, as functions and as commands."""
 
+import dataclasses
 import json
+import random
+from dataclasses import replace
 
 import graphviz
 import pytest
@@ -15,9 +18,12 @@ from autotp.drawing import drawing
 from autotp.explain import Explainer, explain_operator, priced_plan
 from autotp.families import family
 from autotp.footprint import Footprint
+from autotp.graph_rows import filtered, graph_rows
 from autotp.inspection import Filters, inspect_plan
 from autotp.planner import plan_captured
+from autotp.tracing import scheduled, trainable
 from passes.capture import capture
+from passes.strategy import strategies
 
 FOUR = autotp.Topology.flat(4, bandwidth=1e8, latency=1e-6, device=SLOW)
 
@@ -46,6 +52,30 @@ def test_the_terms_of_every_operator_are_the_plans_cost_for_it(explained, schedu
             found.reshard_seconds, abs=1e-12
         )
         assert found.step_seconds == pytest.approx(plan.predicted.step_seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+def test_a_change_by_classes_costs_what_all_operators_summed_up_do(explained, schedule):
+    captured, plans = explained
+    explainer = Explainer(captured, plans[schedule])
+    model, priced = explainer.model, explainer.priced
+    stands = [node for node in model.operators if model.stands[node] is node and explainer.copies(node)]
+    random.Random(0).shuffle(stands)
+    tried = []
+    for node in stands:
+        for strategy in list(explainer.others(node))[:2]:
+            chosen, layouts = dict(priced.strategies), dict(priced.layouts)
+            for copy in explainer.copies(node):
+                ways = strategies(model.operators[copy], plans[schedule].mesh_shape)
+                chosen[copy.name] = next(way for way in ways if way.assignment == strategy.assignment)
+                layouts |= {(copy, i): layout for i, layout in enumerate(chosen[copy.name].results)}
+            whole = replace(priced, strategies=chosen, layouts=layouts).sums()
+            quick = explainer.alike.changed(node, strategy)
+            assert dataclasses.astuple(quick) == pytest.approx(dataclasses.astuple(whole), rel=1e-9)
+            tried.append(len(explainer.copies(node)))
+        if len(tried) > 40:
+            break
+    assert len(tried) > 40 and (max(tried) > 1 or all(len(explainer.copies(node)) == 1 for node in stands))
 
 
 def test_the_expression_gives_the_seconds(explained):
@@ -117,6 +147,25 @@ def test_rows_and_filters(explained):
     assert {row.module.split(".")[0] for row in Filters(module=module.split(".")[0])(rows)} == {module.split(".")[0]}
     graph = drawing(plan, rows, priced.model)
     assert isinstance(graph, graphviz.Digraph) and all(f"{row.name} [" in graph.source for row in rows[:5])
+
+
+def test_the_graphs_that_a_device_runs():
+    model, args, kwargs = MODELS["gpt2"]()
+    captured = capture(model, args, kwargs)
+    plan = plan_captured(captured, FOUR, family("tensor3d"), mesh=(2, 2), schedule="overlap", chunks={})
+    halves = scheduled(captured, plan, trainable(model))
+    for half in halves:
+        rows = graph_rows(half, plan.mesh_axes)
+        computing = sum(row.seconds for row in rows if not row.axes)
+        exposed = sum(row.exposed for row in rows)
+        assert computing + exposed == pytest.approx(max(slot.end for slot in half), rel=1e-9)
+        assert 0 < exposed <= sum(row.seconds for row in rows if row.axes) * (1 + 1e-9)
+        moving = filtered(rows, None, True, None)
+        assert moving and all(row.target.startswith(("all_", "reduce_")) for row in moving)
+        assert [row.seconds for row in filtered(rows, None, False, 3)] == sorted((r.seconds for r in rows), reverse=True)[
+            :3
+        ]
+        assert all("mm" in row.target for row in filtered(rows, "mm", False, None))
 
 
 def test_a_difference():
@@ -194,6 +243,15 @@ def test_commands(plans, capsys):
     assert "linear" in capsys.readouterr().out
     assert run("inspect", plan, "--model", spec, "--code") == 0
     assert "def forward" in capsys.readouterr().out
+    assert run("inspect", plan, "--model", spec, "--graph", "backward") == 0
+    assert "of which nothing hides" in capsys.readouterr().out
+    assert run("inspect", plan, "--model", spec, "--graph", "forward", "--collectives", "--json") == 0
+    moving = json.loads(capsys.readouterr().out)
+    assert moving and all(row["axes"] and row["seconds"] > 0 for row in moving)
+    assert run("inspect", plan, "--model", spec, "--graph", "sideways") == 2
+    assert "choose forward or backward" in capsys.readouterr().err
+    assert run("inspect", plan, "--model", spec, "--html", folder / "report.html") == 0
+    assert "<!doctype html>" in (folder / "report.html").read_text()
     assert run("inspect", plan, "--model", spec, "--dot", folder / "graph.dot") == 0
     assert (folder / "graph.dot").read_text().startswith("digraph")
     assert run("inspect", plan, "--model", spec, "--dot", folder / "graph.txt") == 2

@@ -363,3 +363,4 @@ RULES: Mapping[str, Rule] = {
     "aten.ones_like.default": Rule(by.elementwise(), saves=""),
     "aten.full_like.default": Rule(by.elementwise(), saves=""),
 }
+"""Name of an operator -> its rule."""
