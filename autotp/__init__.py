@@ -1,5 +1,6 @@
 """autotp: an unmodified PyTorch model and a description of the cluster become a distributed ``torch.fx.GraphModule``."""
 
+from autotp.checkpoint import storable
 from autotp.errors import AutotpError, BatchError, ConstraintError, MemoryBoundError, PlanMismatchError, TimeLimitError
 from autotp.families import FAMILIES
 from autotp.logs import switch_on
@@ -32,5 +33,6 @@ __all__ = [
     "parallelize",
     "plan",
     "simulate",
+    "storable",
     "verify",
 ]

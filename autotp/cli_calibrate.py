@@ -21,7 +21,7 @@ from rich.table import Table
 
 from autotp.calibrate import Calibration, calibrate, shape_of_job
 from autotp.errors import AutotpError
-from autotp.render import make_console
+from autotp.render import bytes_of, make_console, time_of
 from costmodel import format_quantity
 from costmodel.toml_out import topology_toml, write_atomically
 
@@ -145,7 +145,7 @@ def calibration_toml(calibration: Calibration) -> str:
     if calibration.checks:
         header.append("Over all ranks, which was not fitted, predicted and measured:")
         header += [
-            f"  {c.kind} of {_bytes(c.volume)}: {_time(c.predicted)}, {_time(c.measured)} ({c.error:+.0%})"
+            f"  {c.kind} of {bytes_of(c.volume)}: {time_of(c.predicted)}, {time_of(c.measured)} ({c.error:+.0%})"
             for c in calibration.checks
         ]
     steps = ", ".join(f"{plan} {ratio:.2f}" for plan, ratio in calibration.steps.ratios.items())
@@ -185,9 +185,9 @@ def _links_table(calibration: Calibration) -> Table:
         table.add_row(
             escape(fit.level),
             link.kind,
-            _time(link.latency),
+            time_of(link.latency),
             format_quantity(link.bandwidth, "bandwidth"),
-            f"{_bytes(link.volumes[0])} – {_bytes(link.volumes[-1])}",
+            f"{bytes_of(link.volumes[0])} – {bytes_of(link.volumes[-1])}",
             f"{link.median_error:.1%}",
             f"{link.largest_error:.1%}",
             f"{fit.outliers} of {fit.repetitions}",
@@ -206,8 +206,8 @@ def _device_table(calibration: Calibration) -> Table:
     if fit.left_out:
         table.add_row("left out, slow", ", ".join(fit.left_out), "")
     table.add_row("half size", f"{device.half_size:.3g}", "")
-    table.add_row("memory", f"{_bytes(device.memory)} at {format_quantity(device.memory_bandwidth, 'bandwidth')}", "")
-    table.add_row("launch", _time(device.launch), "")
+    table.add_row("memory", f"{bytes_of(device.memory)} at {format_quantity(device.memory_bandwidth, 'bandwidth')}", "")
+    table.add_row("launch", time_of(device.launch), "")
     table.add_row("contention", f"{device.contention:.0%}", "")
     for kind, factor in device.slowdown.items():
         low, high = fit.spread(kind)
@@ -219,7 +219,7 @@ def _checks_table(calibration: Calibration) -> Table:
     table = _columns("all ranks (not fitted)", "size", "predicted", "measured", "error")
     for check in calibration.checks:
         table.add_row(
-            check.kind, _bytes(check.volume), _time(check.predicted), _time(check.measured), f"{check.error:+.0%}"
+            check.kind, bytes_of(check.volume), time_of(check.predicted), time_of(check.measured), f"{check.error:+.0%}"
         )
     return table
 
@@ -233,11 +233,3 @@ def _columns(*titles: str) -> Table:
 
 def _middle(errors: tuple[float, ...]) -> float:
     return sorted(map(abs, errors))[len(errors) // 2]
-
-
-def _bytes(count: float) -> str:
-    return format_quantity(count, "memory")
-
-
-def _time(seconds: float) -> str:
-    return format_quantity(seconds, "time")

@@ -16,7 +16,7 @@ from autotp.cli_arguments import load_model, working
 from autotp.explain import Explanation, explain_operator, priced_plan
 from autotp.footprint import Footprint
 from autotp.plan import Plan
-from autotp.render import make_console
+from autotp.render import bytes_of, make_console, time_of
 from costmodel import format_quantity
 from passes.capture import Captured, capture
 
@@ -43,7 +43,6 @@ def explain_node(name: str, plan: Path, model: str, *, count: int, planned: int,
 
 
 def _shown(found: Explanation) -> RenderableType:
-    time = _time
     place = " ".join(
         filter(None, (f"in {found.module}" if found.module else "", f"({found.source})" if found.source else ""))
     )
@@ -54,8 +53,8 @@ def _shown(found: Explanation) -> RenderableType:
         f"factors: {factors}",
         f"chosen: [bold]{escape(found.scheme)}[/]  {escape(found.pin)}",
         f"layouts: {escape('; '.join(found.layouts))}",
-        f"{time(found.seconds)} a step = compute {time(found.compute_seconds)} + collectives inside "
-        f"{time(found.inner_seconds)} + reshards {time(found.reshard_seconds)}",
+        f"{time_of(found.seconds)} a step = compute {time_of(found.compute_seconds)} + collectives inside "
+        f"{time_of(found.inner_seconds)} + reshards {time_of(found.reshard_seconds)}",
         f"compute: {escape(found.expression)}",
         "  with " + escape(", ".join(f"{name} = {value:.4g}" for name, value in found.values.items())),
     ]
@@ -71,8 +70,8 @@ def _shown(found: Explanation) -> RenderableType:
                 escape(step.change),
                 step.kind,
                 ",".join(step.axes),
-                format_quantity(step.bytes, "memory"),
-                times + time(step.seconds),
+                bytes_of(step.bytes),
+                times + time_of(step.seconds),
                 str(step.shared),
             )
         parts.append(table)
@@ -83,7 +82,7 @@ def _shown(found: Explanation) -> RenderableType:
 def _alternatives(found: Explanation) -> RenderableType:
     if not found.alternatives:
         return "it has no other strategy on this mesh"
-    title = f"{found.considered} strategies; the step takes {_time(found.step_seconds)} with the one chosen"
+    title = f"{found.considered} strategies; the step takes {time_of(found.step_seconds)} with the one chosen"
     table = Table(
         "instead", "asked for by", "alone", "all planned anew", title=title, title_justify="left", header_style="bold"
     )
@@ -110,18 +109,14 @@ def explain_memory(plan: Path, model: str, *, as_json: bool) -> None:
     total = sum(kinds.values())
     table = Table("held at the worst moment", "bytes", "share", header_style="bold")
     for kind, size in sorted(kinds.items(), key=lambda entry: -entry[1]):
-        table.add_row(kind, format_quantity(size, "memory"), f"{size / total:.1%}")
-    table.add_row("[bold]all[/]", format_quantity(total, "memory"), "")
+        table.add_row(kind, bytes_of(size), f"{size / total:.1%}")
+    table.add_row("[bold]all[/]", bytes_of(total), "")
     largest = Table("largest", "what", "bytes", header_style="bold")
     for kind, name, size in entries[:_SHOWN]:
-        largest.add_row(escape(name), kind, format_quantity(size, "memory"))
+        largest.add_row(escape(name), kind, bytes_of(size))
     allowed = loaded.memory_bound
     make_console().print(Group(f"allowed: {format_quantity(allowed, 'memory')}", table, largest))
 
 
-def _time(seconds: float) -> str:
-    return format_quantity(seconds, "time")
-
-
 def _more(seconds: float, step: float) -> str:
-    return f"{_time(seconds)} ({seconds / step - 1:+.2%})" if step else _time(seconds)
+    return f"{time_of(seconds)} ({seconds / step - 1:+.2%})" if step else time_of(seconds)

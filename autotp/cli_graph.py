@@ -13,7 +13,7 @@ from torch import nn
 from autotp.errors import AutotpError
 from autotp.graph_rows import GraphRow, filtered, graph_rows
 from autotp.plan import Plan
-from autotp.render import make_console
+from autotp.render import bytes_of, make_console, time_of
 from autotp.tracing import scheduled, trainable
 from costmodel import format_quantity
 from passes.capture import Captured
@@ -61,9 +61,9 @@ def _table(rows: Sequence[GraphRow]) -> Table:
     for row in rows:
         moves = f"[bold]{escape(row.target)}@{','.join(row.axes)}[/]" if row.axes else escape(row.target)
         shapes = " ".join("×".join(map(str, shape)) or "()" for shape in row.shapes)
-        exposed = format_quantity(row.exposed, "time") if row.exposed else ""
-        figures = format_quantity(row.begin, "time"), format_quantity(row.seconds, "time"), exposed
-        table.add_row(*figures, format_quantity(row.bytes, "memory"), escape(row.name), moves, shapes)
+        exposed = time_of(row.exposed) if row.exposed else ""
+        figures = time_of(row.begin), time_of(row.seconds), exposed
+        table.add_row(*figures, bytes_of(row.bytes), escape(row.name), moves, shapes)
     return table
 
 

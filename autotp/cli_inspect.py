@@ -23,7 +23,7 @@ from autotp.drawing import draw
 from autotp.explain import priced_plan
 from autotp.inspection import Filters, Reshard, Row, inspect_plan
 from autotp.plan import Plan
-from autotp.render import make_console, short_target, unnumbered
+from autotp.render import bytes_of, make_console, short_target, time_of, unnumbered
 from autotp.rewrite import apply
 from costmodel import format_quantity
 from passes.capture import capture
@@ -137,7 +137,7 @@ def _difference_table(found: Difference) -> RenderableType:
     for name, (one, two) in found.settings.items():
         figures.add_row(name, escape(one), escape(two), "")
     for name, (before, after) in found.predicted.items():
-        show = _bytes if name.endswith("bytes") else _time
+        show = bytes_of if name.endswith("bytes") else time_of
         more = f"{after / before - 1:+.1%}" if before and not math.isclose(before, after) else ""
         figures.add_row(name.replace("_", " "), show(before), show(after), more)
     parts.append(figures)
@@ -170,11 +170,3 @@ def _difference_table(found: Difference) -> RenderableType:
         if left > 0:
             parts.append(f"… and {left} more parameters")
     return Group(*parts)
-
-
-def _bytes(amount: float) -> str:
-    return format_quantity(amount, "memory")
-
-
-def _time(seconds: float) -> str:
-    return format_quantity(seconds, "time")

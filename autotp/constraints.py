@@ -146,7 +146,7 @@ def requirements(
             found[node].append(requirement)
             matched = True
         if not matched:
-            raise AutotpError(f"constraint {constraint.text!r}: {_unknown(constraint.pattern, captured, operators)}")
+            raise AutotpError(f"constraint {constraint.text!r}: {_unknown(constraint, captured, operators)}")
     return {node: tuple(asked) for node, asked in found.items()}
 
 
@@ -199,7 +199,13 @@ def _paths(module: str) -> list[str]:
     return [".".join(parts[: n + 1]) for n in range(len(parts))]
 
 
-def _unknown(pattern: str, captured: Captured, operators: Mapping[fx.Node, Operator]) -> str:
+def _unknown(constraint: Constraint, captured: Captured, operators: Mapping[fx.Node, Operator]) -> str:
+    pattern = constraint.pattern
+    inside = [operator for node, operator in operators.items() if fnmatchcase(str(node.meta.get("module", "")), pattern)]
+    if inside:
+        known = {name for operator in inside for f in operator.factors.values() for name in (f.name, f.kind)} - {None, ""}
+        asked = ", ".join(repr(term.what) for term in constraint.terms)
+        return f"no operator in module {pattern!r} has the factors {asked}; there are {', '.join(sorted(map(str, known)))}"
     names = {*captured.parameters.values(), *(node.name for node in operators)}
     names |= {str(node.meta.get("module", "")) for node in operators} - {""}
     names |= {f"input:{name}" for name in captured.inputs}

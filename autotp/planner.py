@@ -303,10 +303,11 @@ def _nothing_fits(contest: Contest, meshes: Sequence[tuple[int, ...]], used: flo
     bound, name = contest.allowed, contest.chosen.name
     least = contest.least_memory(meshes)
     needed = least if least > bound else max(used, contest.needed if math.isfinite(contest.needed) else 0.0, bound)
+    others = [other for other in ("auto", "zero3") if other != name]
     return MemoryBoundError(
         f"no plan of strategy {name!r} fits {bound / 1e9:.3g} GB on each device: the smallest needs "
         f"{needed / 1e9:.3g} GB, {(needed - bound) / 1e9:.3g} GB more; use more devices, a smaller batch, an optimizer "
-        "with less state, or strategy 'auto' or 'zero3'",
+        f"with less state, or strategy {' or '.join(map(repr, others))}",
         needed,
         bound,
     )

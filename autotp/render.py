@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FoldedOperator",
+    "bytes_of",
     "fold_operators",
     "make_console",
     "plan_table",
     "presets_table",
+    "time_of",
     "short_target",
     "topology_table",
     "unnumbered",
@@ -154,9 +156,9 @@ def _header(plan: Plan) -> Table:
 def _planning(stats: Mapping[str, Any]) -> str:
     said = []
     if "capture_seconds" in stats:
-        said.append(f"captured in {_time(stats['capture_seconds'])}")
+        said.append(f"captured in {time_of(stats['capture_seconds'])}")
     if "seconds" in stats:
-        said.append(f"planned in {_time(stats['seconds'])}")
+        said.append(f"planned in {time_of(stats['seconds'])}")
     if stats.get("variables"):
         said.append(f"{stats['variables']:,} variables")
     if "meshes" in stats:
@@ -192,7 +194,7 @@ class _Operators:
             table.add_row(*_cells(row, layouts))
         yield table
         if hidden:
-            time = _time(sum(row.seconds for row in hidden))
+            time = time_of(sum(row.seconds for row in hidden))
             yield Text(
                 f"and {len(hidden)} cheaper row{'' if len(hidden) == 1 else 's'}, {time} together",
                 style="dim",
@@ -220,9 +222,9 @@ def _cells(row: FoldedOperator, layouts: bool) -> list[str]:
     ]
     if layouts:
         cells.append(escape(", ".join(operator.layouts)))
-    moved = _bytes(row.bytes_moved) if row.bytes_moved else "[dim]–[/]"
+    moved = bytes_of(row.bytes_moved) if row.bytes_moved else "[dim]–[/]"
     ratio = f"{row.bytes_moved / row.bound_bytes:.2f}" if row.bound_bytes else "[dim]–[/]"
-    return [*cells, moved, *([ratio] if layouts else []), _time(row.seconds)]
+    return [*cells, moved, *([ratio] if layouts else []), time_of(row.seconds)]
 
 
 def _prediction(plan: Plan) -> Table:
@@ -230,10 +232,10 @@ def _prediction(plan: Plan) -> Table:
     grid = _grid()
     grid.add_row(
         "predicted step",
-        f"[bold]{_time(predicted.step_seconds)}[/] = "
-        f"compute {_time(predicted.compute_seconds)} + "
-        f"exposed communication {_time(predicted.exposed_seconds)} "
-        f"[dim](of {_time(predicted.communication_seconds)} in all)[/]",
+        f"[bold]{time_of(predicted.step_seconds)}[/] = "
+        f"compute {time_of(predicted.compute_seconds)} + "
+        f"exposed communication {time_of(predicted.exposed_seconds)} "
+        f"[dim](of {time_of(predicted.communication_seconds)} in all)[/]",
     )
     # The bound is what the user allowed, and may be above or below what the device has.
     allowed = plan.memory_bound if math.isfinite(plan.memory_bound) else plan.topology.device.memory
@@ -241,19 +243,19 @@ def _prediction(plan: Plan) -> Table:
     colour = "red" if used > 1 else "yellow" if used > 0.9 else "green"
     grid.add_row(
         "memory a device",
-        f"{_bytes(predicted.memory_bytes)} of {_bytes(allowed)} [{colour}]({used:.1%})[/]",
+        f"{bytes_of(predicted.memory_bytes)} of {bytes_of(allowed)} [{colour}]({used:.1%})[/]",
     )
     if plan.bound_ratio is not None:
         least = sum(operator.bound_bytes for operator in plan.operators)
         everything = sum(operator.bytes_moved for operator in plan.operators)
         grid.add_row(
             "communication",
-            f"products with weights move {plan.bound_ratio:.2f} × their lower bound of {_bytes(least)}, "
+            f"products with weights move {plan.bound_ratio:.2f} × their lower bound of {bytes_of(least)}, "
             f"the whole model {everything / least:.2f} × [dim](below 1: tensors rest in copies)[/]",
         )
     made = plan.planning.get("repriced")
     if made is not None:
-        step = f"[dim], where its step takes {_time(made['step_seconds'])}[/]"
+        step = f"[dim], where its step takes {time_of(made['step_seconds'])}[/]"
         grid.add_row("optimality", f"[yellow]not sought[/]: the plan was made for {escape(made['topology'])}{step}")
     elif plan.optimal:
         grid.add_row("optimality", "[green]proven optimal[/] [dim](for this cost model and search space)[/]")
@@ -286,15 +288,17 @@ def _strategy(strategy: Mapping[str, Sequence[str]]) -> str:
 
 def _levels(topology: Topology) -> str:
     sizes = " × ".join(f"{level.size} {level.name}" for level in reversed(topology.levels))
-    device = f"{topology.device.name}, {_bytes(topology.device.memory)}"
+    device = f"{topology.device.name}, {bytes_of(topology.device.memory)}"
     return f"{topology.devices} devices" + escape(f" ({sizes}) of {device}")
 
 
-def _time(seconds: float) -> str:
+def time_of(seconds: float) -> str:
+    """Seconds, for people."""
     return format_quantity(seconds, "time")
 
 
-def _bytes(count: float) -> str:
+def bytes_of(count: float) -> str:
+    """Bytes, for people."""
     return format_quantity(count, "memory")
 
 
@@ -313,9 +317,9 @@ def topology_table(topology: Topology) -> RenderableType:
         grid.add_row(f"  {dtype}", format_quantity(flops, "rate"))
     grid.add_row(
         "  memory",
-        f"{_bytes(device.memory)} at {_bandwidth(device.memory_bandwidth)}",
+        f"{bytes_of(device.memory)} at {_bandwidth(device.memory_bandwidth)}",
     )
-    grid.add_row("  launch", f"{_time(device.launch)} a kernel")
+    grid.add_row("  launch", f"{time_of(device.launch)} a kernel")
 
     table = Table(header_style="bold")
     table.add_column("level")
@@ -326,7 +330,7 @@ def topology_table(topology: Topology) -> RenderableType:
             escape(level.name),
             str(level.size),
             _bandwidth(level.bandwidth),
-            _time(level.latency),
+            time_of(level.latency),
         )
     return Group(grid, table)
 
@@ -346,7 +350,7 @@ def presets_table(topologies: Iterable[Topology]) -> Table:
             escape(topology.name),
             str(topology.devices),
             escape(device.name),
-            _bytes(device.memory),
+            bytes_of(device.memory),
             escape(levels),
         )
     return table

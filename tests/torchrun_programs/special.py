@@ -1,14 +1,20 @@
 """Single cases under torchrun, by name."""
 
 import atexit
+import copy
 import os
 import sys
+import tempfile
 import weakref
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from models import MODELS
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import Replicate, Shard
+from torch.utils._pytree import tree_leaves
 
 import autotp
 
@@ -99,6 +105,44 @@ def local_inputs():
     expected.square().mean().backward()
     for n, p in plain.named_parameters():
         torch.testing.assert_close(parallel.get_parameter(n).grad.full_tensor(), p.grad)
+
+
+def checkpoint():
+    """What one plan saves another loads, a fused weight split by blocks included: parameters, moments and the next loss."""
+    model, args, kwargs = MODELS["gpt2"]()
+
+    def made(strategy):
+        parallel = autotp.parallelize(copy.deepcopy(model), None, args, kwargs, strategy=strategy, mesh=(2,))
+        return parallel, torch.optim.AdamW(parallel.parameters(), lr=1e-2, eps=1e-3)  # keys' bias has no gradient
+
+    def step(parallel, optimizer):
+        loss = next(
+            leaf for leaf in tree_leaves(parallel(*args, **(kwargs or {}))) if isinstance(leaf, torch.Tensor)
+        ).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    first, moments = made("megatron-1d")
+    assert any(type(p) not in (Shard, Replicate) for v in first.parameters() for p in v.placements), "blocks are split"
+    step(first, moments)
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    weights, state = autotp.storable(get_state_dict(first, moments))
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder[0])
+    after = step(first, moments)
+    for strategy in ("zero3", "megatron-1d"):
+        other, optimizer = made(strategy)
+        step(other, optimizer)
+        step(other, optimizer)
+        weights, state = autotp.storable(get_state_dict(other, optimizer))
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder[0])
+        set_state_dict(other, optimizer, model_state_dict=weights, optim_state_dict=state)
+        assert abs(step(other, optimizer) - after) < 1e-6 * abs(after), strategy
+        for name, value in first.named_parameters():
+            found = other.get_parameter(name).full_tensor()
+            assert torch.allclose(found, value.full_tensor(), rtol=1e-4, atol=1e-6), (strategy, name)
 
 
 def destroyed():
