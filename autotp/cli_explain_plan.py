@@ -15,9 +15,10 @@ from rich.table import Table
 from autotp.cli_arguments import load_model, working
 from autotp.explain import Explanation, explain_operator, priced_plan
 from autotp.footprint import Footprint
+from autotp.inspection import Reshard
 from autotp.plan import Plan
 from autotp.render import bytes_of, make_console, time_of
-from costmodel import format_quantity
+from costmodel import Topology
 from passes.capture import Captured, capture
 
 __all__ = ["captured_for", "explain_memory", "explain_node"]
@@ -39,10 +40,10 @@ def explain_node(name: str, plan: Path, model: str, *, count: int, planned: int,
     if as_json:
         print(json.dumps(asdict(found) | {"seconds": found.seconds}, indent=1))
     else:
-        make_console().print(_shown(found))
+        make_console().print(_shown(found, loaded))
 
 
-def _shown(found: Explanation) -> RenderableType:
+def _shown(found: Explanation, plan: Plan) -> RenderableType:
     place = " ".join(
         filter(None, (f"in {found.module}" if found.module else "", f"({found.source})" if found.source else ""))
     )
@@ -75,21 +76,37 @@ def _shown(found: Explanation) -> RenderableType:
                 str(step.shared),
             )
         parts.append(table)
+        moving = next((step for step in found.reshards if step.seconds), None)
+        if moving is not None:
+            parts.append(f"[dim]the formula of each: {escape(_formula(plan, moving))}[/]")
     parts.append(_alternatives(found))
     return Group(*parts)
+
+
+def _formula(plan: Plan, step: Reshard) -> str:
+    """The command that tells what a collective's time is made of."""
+    name = plan.topology.name
+    machine = name if name in Topology.preset_names() else f"{name}.toml"
+    mesh, axes = ",".join(map(str, plan.mesh_shape)), ",".join(step.axes)
+    place = f"--topology {machine} --devices {plan.devices} --mesh {mesh} --axes {axes}"
+    return f'autotp explain {step.kind} {place} --bytes "{bytes_of(step.bytes)}"'
 
 
 def _alternatives(found: Explanation) -> RenderableType:
     if not found.alternatives:
         return "it has no other strategy on this mesh"
     title = f"{found.considered} strategies; the step takes {time_of(found.step_seconds)} with the one chosen"
-    table = Table(
-        "instead", "asked for by", "alone", "all planned anew", title=title, title_justify="left", header_style="bold"
-    )
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for heading in ("strategy, and what asks for it", "the step", "computing", "activations", "parameters", "planned anew"):
+        table.add_column(heading)
+    chosen = f"[bold]{escape(found.scheme)}[/]\n{escape(found.pin)}"
+    table.add_row(chosen, time_of(found.step_seconds), *map(time_of, found.step_terms), "")
     for other in found.alternatives:
         whole = "" if other.planned_seconds is None else _more(other.planned_seconds, found.step_seconds)
-        table.add_row(escape(other.scheme), escape(other.pin), _more(other.in_place_seconds, found.step_seconds), whole)
-    return table
+        alone = _more(other.in_place_seconds, found.step_seconds)
+        table.add_row(f"{escape(other.scheme)}\n{escape(other.pin)}", alone, *map(time_of, other.terms), whole)
+    said = "with this operator alone changed: the step, and of it computing, moving activations, and parameters"
+    return Group(table, f"[dim]{said}[/]")
 
 
 def explain_memory(plan: Path, model: str, *, as_json: bool) -> None:
@@ -115,7 +132,7 @@ def explain_memory(plan: Path, model: str, *, as_json: bool) -> None:
     for kind, name, size in entries[:_SHOWN]:
         largest.add_row(escape(name), kind, bytes_of(size))
     allowed = loaded.memory_bound
-    make_console().print(Group(f"allowed: {format_quantity(allowed, 'memory')}", table, largest))
+    make_console().print(Group(f"allowed: {bytes_of(allowed)}", table, largest))
 
 
 def _more(seconds: float, step: float) -> str:

@@ -44,6 +44,7 @@ class Alternative:
         pin: the constraint that asks for it.
         layouts: of operands, then results.
         in_place_seconds: of the whole step, with only this operator changed.
+        terms: of which computing, moving activations, and moving parameters, hidden or not; seconds.
         planned_seconds: of the whole step, planned anew with it pinned; None: not asked for, or no plan has it.
     """
 
@@ -51,6 +52,7 @@ class Alternative:
     pin: str
     layouts: tuple[str, ...]
     in_place_seconds: float
+    terms: tuple[float, float, float]
     planned_seconds: float | None = None
 
 
@@ -68,7 +70,7 @@ class Explanation:
         expression, values: of the compute seconds: a sympy expression, and its symbols' numbers.
         reshards: around it.
         bound_ratio: bytes moved over the communication lower bound; None where there is no bound.
-        step_seconds: of the whole plan, as alternatives' are counted (without chunks).
+        step_seconds, step_terms: of the whole plan, as alternatives' are counted (without chunks).
         considered: how many strategies it has on this mesh.
         alternatives: the best of them, cheapest in place first.
     """
@@ -90,6 +92,7 @@ class Explanation:
     reshards: tuple[Reshard, ...]
     bound_ratio: float | None
     step_seconds: float
+    step_terms: tuple[float, float, float]
     considered: int
     alternatives: tuple[Alternative, ...]
 
@@ -203,6 +206,7 @@ class Explainer:
             ),
             bound_ratio=entry.bound_ratio,
             step_seconds=self.whole,
+            step_terms=_terms(self.alike.sums),
             considered=len(others) + 1,
             alternatives=tuple(told),
         )
@@ -236,8 +240,8 @@ class Explainer:
         called = scheme(self.model.operators[node], strategy, have, parameters)
         shown = [w.layout for w in strategy.wants] + list(strategy.results)
         layouts = tuple(describe(layout, self.plan.mesh_axes) for layout in shown)
-        step = self.step(self.alike.changed(node, strategy))
-        return Alternative(called, self.pin(node.name, strategy), layouts, step)
+        sums = self.alike.changed(node, strategy)
+        return Alternative(called, self.pin(node.name, strategy), layouts, self.step(sums), _terms(sums))
 
     def pin(self, name: str, strategy: Strategy) -> str:
         """The constraint that asks for a strategy."""
@@ -266,3 +270,7 @@ class Explainer:
         except AutotpError:
             return other
         return replace(other, planned_seconds=found.predicted.step_seconds)
+
+
+def _terms(sums: Sums) -> tuple[float, float, float]:
+    return sums.compute, sums.activations, sums.parameters

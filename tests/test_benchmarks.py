@@ -26,7 +26,8 @@ def test_the_whole_space_is_never_worse(setting):
 
 
 def test_documented_tables_come_from_commands():
-    for page in DOCS.glob("*.md"):
+    written = {"index.md", "papers.md"}
+    for page in (page for page in DOCS.glob("*.md") if page.name not in written):
         command = re.search(r"Made by `python -m benchmarks\.(\w+) --write`", page.read_text())
         assert command is not None, page
         assert (Path(__file__).parent.parent / "benchmarks" / f"{command[1]}.py").is_file()

@@ -50,7 +50,7 @@ def test_the_site_builds_and_its_reference_is_whole(tmp_path):
         said = " ".join(re.sub(r"``?(.*?)``?", r"\1", first).split())
         assert said in words, f"{name}: {said!r}"
     commands = pages["reference/cli.html"]
-    for command in ("plan", "topology", "sweep", "explain", "calibrate", "trace", "verify", "inspect", "diff"):
+    for command in ("plan", "topology", "sweep", "explain", "calibrate", "trace", "verify", "inspect", "diff", "reprice"):
         assert f'<h2 id="{command}">' in commands
     assert {"--pin", "--save", "--dot", "--families"} <= set(shown(commands).split())
 

@@ -98,6 +98,9 @@ def test_forcing_the_next_best_gives_the_cost_that_is_claimed(explained, schedul
     for operator in dearest:
         found = explain_operator(captured, plan, operator.fold, count=2, planned=1)
         for other in found.alternatives:
+            if schedule == "none":
+                assert sum(found.step_terms) == pytest.approx(found.step_seconds, rel=1e-9)
+                assert sum(other.terms) == pytest.approx(other.in_place_seconds, rel=1e-9)
             assert other.in_place_seconds >= plan.predicted.step_seconds * (1 - plan.gap) * (1 - 1e-9)
         if not found.alternatives or found.alternatives[0].planned_seconds is None:
             continue
