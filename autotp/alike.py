@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping
-from dataclasses import replace
 
 from torch import fx
 
@@ -66,19 +65,14 @@ class Alike:
     def changed(self, node: fx.Node, strategy: Strategy) -> Sums:
         """The plan's sums with another strategy of an operator and all its copies; everything else stays."""
         stand = self.priced.model.stands[node]
-        compute, activations, parameters = self.sums.compute, self.sums.activations, self.sums.parameters
-        own = [self._operator(stand, each) for each in (self.priced.strategies[stand.name], strategy)]
-        compute += self.copies[stand] * (own[1][0] - own[0][0])
-        activations += self.copies[stand] * (own[1][1] - own[0][1])
+        found, copies = self.sums, self.copies[stand]
+        found = found.plus(self._operator(stand, self.priced.strategies[stand.name]), times=-copies)
+        found = found.plus(self._operator(stand, strategy), times=copies)
         for value, count in self.beside[stand]:
             for sign, other in ((-1, None), (1, (stand, strategy))):
                 for moved in self._moved(value, other):
-                    compute += sign * count * moved.price[0]
-                    if moved.parameter:
-                        parameters += sign * count * moved.price[1]
-                    else:
-                        activations += sign * count * moved.price[1]
-        return replace(self.sums, compute=compute, activations=activations, parameters=parameters)
+                    found = found.plus(moved.price, parameter=moved.parameter, times=sign * count)
+        return found
 
     def _operator(self, stand: fx.Node, strategy: Strategy) -> Price:
         model = self.priced.model

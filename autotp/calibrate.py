@@ -173,10 +173,10 @@ class _Job:
             levels.append(_level(level, self.shape[axis], found, rings if shared else 1, shared))
             fits += found
         levels = self.split(levels, list(kinds.values()))
-        device, device_fit = calibrate_device(self.clock, self.effort, self.shape[1], self.progress)
         self.progress("computing and communicating at once")
-        outer = 0 if self.shape[0] > 1 else 1
-        device = replace(device, contention=time_contention(self.world, outer, self.effort, self.clock))
+        shares = [time_contention(self.world, axis, self.effort, self.clock) for axis in kinds]
+        levels = [replace(level, contention=share) for level, share in zip(levels, shares, strict=True)]
+        device, device_fit = calibrate_device(self.clock, self.effort, self.shape[1], self.progress)
         topology = Topology(name, device, tuple(levels), self.library)
         checks = self.checks(topology) if len(levels) > 1 else ()
         steps = fit_steps(topology, self.shape, self.clock, self.effort, self.progress)

@@ -208,7 +208,8 @@ def _device_table(calibration: Calibration) -> Table:
     table.add_row("half size", f"{device.half_size:.3g}", "")
     table.add_row("memory", f"{bytes_of(device.memory)} at {format_quantity(device.memory_bandwidth, 'bandwidth')}", "")
     table.add_row("launch", time_of(device.launch), "")
-    table.add_row("contention", f"{device.contention:.0%}", "")
+    for level in calibration.topology.levels:
+        table.add_row(f"contention: {level.name}", f"{level.contention or 0:.0%}", "")
     for kind, factor in device.slowdown.items():
         low, high = fit.spread(kind)
         table.add_row(f"slowdown: {kind}", f"{factor:.2f}", f"{low:.2f} – {high:.2f} ({', '.join(fit.slowdowns[kind])})")

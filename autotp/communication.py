@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate
@@ -48,7 +48,7 @@ class Sums:
         activations: of communication that moves activations and their gradients.
         parameters: of communication that moves parameters and their gradients.
         depth: operators with a weight.
-        contention: share of communicating that takes the processors' time.
+        contended_activations, contended_parameters: those of them that take the processors' time.
         chunks: in how many chunks this is done; 1 for none.
         hidden: of activations' communication, behind other chunks.
     """
@@ -57,7 +57,8 @@ class Sums:
     activations: float
     parameters: float
     depth: int
-    contention: float = 0.0
+    contended_activations: float = 0.0
+    contended_parameters: float = 0.0
     chunks: int = 1
     hidden: float = 0.0
 
@@ -70,8 +71,22 @@ class Sums:
     def sides(self) -> tuple[float, float]:
         """Seconds of a step if the processors limit it, and if the network does."""
         seconds = self.compute, self.activations, self.parameters, self.hidden
-        device, network = overlap.sides(*seconds, self.depth, self.chunks, self.contention)
+        shares = (
+            self.contended_activations / self.activations if self.activations else 0.0,
+            self.contended_parameters / self.parameters if self.parameters else 0.0,
+        )
+        device, network = overlap.sides(*seconds, self.depth, self.chunks, shares)
         return float(device), float(network)
+
+    def plus(self, price: Price, *, parameter: bool = False, times: int = 1) -> Sums:
+        """With so many times something of this price, which moves a parameter or its gradient, or something else."""
+        seconds, contended = times * price[1], times * price[3]
+        compute = self.compute + times * price[0]
+        if parameter:
+            whole, part = self.parameters + seconds, self.contended_parameters + contended
+            return replace(self, compute=compute, parameters=whole, contended_parameters=part)
+        whole, part = self.activations + seconds, self.contended_activations + contended
+        return replace(self, compute=compute, activations=whole, contended_activations=part)
 
     @property
     def step(self) -> float:
@@ -185,31 +200,27 @@ class Priced:
             chunks: in which devices work.
             rows: names of the products whose rows the chunks are; None: they are the whole batch's.
         """
-        compute = activations = parameters = in_chunks = 0.0
+        found, in_chunks = Sums(0.0, 0.0, 0.0, depth_of(self.model), chunks=chunks), 0.0
         own, real = self.operators(), len(self.prices.devices)
         near: dict[fx.Node, float] = defaultdict(float)
         for node in self.model.operators:
-            compute += own[node][0]
-            activations += own[node][1]
+            found = found.plus(own[node])
             if any(factor is not None for factor in self.strategies[node.name].assignment[real:]):
                 in_chunks += own[node][1]
         for moved in self.reshards():
-            compute += moved.price[0]
+            found = found.plus(moved.price, parameter=moved.parameter)
             if moved.parameter:
-                parameters += moved.price[1]
                 continue
-            activations += moved.price[1]
             if any(not isinstance(p, Replicate) for p in (*self.layouts[moved.value][real:], *moved.want.layout[real:])):
                 in_chunks += moved.price[1]
             beside = [n for n in (moved.value[0], *moved.users) if rows is not None and n.name in rows]
             for node in beside:
                 near[node] += moved.price[1] / len(beside)
-        depth, contention = depth_of(self.model), self.prices.topology.device.contention
         if rows is None:
-            hidden = float(overlap.hidden_by_batch(in_chunks, depth, chunks))
+            hidden = float(overlap.hidden_by_batch(in_chunks, found.depth, chunks))
         else:
             hidden = sum(float(overlap.hidden_by_rows(near[node], own[node][0], chunks)) for node in near)
-        return Sums(compute, activations, parameters, depth, contention, chunks, hidden)
+        return replace(found, hidden=hidden)
 
 
 def depth_of(model: Model) -> int:

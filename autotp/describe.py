@@ -171,7 +171,8 @@ class _Description:
                 unassigned += moved.price[1]
             for user in charged:
                 share, price = found[user], moved.price
-                found[user] = Price(0.0, share[1] + price[1] / len(charged), share[2] + price[2] / len(charged))
+                parts = (each + whole / len(charged) for each, whole in zip(share[1:], price[1:], strict=True))
+                found[user] = Price(0.0, *parts)
         return found, unassigned
 
     def priced(self) -> Priced:

@@ -31,6 +31,11 @@ _MOST = 32 * 2**20
 #: ... and to this share of a device's memory that is in use.
 _SPARE = 0.08
 _COPIES = 2
+#: Operators that cost as many FLOP as others, which torch counts.
+_COUNTED_AS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
 
 _KINDS = (
     ("convolution", ("convolution",)),
@@ -122,7 +127,8 @@ def _kind(node: fx.Node) -> str:
 
 def _flop(node: fx.Node) -> tuple[float, tuple[float, float, float] | None]:
     """FLOP, and m, k, n of a product."""
-    count: Callable[..., int] | None = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    packet = getattr(node.target, "overloadpacket", None)
+    count: Callable[..., int] | None = flop_registry.get(_COUNTED_AS.get(packet, packet))  # type: ignore[arg-type]
     if count is None:
         return 0.0, None
     args = fx.node.map_arg(node.args, lambda n: n.meta["val"])

@@ -36,7 +36,7 @@ class Searched:
 
 
 def least_step(
-    search: Callable[[Weights], Searched], sums: Callable[[Found], Sums], depth: int, contention: float, deadline: float
+    search: Callable[[Weights], Searched], sums: Callable[[Found], Sums], depth: int, deadline: float
 ) -> tuple[Searched, float]:
     """The choice with the shortest step, by integer programs over weighted sums, and what no step is below (see
     `costmodel.overlap`).
@@ -45,7 +45,6 @@ def least_step(
         search: the least weighted sum over all plans.
         sums: of a choice.
         depth: operators with a weight.
-        contention: of the device.
         deadline: on the performance counter, beyond which no other search begins.
 
     Returns:
@@ -57,7 +56,7 @@ def least_step(
         if met and time.perf_counter() > deadline:
             break
         try:
-            found = search(overlap.weights(share, depth, contention))
+            found = search(overlap.weights(share, depth))
         except TimeoutError:
             if not met:
                 raise

@@ -131,8 +131,12 @@ def job(kind: str, axis: int, ways: int, volume: float, device: torch.device) ->
     whole = float(rows * side * _ITEM)
     if kind == "all_to_all":
         return Step(kind, (axis,), dim=0, to_dim=1), torch.ones(rows, side, device=device), whole
-    part = rows // ways if kind == "all_gather" else rows
-    return Step(kind, (axis,), dim=0), torch.ones(part, side, device=device), whole
+    if kind == "all_reduce":
+        return Step(kind, (axis,), dim=0), torch.ones(rows, side, device=device), whole
+    # Of the dim that is not outermost in memory: what arrives, or is sent, has to be laid out, as most is in a step, by its
+    # dim or by the bucket that it travels in.
+    part = side // ways if kind == "all_gather" else side
+    return Step(kind, (axis,), dim=1), torch.ones(rows, part, device=device), whole
 
 
 def time_collective(

@@ -54,11 +54,13 @@ class Compiled:
     Attributes:
         graphs: what was scheduled, of this process's device or of the first.
         forward, backward: run them.
+        again: schedules them otherwise, without tracing them anew.
     """
 
     graphs: Overlapped
     forward: Runner
     backward: Runner
+    again: Callable[[Overlap], Compiled]
 
     def __call__(self, seed: int, inputs: Sequence[Any]) -> list[Any]:
         """The outputs of the sharded graph; gradients flow to the trained inputs.
@@ -101,11 +103,15 @@ def compiled(
     if len(set(found)) > 1 or mine is None:
         _log.warning("no overlap of computing and communicating: %s", next((why for _, why in found if why), _DIFFERENT))
         return None
+    return _scheduled(mine, world, how)
+
+
+def _scheduled(mine: Halves, world: World, how: Overlap) -> Compiled:
     graphs = mine.overlapped(_from_first(lambda: mine.buckets(how.enough)))
     orders = _from_first(lambda: graphs.orders(graphs.slots(how.durations, how.limits)))
     forward, backward = graphs.modules(orders, world)
     _log.info("%d and %d nodes scheduled, forward and backward", *map(len, orders))
-    return Compiled(graphs, forward, backward)
+    return Compiled(graphs, forward, backward, lambda other: _scheduled(mine, world, other))
 
 
 def _why(error: Exception) -> str:
@@ -133,6 +139,15 @@ class Schedules:
         self.sharded, self.world, self.how, self.make = sharded, world, how, make
         self.draws = any(node.target is ops.next_seed for node in sharded.graph.nodes)
         self.known: dict[Hashable, Compiled | None] = {}
+
+    def rescheduled(self, how: Overlap) -> Schedules:
+        """The same graphs, those that were made already not traced anew, by other durations or within other limits.
+
+        Every process of the job must call it alike.
+        """
+        found = Schedules(self.sharded, self.world, how, self.make)
+        found.known |= {key: made and made.again(how) for key, made in self.known.items()}
+        return found
 
     def run(self, values: Mapping[str, Any]) -> list[Any] | None:
         """The sharded graph's outputs for these values of its placeholders; None if it is to run as it is."""
@@ -183,13 +198,18 @@ def in_lockstep(
     if len({each.signature for each in known.values()}) > 1:
         _log.warning("no overlap of computing and communicating: %s", _DIFFERENT)
         return None
+    return _all_scheduled(known, world, how, even=even)
+
+
+def _all_scheduled(known: Mapping[Any, Halves], world: World, how: Overlap, *, even: bool) -> Compiled:
     chosen = next(iter(known.values())).buckets(how.enough)
     made = {at: each.overlapped(chosen) for at, each in known.items()}
     first = made[None if even else world.hosted[0]]
     orders = first.orders(first.slots(how.durations, how.limits))
     modules = {at: each.modules(orders, world) for at, each in made.items()}
     graphs = [modules[None if even else at] for at in world.hosted]
-    return Compiled(first, *(_Lockstep([both[half] for both in graphs]) for half in (0, 1)))
+    forward, backward = (_Lockstep([both[half] for both in graphs]) for half in (0, 1))
+    return Compiled(first, forward, backward, lambda other: _all_scheduled(known, world, other, even=even))
 
 
 class _Lockstep:

@@ -228,8 +228,7 @@ def plan_captured(
 
     try:
         if hides:
-            depth, contention = depth_of(model), topology.device.contention
-            found, floor = least_step(search, lambda one: priced(model, one)[0].sums(), depth, contention, contest.deadline)
+            found, floor = least_step(search, lambda one: priced(model, one)[0].sums(), depth_of(model), contest.deadline)
         else:
             found = search(EVEN)
             floor = found.floor

@@ -27,13 +27,18 @@ __all__ = ["Price", "Prices", "flop_of", "kind_of"]
 
 
 class Price(tuple):
-    """(compute seconds, communication seconds, bytes received) of one step on one device."""
+    """(compute seconds, communication seconds, bytes received, contended seconds) of one step on one device.
+
+    Contended are those of the communication's seconds that take the processors' time.
+    """
 
     __slots__ = ()
 
-    def __new__(cls, compute_seconds: float, communication_seconds: float, received: float) -> Price:
-        """The three figures."""
-        return super().__new__(cls, (compute_seconds, communication_seconds, received))
+    def __new__(
+        cls, compute_seconds: float, communication_seconds: float, received: float, contended: float = 0.0
+    ) -> Price:
+        """The four figures."""
+        return super().__new__(cls, (compute_seconds, communication_seconds, received, contended))
 
     @property
     def seconds(self) -> float:
@@ -68,6 +73,11 @@ class Prices:
         self.mesh, self.merges = (*mesh, *chunks), merges
         self.collective = lru_cache(maxsize=None)(self._collective)
         self.moving = lru_cache(maxsize=None)(self._moving)
+        self.contention = lru_cache(maxsize=None)(self._contention)
+
+    def _contention(self, axes: tuple[int, ...]) -> float:
+        """The share of communicating over ``axes`` that takes the processors' time."""
+        return self.topology.link(self.devices, axes).contention
 
     def _collective(self, kind: str, axes: tuple[int, ...], volume: float, parameter: bool = False) -> tuple[float, float]:
         """(seconds, bytes received) of one collective; ``volume`` is in bytes of the larger tensor on one device."""
@@ -91,7 +101,7 @@ class Prices:
         self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout, parameter: bool = False
     ) -> Price:
         """Of the steps from one layout to another."""
-        compute_seconds = seconds = received = 0.0
+        compute_seconds = seconds = received = contended = 0.0
         real, state = len(self.devices), list(source)
         found = {step: elements for step, elements in moves(shape, source, target, self.mesh)}
         for step in sums_first(found, real) if len(self.mesh) > real else found:
@@ -101,12 +111,13 @@ class Prices:
                 times = self._times([not isinstance(p, Replicate) for p in state[real:]])
                 cost, size = self.collective(step.kind, step.axes, volume, parameter)
                 seconds, received = seconds + times * cost, received + times * size
+                contended += times * cost * self.contention(step.axes)
             for axis in step.axes:
                 state[axis] = target[axis]
             if step.axes[0] >= real and step.kind in COMMUNICATING:  # read every chunk's, write one
                 read = math.prod(self.mesh[axis] for axis in step.axes)
                 compute_seconds += (read + 1) * volume / self.topology.device.memory_bandwidth
-        return Price(compute_seconds, seconds, received)
+        return Price(compute_seconds, seconds, received, contended)
 
     def _times(self, splits: Sequence[bool]) -> int:
         """How often something is done, given which virtual axes split it."""
@@ -187,9 +198,9 @@ class Prices:
         if work is None:
             return Price(0.0, 0.0, 0.0)
         seconds = float(work.seconds(self.topology.device))
-        inner, received = self._inner(operator, strategy, gradient)
+        inner, received, contended = self._inner(operator, strategy, gradient)
         times = self._times([factor is not None for factor in strategy.assignment[len(self.devices) :]])
-        return Price(times * seconds, times * inner, times * received)
+        return Price(times * seconds, times * inner, times * received, times * contended)
 
     def work(self, operator: Operator, strategy: Strategy, flop: float, *, gradient: bool) -> compute.Work | None:
         """What one device computes of an operator, forward and backward; None where there is nothing to do."""
@@ -211,13 +222,13 @@ class Prices:
         share = flop / strategy.ways(self.mesh)
         return compute.Work(passes * share, passes * moved, dtype, kind_of(node), dims, passes)
 
-    def _inner(self, operator: Operator, strategy: Strategy, gradient: bool) -> tuple[float, float]:
+    def _inner(self, operator: Operator, strategy: Strategy, gradient: bool) -> tuple[float, float, float]:
         rule, table = operator.rule, rule_of(operator.node)
         if rule is None or table is None or not rule.inner:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         axes = strategy.axes(*rule.inner)
         if not axes:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         operand = operands_of(operator.node)[0].meta["val"]
         rows = self.bytes(operand, strategy.wants[0].layout)
         for name in rule.inner:
@@ -226,7 +237,7 @@ class Prices:
         forward, backward = table.statistics
         times = forward + (backward if self.train and gradient else 0)
         seconds, received = self.collective("all_reduce", axes, rows)
-        return times * seconds, times * received
+        return times * seconds, times * received, times * seconds * self.contention(axes)
 
     def states(self, elements: np.ndarray, itemsize: int) -> np.ndarray:
         """Bytes of parameters of so many elements on one device, with gradient and optimizer state."""

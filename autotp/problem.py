@@ -166,8 +166,7 @@ class _Assembly:
                     least = np.minimum(kept[:, None] / len(edge.uses), edge.count * wanted[None, :])
                     held = self.either * np.where(edge.products & ~edge.saved, least, 0.0)
         temporary = np.where(regather, wanted, 0.0) if edge.parameter else np.zeros(regather.shape)
-        weight = self.weights.parameters if edge.parameter else self.weights.activations
-        cost = weight * edge.count * self.reshards(edge, regather) + held
+        cost = edge.count * self.reshards(edge, regather) + held
         if not self.structure.chosen.family.scatters and not edge.parameter:
             scattered = ((edge.rows[:, None, :] == SUM) & (edge.wants[None, :, :] >= 0)).any(axis=-1)
             cost = np.where(scattered, np.inf, cost)
@@ -175,11 +174,19 @@ class _Assembly:
         return Tensor(edge.name, edge.producer, edge.have, uses, cost, memory, temporary)
 
     def pay(self, parameter: bool) -> Collective:
-        """What collectives cost that move a parameter, or something else."""
-        return self.prices.parameter_seconds if parameter else self.prices.seconds
+        """What collectives cost, weighted, that move a parameter, or something else."""
+        prices, weights = self.prices, self.weights
+
+        def seconds(kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
+            if parameter:
+                weight = weights.of_parameters(prices.contention(axes))
+                return weight * prices.parameter_seconds(kind, axes, volumes)
+            return weights.activations * prices.seconds(kind, axes, volumes)
+
+        return seconds
 
     def reshards(self, edge: Edge, regather: np.ndarray) -> np.ndarray:
-        """Seconds from every layout that a tensor has to every one wanted, with the gradient's way back."""
+        """Weighted seconds from every layout that a tensor has to every one wanted, with the gradient's way back."""
         walks, shape, tariff = self.structure.walks, tuple(edge.value.shape), self.tariffs[edge.parameter, _size(edge)]
         itemsize, pay = edge.value.element_size(), self.pay(edge.parameter)
         seconds = walks.seconds(shape, itemsize, edge.rows, edge.wants, self.mesh, tariff, pay)

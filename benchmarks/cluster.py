@@ -30,7 +30,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import IO, Any
 
@@ -41,6 +41,7 @@ from benchmarks.netns import (
     commands,
     kill,
     layout,
+    limits,
     namespaces,
     remove,
     require_host,
@@ -135,6 +136,18 @@ class Cluster:
                 atexit.unregister(self.close)
                 while self._handlers:
                     signal.signal(*self._handlers.popitem())
+
+    def limit(self, rate: float) -> None:
+        """Gives every uplink another rate in bit/s, whatever runs meanwhile.
+
+        Raises:
+            ClusterError: there are no uplinks, or the kernel refused.
+        """
+        if self.layout.rate is None:
+            raise ClusterError("one node has no uplink to limit")
+        self.layout = replace(self.layout, rate=round(rate))
+        for command in limits(self.layout, self.prefix):
+            shell(command)
 
     def run(
         self, arguments: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float, show: bool = False

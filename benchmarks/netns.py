@@ -19,7 +19,19 @@ from pathlib import Path
 
 from costmodel.topology import Topology
 
-__all__ = ["ClusterError", "Layout", "clean", "commands", "kill", "layout", "namespaces", "remove", "require_host", "shell"]
+__all__ = [
+    "ClusterError",
+    "Layout",
+    "clean",
+    "commands",
+    "kill",
+    "layout",
+    "limits",
+    "namespaces",
+    "remove",
+    "require_host",
+    "shell",
+]
 
 #: Levels of these names are one machine's memory rather than a network.
 ONE_NODE = ("loopback", "shared memory")
@@ -117,18 +129,30 @@ def commands(plan: Layout, prefix: str) -> list[list[str]]:
 
 
 def _uplink(plan: Layout, name: str, bridge: str, node: int) -> list[str]:
-    limit = f"root tbf rate {plan.rate}bit burst {plan.burst}b limit {QUEUE}b"
     port = f"port{node}"
     return [
         # Both ends are born in their namespaces: the root namespace never sees an interface.
         f"ip -n {bridge} link add name {port} mtu {MTU} type veth peer name eth0 mtu {MTU} netns {name}",
-        f"tc -n {bridge} qdisc add dev {port} {limit}",
-        f"tc -n {name} qdisc add dev eth0 {limit}",
-        # Large packets stay whole, as network cards see to: what passes a queue is at most its burst, and need not be cut.
-        f"ip -n {name} link set dev eth0 gso_max_size {plan.packet}",
+        *_limited(plan, name, bridge, node, "add"),
         f"ip -n {name} address add {plan.address(node)}/16 dev eth0",
         f"ip -n {bridge} link set dev {port} master br0 up",
         f"ip -n {name} link set dev eth0 up",
+    ]
+
+
+def limits(plan: Layout, prefix: str) -> list[list[str]]:
+    """The commands that give the links of a cluster that is there the rate of ``plan``."""
+    uplinks = (_limited(plan, f"{prefix}-{node}", f"{prefix}-bridge", node, "replace") for node in range(plan.nodes))
+    return [line.split() for lines in uplinks for line in lines]
+
+
+def _limited(plan: Layout, name: str, bridge: str, node: int, how: str) -> list[str]:
+    limit = f"root tbf rate {plan.rate}bit burst {plan.burst}b limit {QUEUE}b"
+    return [
+        f"tc -n {bridge} qdisc {how} dev port{node} {limit}",
+        f"tc -n {name} qdisc {how} dev eth0 {limit}",
+        # Large packets stay whole, as network cards see to: what passes a queue is at most its burst, and need not be cut.
+        f"ip -n {name} link set dev eth0 gso_max_size {plan.packet}",
     ]
 
 

@@ -1,14 +1,16 @@
-"""Times one plan with and without overlap, under torchrun: -m benchmarks.overlap_steps MODEL PLAN.json OUT.json
+"""Times plans of one model with and without overlap, under torchrun: -m benchmarks.overlap_steps MODEL FOLDER
 
-The ways to run it take turns. What computing takes alone is timed with collectives that answer at once, and what
-communicating takes alone by repeating the step's collectives, one after the other, without anything between them.
+What to do comes one file after the other (`benchmarks.phases`): a plan, and the ways to run it, which take turns. What
+computing takes alone is timed with collectives that answer at once, and what communicating takes alone by repeating the
+step's collectives, one after the other, without anything between them. Graphs are traced once for all plans that cut the
+model alike; what is left for each plan is to schedule them by its machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import resource
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
 from autotp.durations import overlap_of
+from autotp.measure import QUICK, Clock
+from autotp.measure_contention import time_contention
 from benchmarks.models import trained
-from benchmarks.steps import TIMED, finish, medians, step_of
+from benchmarks.phases import answered
+from benchmarks.steps import TIMED, medians, step_of
 from passes.world import Pending, ProcessWorld
 
 #: name -> (schedule, chunks, whether small collectives are merged); None: the chunks that the planner chose.
@@ -40,37 +46,75 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a name that benchmarks.models.trained knows")
-    parser.add_argument("plan", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ways", nargs="*", default=list(WAYS))
+    parser.add_argument("folder", type=Path)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    model, args = trained(chosen.model)
-    planned = autotp.Plan.load(chosen.plan)
-    plan = replace(planned, chunks={})
-    steps: dict[str, Callable[[], Any]] = {}
-    for way in chosen.ways:
-        schedule, chunks, merge = WAYS[way]
-        cut = planned if chunks is None else replace(plan, chunks=chunks)
-        parallel = autotp.parallelize(model, args=args, plan=cut, schedule=schedule)
-        if parallel._overlapping is not None:
-            parallel._overlapping.how = overlap_of(plan, merge=merge)
-        steps[way] = lambda parallel=parallel: step_of(parallel, args)  # type: ignore[misc]
-        if way == "no overlap":
-            calls, sizes = _recorded(parallel, args)
-            alone = autotp.parallelize(model, args=args, plan=plan, schedule="none")
-            world: Any = alone.get_submodule("autotp_world")
+    runner = _Runner(*trained(chosen.model))
+    world = ProcessWorld(init_device_mesh("cpu", (dist.get_world_size(),)), [(0,)])
+
+    def answer(asked: dict[str, Any]) -> dict[str, float]:
+        if asked["what"] == "contention":
+            return {"contention": time_contention(world, 0, QUICK, Clock(torch.device("cpu")))}
+        return runner.times(autotp.Plan.load(asked["plan"]), asked["ways"], asked["rounds"])
+
+    answered(chosen.folder, answer)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class _Runner:
+    """Runs plans of one model; graphs that are alike are kept."""
+
+    def __init__(self, model: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
+        self.model, self.args = model, args
+        self.known: dict[tuple[str, str], Any] = {}
+
+    def times(self, planned: autotp.Plan, ways: list[str], rounds: int) -> dict[str, float]:
+        """Median seconds of each way of running a plan, and of its two parts alone."""
+        steps: dict[str, Callable[[], Any]] = {}
+        for way in ways:
+            steps[way] = self.step(planned, *WAYS[way])
+        plain = self.parallel(replace(planned, chunks={}), "none")
+        calls, sizes = _recorded(plain, self.args)
+        steps["communication alone"] = lambda: [call().wait() for call in calls]
+        world: Any = plain.get_submodule("autotp_world")
+        mute = _Mute(world)
+
+        def computing() -> None:
             for kind in KINDS:
-                setattr(world, kind, getattr(_Mute(world), kind))
-            steps["compute alone"] = lambda parallel=alone: step_of(parallel, args)  # type: ignore[misc]
-            steps["communication alone"] = lambda calls=calls: [call().wait() for call in calls]  # type: ignore[misc]
-    found = medians(steps, chosen.rounds, timed_steps=3)
-    if "communication alone" in steps:
+                setattr(world, kind, getattr(mute, kind))
+            step_of(plain, self.args)
+            for kind in KINDS:
+                delattr(world, kind)
+
+        steps["compute alone"] = computing
+        found = medians(steps, rounds, timed_steps=3)
         found["processor"] = _processor_seconds(steps["communication alone"])
         found["sent"] = sum(map(_sent, sizes))
-    finish(found, chosen.out)
+        return found
+
+    def step(self, planned: autotp.Plan, schedule: str, chunks: dict[str, int] | None, merge: bool) -> Callable[[], None]:
+        """One way of running a plan's step."""
+        plan = planned if chunks is None else replace(planned, chunks=chunks)
+        parallel = self.parallel(plan, schedule)
+        if schedule == "none":
+            return lambda: step_of(parallel, self.args)
+        schedules = parallel._overlapping.rescheduled(overlap_of(plan, merge=merge))
+
+        def run() -> None:
+            parallel._overlapping = schedules
+            step_of(parallel, self.args)
+
+        return run
+
+    def parallel(self, plan: autotp.Plan, schedule: str) -> Any:
+        """The distributed module of a plan, which has run a step."""
+        key = plan.hash, schedule
+        if key not in self.known:
+            self.known[key] = autotp.parallelize(self.model, args=self.args, plan=plan, schedule=schedule)
+            step_of(self.known[key], self.args)
+        return self.known[key]
 
 
 class _Mute:
@@ -94,11 +138,10 @@ class _Mute:
 
 def _processor_seconds(step: Callable[[], Any]) -> float:
     """Seconds of a core that a step of this process takes."""
-    begun = resource.getrusage(resource.RUSAGE_SELF)
+    begun = time.process_time()
     for _ in range(TIMED):
         step()
-    ended = resource.getrusage(resource.RUSAGE_SELF)
-    return (ended.ru_utime - begun.ru_utime + ended.ru_stime - begun.ru_stime) / TIMED
+    return (time.process_time() - begun) / TIMED
 
 
 def _sent(call: tuple[str, int, float]) -> float:

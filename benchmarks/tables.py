@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -25,15 +25,24 @@ def machine() -> str:
     return f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
 
 
-def command(name: str, file: str, make: Callable[[], str]) -> None:
-    """Prints what ``make`` returns; with ``--write`` it replaces the file in docs/, whole or not at all."""
+def command(name: str, file: str, make: Callable[[], str | tuple[str, Mapping[str, str]]]) -> None:
+    """Prints what ``make`` returns; with ``--write`` it replaces the file in docs/, whole or not at all.
+
+    Args:
+        name: of the benchmark.
+        file: in docs/.
+        make: gives the text, or the text and other files in docs/ that it shows.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=make.__doc__)
     parser.add_argument("--write", action="store_true", help=f"write docs/{file} too")
     chosen = parser.parse_args()
     logging.getLogger("autotp").setLevel(logging.ERROR)  # what each of hundreds of plans replicates is no news
-    text = make()
+    made = make()
+    text, others = (made, {}) if isinstance(made, str) else made
     sys.stdout.write(text)
     if chosen.write:
+        for other, content in others.items():
+            write(other, content)
         write(file, text)
 
 

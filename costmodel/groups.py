@@ -19,7 +19,9 @@ from .matrix import ring_bandwidth
 __all__ = ["group_link"]
 
 
-def group_link(levels: tuple[Level, ...], mesh_shape: tuple[int, ...], axes: tuple[int, ...], kind: str | None) -> Link:
+def group_link(
+    levels: tuple[Level, ...], mesh_shape: tuple[int, ...], axes: tuple[int, ...], kind: str | None, contention: float = 0.0
+) -> Link:
     """What the groups of devices along ``axes`` see; ranks are laid out row-major, the last axis innermost.
 
     Args:
@@ -27,6 +29,7 @@ def group_link(levels: tuple[Level, ...], mesh_shape: tuple[int, ...], axes: tup
         mesh_shape: sizes of the mesh axes; their product is that of the levels.
         axes: one axis or several that communicate together.
         kind: the collective whose measured figures to take, where a level has any.
+        contention: of levels that do not have their own.
     """
     size = math.prod(mesh_shape[a] for a in axes)
     crossed = _crossed(tuple(level.size for level in levels), mesh_shape, tuple(axes))
@@ -46,7 +49,9 @@ def group_link(levels: tuple[Level, ...], mesh_shape: tuple[int, ...], axes: tup
         else:
             bandwidth = min(level.bandwidth / rings, level.one_link * min(members, level.links))
         overhead = figures.overhead if isinstance(figures, Measured) else 0.0
-        stages.append(Stage(level.name, ways, members, steps, bandwidth, figures.latency, overhead, level.shared))
+        rates = bandwidth, figures.latency, overhead
+        own = contention if level.contention is None else level.contention
+        stages.append(Stage(level.name, ways, members, steps, *rates, level.shared, own))
     return Link(
         size=size,
         bandwidth=min(stage.bandwidth for stage in stages),

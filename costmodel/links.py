@@ -64,6 +64,8 @@ class Level:
         matrix: for irregular machines, bytes/s between any two of the groups that this level joins, 0 for no direct
             link; then ``bandwidth`` is not looked at. Groups without a link reach each other through others.
         measured: collective -> its own figures, which replace the level's.
+        contention: share of a second of communicating over this level that is taken from what is computed meanwhile: 0
+            where it needs nothing of the devices, 1 where they can do only one at a time. Left out, it is the device's.
 
     Raises:
         TopologyError: a figure is not finite, the size or the bandwidth is not positive, the latency is
@@ -79,6 +81,7 @@ class Level:
     shared: bool = True
     matrix: tuple[tuple[float, ...], ...] | None = None
     measured: Mapping[str, Measured] = field(default_factory=dict, hash=False)
+    contention: float | None = None
 
     def __post_init__(self) -> None:
         """Checks the figures."""
@@ -92,6 +95,8 @@ class Level:
         if self.matrix is not None:
             object.__setattr__(self, "matrix", tuple(tuple(float(v) for v in row) for row in self.matrix))
             check_matrix(self.matrix, self.size, where)
+        if self.contention is not None and not 0 <= self.contention <= 1:
+            raise TopologyError(f"{where}: contention is {self.contention!r}; it must be between 0 and 1")
         for kind in self.measured:
             if kind not in COLLECTIVES:
                 raise TopologyError(f"{where}: measured: no collective is called {kind!r}; choose {', '.join(COLLECTIVES)}")
@@ -131,6 +136,8 @@ class Level:
             found["matrix"] = [list(row) for row in self.matrix]
         if self.measured:
             found["measured"] = {kind: one.to_dict() for kind, one in self.measured.items()}
+        if self.contention is not None:
+            found["contention"] = self.contention
         return found
 
     @classmethod
@@ -144,7 +151,7 @@ class Level:
             data,
             where,
             required=("name", "size", "latency") + (() if "matrix" in data else ("bandwidth",)),
-            optional=("bandwidth", "links", "point_to_point", "shared", "matrix", "measured"),
+            optional=("bandwidth", "links", "point_to_point", "shared", "matrix", "measured", "contention"),
         )
         matrix = table.quantities("matrix", "bandwidth") if "matrix" in table.data else None
         measured = {}
@@ -163,6 +170,8 @@ class Level:
             optional["point_to_point"] = table.quantity("point_to_point", "bandwidth", positive=True)
         if "shared" in table.data:
             optional["shared"] = table.boolean("shared")
+        if "contention" in table.data:
+            optional["contention"] = table.number("contention")
         try:
             return cls(
                 table.text("name"),
@@ -190,6 +199,7 @@ class Stage:
         latency: seconds per message.
         overhead: seconds of a collective beside its messages.
         shared: whether the group's devices in one group of the level below share what they have there.
+        contention: the level's, or the device's.
     """
 
     level: str
@@ -200,6 +210,7 @@ class Stage:
     latency: float
     overhead: float = 0.0
     shared: bool = True
+    contention: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +239,11 @@ class Link:
     def overhead(self) -> float:
         """Seconds of a collective beside its messages, known only where it was measured."""
         return max(stage.overhead for stage in self._stages())
+
+    @property
+    def contention(self) -> float:
+        """Share of a collective's seconds that processors spend: of each level's, by how long the bytes take there."""
+        return min(1.0, sum(stage.contention * self.bandwidth / stage.bandwidth for stage in self._stages()))
 
     @property
     def ring_latency(self) -> float:

@@ -3,7 +3,8 @@
 Symbols: **C** seconds of computing; **A** seconds of communication that moves activations and their gradients, which
 what follows has to wait for; **P** seconds of communication that moves parameters and their gradients, which may come
 early or late; **D** operators with a weight, the depth of the model; **c** chunks in which devices work; **H** seconds of A
-that other chunks hide; **k** the share of communicating that takes the processors' time (`costmodel.Device.contention`).
+that other chunks hide; **k** and **j** the shares of A and of P that take the processors' time
+(`costmodel.Level.contention`, each second by the level that it is spent on).
 
 Either the processors are what limits, and wait for the first parameters and for what nothing hides (``DEVICE``), or the
 network is, and waits for the first thing to send (``NETWORK``): the pipeline's filling. Without chunks all activations are
@@ -47,6 +48,7 @@ __all__ = [
     "c",
     "hidden_by_batch",
     "hidden_by_rows",
+    "j",
     "k",
     "merged",
     "sides",
@@ -55,10 +57,10 @@ __all__ = [
     "weights",
 ]
 
-C, A, P, H, a, w, k, T, t0 = sympy.symbols("C A P H a w k T t0", nonnegative=True)
+C, A, P, H, a, w, k, j, T, t0 = sympy.symbols("C A P H a w k j T t0", nonnegative=True)
 D, c = sympy.symbols("D c", positive=True)
 
-DEVICE: sympy.Expr = C + k * (A + P) + (1 - k) * (A - H + P / D)
+DEVICE: sympy.Expr = C + k * A + j * P + (1 - k) * (A - H) + (1 - j) * P / D
 """Seconds of a step that its processors limit."""
 
 NETWORK: sympy.Expr = A + P + C / (D * c)
@@ -83,11 +85,22 @@ MERGED: sympy.Expr = sympy.Min(T, (T - t0) / (1 - LATENCY_SHARE))
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What a second of each kind counts in a weighted sum; all 1: nothing is hidden."""
+    """What a second of each kind counts in a weighted sum; all 1: nothing is hidden.
+
+    Attributes:
+        compute: of computing.
+        activations: of communication that moves activations and their gradients.
+        parameters: of communication that moves parameters and their gradients, and takes nothing of the processors' time.
+            What takes all of it hides no more than activations do.
+    """
 
     compute: float = 1.0
     activations: float = 1.0
     parameters: float = 1.0
+
+    def of_parameters(self, contention: float) -> float:
+        """What a second counts in which parameters move, by the share of it that takes the processors' time."""
+        return (1 - contention) * self.parameters + contention * self.activations
 
 
 def sides(
@@ -97,7 +110,7 @@ def sides(
     hidden: Number,
     depth: Number,
     chunks: Number,
-    contention: Number,
+    contention: tuple[Number, Number],
 ) -> tuple[Number, Number]:
     """(``DEVICE``, ``NETWORK``) with numbers.
 
@@ -106,18 +119,18 @@ def sides(
         hidden: seconds of activations' communication that other chunks hide.
         depth: operators with a weight.
         chunks: how many; 1 for none.
-        contention: the symbol k.
+        contention: the symbols k and j.
 
     Returns:
         Seconds; a step takes the greater.
     """
-    numbers = compute, activations, parameters, hidden, depth, chunks, contention
+    numbers = compute, activations, parameters, hidden, depth, chunks, *contention
     return _compiled(DEVICE)(*numbers), _compiled(NETWORK)(*numbers)
 
 
 def hidden_by_batch(activations: Number, depth: Number, chunks: Number) -> Number:
     """``BATCH`` with numbers."""
-    return _compiled(BATCH)(0.0, activations, 0.0, 0.0, depth, chunks, 0.0)
+    return _compiled(BATCH)(0.0, activations, 0.0, 0.0, depth, chunks, 0.0, 0.0)
 
 
 def hidden_by_rows(communication: Number, work: Number, chunks: Number) -> Number:
@@ -130,15 +143,15 @@ def merged(alone: Number, latency: Number) -> Number:
     return _merged()(alone, latency)
 
 
-def weights(share: float, depth: float, contention: float) -> Weights:
+def weights(share: float, depth: float) -> Weights:
     """Those of ``share`` DEVICE + (1 - share) NETWORK, without chunks."""
     rest = 1.0 - share
-    return Weights(share + rest / depth, 1.0, share * (contention + (1 - contention) / depth) + rest)
+    return Weights(share + rest / depth, 1.0, share / depth + rest)
 
 
 @functools.cache
 def _compiled(expression: sympy.Expr) -> Callable[..., Number]:
-    return compile_formula((C, A, P, H, D, c, k), expression)
+    return compile_formula((C, A, P, H, D, c, k, j), expression)
 
 
 @functools.cache

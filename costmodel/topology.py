@@ -129,7 +129,7 @@ class Topology:
                 f"{self.devices} ({self._shape()}); choose sizes of at least 1 "
                 f"whose product is {self.devices}"
             )
-        return group_link(self.levels, shape, tuple(axes), kind)
+        return group_link(self.levels, shape, tuple(axes), kind, self.device.contention)
 
     def resized(self, devices: int) -> Topology:
         """The same machine with another number of devices.

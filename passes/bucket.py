@@ -2,7 +2,8 @@
 
 A collective of few bytes costs its latency; several of them in one message cost it once. Members of a bucket are
 neighbours in the order of the graph, up to a number of bytes that the cost model gives: the size beyond which the latency
-is a small share of a collective's time.
+is a small share of a collective's time. But they are several if they can, because what follows the first of them, often a
+collective on another link, goes on while the next is filled.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ _aten = torch.ops.aten
 
 #: (kind, mesh axes) -> bytes of this device's part from which on a collective is no longer small.
 Enough = Callable[[str, tuple[int, ...]], float]
+
+#: So many buckets are better than fewer, but none is made smaller for it than so small a part of what is enough.
+_SEVERAL, _LEAST = 8, 4
 
 #: Sets of collectives, as their places among a graph's nodes.
 Buckets = tuple[tuple[int, ...], ...]
@@ -77,7 +81,8 @@ def _buckets(nodes: Sequence[fx.Node], enough: Enough) -> list[list[fx.Node]]:
     behind = _Behind(nodes)
     found = []
     for group in candidates.values():
-        limit = enough(COLLECTIVES[group[0].target], axes_of(group[0].target, group[0].args))
+        most = enough(COLLECTIVES[group[0].target], axes_of(group[0].target, group[0].args))
+        limit = min(most, max(most / _LEAST, sum(map(_size, group)) / _SEVERAL))
         open_: list[fx.Node] = []
         for node in group:
             fits = sum(map(_size, open_)) + _size(node) <= limit

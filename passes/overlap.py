@@ -7,6 +7,7 @@ merged (`passes.bucket`), every collective a launch and a wait (`passes.launches
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -117,12 +118,13 @@ class Halves:
         return buckets(self.cut.forward, enough), buckets(self.cut.backward, enough)
 
     def overlapped(self, chosen: tuple[Buckets, Buckets]) -> Overlapped:
-        """The graphs with merged collectives, which are launched and waited for; to be called once."""
-        for graph, sets in zip((self.cut.forward, self.cut.backward), chosen, strict=True):
+        """The graphs with merged collectives, which are launched and waited for."""
+        forward, backward = copy.deepcopy(self.cut.forward), copy.deepcopy(self.cut.backward)
+        for graph, sets in zip((forward, backward), chosen, strict=True):
             merge(graph, sets)
         return Overlapped(
-            launches(self.cut.forward),
-            launches(self.cut.backward),
+            launches(forward),
+            launches(backward),
             self.constants,
             self.joint.inputs,
             self.joint.trained,

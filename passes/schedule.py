@@ -54,7 +54,7 @@ class Limits:
     """What a schedule must keep to.
 
     Attributes:
-        collectives: that may be under way at once.
+        collectives: that may be under way at once in one lane.
         slack: by how much the results held at once may exceed those of the order given, as a share of that order's peak.
     """
 
@@ -63,6 +63,8 @@ class Limits:
 
 
 Durations = Callable[[fx.Node], Work]
+#: What is ready: less its urgency, its number in the order given, and the node.
+Entry = tuple[float, int, fx.Node]
 
 
 def schedule(graph: fx.Graph, durations: Durations, limits: Limits = Limits()) -> list[Slot]:
@@ -158,9 +160,9 @@ class _Scheduler:
             seconds, lane = min(ways, default=(math.inf, ""))
             self.nearest[node] = (math.inf, "") if node.target is launch else (seconds + self.work[node].seconds, lane)
         self.free: dict[str, float] = defaultdict(float)
-        self.ready: dict[str, list[tuple[float, int, fx.Node]]] = {"launch": [], "wait": [], "compute": []}
+        self.ready: dict[str, list[Entry]] = {"launch": [], "wait": [], "compute": []}
         self.done: dict[fx.Node, float] = {}
-        self.under_way = 0
+        self.under_way: dict[str, int] = defaultdict(int)
         self.now = 0.0
 
     def run(self) -> list[Slot]:
@@ -176,11 +178,12 @@ class _Scheduler:
                 begin = max(self.now, self.free[work.lane])
                 self.done[node] = self.free[work.lane] = begin + work.seconds
                 slots.append(Slot(node, begin, self.done[node], work.lane))
-                self.under_way += 1
+                self.under_way[work.lane] += 1
             else:
                 if node.target is wait:
-                    self.now = max(self.now, self.done[node.all_input_nodes[0]])
-                    self.under_way -= 1
+                    begun = node.all_input_nodes[0]
+                    self.now = max(self.now, self.done[begun])
+                    self.under_way[self.work[begun].lane] -= 1
                 slots.append(Slot(node, self.now, self.now + work.seconds, "compute"))
                 self.now += work.seconds
             for user in self.users[node]:
@@ -196,15 +199,15 @@ class _Scheduler:
     def pick(self) -> fx.Node:
         ready = self.ready
         arrived = [e for e in ready["wait"] if self.done[e[2].all_input_nodes[0]] <= self.now]
-        if ready["launch"] and not self.crowded(ready["launch"][0][2]):
-            if self.under_way < self.limits.collectives:
-                return heapq.heappop(ready["launch"])[2]
-            if arrived:
-                return self.take("wait", min(arrived))
+        most = self.limits.collectives
+        open_ = [e for e in ready["launch"] if self.under_way[self.work[e[2]].lane] < most]
+        free = [e for e in open_ if not self.crowded(e[2])]
+        if free:
+            return self.take("launch", min(free))
+        if ready["launch"] and not open_ and arrived:
+            return self.take("wait", min(arrived))
         if ready["compute"]:
-            entry = self.best()
-            urgent = [e for e in arrived if e < entry]
-            return self.take("wait", min(urgent)) if urgent else self.take("compute", entry)
+            return self.take(*self.best(open_, arrived))
         if ready["wait"]:
             return self.take("wait", min(ready["wait"], key=lambda e: (self.done[e[2].all_input_nodes[0]], e)))
         return heapq.heappop(ready["launch"])[2]
@@ -213,20 +216,27 @@ class _Scheduler:
         """Whether there is too little memory left for a node to be run before its time."""
         return self.memory.held + self.memory.change(node) > self.most
 
-    def best(self) -> tuple[float, int, fx.Node]:
-        """Which of the operators that are ready to run."""
+    def best(self, launches: Sequence[Entry], arrived: Sequence[Entry]) -> tuple[str, Entry]:
+        """Which of the operators that are ready to run, or of the collectives to launch or, arrived, to take in."""
         ready = self.ready["compute"]
-        if self.crowded(ready[0][2]):
-            return min(ready, key=lambda e: e[1])
-        hurried = []
-        for entry in ready:
-            seconds, lane = self.nearest[entry[2]]
-            if self.free[lane] <= self.now + seconds < math.inf:
-                hurried.append((seconds, entry))
         # Where no lane waits to be fed, the order given is the best: what was just made is still in the caches.
-        return min(hurried)[1] if hurried else min(ready, key=lambda e: e[1])
+        first = min(ready, key=lambda e: e[1])
+        if self.crowded(ready[0][2]):  # the order given is known to fit
+            waiting = [("launch", e) for e in launches] + [("wait", e) for e in arrived]
+            return min([("compute", first), *waiting], key=lambda each: each[1][1])
+        hurried = []
+        for kind, entries in (("wait", arrived), ("compute", ready)):
+            for entry in entries:
+                seconds, lane = self.nearest[entry[2]]
+                if self.free[lane] <= self.now + seconds < math.inf:
+                    hurried.append((seconds, entry, kind))
+        if hurried:
+            _, entry, kind = min(hurried)
+            return kind, entry
+        urgent = [e for e in arrived if e < first]
+        return ("wait", min(urgent)) if urgent else ("compute", first)
 
-    def take(self, kind: str, entry: tuple[float, int, fx.Node]) -> fx.Node:
+    def take(self, kind: str, entry: Entry) -> fx.Node:
         if entry is self.ready[kind][0]:
             return heapq.heappop(self.ready[kind])[2]
         self.ready[kind].remove(entry)

@@ -157,7 +157,7 @@ def test_jobs_split_evenly_and_have_about_the_volume(kind, ways, volume):
     step, tensor, whole = job(kind, 0, ways, volume, torch.device("meta"))
     assert step.kind == kind
     assert whole == tensor.numel() * 4 * (ways if kind == "all_gather" else 1)
-    assert tensor.shape[1] % ways == 0 and (kind == "all_gather" or tensor.shape[0] % ways == 0)
+    assert tensor.shape[0] % ways == 0 and (kind == "all_gather" or tensor.shape[1] % ways == 0)
     assert whole == pytest.approx(volume, rel=0.1) or whole == 4 * ways * ways > volume or volume == 1024
 
 

@@ -13,6 +13,7 @@ import pytest
 from benchmarks import cluster as module
 from benchmarks import netns
 from benchmarks.cluster import Cluster, ClusterError, NodeError, RunTimeout, main
+from benchmarks.phases import asking
 from costmodel.device import Device
 from costmodel.topology import Level, Topology
 
@@ -167,6 +168,45 @@ def test_all_reduce_keeps_to_the_rate(host, program):
         assert (int(rank), int(group), float(value)) == (node, node, 3.0)
         # Of two ranks, each sends as much as it has.
         assert 0.5 < MEGABYTES * 8e6 / float(seconds) / 200e6 < 1.1
+
+
+@pytest.mark.distributed
+def test_a_job_is_told_what_to_do_while_its_links_change(host, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    script = tmp_path / "answers.py"
+    script.write_text(
+        "import sys, torch, torch.distributed as dist\n"
+        "from pathlib import Path\n"
+        "from benchmarks.phases import answered\n"
+        "dist.init_process_group('gloo')\n"
+        "held = torch.zeros(1)\n"
+        "def answer(asked):\n"
+        "    held.add_(asked['number'] + dist.get_rank())\n"
+        "    dist.all_reduce(held)\n"
+        "    if asked['number'] == 7:\n"
+        "        raise ValueError('seven')\n"
+        "    return {'held': held.item()}\n"
+        "answered(Path(sys.argv[1]), answer)\n"
+        "dist.barrier()\n"
+        "dist.destroy_process_group()\n"
+    )
+    (tmp_path / "asked").mkdir()
+    (tmp_path / "failing").mkdir()
+    with Cluster(topology(*TWO_NODES)) as cluster:
+        with asking(cluster, [str(script)], tmp_path / "asked", 60) as ask:
+            assert ask(number=1) == {"held": 3.0}
+            cluster.limit(80e6)
+            for role, device in (("bridge", "port0"), ("1", "eth0")):
+                told = netns.shell(["tc", "-n", f"{cluster.prefix}-{role}", "qdisc", "show", "dev", device])
+                assert "tbf" in told and "rate 80Mbit" in told
+            assert ask(number=2) == {"held": 11.0}, "what it held is there still"
+        with (
+            pytest.raises(NodeError, match="seven"),
+            asking(cluster, [str(script)], tmp_path / "failing", 60) as ask,
+        ):
+            ask(number=7)
+    with Cluster(topology(("loopback", 2, 1e9))) as one, pytest.raises(ClusterError, match="no uplink"):
+        one.limit(1e6)
 
 
 @pytest.mark.distributed

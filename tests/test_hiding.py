@@ -27,20 +27,21 @@ positive = st.floats(1e-3, 1e3)
 
 
 @settings(deadline=None, derandomize=True)
-@given(positive, positive, positive, st.integers(1, 100), st.floats(0, 1), st.floats(0, 1))
+@given(positive, positive, positive, st.integers(1, 100), st.tuples(st.floats(0, 1), st.floats(0, 1)), st.floats(0, 1))
 def test_a_weighted_sum_of_both_sides_is_the_programs_objective(compute, activations, parameters, depth, contention, share):
     device, network = overlap.sides(compute, activations, parameters, 0.0, depth, 1, contention)
-    weights = overlap.weights(share, depth, contention)
-    mixed = weights.compute * compute + weights.activations * activations + weights.parameters * parameters
+    weights = overlap.weights(share, depth)
+    mixed = weights.compute * compute + weights.activations * activations
+    mixed += weights.of_parameters(contention[1]) * parameters
     assert mixed == pytest.approx(share * device + (1 - share) * network, rel=1e-9)
     assert max(device, network) >= mixed * (1 - 1e-9)
     assert max(device, network) <= (compute + activations + parameters) * (1 + 1e-9), "hiding never costs"
 
 
 def test_limits_of_the_formula():
-    assert overlap.sides(3.0, 0.0, 1.0, 0.0, 1e9, 1, 0.0)[0] == pytest.approx(3.0), "parameters hide under computing"
-    assert overlap.sides(3.0, 2.0, 0.0, 0.0, 10, 1, 0.0)[0] == pytest.approx(5.0), "activations are waited for"
-    assert overlap.sides(3.0, 2.0, 1.0, 0.0, 1e9, 1, 1.0)[0] == pytest.approx(6.0), "full contention hides nothing"
+    assert overlap.sides(3.0, 0.0, 1.0, 0.0, 1e9, 1, (0, 0))[0] == pytest.approx(3.0), "parameters hide under computing"
+    assert overlap.sides(3.0, 2.0, 0.0, 0.0, 10, 1, (0, 0))[0] == pytest.approx(5.0), "activations are waited for"
+    assert overlap.sides(3.0, 2.0, 1.0, 1.5, 1e9, 1, (1, 1))[0] == pytest.approx(6.0), "full contention hides nothing"
     assert overlap.hidden_by_batch(2.0, 10, 1) == 0 and overlap.hidden_by_batch(2.0, 10, 2) == pytest.approx(1.9)
     assert overlap.hidden_by_rows(2.0, 3.0, 4) == pytest.approx(1.5) and overlap.hidden_by_rows(2.0, 3.0, 1) == 0
 
@@ -69,7 +70,7 @@ def test_the_step_equals_exhaustive_search_where_it_is_proven():
         for choice in itertools.product(*(range(len(n.cost)) for n in problem.nodes)):
             if math.isfinite(evaluate(problem, choice).seconds):
                 sums = [evaluate(each.problem, choice).seconds for each in pure]
-                least = min(least, max(overlap.sides(*sums, 0.0, plan_depth(model) or depth, 1, 0.0)))
+                least = min(least, max(overlap.sides(*sums, 0.0, plan_depth(model) or depth, 1, (0, 0))))
         assert plan.predicted.step_seconds >= least * (1 - 1e-9), seed
         assert plan.predicted.step_seconds * (1 - plan.gap) <= least * (1 + 1e-9), seed
         if plan.optimal:

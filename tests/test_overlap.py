@@ -8,7 +8,7 @@ import torch
 from float64 import float64_mode
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import fx, nn
 
 import autotp
 from autotp.durations import overlap_of
@@ -232,6 +232,67 @@ def test_no_more_collectives_are_under_way_than_allowed():
             under_way += (slot.node.target is launch) - (slot.node.target is wait)
             peak = max(peak, under_way)
         assert peak == most
+
+
+def backward_of(layers, gathered=False):
+    """A backward pass by hand: each layer's gradient is summed up on one link, and what came of it on another."""
+    graph = fx.Graph()
+    value, part, big = (graph.placeholder(name) for name in ("x", "part", "big"))
+    big.meta["held"] = 10.0
+    sums = []
+    for i in range(layers):
+        gradient = graph.call_function(torch.sin, (value,), name=f"gradient_{i}")
+        here = graph.call_function(wait, (graph.call_function(launch, (gradient,), name=f"inner_{i}"),))
+        sums.append(graph.call_function(wait, (graph.call_function(launch, (here,), name=f"outer_{i}"),)))
+        value = graph.call_function(torch.cos, (value,), name=f"chain_{i}")
+    value = graph.call_function(torch.add, (value, big), name="last")
+    if gathered:
+        part = graph.call_function(wait, (graph.call_function(launch, (part,), name="gather"),))
+        value = graph.call_function(torch.mul, (value, part), name="product")
+    graph.output((value, *sums))
+    return graph
+
+
+def by_name(seconds, bytes_):
+    def durations(node):
+        kind = node.name.partition("_")[0]
+        lane = kind if node.target is launch else "compute"
+        return Work(seconds.get(kind, 0.0), lane, bytes_.get(kind, 0.0))
+
+    return durations
+
+
+def test_other_durations_give_another_schedule_of_the_same_trace(monkeypatch):
+    model, args = tokens()
+    ours = Simulated(
+        model, rewrite(model, planned(model, args, "data"), args), LocalWorld((2,)), Overlap(random_durations(1))
+    )
+    same(model, ours, args)
+    first = ours._schedules
+    monkeypatch.setattr("autotp.overlapped.halves", None)
+    other = first.rescheduled(Overlap(random_durations(2), lambda kind, axes: 1e9))
+    ours.__dict__["_schedules"] = other
+    same(model, ours, args)
+    (one,), (two,) = first.known.values(), other.known.values()
+    assert [str(n.target) for n in one.graphs.forward.nodes] == [
+        str(n.target) for n in one.again(first.how).graphs.forward.nodes
+    ]
+    assert len(one.graphs.backward.nodes) != len(two.graphs.backward.nodes), "collectives were merged the second time alone"
+
+
+def test_a_link_is_fed_by_what_has_arrived_on_another():
+    durations = by_name({"gradient": 1.0, "chain": 1.0, "inner": 0.5, "outer": 4.0}, {})
+    slots = {slot.node.name: slot for slot in schedule(backward_of(6), durations)}
+    assert slots["outer_0"].begin <= 3.0, "as soon as the computing that goes on when it arrives is done"
+    assert max(slot.end for slot in slots.values()) <= 3.0 + 6 * 4.0 + 1e-9, "and from then on the link is never idle"
+
+
+def test_a_collective_that_there_is_no_memory_for_holds_nothing_else_up():
+    seconds = {"gradient": 1.0, "chain": 1.0, "inner": 0.5, "outer": 2.0, "gather": 50.0, "product": 100.0}
+    durations = by_name(seconds, {"gather": 10.0, "gradient": 0.5, "chain": 0.5})
+    slots = {slot.node.name: slot for slot in schedule(backward_of(6, True), durations, Limits(slack=0.1))}
+    assert slots["gather"].begin >= slots["last"].end, "nothing may be held beside what `last` reads"
+    assert slots["outer_0"].begin <= 3.0
 
 
 def test_buckets_keep_dependent_collectives_apart():
