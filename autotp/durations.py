@@ -19,7 +19,7 @@ from autotp.pricing import Prices
 from costmodel import compute
 from costmodel.overlap import LATENCY_SHARE
 from passes.launches import launch, wait
-from passes.primitives import COLLECTIVES, axes_of
+from passes.primitives import COLLECTIVES, axes_of, laid_out
 from passes.schedule import Work
 
 __all__ = ["enough", "lane_of", "overlap_of", "work_of"]
@@ -66,9 +66,9 @@ def work_of(node: fx.Node, prices: Prices) -> Work:
     if node.target is launch:
         seconds, lane = _collective(node.meta["collective"], prices)
         return Work(seconds, lane, _size(node.meta["collective"].meta["val"]))
-    if node.target is wait or node.op != "call_function" or node.target is operator.getitem or _is_view(node):
-        return Work()
     traced = node.meta.get("traced", node)
+    if node.target is wait or node.op != "call_function" or node.target is operator.getitem or _is_view(traced):
+        return Work()
     value = node.meta.get("val")
     operands = [n.meta["val"] for n in traced.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
     results = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
@@ -117,6 +117,8 @@ def _viewing(target: Any) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
+    if node.target is laid_out:  # nothing is to be done where the elements are in order already
+        return bool(node.meta["val"].stride() == node.args[0].meta["val"].stride())  # type: ignore[union-attr]
     return _viewing(node.target)
 
 

@@ -181,7 +181,7 @@ def report(cells: Sequence[Cell]) -> str:
         "# Overlap\n\nSeconds of a step (forward and backward) by how it is run, on emulated clusters of nodes of one "
         "rank. The floor is the longer of computing alone and communicating alone, each measured in the same run; the gain "
         "is the best way's over no overlap. Communicating takes processor time, and all cores compute: the cores' floor "
-        "counts the seconds that each rank's collectives take of a core, without what the kernel does for no process. "
+        "counts the seconds that communicating alone keeps the cores busy, the kernel's work with it. "
         f"Medians of three steps. {machine()}, {allocator()}. "
         "Made by `python -m benchmarks.overlap --write`, as root.\n\n"
         f"![Every way's time over the floor's, cell by cell]({PLOT})\n\n{_summary(cells)}\n" + table(header, rows)

@@ -1,16 +1,16 @@
 """Times plans of one model with and without overlap, under torchrun: -m benchmarks.overlap_steps MODEL FOLDER
 
 What to do comes one file after the other (`benchmarks.phases`): a plan, and the ways to run it, which take turns. What
-computing takes alone is timed with collectives that answer at once, and what communicating takes alone by repeating the
-step's collectives, one after the other, without anything between them. Graphs are traced once for all plans that cut the
-model alike; what is left for each plan is to schedule them by its machine.
+computing takes alone is timed with the same graphs and collectives that answer at once, and what communicating takes alone
+by repeating the step's collectives, one after the other, without anything between them. Graphs are traced once for all
+plans that cut the model alike; what is left for each plan is to schedule them by its machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import time
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -75,22 +75,14 @@ class _Runner:
         steps: dict[str, Callable[[], Any]] = {}
         for way in ways:
             steps[way] = self.step(planned, *WAYS[way])
-        plain = self.parallel(replace(planned, chunks={}), "none")
-        calls, sizes = _recorded(plain, self.args)
+        plain = replace(planned, chunks={})
+        calls, sizes = _recorded(self.parallel(plain, "none"), self.args)
         steps["communication alone"] = lambda: [call().wait() for call in calls]
-        world: Any = plain.get_submodule("autotp_world")
-        mute = _Mute(world)
-
-        def computing() -> None:
-            for kind in KINDS:
-                setattr(world, kind, getattr(mute, kind))
-            step_of(plain, self.args)
-            for kind in KINDS:
-                delattr(world, kind)
-
-        steps["compute alone"] = computing
+        compute = self.step(plain, "overlap", None, merge=True)
+        world: Any = self.parallel(plain, "overlap").get_submodule("autotp_world")
+        steps["compute alone"] = lambda: _muted(world, compute)
         found = medians(steps, rounds, timed_steps=3)
-        found["processor"] = _processor_seconds(steps["communication alone"])
+        found["processor"] = _core_seconds(steps["communication alone"])
         found["sent"] = sum(map(_sent, sizes))
         return found
 
@@ -126,6 +118,8 @@ class _Mute:
     def all_reduce(self, parts: Any, axes: Any, op: str = "sum") -> Pending:
         return Pending(parts)
 
+    all_reduce_ = all_reduce
+
     def all_gather(self, parts: Any, axis: int) -> Pending:
         return Pending([parts[0].expand(self.shape[axis], *parts[0].shape)])
 
@@ -136,12 +130,32 @@ class _Mute:
         return Pending(parts)
 
 
-def _processor_seconds(step: Callable[[], Any]) -> float:
-    """Seconds of a core that a step of this process takes."""
-    begun = time.process_time()
+def _muted(world: ProcessWorld, step: Callable[[], None]) -> None:
+    """A step whose collectives answer at once."""
+    mute = _Mute(world)
+    kinds = (*KINDS, "all_reduce_")
+    for kind in kinds:
+        setattr(world, kind, getattr(mute, kind))
+    step()
+    for kind in kinds:
+        delattr(world, kind)
+
+
+def _core_seconds(step: Callable[[], Any]) -> float:
+    """Seconds of every core of this machine that a step of all ranks takes, with what the kernel does for no process."""
+    dist.barrier()
+    begun = _busy()
     for _ in range(TIMED):
         step()
-    return (time.process_time() - begun) / TIMED
+    dist.barrier()
+    return (_busy() - begun) / TIMED
+
+
+def _busy() -> float:
+    """Seconds that the cores of this machine have been busy since it began, on average."""
+    aggregate, *cores = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
+    user, nice, system, _idle, _waiting, hard, soft = map(int, aggregate[1:8])
+    return (user + nice + system + hard + soft) / os.sysconf("SC_CLK_TCK") / len(cores)
 
 
 def _sent(call: tuple[str, int, float]) -> float:

@@ -41,7 +41,7 @@ def wait(launched: _Launched) -> Any:
 
 
 def local(world: World, name: str, value: Tensor, *args: Any, index: int = 0) -> Tensor:
-    """``own``, ``mask``, ``pad`` or ``crop`` of `passes.primitives` for one hosted device."""
+    """``own``, ``mask``, ``pad``, ``crop`` or ``laid_out`` of `passes.primitives` for one hosted device."""
     return _LOCAL[name](world, value, index, *args)
 
 
@@ -50,6 +50,7 @@ _LOCAL: Mapping[str, Any] = {
     "mask": lambda world, x, i, axes: world.masked(x, axes, i).contiguous(),
     "pad": lambda world, x, i, dim, length: world.pad(x, dim, length).contiguous(),
     "crop": lambda world, x, i, dim, length: world.crop(x, dim, length),
+    "laid_out": lambda world, x, i, order: x.contiguous(memory_format=order),
 }
 
 
@@ -72,7 +73,7 @@ def draw(world: World, seed: int, salt: int, axes: tuple[int, ...], like: Any, k
 #: What is called once for all hosted devices.
 HOSTED = frozenset({launch, wait, offset, draw})
 
-_NAMES = {primitives.own: "own", primitives.mask: "mask", primitives.pad: "pad", primitives.crop: "crop"}
+_NAMES = {getattr(primitives, name): name for name in _LOCAL}
 
 
 def launches(graph: fx.Graph) -> fx.Graph:

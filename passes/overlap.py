@@ -1,13 +1,15 @@
 """Overlap: a sharded graph becomes a forward and a backward graph whose collectives run while something is computed.
 
-Traced (`passes.traced`), cut in two (`passes.partition`), sums of products joined (`passes.joined`), small collectives
-merged (`passes.bucket`), every collective a launch and a wait (`passes.launches`), and put in an order that hides them
+Convolutions are given their inputs as they read them best (`passes.memory_format`). Then the graph is traced
+(`passes.traced`), cut in two (`passes.partition`), sums of products joined (`passes.joined`), small collectives merged
+(`passes.bucket`), every collective a launch and a wait (`passes.launches`), and put in an order that hides them
 (`passes.schedule`).
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from passes.inplace import inplace
 from passes.joined import join_products
 from passes.launches import launches
 from passes.logs import dump
+from passes.memory_format import channels_last, quicker
 from passes.partition import Cut, cut
 from passes.primitives import COLLECTIVES
 from passes.schedule import Durations, Limits, Slot, reordered, schedule
@@ -153,8 +156,9 @@ def halves(
     Raises:
         Untraceable: see ``passes.traced.trace``.
     """
-    joint = trace(sharded, mesh, at, inputs, trained)
     device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
+    laid_out = channels_last(sharded, functools.partial(quicker, device))
+    joint = trace(laid_out, mesh, at, inputs, trained)
     dump("traced, forward and backward", joint.graph)
     parts = cut(joint)
     dump("cut, forward", parts.forward)

@@ -55,6 +55,10 @@ own = _define("own(Tensor x, int dim, int blocks, int axis, int ways, int traced
 mask = _define("mask(Tensor x, int[] axes) -> Tensor", _like)
 pad = _define("pad(Tensor x, int dim, int length) -> Tensor", _resized)
 crop = _define("crop(Tensor x, int dim, int length) -> Tensor", _resized)
+#: The elements in some order in memory; the tensor itself, where they are.
+laid_out = _define(
+    "laid_out(Tensor x, MemoryFormat order) -> Tensor", lambda x, order: torch.empty_like(x, memory_format=order)
+)
 #: Where this device's part of a dim begins, a tensor without dims.
 offset = _define(
     "offset(int size, int[] axes, Tensor like) -> Tensor",

@@ -246,7 +246,7 @@ def _join_dim(stacked: Tensor, dim: int, blocks: int) -> Tensor:
 
 
 class LocalWorld(World):
-    """Every device of a mesh, in this one process."""
+    """Every device of a mesh, in this one process. As elsewhere, what arrives is contiguous, however it was sent."""
 
     def __init__(self, mesh_shape: tuple[int, ...]) -> None:
         super().__init__(mesh_shape, list(itertools.product(*(range(n) for n in mesh_shape))))
@@ -261,7 +261,7 @@ class LocalWorld(World):
         """See ``World.all_reduce``."""
         result = list(parts)
         for group in self._groups(axes):
-            stacked = torch.stack([parts[i] for i in group])
+            stacked = _stacked(parts[i] for i in group)
             value = stacked.sum(0) if op == "sum" else stacked.amax(0)
             for i in group:
                 result[i] = value.clone()
@@ -277,7 +277,7 @@ class LocalWorld(World):
         """See ``World.all_gather``."""
         result = list(parts)
         for group in self._groups((axis,)):
-            stacked = torch.stack([parts[i] for i in group])
+            stacked = _stacked(parts[i] for i in group)
             for i in group:
                 result[i] = stacked
         return Pending(result)
@@ -286,7 +286,7 @@ class LocalWorld(World):
         """See ``World.reduce_scatter``."""
         result = list(parts)
         for group in self._groups((axis,)):
-            total = torch.stack([parts[i] for i in group]).sum(0)
+            total = _stacked(parts[i] for i in group).sum(0)
             for position, i in enumerate(group):
                 result[i] = total[position].clone()
         return Pending(result)
@@ -296,7 +296,7 @@ class LocalWorld(World):
         result = list(parts)
         for group in self._groups((axis,)):
             for position, i in enumerate(group):
-                result[i] = torch.stack([parts[j][position] for j in group])
+                result[i] = _stacked(parts[j][position] for j in group)
         return Pending(result)
 
 
@@ -365,6 +365,10 @@ class ProcessWorld(World):
         group = self._process_groups[(axis,)]
         work = dist.all_to_all_single(result.view(-1), part.view(-1), group=group, async_op=True)
         return Pending([result.view(parts[0].dtype)], work, part)
+
+
+def _stacked(parts: Iterable[Tensor]) -> Tensor:
+    return torch.stack([part.contiguous() for part in parts])
 
 
 def _let_go(world: weakref.ref[ProcessWorld], mesh: weakref.ref[DeviceMesh]) -> None:
