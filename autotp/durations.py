@@ -17,7 +17,7 @@ from autotp.overlapped import Overlap
 from autotp.plan import Plan
 from autotp.pricing import Prices
 from costmodel import compute
-from costmodel.overlap import LATENCY_SHARE
+from costmodel.overlap import LATENCY_SHARE, messages
 from passes.launches import launch, wait
 from passes.primitives import COLLECTIVES, axes_of, laid_out
 from passes.schedule import Work
@@ -82,8 +82,16 @@ def work_of(node: fx.Node, prices: Prices) -> Work:
     return Work(seconds, "compute", float(sum(map(_size, results))))
 
 
-def enough(kind: str, axes: tuple[int, ...], prices: Prices, spare: float = math.inf) -> float:
-    """Bytes of one device's part from which on a collective is sent by itself: where its latency matters little."""
+def enough(kind: str, axes: tuple[int, ...], total: float, prices: Prices, spare: float = math.inf) -> float:
+    """Bytes of one device's part from which on a collective is sent by itself: where its latency matters little.
+
+    Args:
+        kind, axes: of the collective.
+        total: bytes of one device's parts that such collectives send altogether; in as many messages as are worth their
+            latencies (`costmodel.overlap.MESSAGES`).
+        prices: of the mesh.
+        spare: bytes of memory that joining may take.
+    """
     ways = math.prod(prices.mesh[a] for a in axes)
     factor = ways if kind == "all_gather" else 1
     most = min(_MOST, spare / factor / _COPIES)
@@ -91,7 +99,10 @@ def enough(kind: str, axes: tuple[int, ...], prices: Prices, spare: float = math
     size = min(2.0**10, most)
     while size < most and nothing > LATENCY_SHARE * float(prices.collective(kind, axes, factor * size)[0]):
         size *= 2
-    return size
+    if math.isinf(total) or not nothing:
+        return size
+    alone = float(prices.collective(kind, axes, factor * total)[0])
+    return min(size, total / float(messages(alone, nothing, prices.contention(axes))))
 
 
 def _collective(traced: fx.Node, prices: Prices) -> tuple[float, str]:

@@ -34,6 +34,7 @@ __all__ = [
     "DEVICE",
     "LATENCY_SHARE",
     "MERGED",
+    "MESSAGES",
     "NETWORK",
     "ROWS",
     "STEP",
@@ -51,6 +52,7 @@ __all__ = [
     "j",
     "k",
     "merged",
+    "messages",
     "sides",
     "t0",
     "w",
@@ -81,6 +83,11 @@ LATENCY_SHARE = 0.2
 
 MERGED: sympy.Expr = sympy.Min(T, (T - t0) / (1 - LATENCY_SHARE))
 """Seconds of a collective that may travel with others: **T** seconds by itself, **t0** of them without any bytes."""
+
+MESSAGES: sympy.Expr = sympy.Max(1, sympy.sqrt((1 - k) * (T - t0) / t0))
+"""In how many messages something is sent best: **T** seconds in one, **t0** of them without any bytes, of which the share
+**k** takes the processors' time. In n messages it takes n t0 + T - t0, and is waited for while the last is under way: for
+(1 - k) (T - t0) / n seconds that could have been hidden. The sum of both is least at this n."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +150,11 @@ def merged(alone: Number, latency: Number) -> Number:
     return _merged()(alone, latency)
 
 
+def messages(alone: Number, latency: Number, contention: Number) -> Number:
+    """``MESSAGES`` with numbers."""
+    return _messages()(alone, latency, contention)
+
+
 def weights(share: float, depth: float) -> Weights:
     """Those of ``share`` DEVICE + (1 - share) NETWORK, without chunks."""
     rest = 1.0 - share
@@ -157,6 +169,11 @@ def _compiled(expression: sympy.Expr) -> Callable[..., Number]:
 @functools.cache
 def _merged() -> Callable[..., Number]:
     return compile_formula((T, t0), MERGED)
+
+
+@functools.cache
+def _messages() -> Callable[..., Number]:
+    return compile_formula((T, t0, k), MESSAGES)
 
 
 @functools.cache

@@ -1,9 +1,9 @@
 """Bucketing: small collectives of one kind, group and dtype become one, where none depends on another.
 
 A collective of few bytes costs its latency; several of them in one message cost it once. Members of a bucket are
-neighbours in the order of the graph, up to a number of bytes that the cost model gives: the size beyond which the latency
-is a small share of a collective's time. But they are several if they can, because what follows the first of them, often a
-collective on another link, goes on while the next is filled.
+neighbours in the order of the graph, up to a number of bytes that the cost model gives: beyond some size the latency is a
+small share of a collective's time, and several buckets are better than one, because computing, or a collective on another
+link, goes on while the next is filled.
 """
 
 from __future__ import annotations
@@ -23,11 +23,8 @@ __all__ = ["Buckets", "Enough", "buckets", "merge"]
 
 _aten = torch.ops.aten
 
-#: (kind, mesh axes) -> bytes of this device's part from which on a collective is no longer small.
-Enough = Callable[[str, tuple[int, ...]], float]
-
-#: So many buckets are better than fewer, but none is made smaller for it than so small a part of what is enough.
-_SEVERAL, _LEAST = 8, 4
+#: (kind, mesh axes, bytes of this device's parts in all collectives of a kind) -> from how many on one is no longer small.
+Enough = Callable[[str, tuple[int, ...], float], float]
 
 #: Sets of collectives, as their places among a graph's nodes.
 Buckets = tuple[tuple[int, ...], ...]
@@ -64,6 +61,10 @@ def _key(node: fx.Node) -> Hashable:
     return node.target, axes_of(node.target, node.args), str(node.args[2:]), node.meta["val"].dtype
 
 
+def _group(node: fx.Node) -> tuple[str, tuple[int, ...]]:
+    return COLLECTIVES[node.target], axes_of(node.target, node.args)
+
+
 def _size(node: fx.Node) -> float:
     value = node.args[0].meta["val"]  # type: ignore[union-attr]
     return float(value.numel() * value.element_size())
@@ -74,15 +75,12 @@ def _buckets(nodes: Sequence[fx.Node], enough: Enough) -> list[list[fx.Node]]:
     number = {node: i for i, node in enumerate(nodes)}
     candidates: dict[Hashable, list[fx.Node]] = {}
     for node in nodes:
-        if node.target in COLLECTIVES:
-            limit = enough(COLLECTIVES[node.target], axes_of(node.target, node.args))
-            if _size(node) < limit:
-                candidates.setdefault(_key(node), []).append(node)
+        if node.target in COLLECTIVES and _size(node) < enough(*_group(node), math.inf):
+            candidates.setdefault(_key(node), []).append(node)
     behind = _Behind(nodes)
     found = []
     for group in candidates.values():
-        most = enough(COLLECTIVES[group[0].target], axes_of(group[0].target, group[0].args))
-        limit = min(most, max(most / _LEAST, sum(map(_size, group)) / _SEVERAL))
+        limit = enough(*_group(group[0]), sum(map(_size, group)))
         open_: list[fx.Node] = []
         for node in group:
             fits = sum(map(_size, open_)) + _size(node) <= limit

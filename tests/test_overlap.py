@@ -1,6 +1,7 @@
 """Scheduling, chunks and buckets: whatever the order and the cuts, the numbers are the model's."""
 
 import dataclasses
+import math
 import random
 
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 import autotp
-from autotp.durations import overlap_of
+from autotp.durations import enough, overlap_of
 from autotp.overlapped import Overlap
+from autotp.pricing import Prices
 from autotp.rewrite import rewrite
 from autotp.simulate import Simulated
 from passes.bucket import buckets, merge
@@ -109,8 +111,8 @@ def test_any_schedule_chunks_and_buckets(seed, strategy, batch, rows, in_flight,
     model, args = tokens()
     mesh = (2, 2) if strategy in ("tensor3d", "3d") else (2,)
     plan = dataclasses.replace(planned(model, args, strategy, mesh), chunks={"batch": batch, "rows": rows})
-    enough = None if bytes_ is None else lambda kind, axes: bytes_
-    how = Overlap(random_durations(seed), enough, Limits(in_flight, slack=seed % 3 / 2))
+    merged = None if bytes_ is None else lambda kind, axes, total: bytes_
+    how = Overlap(random_durations(seed), merged, Limits(in_flight, slack=seed % 3 / 2))
     same(model, Simulated(model, rewrite(model, plan, args), LocalWorld(mesh), how), args)
 
 
@@ -270,7 +272,7 @@ def test_other_durations_give_another_schedule_of_the_same_trace(monkeypatch):
     same(model, ours, args)
     first = ours._schedules
     monkeypatch.setattr("autotp.overlapped.halves", None)
-    other = first.rescheduled(Overlap(random_durations(2), lambda kind, axes: 1e9))
+    other = first.rescheduled(Overlap(random_durations(2), lambda kind, axes, total: 1e9))
     ours.__dict__["_schedules"] = other
     same(model, ours, args)
     (one,), (two,) = first.known.values(), other.known.values()
@@ -295,6 +297,18 @@ def test_a_collective_that_there_is_no_memory_for_holds_nothing_else_up():
     assert slots["outer_0"].begin <= 3.0
 
 
+@pytest.mark.parametrize(("contention", "count"), [(1.0, 1.0), (0.5, 3.0), (0.0, 18**0.5)])
+def test_buckets_are_as_many_as_are_worth_their_latency(contention, count):
+    """Of 19 latencies 18 are spent on bytes, of which computing may hide a share."""
+    device = dataclasses.replace(autotp.Topology.load("cpu").device, contention=contention)
+    prices = Prices(autotp.Topology.flat(2, bandwidth="1 GB/s", latency="100 us", device=device), (2,))
+    nothing = prices.collective("all_reduce", (0,), 0.0)[0]
+    total = 18 * nothing / (prices.collective("all_reduce", (0,), 1e9)[0] - nothing) * 1e9
+    largest = enough("all_reduce", (0,), math.inf, prices)
+    assert total / 18 < largest < total
+    assert enough("all_reduce", (0,), total, prices) == pytest.approx(min(largest, total / count), rel=1e-5)
+
+
 def test_buckets_keep_dependent_collectives_apart():
     model, args = tokens()
     plan = planned(model, args, "data")
@@ -304,7 +318,7 @@ def test_buckets_keep_dependent_collectives_apart():
     parts |= dict(zip(made.captured.inputs, args, strict=True))
     joint = trace(made.graph_module, (2,), (0,), parts, frozenset(made.captured.parameters))
     before = sum(n.target in COLLECTIVES for n in joint.graph.nodes)
-    chosen = buckets(joint.graph, lambda kind, axes: 1e9)
+    chosen = buckets(joint.graph, lambda kind, axes, total: 1e9)
     merge(joint.graph, chosen)
     fewer = sum(len(members) - 1 for members in chosen)
     after = sum(n.target in COLLECTIVES for n in joint.graph.nodes)
