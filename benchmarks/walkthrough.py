@@ -7,13 +7,11 @@ files of ``examples/walkthrough``, and what it prints replaces what stood below 
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import re
 import shlex
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -24,7 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autotp.cli import main
-from benchmarks.tables import DOCS, write
+from benchmarks.tables import DOCS, command
 
 EXAMPLE = DOCS.parent / "examples" / "walkthrough"
 PAGE = "walkthrough.md"
@@ -201,20 +199,12 @@ Every command, on the model and the machines of the [walk-through](walkthrough.m
 
 
 def make() -> tuple[str, dict[str, str]]:
-    """Runs every command of the walk-through and of the gallery: the page, and the pictures by name."""
+    """Runs every command of the walk-through and of the gallery: the page, and the other files by name."""
     with scratch():
         page = filled((DOCS / PAGE).read_text())
-        return page, {name: screenshot(name, command) for name, (command, _) in GALLERY.items()}
+        pictures = {f"images/cli-{name}.svg": screenshot(name, command) for name, (command, _) in GALLERY.items()}
+        return page, {"cli-gallery.md": gallery()} | pictures
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.walkthrough", description=make.__doc__)
-    parser.add_argument("--write", action="store_true", help=f"write docs/{PAGE}, docs/cli-gallery.md and its images too")
-    chosen = parser.parse_args()
-    made, pictures = make()
-    sys.stdout.write(made)
-    if chosen.write:
-        write(PAGE, made)
-        write("cli-gallery.md", gallery())
-        for each, drawn in pictures.items():
-            write(f"images/cli-{each}.svg", drawn)
+    command("walkthrough", PAGE, make)
