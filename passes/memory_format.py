@@ -3,6 +3,9 @@
 A processor's library and tensor cores lay other tensors out anew, before and after every convolution. Once one of them has
 been given its input so, its result is laid out so too, and with it what norms, activations and sums make of it: between two
 convolutions nothing is laid out at all. Only the order of the elements in memory changes.
+
+What travels between devices is laid out in order, and again when it has arrived. Where most convolutions have to do with
+such a tensor, as where their channels are sharded, nothing would be won, and all stays as it is.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes import primitives
+from passes import ops, primitives
+from passes.reshard import COMMUNICATING, Step
 
-__all__ = ["channels_last", "laid_out", "quicker"]
+__all__ = ["channels_last", "laid_out", "quicker", "worthwhile"]
 
 _aten = torch.ops.aten
 #: Convolutions -> the order of the elements of what they read.
@@ -24,15 +28,18 @@ _FORMATS: dict[Any, torch.memory_format] = {
     _aten.conv2d.default: torch.channels_last,
     _aten.conv3d.default: torch.channels_last_3d,
 }
+_IMAGES = (4, 5)
 _PROCESSORS = (torch.float32, torch.bfloat16)
 _TENSOR_CORES = (torch.float16, torch.bfloat16)
+#: So many convolutions are worth it for every image that travels.
+_EACH = 2
 
 
 def channels_last(module: fx.GraphModule, wanted: Callable[[fx.Node], bool]) -> fx.GraphModule:
     """The same graph, the inputs of some convolutions laid out with the channels last; outputs are contiguous.
 
     Args:
-        module: a graph of ATen operators; it stays as it is.
+        module: see ``passes.shard.shard``; it stays as it is.
         wanted: whether a convolution's input is to be.
     """
     found = [node for node in module.graph.nodes if node.target in _FORMATS and wanted(node)]
@@ -53,6 +60,21 @@ def channels_last(module: fx.GraphModule, wanted: Callable[[fx.Node], bool]) -> 
                 node.args = (tuple(_in_order(graph, leaf) if isinstance(v, Tensor) else leaf for leaf, v in leaves),)
     result.recompile()
     return result
+
+
+def worthwhile(module: fx.GraphModule) -> bool:
+    """Whether a graph has so many convolutions for each image, or its gradient, that goes from device to device."""
+    resting = {node.name for node in module.graph.nodes if node.op == "placeholder"}
+    real = len(module.world.mesh_shape)  # type: ignore[union-attr, arg-type]
+
+    def travels(node: fx.Node) -> bool:
+        if node.target not in (ops.reshard, ops.reshard_chunks) or node.meta["val"].dim() not in _IMAGES:
+            return False
+        moving = (Step(*step) for step in (*node.args[2], *node.args[3]))  # type: ignore[misc]
+        return node.meta["tensor"] not in resting and any(s.kind in COMMUNICATING and s.axes[0] < real for s in moving)
+
+    convolutions = sum(node.target in _FORMATS for node in module.graph.nodes)
+    return convolutions > _EACH * sum(map(travels, module.graph.nodes))
 
 
 def quicker(device: torch.device, convolution: fx.Node) -> bool:

@@ -23,7 +23,7 @@ from passes.inplace import inplace
 from passes.joined import join_products
 from passes.launches import launches
 from passes.logs import dump
-from passes.memory_format import channels_last, quicker
+from passes.memory_format import channels_last, quicker, worthwhile
 from passes.partition import Cut, cut
 from passes.primitives import COLLECTIVES
 from passes.schedule import Durations, Limits, Slot, reordered, schedule
@@ -157,8 +157,9 @@ def halves(
         Untraceable: see ``passes.traced.trace``.
     """
     device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
-    laid_out = channels_last(sharded, functools.partial(quicker, device))
-    joint = trace(laid_out, mesh, at, inputs, trained)
+    if worthwhile(sharded):
+        sharded = channels_last(sharded, functools.partial(quicker, device))
+    joint = trace(sharded, mesh, at, inputs, trained)
     dump("traced, forward and backward", joint.graph)
     parts = cut(joint)
     dump("cut, forward", parts.forward)

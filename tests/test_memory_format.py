@@ -13,7 +13,7 @@ from autotp.durations import overlap_of, work_of
 from autotp.pricing import Prices
 from autotp.rewrite import rewrite
 from autotp.simulate import Simulated
-from passes.memory_format import channels_last, quicker
+from passes.memory_format import channels_last, quicker, worthwhile
 from passes.overlap import halves
 from passes.primitives import laid_out
 from passes.world import LocalWorld
@@ -103,6 +103,22 @@ def test_nothing_is_laid_out_between_convolutions():
     backwards = [n for n in found.cut.backward.nodes if n.target is _aten.convolution_backward.default]
     assert len(backwards) == 3
     assert all(n.args[1].meta["val"].is_contiguous(memory_format=torch.channels_last) for n in backwards)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "chunks", "wanted"),
+    [
+        ("data", {}, True),
+        ("zero3", {"batch": 2}, True),
+        ("megatron-1d", {}, False),
+        ("megatron-1d", {"batch": 2}, False),
+    ],
+)
+def test_images_that_travel_stay_in_order(strategy, chunks, wanted):
+    model, args, kwargs = unet()
+    topology = autotp.Topology.flat(2, bandwidth="1 GB/s", latency="10 us")
+    plan = autotp.plan(model, topology, args, kwargs, strategy=strategy, mesh=(2,), chunks=chunks)
+    assert worthwhile(rewrite(model, plan, args, kwargs).graph_module) == wanted
 
 
 def test_where_it_is_quicker():
