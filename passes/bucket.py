@@ -4,6 +4,9 @@ A collective of few bytes costs its latency; several of them in one message cost
 neighbours in the order of the graph, up to a number of bytes that the cost model gives: beyond some size the latency is a
 small share of a collective's time, and several buckets are better than one, because computing, or a collective on another
 link, goes on while the next is filled.
+
+Nothing that something waits for is held up: of collectives that come amid products, such as those of two chunks, only
+those travel together whose operands the same products make.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import fx
+from torch.utils.flop_counter import flop_registry
 
 from passes.emit import emit
 from passes.primitives import COLLECTIVES, axes_of
@@ -73,10 +77,11 @@ def _size(node: fx.Node) -> float:
 def _buckets(nodes: Sequence[fx.Node], enough: Enough) -> list[list[fx.Node]]:
     """Sets of collectives to merge. Merging keeps the graph free of cycles, as each set is checked with those before it."""
     number = {node: i for i, node in enumerate(nodes)}
+    amid = _amid(nodes)
     candidates: dict[Hashable, list[fx.Node]] = {}
     for node in nodes:
         if node.target in COLLECTIVES and _size(node) < enough(*_group(node), math.inf):
-            candidates.setdefault(_key(node), []).append(node)
+            candidates.setdefault((_key(node), amid[node]), []).append(node)
     behind = _Behind(nodes)
     found = []
     for group in candidates.values():
@@ -94,6 +99,27 @@ def _buckets(nodes: Sequence[fx.Node], enough: Enough) -> list[list[fx.Node]]:
             found.append(open_)
             behind.merge(open_)
     return sorted(found, key=lambda members: number[members[-1]])
+
+
+def _amid(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """Which products each node comes after, as bits; 0 where it comes before or behind all that it has to do with."""
+    before: dict[fx.Node, int] = {}
+    behind: dict[fx.Node, bool] = {}
+    bit = 1
+    for node in nodes:
+        before[node] = 0
+        for operand in node.all_input_nodes:
+            before[node] |= before[operand]
+        if _is_product(node):
+            before[node] |= bit
+            bit <<= 1
+    for node in reversed(nodes):
+        behind[node] = all(behind[user] and not _is_product(user) for user in node.users)
+    return {node: 0 if behind[node] else before[node] for node in nodes}
+
+
+def _is_product(node: fx.Node) -> bool:
+    return getattr(node.target, "overloadpacket", None) in flop_registry
 
 
 class _Behind:

@@ -68,7 +68,8 @@ def worthwhile(module: fx.GraphModule) -> bool:
     real = len(module.world.mesh_shape)  # type: ignore[union-attr, arg-type]
 
     def travels(node: fx.Node) -> bool:
-        if node.target not in (ops.reshard, ops.reshard_chunks) or node.meta["val"].dim() not in _IMAGES:
+        value = node.meta.get("val")  # what operators send inside themselves has none, nor a name
+        if node.target not in (ops.reshard, ops.reshard_chunks) or value is None or value.dim() not in _IMAGES:
             return False
         moving = (Step(*step) for step in (*node.args[2], *node.args[3]))  # type: ignore[misc]
         return node.meta["tensor"] not in resting and any(s.kind in COMMUNICATING and s.axes[0] < real for s in moving)

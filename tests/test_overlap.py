@@ -1,7 +1,6 @@
 """Scheduling, chunks and buckets: whatever the order and the cuts, the numbers are the model's."""
 
 import dataclasses
-import math
 import random
 
 import pytest
@@ -12,17 +11,13 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 import autotp
-from autotp.durations import enough, overlap_of
+from autotp.durations import overlap_of
 from autotp.overlapped import Overlap
-from autotp.pricing import Prices
 from autotp.rewrite import rewrite
 from autotp.simulate import Simulated
-from passes.bucket import buckets, merge
 from passes.launches import launch, wait
 from passes.overlap import halves
-from passes.primitives import COLLECTIVES
 from passes.schedule import Limits, Work, schedule
-from passes.traced import trace
 from passes.world import LocalWorld
 
 
@@ -295,35 +290,6 @@ def test_a_collective_that_there_is_no_memory_for_holds_nothing_else_up():
     slots = {slot.node.name: slot for slot in schedule(backward_of(6, True), durations, Limits(slack=0.1))}
     assert slots["gather"].begin >= slots["last"].end, "nothing may be held beside what `last` reads"
     assert slots["outer_0"].begin <= 3.0
-
-
-@pytest.mark.parametrize(("contention", "count"), [(1.0, 1.0), (0.5, 3.0), (0.0, 18**0.5)])
-def test_buckets_are_as_many_as_are_worth_their_latency(contention, count):
-    """Of 19 latencies 18 are spent on bytes, of which computing may hide a share."""
-    device = dataclasses.replace(autotp.Topology.load("cpu").device, contention=contention)
-    prices = Prices(autotp.Topology.flat(2, bandwidth="1 GB/s", latency="100 us", device=device), (2,))
-    nothing = prices.collective("all_reduce", (0,), 0.0)[0]
-    total = 18 * nothing / (prices.collective("all_reduce", (0,), 1e9)[0] - nothing) * 1e9
-    largest = enough("all_reduce", (0,), math.inf, prices)
-    assert total / 18 < largest < total
-    assert enough("all_reduce", (0,), total, prices) == pytest.approx(min(largest, total / count), rel=1e-5)
-
-
-def test_buckets_keep_dependent_collectives_apart():
-    model, args = tokens()
-    plan = planned(model, args, "data")
-    made = rewrite(model, plan, args)
-    state = dict(model.named_parameters())
-    parts = {name: state[fqn].detach() for name, fqn in made.captured.parameters.items()}
-    parts |= dict(zip(made.captured.inputs, args, strict=True))
-    joint = trace(made.graph_module, (2,), (0,), parts, frozenset(made.captured.parameters))
-    before = sum(n.target in COLLECTIVES for n in joint.graph.nodes)
-    chosen = buckets(joint.graph, lambda kind, axes, total: 1e9)
-    merge(joint.graph, chosen)
-    fewer = sum(len(members) - 1 for members in chosen)
-    after = sum(n.target in COLLECTIVES for n in joint.graph.nodes)
-    assert before - after == fewer > 5
-    assert after >= 2, "the loss's own sum comes before the gradients'"
 
 
 def test_what_cannot_be_traced_runs_as_it_is(caplog):
