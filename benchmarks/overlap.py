@@ -181,7 +181,10 @@ def report(cells: Sequence[Cell]) -> str:
         "# Overlap\n\nSeconds of a step (forward and backward) by how it is run, on emulated clusters of nodes of one "
         "rank. The floor is the longer of computing alone and communicating alone, each measured in the same run; the gain "
         "is the best way's over no overlap. Communicating takes processor time, and all cores compute: the cores' floor "
-        "counts the seconds that communicating alone keeps the cores busy, the kernel's work with it. "
+        "counts the seconds that communicating alone keeps the cores busy, the kernel's work with it. Alone, collectives are "
+        "neither merged nor under way at once, so a step may take less. Where activations travel (megatron-1d, tensor3d) it "
+        "cannot reach the floor: the forward pass does a third of the computing and half of the communicating, and hides "
+        "only what it can. "
         f"Medians of three steps. {machine()}, {allocator()}. "
         "Made by `python -m benchmarks.overlap --write`, as root.\n\n"
         f"![Every way's time over the floor's, cell by cell]({PLOT})\n\n{_summary(cells)}\n" + table(header, rows)
