@@ -48,16 +48,20 @@ def channels_last(module: fx.GraphModule, wanted: Callable[[fx.Node], bool]) -> 
     # not `aten.contiguous`, which is traced only where a device's part is not laid out so: one channel alone always is
     result = fx.GraphModule(module, copy.deepcopy(module.graph), class_name=module._get_name())
     graph = result.graph
+
+    def in_order(node: Any, order: torch.memory_format = torch.contiguous_format) -> fx.Node:
+        return graph.call_function(laid_out, (node, order))
+
     for node in graph.nodes:
         if node.target in _FORMATS and wanted(node):
             with graph.inserting_before(node):
-                node.update_arg(0, graph.call_function(laid_out, (node.args[0], _FORMATS[node.target])))
+                node.update_arg(0, in_order(node.args[0], _FORMATS[node.target]))
         elif node.target is _aten.view.default:  # which asks for elements in order
             node.target = _aten.reshape.default
         elif node.op == "output":
             leaves = zip(node.args[0], node.meta["values"], strict=True)
             with graph.inserting_before(node):
-                node.args = (tuple(_in_order(graph, leaf) if isinstance(v, Tensor) else leaf for leaf, v in leaves),)
+                node.args = (tuple(in_order(leaf) if isinstance(v, Tensor) else leaf for leaf, v in leaves),)
     result.recompile()
     return result
 
@@ -102,7 +106,3 @@ class _LaidOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return gradient, None
-
-
-def _in_order(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    return graph.call_function(laid_out, (node, torch.contiguous_format))
