@@ -205,6 +205,8 @@ def chunks_of(text: str) -> dict[str, int]:
         kind, _, count = part.partition("=")
         if not count.strip().isdigit():
             raise AutotpError(f"--chunks {text!r}: expected kinds and numbers, such as batch=2,rows=2")
+        if kind.strip() in found:
+            raise AutotpError(f"--chunks {text!r}: {kind.strip()} is given twice")
         found[kind.strip()] = int(count)
     return found
 

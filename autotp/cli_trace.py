@@ -31,7 +31,7 @@ def trace_command(
     """Write the schedule of a plan as a trace, for ui.perfetto.dev or chrome://tracing.
 
     By itself it predicts. Under torchrun, with as many processes as the plan has devices, a step is measured too, and every
-    rank is a process of the trace beside the prediction.
+    rank is a process of the trace beside the prediction. Either is with overlap, also where the plan was made for none.
     """
     wanted = Plan.load(plan)
     if not output.absolute().parent.is_dir():

@@ -11,14 +11,13 @@ from torch.distributed.tensor import Replicate
 
 from autotp.communication import Priced, Sums
 from autotp.describe import Found
-from autotp.plan import CHUNKS
 from autotp.pricing import Prices
 from costmodel import overlap
 from costmodel.overlap import Weights
-from passes.chunk import Options, by_batch, by_rows, communicating, extended
+from passes.chunk import CHUNKS, Chunked, in_chunks
 from passes.shard import Sharding
 
-__all__ = ["Searched", "best_chunks", "chunked", "least_step"]
+__all__ = ["Searched", "best_chunks", "chunked", "in_parts", "least_step"]
 
 _ROUNDS = 6
 _COUNTS = (2, 4)
@@ -110,39 +109,31 @@ def best_chunks(priced: Priced, whole: Sums) -> tuple[dict[str, int], Sums]:
     return chosen, best
 
 
-def chunked(priced: Priced, chunks: Mapping[str, int]) -> Sums:
-    """A step's seconds in so many chunks, each kind a virtual axis behind the mesh's (see ``Plan.chunks``)."""
-    chosen = {way: chunks[way] for way in CHUNKS if chunks.get(way, 1) > 1}
-    if not chosen:
-        return priced.sums()
-    model, prices = priced.model, priced.prices
+def in_parts(priced: Priced, chunks: Mapping[str, int]) -> Chunked:
+    """A plan's strategies where devices do their work in chunks."""
+    model = priced.model
     graph = model.captured.graph_module.graph
     resting = {node.name: priced.layouts[node, 0] for node in graph.nodes if node.op == "placeholder"}
-    sharding = Sharding(prices.mesh, priced.strategies, resting, frozenset(model.captured.parameters))
-    for way, count in chosen.items():
-        options = Options(model.stands)
-        if way == "batch":
-            cuts = by_batch(graph, model.operators, sharding, model.captured.inputs, count, options)
-        else:
-            talking = communicating(model.operators, sharding)
-            cuts = by_rows(model.operators, sharding, talking, count, options)
-        if not any(cuts.values()):
-            return priced.sums()
-        if len(chosen) > 1:  # chunks of chunks: copies may have been cut otherwise
-            options = Options()
-        sharding = extended(model.operators, sharding, cuts, count, options)
+    sharding = Sharding(priced.prices.mesh, priced.strategies, resting, frozenset(model.captured.parameters))
+    return in_chunks(graph, model.operators, sharding, model.captured.inputs, chunks, model.stands)
+
+
+def chunked(priced: Priced, chunks: Mapping[str, int]) -> Sums:
+    """A step's seconds in so many chunks, each kind a virtual axis behind the mesh's (see ``Plan.chunks``)."""
+    made = in_parts(priced, chunks)
+    if not made.counts:
+        return priced.sums()
+    model, prices, strategies = priced.model, priced.prices, made.sharding.strategies
     virtual = Prices(
         prices.topology,
         prices.devices,
         train=prices.train,
         optimizer=prices.optimizer,
-        chunks=tuple(chosen.values()),
+        chunks=tuple(made.counts.values()),
         merges=prices.merges,
     )
-    layouts = {
-        (node, i): layout for node in model.operators for i, layout in enumerate(sharding.strategies[node.name].results)
-    }
-    rest = (Replicate(),) * len(chosen)
+    layouts = {(node, i): layout for node in model.operators for i, layout in enumerate(strategies[node.name].results)}
+    rest = (Replicate(),) * len(made.counts)
     layouts |= {value: (*layout, *rest) for value, layout in priced.layouts.items() if value not in layouts}
-    rows = None if "batch" in chosen else [name for name, factor in cuts.items() if factor is not None]
-    return Priced(model, virtual, sharding.strategies, layouts).sums(next(iter(chosen.values())), rows)
+    rows = None if "batch" in made.counts else made.cut["rows"]
+    return Priced(model, virtual, strategies, layouts).sums(next(iter(made.counts.values())), rows)

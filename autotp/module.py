@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from autotp.errors import AutotpError
 from autotp.materialise import distribute, state_of
+from autotp.modes import different_otherwise, refuse
 from autotp.overlapped import Overlap, Schedules, compiled
 from autotp.plan import Plan
 from autotp.rewrite import Rewritten
@@ -80,6 +81,8 @@ class DistributedModule(fx.GraphModule):
         for name, buffer in root.named_buffers(recurse=False, remove_duplicate=False):
             self.register_buffer(name, buffer, name not in root._non_persistent_buffers_set)
         self.plan = plan
+        self.training = model.training
+        self._different = different_otherwise(model, captured)
         self._captured = captured
         self._signature = rewritten.signature
         # Finding each by its path at every step would take longer than all that is done with them.
@@ -101,6 +104,15 @@ class DistributedModule(fx.GraphModule):
             for name, value in zip(captured.mutations, results[captured.outputs :], strict=True):
                 self.get_buffer(captured.buffers[name]).copy_(value)
         return captured.signature.unflatten(list(results[: captured.outputs]))
+
+    def train(self, mode: bool = True) -> DistributedModule:
+        """As a module's own, where the graph is the same in both modes.
+
+        Raises:
+            AutotpError: it is not; names what would differ.
+        """
+        refuse(self.training, mode, getattr(self, "_different", ()))
+        return super().train(mode)
 
     def _owner(self, path: str) -> tuple[nn.Module, str]:
         """The module that holds a parameter or buffer, and its name there."""

@@ -18,11 +18,11 @@ from autotp.errors import AutotpError, PlanMismatchError
 from costmodel import Topology
 from costmodel.toml_out import write_atomically
 from passes.capture import Captured
+from passes.chunk import CHUNKS
 from passes.layout import Layout, blocks_of, describe, is_shard, place
 
 __all__ = [
     "AXIS_NAMES",
-    "CHUNKS",
     "FORMAT",
     "Plan",
     "PlannedOperator",
@@ -39,9 +39,6 @@ FORMAT = 2
 
 #: Names of mesh axes, outermost first.
 AXIS_NAMES = ("x", "y", "z", "w")
-
-#: What may be cut into chunks.
-CHUNKS = ("batch", "rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +122,8 @@ class Plan:
         memory_bound: bytes allowed on each device.
         chunks: in how many chunks devices do their work, so that one's collectives are under way while another is computed:
             ``batch``, of the whole batch, and ``rows``, of the rows of matrix products that communicate; 1 where not given.
+        chunked: kind of chunks -> how many operators are cut.
+        whole: name of an operator that works on what comes in chunks, or could -> why it is not cut.
         schedule: how it is to be run, and was predicted: ``overlap`` or ``none``.
         constraints: that the user gave, as texts (see `autotp.constraints`).
         planning: how the plan was found (times in seconds, sizes).
@@ -144,6 +143,8 @@ class Plan:
     optimizer: str
     memory_bound: float
     chunks: Mapping[str, int] = field(default_factory=dict)
+    chunked: Mapping[str, int] = field(default_factory=dict)
+    whole: Mapping[str, str] = field(default_factory=dict)
     schedule: str = "none"
     constraints: tuple[str, ...] = ()
     planning: Mapping[str, Any] = field(default_factory=dict)
@@ -223,7 +224,8 @@ class Plan:
         data["memory_bound"] = self.memory_bound if self.memory_bound != float("inf") else None
         data["topology"] = self.topology.to_dict()
         data["predicted"] = asdict(self.predicted)
-        data["chunks"] = dict(self.chunks)
+        for name in ("chunks", "chunked", "whole"):
+            data[name] = dict(getattr(self, name))
         data["schedule"] = self.schedule
         data["constraints"] = list(self.constraints)
         data["planning"] = dict(self.planning)
@@ -262,6 +264,8 @@ class Plan:
                 optimizer=data["optimizer"],
                 memory_bound=float("inf") if data["memory_bound"] is None else data["memory_bound"],
                 chunks=data.get("chunks", {}),
+                chunked=data.get("chunked", {}),
+                whole=data.get("whole", {}),
                 schedule=data.get("schedule", "none"),
                 constraints=tuple(data.get("constraints", ())),
                 planning=data["planning"],
@@ -300,8 +304,10 @@ def check_chunks(chunks: Mapping[str, int]) -> None:
     Raises:
         AutotpError: a kind of chunks is unknown, or a number is not positive.
     """
+    if not isinstance(chunks, Mapping):
+        raise AutotpError(f"chunks: {chunks!r} is wrong; give a mapping such as {{'batch': 2}}")
     for kind, count in chunks.items():
-        if kind not in CHUNKS or not isinstance(count, int) or count < 1:
+        if kind not in CHUNKS or not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise AutotpError(f"chunks: {kind!r}: {count!r} is wrong; give {' and '.join(CHUNKS)} positive numbers")
 
 

@@ -19,7 +19,7 @@ from autotp.describe import AXIS_NAMES, describe_plan, memory_of, priced
 from autotp.errors import AutotpError, ConstraintError, MemoryBoundError, TimeLimitError
 from autotp.families import Family, family
 from autotp.folding import fold
-from autotp.hiding import Searched, best_chunks, chunked, least_step
+from autotp.hiding import Searched, best_chunks, chunked, in_parts, least_step
 from autotp.plan import Plan, check_chunks, overlapping
 from autotp.problem import EVEN, trained_values
 from autotp.structure import Model
@@ -27,7 +27,9 @@ from costmodel import Topology
 from costmodel.memory import OPTIMIZERS
 from costmodel.overlap import Weights
 from passes.capture import Captured, capture
+from passes.chunk import Chunked
 from passes.factors import analyse
+from passes.traced import undrawn
 
 __all__ = ["AXIS_NAMES", "candidate_meshes", "check", "plan", "plan_captured", "prepare"]
 
@@ -118,9 +120,11 @@ def check(
     chunks: Mapping[str, int] | None = None,
 ) -> None:
     """Refuses wrong options with an ``AutotpError`` that names the right ones."""
-    check_chunks(chunks or {})
+    check_chunks({} if chunks is None else chunks)
     if panels is not None and (not isinstance(panels, int) or panels < 1):
         raise AutotpError(f"panels {panels!r}: give a positive number, or leave it out")
+    if panels is not None and panels > 1 and any(count > 1 for count in (chunks or {}).values()):
+        raise AutotpError(f"panels {panels} and chunks {dict(chunks or {})} exclude each other; leave one of them out")
     if mode not in ("train", "inference"):
         raise AutotpError(f"mode {mode!r} is unknown; choose 'train' or 'inference'")
     if optimizer not in OPTIMIZERS:
@@ -213,6 +217,10 @@ def plan_captured(
     """``plan`` for a model that was captured already; nothing is hidden unless asked for."""
     started = time.perf_counter()
     hides = overlapping(schedule)
+    unknown = undrawn(captured.graph_module.graph) if hides else []
+    if unknown:
+        _log.warning("planned without overlap: %s draw random numbers in a way that has no schedule", ", ".join(unknown))
+        schedule, hides = "none", False
     panels = 1 if chunks else panels
     bound = topology.device.memory if memory is None else memory
     asked = parse(constraints or ())
@@ -238,14 +246,20 @@ def plan_captured(
     if best is None:
         raise _conflict(contest, meshes, asked) or _nothing_fits(contest, meshes, found.used)
     sums, least = None, best.solution.seconds
-    if hides:
+    made = None
+    if hides or chunks:
         prices, panelled = priced(model, best)
+    if hides:
         sums = prices.sums()
         least = sums.step
         if chunks:
             sums = chunked(prices, chunks)
         elif chunks is None and not panelled:
             chunks, sums = best_chunks(prices, sums)
+    if chunks:
+        made = in_parts(prices, chunks)
+        _tell(chunks, made, hides)
+        chunks = {kind: count for kind, count in chunks.items() if count == 1 or kind in made.counts}
     gap = max(0.0, 1 - floor / least) if least else 0.0
     plan = describe_plan(
         model,
@@ -256,7 +270,9 @@ def plan_captured(
         gap=gap if gap > 1e-9 else 0.0,
         mode=mode,
         memory_bound=bound,
-        chunks=dict(chunks or {}),
+        chunks=chunks or {},
+        chunked={} if made is None else {kind: len(names) for kind, names in made.cut.items()},
+        whole={} if made is None else made.whole,
         schedule=schedule,
         constraints=tuple(one.text for one in asked),
         planning={},
@@ -284,6 +300,16 @@ def plan_captured(
         planning["seconds"],
     )
     return replace(plan, planning=planning)
+
+
+def _tell(chunks: Mapping[str, int], made: Chunked, hides: bool) -> None:
+    """Warns of chunks that were asked for in vain."""
+    for kind, count in chunks.items():
+        if count > 1 and kind not in made.counts:
+            why = "; ".join(f"{name}: {reason}" for name, reason in list(made.whole.items())[:3]) or "nothing communicates"
+            _log.warning("chunks: nothing comes in %d chunks of the %s (%s)", count, kind, why)
+    if made.counts and not hides:
+        _log.warning("chunks %s win nothing with schedule='none', which hides no communication", dict(made.counts))
 
 
 def _conflict(contest: Contest, meshes: Sequence[tuple[int, ...]], asked: Sequence[Constraint]) -> ConstraintError | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -137,6 +138,8 @@ def plan_table(plan: Plan, limit: int | None = 40) -> RenderableType:
         _Operators(fold_operators(plan.operators), limit),
         _prediction(plan),
     ]
+    if plan.whole:
+        parts.append(_whole(plan))
     if plan.replicated:
         parts.append(_replicated(plan.replicated))
     return Group(*parts)
@@ -149,6 +152,10 @@ def _header(plan: Plan) -> Table:
     grid.add_row("strategy", escape(str(plan.strategy)))
     grid.add_row("mesh", f"{mesh or '1 device'}  [dim](outermost first)[/]")
     grid.add_row("topology", f"{escape(topology.name)}: {_levels(topology)}")
+    if plan.chunks:
+        of = {"batch": "of the batch", "rows": "of products' rows"}
+        said = (f"{n} {of[kind]}, in {plan.chunked.get(kind, 0):,} operators" for kind, n in plan.chunks.items())
+        grid.add_row("chunks", f"{'; '.join(said)} [dim]of {len(plan.operators):,}[/]")
     grid.add_row("plan", f"{plan.hash}{_planning(plan.planning)}")
     return grid
 
@@ -265,6 +272,20 @@ def _prediction(plan: Plan) -> Table:
     return grid
 
 
+def _whole(plan: Plan, limit: int = 12) -> Text:
+    """Where chunks stop, and why."""
+    by_name = {operator.name: operator for operator in plan.operators}
+    alike = Counter(
+        (unnumbered(by_name[name].module), short_target(by_name[name].target), why) for name, why in plan.whole.items()
+    )
+    lines = [
+        f"  {f'{module}: ' if module else ''}{target}{f' × {count}' if count > 1 else ''}  ({why})"
+        for (module, target, why), count in alike.items()
+    ]
+    more = [f"  and {len(lines) - limit} more"] if len(lines) > limit else []
+    return Text("\n".join(["not in chunks:", *lines[:limit], *more]), style="yellow")
+
+
 def _replicated(names: Sequence[str], limit: int = 12) -> Text:
     shown = ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
     return Text(f"replicated, having no rule ({len(names)}): {shown}", style="yellow")
@@ -279,7 +300,8 @@ def _grid() -> Table:
 
 def short_target(target: object) -> str:
     """An operator's name without its library and overload."""
-    return str(target).removeprefix("torch.ops.").removeprefix("aten.").split(".")[0]
+    text = str(target).removeprefix("torch.ops.").removesuffix(".default")
+    return text.split(".")[1] if text.startswith("aten.") else text.rpartition(".")[2]
 
 
 def _strategy(strategy: Mapping[str, Sequence[str]]) -> str:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate
 from autotp.errors import AutotpError, PlanMismatchError
 from autotp.plan import Plan, fingerprint
 from passes.capture import CallSignature, Captured, capture
-from passes.chunk import Options, by_batch, by_rows, communicating, extended
+from passes.chunk import in_chunks
 from passes.factors import Operator, analyse
 from passes.layout import Layout, fits, local_shape, place
 from passes.logs import dump
@@ -122,23 +122,14 @@ def _sharded(
     captured: Captured, operators: Mapping[fx.Node, Operator], sharding: Sharding, chunks: Mapping[str, int]
 ) -> tuple[fx.GraphModule, tuple[int, ...]]:
     """The sharded graph, with the chunks of every device as nodes of their own, and how many of each kind there are."""
-    virtual, with_chunks = [], sharding
-    batch, rows = chunks.get("batch", 1), chunks.get("rows", 1)
-    options = Options()
-    if batch > 1:
-        cuts = by_batch(captured.graph_module.graph, operators, sharding, captured.inputs, batch, options)
-        virtual.append(batch)
-        with_chunks = extended(operators, with_chunks, cuts, batch, options)
-    if rows > 1:
-        cuts = by_rows(operators, with_chunks, communicating(operators, sharding), rows, options)
-        virtual.append(rows)
-        with_chunks = extended(operators, with_chunks, cuts, rows, options)
-    sharded = shard(captured.graph_module, operators, with_chunks, captured.mutations)
+    made = in_chunks(captured.graph_module.graph, operators, sharding, captured.inputs, chunks)
+    virtual = tuple(made.counts.values())
+    sharded = shard(captured.graph_module, operators, made.sharding, captured.mutations)
     dump("sharded", sharded.graph)
     if virtual:
-        sharded = unroll(sharded, sharding.mesh, tuple(virtual))
+        sharded = unroll(sharded, sharding.mesh, virtual)
         dump("chunks unrolled", sharded.graph)
-    return sharded, tuple(virtual)
+    return sharded, virtual
 
 
 def _input_layouts(

@@ -8,8 +8,8 @@ joined. *Operators*: the rows of single matrix products whose operands, results 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
 from torch.distributed.tensor import Partial, Replicate
@@ -21,10 +21,97 @@ from passes.rules.shapes import operands_of, results_of
 from passes.shard import Sharding
 from passes.strategy import SUM, Strategy, replicated, strategies
 
-__all__ = ["Cuts", "Options", "by_batch", "by_rows", "communicating", "extended"]
+__all__ = ["CHUNKS", "Chunked", "Cuts", "Options", "by_batch", "by_rows", "communicating", "extended", "in_chunks"]
+
+#: What may be cut into chunks, in the order of their virtual axes.
+CHUNKS = ("batch", "rows")
 
 #: Operator name -> the factor that a virtual axis cuts, or partial sums passed through, or None.
 Cuts = Mapping[str, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunked:
+    """A sharding by which devices do their work in chunks.
+
+    Attributes:
+        sharding: with a virtual axis behind the mesh for each of ``counts``.
+        counts: kind of chunks -> how many, of those kinds that cut something.
+        cut: kind of chunks -> names of the operators that it cuts.
+        whole: name of an operator that works on what comes in chunks, or could -> why it is not cut.
+    """
+
+    sharding: Sharding
+    counts: Mapping[str, int]
+    cut: Mapping[str, tuple[str, ...]]
+    whole: Mapping[str, str]
+
+
+def in_chunks(
+    graph: fx.Graph,
+    operators: Mapping[fx.Node, Operator],
+    sharding: Sharding,
+    inputs: Collection[str],
+    chunks: Mapping[str, int],
+    stands: Mapping[fx.Node, fx.Node] | None = None,
+) -> Chunked:
+    """A sharding with virtual axes, in so many chunks as are asked for.
+
+    Args:
+        graph, operators, sharding, inputs: see `by_batch`.
+        chunks: kind of `CHUNKS` -> how many.
+        stands: see `Options`.
+    """
+    made = sharding
+    counts: dict[str, int] = {}
+    cut: dict[str, tuple[str, ...]] = {}
+    whole: dict[str, str] = {}
+    for kind in CHUNKS:
+        count = chunks.get(kind, 1)
+        if count < 2:
+            continue
+        options = Options(None if counts else stands)  # in chunks, operators that were alike may not be
+        if kind == "batch":
+            cuts = by_batch(graph, operators, made, inputs, count, options)
+            left = _reading(operators, inputs, cuts)
+        else:
+            talking = communicating(operators, sharding)
+            cuts = by_rows(operators, made, talking, count, options)
+            left = [node for node in operators if node.name in talking and cuts[node.name] is None]
+        for node in left:
+            whole[node.name] = f"{kind}: {_why(operators[node], options.of(operators[node], made, count), kind)}"
+        if any(cuts.values()):
+            made = extended(operators, made, cuts, count, options)
+            counts[kind] = count
+            cut[kind] = tuple(name for name, factor in cuts.items() if factor is not None)
+    return Chunked(made, counts, cut, whole)
+
+
+def _reading(operators: Mapping[fx.Node, Operator], inputs: Collection[str], cuts: Cuts) -> list[fx.Node]:
+    """The operators that are whole and read what is cut, or the batch itself."""
+
+    def cut(operand: fx.Node) -> bool:
+        source = value_of(operand)[0]
+        return source.name in inputs if source.op == "placeholder" else cuts.get(source.name) is not None
+
+    found = []
+    for node, operator in operators.items():
+        batch = operator.rule is None or any(factor.role == "batch" for factor in operator.factors.values())
+        if batch and cuts[node.name] is None and any(map(cut, operands_of(node))):
+            found.append(node)
+    return found
+
+
+def _why(operator: Operator, options: Sequence[Strategy], kind: str) -> str:
+    """Why an operator is whole, which has these options."""
+    if operator.rule is None:
+        return "it has no rule"
+    batch = {factor.name for factor in operator.factors.values() if factor.role == "batch"}
+    if kind == "batch" and any(strategy.assignment[-1] in batch for strategy in options):
+        return "what else it works on is whole"
+    if kind == "batch" and batch & operator.rule.inner:
+        return "it needs the whole batch at once"
+    return "its parts would be uneven"
 
 
 class Options:

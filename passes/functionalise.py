@@ -173,7 +173,7 @@ class _Functionaliser:
         if isinstance(node.target, torch._ops.OpOverload):
             if node.target is aten.batch_norm.default:
                 given = arguments_of(node, args, kwargs)
-                if given["training"] and given["running_mean"] is not None:
+                if given["training"]:
                     self.batch_norm(node, given)
                     return
             if operator_name(node.target) == "aten::instance_norm":
@@ -204,11 +204,11 @@ class _Functionaliser:
     def batch_norm(self, node: fx.Node, given: Mapping[str, Any]) -> None:
         names = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
         norm = self.build.emit(batch_norm_train, [given[n] for n in names], like=node)
-        parts = [self.build.emit(operator.getitem, (norm, i), like=node) for i in range(3)]
-        self.root(node, parts[0])
+        self.root(node, self.build.emit(operator.getitem, (norm, 0), like=node))
         old = arguments_of(node, node.args, dict(node.kwargs))
-        self.write(old["running_mean"], parts[1], node)
-        self.write(old["running_var"], parts[2], node)
+        for i, name in enumerate(("running_mean", "running_var"), 1):
+            if given[name] is not None:
+                self.write(old[name], self.build.emit(operator.getitem, (norm, i), like=node), node)
 
     def in_place(self, node: fx.Node, args: Any, kwargs: Any) -> None:
         target: Any = node.target

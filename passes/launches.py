@@ -5,7 +5,7 @@ Functions that take a ``world`` accept one tensor (this process's part) or ``Par
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,12 +61,12 @@ def offset(world: World, size: int, axes: tuple[int, ...], like: Any) -> Any:
     return Parts(starts) if isinstance(like, Parts) else starts[0]
 
 
-def draw(world: World, seed: int, salt: int, axes: tuple[int, ...], like: Any, keep: float) -> Any:
+def draw(world: World, seed: int, salt: int, axes: tuple[int, ...], like: Any, method: str, by: Sequence[float]) -> Any:
     """`passes.primitives.draw`, by the same generators as ``passes.ops.seeded``."""
     results: list[Tensor] = []
     for i, part in enumerate(like if isinstance(like, Parts) else [like]):
         with world.generator(seed, salt, axes, i, [part]):
-            results.append(torch.empty_like(part, memory_format=torch.contiguous_format).bernoulli_(keep))
+            results.append(getattr(torch.empty_like(part, memory_format=torch.contiguous_format), method)(*by))
     return Parts(results) if isinstance(like, Parts) else results[0]
 
 

@@ -26,9 +26,13 @@ _aten = torch.ops.aten
 #: Convolutions -> the order of the elements of what they read.
 _FORMATS: dict[Any, torch.memory_format] = {
     _aten.conv2d.default: torch.channels_last,
+    _aten.conv2d.padding: torch.channels_last,
     _aten.conv3d.default: torch.channels_last_3d,
+    _aten.conv3d.padding: torch.channels_last_3d,
 }
-_IMAGES = (4, 5)
+#: Orders of elements -> how many dims they are for, the batch among them.
+_DIMS = {torch.channels_last: 4, torch.channels_last_3d: 5}
+_IMAGES = tuple(_DIMS.values())
 _PROCESSORS = (torch.float32, torch.bfloat16)
 _TENSOR_CORES = (torch.float16, torch.bfloat16)
 #: So many convolutions are worth it for every image that travels.
@@ -85,7 +89,7 @@ def worthwhile(module: fx.GraphModule) -> bool:
 def quicker(device: torch.device, convolution: fx.Node) -> bool:
     """Whether a convolution is quicker so on a device: by a processor's matrix library, and on tensor cores."""
     value = convolution.meta.get("val")
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or value.dim() != _DIMS[_FORMATS[convolution.target]]:
         return False
     if device.type == "cuda":
         return value.dtype in _TENSOR_CORES

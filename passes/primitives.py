@@ -64,9 +64,10 @@ offset = _define(
     "offset(int size, int[] axes, Tensor like) -> Tensor",
     lambda size, axes, like: torch.empty((), dtype=torch.int64, device=like.device),
 )
-#: 1 with probability ``keep``, else 0, alike on devices that do not differ on the axes.
+#: Random numbers, alike on devices that differ on none of the axes: of a tensor's method, such as ``bernoulli_``.
 draw = _define(
-    "draw(Tensor seed, int salt, int[] axes, Tensor like, float keep) -> Tensor", lambda s, n, a, like, k: _like(like)
+    "draw(Tensor seed, int salt, int[] axes, Tensor like, str method, float[] by) -> Tensor",
+    lambda seed, salt, axes, like, method, by: _like(like),
 )
 
 #: The operators that stand for collectives.

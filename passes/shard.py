@@ -26,7 +26,7 @@ from passes.rules.table import Rule, name_of, rule_of
 from passes.strategy import SUM, Strategy, Want, gradient_of, whole_layout
 from passes.world import LocalWorld
 
-__all__ = ["Sharding", "place_constants", "shard", "used_groups"]
+__all__ = ["Sharding", "draws", "place_constants", "shard", "used_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class _Rewriter:
 
     def _emit(self, node: fx.Node, table: Rule | None, strategy: Strategy, args: list, kwargs: dict) -> fx.Node:
         if table is None:
-            return self.random(node.target, (), args, kwargs) if _draws(node) else self._call(node.target, args, kwargs)
+            return self.random(node.target, (), args, kwargs) if draws(node) else self._call(node.target, args, kwargs)
         at = _At(self, node, strategy)
         for position, factor in (table.divide or {}).items():
             _divide(args, position, at.ways(factor))
@@ -204,7 +204,7 @@ class _Rewriter:
             return result.node
         if table.shape is not None:
             args[table.shape] = self._local_sizes(node, strategy.results[0])
-        if table.random and _draws(node):
+        if table.random and draws(node):
             return self.random(node.target, at.sharded, args, kwargs)
         return self._call(node.target, args, kwargs)
 
@@ -254,7 +254,8 @@ def _pack(*values: Any) -> tuple:
     return values
 
 
-def _draws(node: fx.Node) -> bool:
+def draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
     target = node.target
     if name_of(node) == "aten.scaled_dot_product_attention.default":
         return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))

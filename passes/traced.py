@@ -7,6 +7,7 @@ pass over the graph may move them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes import ops, primitives
 from passes.reshard import Step
+from passes.shard import draws
 from passes.world import Pending, World
 
-__all__ = ["Joint", "Untraceable", "trace"]
+__all__ = ["Joint", "Untraceable", "trace", "undrawn"]
 
 _aten = torch.ops.aten
+#: What SELU tends to, less its sign.
+_ALPHA = 1.7580993408473766
 
 
 class Untraceable(Exception):
@@ -70,23 +74,44 @@ class _TracedWorld(World):
     def seeded(
         self, seed: Any, salt: int, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any
     ) -> Any:
-        def noise(like: Tensor, keep: float) -> Tensor:
-            return primitives.draw(seed, salt, list(axes), like, keep)
+        def noise(like: Tensor, method: str, *by: float) -> Tensor:
+            return primitives.draw(seed, salt, list(axes), like, method, list(by))
 
-        if function is _aten.dropout.default:
-            return _dropout(noise, *args, **kwargs)
-        if function is _aten.scaled_dot_product_attention.default:
-            return _attention(noise, *args, **kwargs)
-        raise Untraceable(f"{function} draws random numbers")
+        if function not in _DRAWN:
+            raise Untraceable(f"{function} draws random numbers")
+        return _DRAWN[function](noise, *args, **kwargs)
 
 
-Noise = Callable[[Tensor, float], Tensor]
+#: (a tensor like the one wanted, the method that fills it, what that is given) -> random numbers
+Noise = Callable[..., Tensor]
 
 
 def _dropout(noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:
     if not train or p == 0 or x.numel() == 0:
         return x
-    return x * torch.zeros_like(x) if p == 1 else x * (noise(x, 1 - p) / (1 - p))
+    return x * torch.zeros_like(x) if p == 1 else x * (noise(x, "bernoulli_", 1 - p) / (1 - p))
+
+
+def _feature_dropout(noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:
+    return _channels(_dropout, noise, x, p, train)
+
+
+def _alpha_dropout(noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:
+    """Keeps the mean and the variance: what is dropped becomes what SELU tends to (see ``torch.nn.AlphaDropout``)."""
+    if not train or p in (0, 1) or x.numel() == 0:
+        return _dropout(noise, x, p, train)
+    scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
+    kept = noise(x, "bernoulli_", 1 - p)
+    return x * (kept * scale) + ((kept - 1) * (_ALPHA * scale) + _ALPHA * scale * p)
+
+
+def _feature_alpha_dropout(noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:
+    return _channels(_alpha_dropout, noise, x, p, train)
+
+
+def _channels(dropout: Callable[..., Tensor], noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:
+    """A dropout of whole channels, [batch, channels, ...]."""
+    return dropout(lambda like, *how: noise(like.new_empty((*like.shape[:2], *[1] * (like.dim() - 2))), *how), x, p, train)
 
 
 def _attention(
@@ -102,10 +127,43 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     weights = q.new_empty((*q.shape[:-1], k.shape[-2]))
-    kept = noise(weights, 1 - dropout) != 0
+    kept = noise(weights, "bernoulli_", 1 - dropout) != 0
     return _aten._scaled_dot_product_attention_math.default(
         q, k, v, mask, dropout, causal, kept, scale=scale, enable_gqa=enable_gqa
     )[0]
+
+
+def _like_noise(method: str) -> Callable[..., Tensor]:
+    def drawn(noise: Noise, x: Tensor, **options: Any) -> Tensor:
+        return noise(torch.empty_like(x, **options), method)
+
+    return drawn
+
+
+def _sized_noise(method: str) -> Callable[..., Tensor]:
+    def drawn(noise: Noise, size: Sequence[int], **options: Any) -> Tensor:
+        return noise(torch.empty(size, **options), method)
+
+    return drawn
+
+
+#: Operators that draw random numbers, in terms of what they draw.
+_DRAWN: Mapping[Any, Callable[..., Tensor]] = {
+    _aten.dropout.default: _dropout,
+    _aten.feature_dropout.default: _feature_dropout,
+    _aten.alpha_dropout.default: _alpha_dropout,
+    _aten.feature_alpha_dropout.default: _feature_alpha_dropout,
+    _aten.scaled_dot_product_attention.default: _attention,
+    _aten.rand_like.default: _like_noise("uniform_"),
+    _aten.randn_like.default: _like_noise("normal_"),
+    _aten.rand.default: _sized_noise("uniform_"),
+    _aten.randn.default: _sized_noise("normal_"),
+}
+
+
+def undrawn(graph: fx.Graph) -> list[str]:
+    """Names of the nodes of a captured graph that draw random numbers in a way that is not known here."""
+    return [node.name for node in graph.nodes if node.op == "call_function" and draws(node) and node.target not in _DRAWN]
 
 
 @dataclass(frozen=True, slots=True)

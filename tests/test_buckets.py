@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 import pytest
-from test_overlap import planned, tokens
+from overlapping import planned, tokens
 
 import autotp
 from autotp.durations import enough

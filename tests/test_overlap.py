@@ -1,96 +1,21 @@
-"""Scheduling, chunks and buckets: whatever the order and the cuts, the numbers are the model's."""
+"""Scheduled graphs: whatever the order and the cuts, the numbers are the model's."""
 
 import dataclasses
-import random
 
 import pytest
 import torch
-from float64 import float64_mode
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import fx, nn
+from overlapping import gradients, planned, random_durations, same, tokens
+from torch import nn
 
 import autotp
-from autotp.durations import overlap_of
 from autotp.overlapped import Overlap
 from autotp.rewrite import rewrite
 from autotp.simulate import Simulated
-from passes.launches import launch, wait
-from passes.overlap import halves
-from passes.schedule import Limits, Work, schedule
+from passes.launches import launch
+from passes.schedule import Limits
 from passes.world import LocalWorld
-
-
-class Block(nn.Module):
-    """Normalisation, attention-free mixing and a residual, with everything a chunk may stumble over."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Tokens(nn.Module):
-    """Blocks and a loss that ignores some labels: its mean divides by what is left, over all chunks and devices."""
-
-    def __init__(self, width=8, words=16):
-        super().__init__()
-        self.embed = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
-        self.head = nn.Linear(width, words, bias=False)
-
-    def forward(self, ids, labels):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-
-
-def tokens():
-    torch.manual_seed(0)
-    with float64_mode():
-        model = Tokens().double()
-    ids = torch.randint(0, 16, (8, 4))
-    labels = ids.clone()
-    labels[3, :] = -100
-    labels[0, 1] = -100
-    return model, (ids, labels)
-
-
-def planned(model, args, strategy="megatron-1d", mesh=(2,), **more):
-    topology = autotp.Topology.flat(torch.tensor(mesh).prod().item(), bandwidth="1 GB/s", latency="10 us")
-    return autotp.plan(model, topology, args, strategy=strategy, mesh=mesh, panels=1, **more)
-
-
-def gradients(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-def same(model, ours, args):
-    want, got = model(*args), ours(*args)
-    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
-    wanted = gradients(model, want)
-    for name, gradient in gradients(model, got).items():
-        torch.testing.assert_close(gradient, wanted[name], rtol=1e-9, atol=1e-12, msg=name)
-
-
-def random_durations(seed):
-    """Durations that have nothing to do with anything: a schedule must be right for all of them."""
-    chance = random.Random(seed)
-    known = {}
-
-    def durations(node):
-        if node not in known:
-            known[node] = Work(chance.random(), f"lane {chance.randrange(3)}", chance.random())
-        return dataclasses.replace(known[node], lane=known[node].lane if node.target is launch else "compute")
-
-    return durations
 
 
 @settings(max_examples=12, deadline=None)
@@ -134,21 +59,6 @@ def test_uneven_shards_are_scheduled_too():
     assert all(found is not None for found in ours._compiled.values())
 
 
-def test_dropout_draws_what_the_sharded_graph_draws():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8)).double().train()
-    args = (torch.randn(4, 8, dtype=torch.float64),)
-    plan = planned(model, args)
-    results = []
-    for kind in ("none", "overlap"):
-        ours = autotp.simulate(model, plan, args, schedule=kind)
-        ours.world.seed(7)
-        results.append([ours(*args) for _ in range(2)])
-    assert not torch.equal(results[0][0], results[0][1]), "every pass draws anew"
-    for eager, scheduled in zip(*results, strict=True):
-        torch.testing.assert_close(scheduled, eager, rtol=1e-12, atol=1e-12)
-
-
 def test_frozen_parameters_and_inference():
     model, args = tokens()
     plan = planned(model, args)
@@ -160,103 +70,6 @@ def test_frozen_parameters_and_inference():
         assert not ours(*args).requires_grad
     backward = [len(found.graphs.backward.nodes) for found in ours._compiled.values()]
     assert sorted(backward)[0] == 1, "inference has a forward graph alone"
-
-
-def prepared(strategy="megatron-1d", mesh=(2,), chunks=None, enough=None, raw=False):
-    model, args = tokens()
-    plan = dataclasses.replace(planned(model, args, strategy, mesh), chunks=chunks or {})
-    ours = autotp.simulate(model, plan, args)
-    made = rewrite(model, plan, args)
-    state = {**dict(ours.named_parameters()), **dict(ours.named_buffers())}
-    whole = {name: state[fqn] for name, fqn in made.captured.parameters.items()}
-    whole |= dict(zip(made.captured.inputs, args, strict=True))
-
-    def graphs(at):
-        from passes.layout import take
-
-        parts = {n: take(t.detach(), made.sharding.resting.get(n, made.whole), mesh, at) for n, t in whole.items()}
-        found = halves(made.graph_module, mesh, at, parts, frozenset(made.captured.parameters))
-        return found if raw else found.overlapped(found.buckets(enough))
-
-    return graphs, plan
-
-
-def launched(graph):
-    return [(n.args[1], str(n.args[3:])) for n in graph.nodes if n.target is launch]
-
-
-def test_every_rank_launches_in_one_order():
-    """Ranks that time things differently would choose different orders; the order of one of them serves all."""
-    graphs, _ = prepared("tensor3d", (2, 2), {"batch": 2})
-    places = ((0, 0), (0, 1), (1, 0), (1, 1))
-    assert len({prepared("tensor3d", (2, 2), {"batch": 2}, raw=True)[0](at).signature for at in places}) == 1
-    devices = [graphs(at) for at in places]
-    own = [each.orders(each.slots(random_durations(i), Limits())) for i, each in enumerate(devices)]
-    alone = [launched(each.modules(order, LocalWorld((2, 2)))[0].graph) for each, order in zip(devices, own, strict=True)]
-    assert any(other != alone[0] for other in alone[1:]), "this test could not tell"
-    agreed = [[launched(half.graph) for half in each.modules(own[0], LocalWorld((2, 2)))] for each in devices]
-    assert all(other == agreed[0] for other in agreed[1:])
-    assert agreed[0][0]
-
-
-def test_signatures_tell_graphs_apart():
-    one, two = prepared(raw=True)[0]((0,)), prepared(chunks={"batch": 2}, raw=True)[0]((0,))
-    assert one.signature != two.signature
-
-
-def test_a_chunk_computes_while_another_communicates():
-    spans = {}
-    for chunks in (1, 2):
-
-        def durations(node, chunks=chunks):
-            if node.target is launch:
-                return Work(1.0 / chunks, "axes 0")
-            return Work(0.5 / chunks if "mm" in str(node.target) else 0.0)
-
-        slots = schedule(prepared(chunks={"batch": chunks})[0]((0,)).forward, durations)
-        spans[chunks] = max(slot.end for slot in slots)
-    assert spans[2] < 0.8 * spans[1], spans
-
-
-def test_no_more_collectives_are_under_way_than_allowed():
-    graphs, plan = prepared("zero3", (2,), {"batch": 2})
-    made = graphs((0,))
-    slow = autotp.Topology.flat(2, bandwidth="1 MB/s", latency="1 ms")
-    durations = overlap_of(dataclasses.replace(plan, topology=slow)).durations
-    for most in (1, 3):
-        under_way = peak = 0
-        for slot in schedule(made.backward, durations, Limits(collectives=most)):
-            under_way += (slot.node.target is launch) - (slot.node.target is wait)
-            peak = max(peak, under_way)
-        assert peak == most
-
-
-def backward_of(layers, gathered=False):
-    """A backward pass by hand: each layer's gradient is summed up on one link, and what came of it on another."""
-    graph = fx.Graph()
-    value, part, big = (graph.placeholder(name) for name in ("x", "part", "big"))
-    big.meta["held"] = 10.0
-    sums = []
-    for i in range(layers):
-        gradient = graph.call_function(torch.sin, (value,), name=f"gradient_{i}")
-        here = graph.call_function(wait, (graph.call_function(launch, (gradient,), name=f"inner_{i}"),))
-        sums.append(graph.call_function(wait, (graph.call_function(launch, (here,), name=f"outer_{i}"),)))
-        value = graph.call_function(torch.cos, (value,), name=f"chain_{i}")
-    value = graph.call_function(torch.add, (value, big), name="last")
-    if gathered:
-        part = graph.call_function(wait, (graph.call_function(launch, (part,), name="gather"),))
-        value = graph.call_function(torch.mul, (value, part), name="product")
-    graph.output((value, *sums))
-    return graph
-
-
-def by_name(seconds, bytes_):
-    def durations(node):
-        kind = node.name.partition("_")[0]
-        lane = kind if node.target is launch else "compute"
-        return Work(seconds.get(kind, 0.0), lane, bytes_.get(kind, 0.0))
-
-    return durations
 
 
 def test_other_durations_give_another_schedule_of_the_same_trace(monkeypatch):
@@ -275,59 +88,6 @@ def test_other_durations_give_another_schedule_of_the_same_trace(monkeypatch):
         str(n.target) for n in one.again(first.how).graphs.forward.nodes
     ]
     assert len(one.graphs.backward.nodes) != len(two.graphs.backward.nodes), "collectives were merged the second time alone"
-
-
-def test_a_link_is_fed_by_what_has_arrived_on_another():
-    durations = by_name({"gradient": 1.0, "chain": 1.0, "inner": 0.5, "outer": 4.0}, {})
-    slots = {slot.node.name: slot for slot in schedule(backward_of(6), durations)}
-    assert slots["outer_0"].begin <= 3.0, "as soon as the computing that goes on when it arrives is done"
-    assert max(slot.end for slot in slots.values()) <= 3.0 + 6 * 4.0 + 1e-9, "and from then on the link is never idle"
-
-
-def test_a_collective_that_there_is_no_memory_for_holds_nothing_else_up():
-    seconds = {"gradient": 1.0, "chain": 1.0, "inner": 0.5, "outer": 2.0, "gather": 50.0, "product": 100.0}
-    durations = by_name(seconds, {"gather": 10.0, "gradient": 0.5, "chain": 0.5})
-    slots = {slot.node.name: slot for slot in schedule(backward_of(6, True), durations, Limits(slack=0.1))}
-    assert slots["gather"].begin >= slots["last"].end, "nothing may be held beside what `last` reads"
-    assert slots["outer_0"].begin <= 3.0
-
-
-def test_what_cannot_be_traced_runs_as_it_is(caplog):
-    class Noise(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.linear(x + torch.rand_like(x))
-
-    model, args = Noise(), (torch.randn(4, 8),)
-    plan = planned(model, args, "data")
-    ours = autotp.simulate(model, plan, args, schedule="overlap")
-    ours(*args).sum().backward()
-    assert list(ours._compiled.values()) == [None]
-    assert "no overlap" in caplog.text and "random" in caplog.text
-
-
-def test_bad_chunks_and_schedules_are_refused():
-    model, args = tokens()
-    plan = planned(model, args)
-    with pytest.raises(autotp.AutotpError, match="'rows': 0"):
-        dataclasses.replace(plan, chunks={"rows": 0})
-    with pytest.raises(autotp.AutotpError, match="'columns'"):
-        dataclasses.replace(plan, chunks={"columns": 2})
-    with pytest.raises(autotp.AutotpError, match="'sometimes' is unknown"):
-        autotp.simulate(model, plan, args, schedule="sometimes")
-
-
-def test_chunks_are_saved_with_the_plan(tmp_path):
-    model, args = tokens()
-    plan = dataclasses.replace(planned(model, args), chunks={"batch": 2, "rows": 1})
-    plan.save(tmp_path / "plan.json")
-    found = autotp.Plan.load(tmp_path / "plan.json")
-    assert found.chunks == {"batch": 2, "rows": 1}
-    assert found.hash != dataclasses.replace(plan, chunks={}).hash
-    assert dataclasses.replace(plan, chunks={"batch": 1}).hash == dataclasses.replace(plan, chunks={}).hash
 
 
 class Two(nn.Module):
@@ -444,3 +204,24 @@ def test_an_all_reduce_writes_where_its_operand_was_only_if_nobody_reads_that_an
     assert made(["sum"]) == ["all_reduce_"]
     assert made(["scatter", "sum"]) == ["reduce_scatter", "all_reduce_"], "waited for before the next begins"
     assert made(["sum", "scatter"]) == ["all_reduce", "reduce_scatter"]
+
+
+def test_bad_chunks_and_schedules_are_refused():
+    model, args = tokens()
+    plan = planned(model, args)
+    with pytest.raises(autotp.AutotpError, match="'rows': 0"):
+        dataclasses.replace(plan, chunks={"rows": 0})
+    with pytest.raises(autotp.AutotpError, match="'columns'"):
+        dataclasses.replace(plan, chunks={"columns": 2})
+    with pytest.raises(autotp.AutotpError, match="'sometimes' is unknown"):
+        autotp.simulate(model, plan, args, schedule="sometimes")
+
+
+def test_chunks_are_saved_with_the_plan(tmp_path):
+    model, args = tokens()
+    plan = dataclasses.replace(planned(model, args), chunks={"batch": 2, "rows": 1})
+    plan.save(tmp_path / "plan.json")
+    found = autotp.Plan.load(tmp_path / "plan.json")
+    assert found.chunks == {"batch": 2, "rows": 1}
+    assert found.hash != dataclasses.replace(plan, chunks={}).hash
+    assert dataclasses.replace(plan, chunks={"batch": 1}).hash == dataclasses.replace(plan, chunks={}).hash

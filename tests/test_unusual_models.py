@@ -160,3 +160,23 @@ def test_what_has_no_rule_is_reported():
     torch.manual_seed(1)
     plan = autotp.plan(Statistics().double(), autotp.Topology.flat(2), (torch.randn(8, 6).double(),))
     assert {"var_mean", "sort", "std"} == set(plan.replicated)
+
+
+class Vector(nn.Module):
+    """A linear operator whose weight is a vector: the rule is for matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.weight = nn.Linear(6, 8), nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        return F.linear(self.inner(x), self.weight).square().mean()
+
+
+def test_what_a_rule_does_not_fit_is_replicated_and_reported(caplog):
+    torch.manual_seed(1)
+    model, args = Vector().double(), (torch.randn(8, 6).double(),)
+    plan = autotp.plan(model, autotp.Topology.flat(2), args, strategy="data")
+    assert plan.replicated == ["linear_1"]
+    assert "linear_1 (aten.linear.default) is computed whole on every device" in caplog.text
+    torch.testing.assert_close(autotp.simulate(model, plan, args)(*args), model(*args), rtol=1e-9, atol=1e-12)

@@ -6,6 +6,7 @@ An operator that is not here is replicated, and reported.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ from torch import fx
 
 from passes.rules import lowering as low
 from passes.rules import shapes as by
-from passes.rules.notation import OpRule, instantiate
+from passes.rules.notation import OpRule, RuleError, instantiate
 
 __all__ = ["RULES", "Rule", "bind", "name_of", "rule_of", "saved_by"]
+
+_log = logging.getLogger("autotp.passes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +85,21 @@ def saved_by(node: fx.Node) -> str:
 
 
 def bind(node: fx.Node) -> OpRule | None:
-    """The node's rule with its shapes; ``None`` if the operator has no rule or the rule has nothing to offer."""
+    """The node's rule with its shapes; ``None`` if the operator has no rule or the rule has nothing to offer.
+
+    A rule that does not fit the shapes offers nothing: the operator is replicated, and ``autotp.passes`` logs it.
+    """
     rule = rule_of(node)
     if rule is None:
         return None
+    try:
+        return _bound(node, rule)
+    except RuleError as error:
+        _log.warning("%s (%s) is computed whole on every device: %s", node.name, name_of(node), error)
+        return None
+
+
+def _bound(node: fx.Node, rule: Rule) -> OpRule | None:
     form = rule.form if isinstance(rule.form, str) else rule.form(node)
     if form is None or isinstance(form, OpRule):
         return form
@@ -140,22 +154,20 @@ def _attention(node: fx.Node) -> OpRule:
     return instantiate(f"{form} -> {lead} s [e]", shapes, [by.shape_of(node)], sizes=sizes)
 
 
-def _convolution(node: fx.Node) -> str:
-    transposed = "transpose" in name_of(node)
-    groups = by.argument(node, 7 if transposed else 6, "groups", 1)
-    if transposed:
-        return "n i *, i o *, o -> n o *" if groups == 1 else "n 1 *, 1 1 *, 1 -> n 1 *"
-    if groups == 1:
-        return "n i *, o i *, o -> n o *"
-    return "n (g i) *, (g o) [i] *, (g o) -> n (g o) *"
-
-
-def _bound_convolution(node: fx.Node) -> OpRule:
-    groups = by.argument(node, 7 if "transpose" in name_of(node) else 6, "groups", 1)
+def _convolution(node: fx.Node) -> OpRule:
+    groups = by.argument(node, 6, "groups", 1)
     operands = [by.shape_of(n) for n in by.operands_of(node)]
+    batch = "n " if len(operands[0]) == len(operands[1]) else ""
+    left, right = ("(g i)", "(g o)") if groups > 1 else ("i", "o")
+    weight = f"{left} o *" if "transpose" in name_of(node) else f"{right} {'[i]' if groups > 1 else 'i'} *"
+    form = f"{batch}{left} *, {weight}, {right} -> {batch}{right} *"
     sizes = {"g": groups} if groups > 1 else {}
-    results = [by.shape_of(node)]
-    return instantiate(_convolution(node), operands, results, additive=(2,), sizes=sizes)
+    return instantiate(form, operands, [by.shape_of(node)], additive=(2,), sizes=sizes)
+
+
+def _batch_norm(node: fx.Node) -> str:
+    """By the batch's own statistics; without running ones, there are no new ones."""
+    return "[n] c *, c, c, c, c -> [n] c *" + ", c, c" * (len(by.results_of(node)) == 3)
 
 
 def _layer_norm(node: fx.Node) -> OpRule:
@@ -271,11 +283,15 @@ RULES: Mapping[str, Rule] = {
     "aten.addmm.default": Rule(_addmm, additive=(0,), flop=_contraction(2)),
     "aten.baddbmm.default": Rule("b r c, b r k, b k c -> b r c", additive=(0,), flop=_contraction(2)),
     "aten.einsum.default": Rule(by.einsum, flop=_einsum_flop),
-    "aten.conv1d.default": Rule(_bound_convolution, divide={6: "g"}, flop=_contraction(1)),
-    "aten.conv2d.default": Rule(_bound_convolution, divide={6: "g"}, flop=_contraction(1)),
-    "aten.conv3d.default": Rule(_bound_convolution, divide={6: "g"}, flop=_contraction(1)),
-    "aten.conv_transpose1d.default": Rule(_bound_convolution, flop=_contraction(1)),
-    "aten.conv_transpose2d.input": Rule(_bound_convolution, flop=_contraction(1)),
+    "aten.conv1d.default": Rule(_convolution, divide={6: "g"}, flop=_contraction(1)),
+    "aten.conv2d.default": Rule(_convolution, divide={6: "g"}, flop=_contraction(1)),
+    "aten.conv3d.default": Rule(_convolution, divide={6: "g"}, flop=_contraction(1)),
+    "aten.conv1d.padding": Rule(_convolution, divide={6: "g"}, flop=_contraction(1)),
+    "aten.conv2d.padding": Rule(_convolution, divide={6: "g"}, flop=_contraction(1)),
+    "aten.conv3d.padding": Rule(_convolution, divide={6: "g"}, flop=_contraction(1)),
+    "aten.conv_transpose1d.default": Rule(_convolution, divide={6: "g"}, flop=_contraction(1)),
+    "aten.conv_transpose2d.input": Rule(_convolution, divide={6: "g"}, flop=_contraction(1)),
+    "aten.conv_transpose3d.input": Rule(_convolution, divide={6: "g"}, flop=_contraction(1)),
     "aten.scaled_dot_product_attention.default": Rule(
         _attention, lower=low.attention, flop=_attention_flop, random=True, contiguous=("s",)
     ),
@@ -283,9 +299,7 @@ RULES: Mapping[str, Rule] = {
     "aten.layer_norm.default": Rule(_layer_norm, lower=low.layer_norm, extra=1),
     "aten.rms_norm.default": Rule(_layer_norm, lower=low.rms_norm, extra=1, statistics=(1, 1)),
     "aten.group_norm.default": Rule(_group_norm, lower=low.group_norm, extra=1, divide={1: "g"}),
-    "passes.functional.batch_norm_train": Rule(
-        "[n] c *, c, c, c, c -> [n] c *, c, c", inner=("n",), lower=low.batch_norm, extra=1
-    ),
+    "passes.functional.batch_norm_train": Rule(_batch_norm, inner=("n",), lower=low.batch_norm, extra=1),
     "aten.batch_norm.default": Rule("n c *, c, c, c, c -> n c *"),
     "aten.softmax.int": Rule(_softmax, lower=low.softmax, extra=1, statistics=(2, 1), saves="result"),
     "aten.log_softmax.int": Rule(_softmax, lower=low.log_softmax, extra=1, statistics=(2, 1), saves="result"),
@@ -355,6 +369,11 @@ RULES: Mapping[str, Rule] = {
     "aten.upsample_bicubic2d.vec": Rule("n c * -> n c *", linear=((0,),), saves=""),
     # random
     "aten.dropout.default": Rule(by.elementwise(), random=True, saves="result"),
+    "aten.rand_like.default": Rule(by.elementwise(), random=True, saves=""),
+    "aten.randn_like.default": Rule(by.elementwise(), random=True, saves=""),
+    "aten.alpha_dropout.default": Rule(by.elementwise(), random=True),
+    "aten.feature_dropout.default": Rule("n c * -> n c *", random=True),
+    "aten.feature_alpha_dropout.default": Rule("n c * -> n c *", random=True),
     # made anew from shapes alone
     "aten.new_ones.default": Rule("_ -> _", saves=""),
     "aten.new_zeros.default": Rule("_ -> _", saves=""),

@@ -1,0 +1,120 @@
+"""Random operators: scheduled graphs draw what sharded graphs draw, and training is not mistaken for evaluation."""
+
+import dataclasses
+
+import pytest
+import torch
+from overlapping import gradients, planned
+from torch import nn
+
+import autotp
+
+F64 = {"dtype": torch.float64}
+
+
+class Noisy(nn.Module):
+    """Every operator that draws and has a schedule, between convolutions and a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 8, 3, padding=1)
+        self.linear = nn.Linear(8, 8)
+        self.drops = nn.ModuleList([nn.Dropout(0.4), nn.Dropout2d(0.3), nn.AlphaDropout(0.2), nn.FeatureAlphaDropout(0.3)])
+
+    def forward(self, x):
+        h = self.conv(x)
+        for drop in self.drops:
+            h = drop(h)
+        h = h + torch.rand_like(h) * torch.randn_like(h)
+        return self.linear(h.mean((2, 3))) + torch.randn(8, 8, **F64) * torch.rand(8, **F64)
+
+
+def noisy():
+    torch.manual_seed(0)
+    return Noisy().double().train(), (torch.randn(8, 4, 4, 4, **F64),)
+
+
+@pytest.mark.parametrize("chunks", [{}, {"batch": 2}], ids=str)
+@pytest.mark.parametrize("strategy", ["data", "megatron-1d"])
+def test_a_schedule_draws_what_the_sharded_graph_draws(strategy, chunks):
+    model, args = noisy()
+    plan = dataclasses.replace(planned(model, args, strategy), chunks=chunks)
+    results, slopes = [], []
+    for kind in ("none", "overlap"):
+        ours = autotp.simulate(model, plan, args, schedule=kind)
+        ours.world.seed(7)
+        results.append([ours(*args) for _ in range(2)])
+        slopes.append(gradients(model, results[-1][-1].square().sum()))
+        assert all(ours._compiled.values()), "it was scheduled"
+    assert not torch.equal(results[0][0], results[0][1]), "every pass draws anew"
+    for eager, scheduled in zip(*results, strict=True):
+        torch.testing.assert_close(scheduled, eager, rtol=1e-12, atol=1e-12)
+    for name, slope in slopes[0].items():
+        torch.testing.assert_close(slopes[1][name], slope, rtol=1e-9, atol=1e-12)
+
+
+def dropped(module, value, plan_for="data"):
+    """What a lone random layer makes of a value, on two devices in two chunks each, scheduled."""
+    model = nn.Sequential(nn.Conv2d(8, 8, 1, bias=False), module).double().train()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(8)[..., None, None])
+    plan = dataclasses.replace(planned(model, (value,), plan_for), chunks={"batch": 2})
+    return autotp.simulate(model, plan, (value,), schedule="overlap")(value)
+
+
+def test_whole_channels_are_dropped_and_parts_differ():
+    kept = dropped(nn.Dropout2d(0.5), torch.ones(64, 8, 3, 3, **F64)) != 0
+    assert torch.equal(kept, kept[..., :1, :1].expand_as(kept)), "a channel is dropped as a whole"
+    channels = kept[..., 0, 0]
+    assert 0.4 < channels.double().mean() < 0.6
+    parts = channels.view(4, 16, 8)
+    assert not any(torch.equal(parts[i], parts[j]) for i in range(4) for j in range(i)), "devices and chunks draw their own"
+
+
+@pytest.mark.parametrize("layer", [nn.AlphaDropout, nn.FeatureAlphaDropout])
+def test_alpha_dropout_keeps_mean_and_variance(layer):
+    torch.manual_seed(1)
+    found = dropped(layer(0.3), torch.randn(4096, 8, 2, 2, **F64))
+    assert abs(found.mean()) < 0.03 and abs(found.std() - 1) < 0.03
+
+
+class Unknown(nn.Module):
+    """Draws by a tensor of probabilities, which has no schedule."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x + torch.bernoulli(x.sigmoid()))
+
+
+def test_what_cannot_be_traced_runs_as_it_is_and_is_planned_so(caplog):
+    model, args = Unknown(), (torch.randn(4, 8),)
+    plan = planned(model, args, "data", schedule="overlap")
+    assert plan.schedule == "none" and "planned without overlap: bernoulli" in caplog.text
+    caplog.clear()
+    ours = autotp.simulate(model, plan, args, schedule="overlap")
+    ours(*args).sum().backward()
+    assert list(ours._compiled.values()) == [None]
+    assert "no overlap" in caplog.text and "random" in caplog.text
+
+
+def test_training_is_not_mistaken_for_evaluation():
+    model, args = noisy()
+    ours = autotp.simulate(model, planned(model, args), args)
+    ours.train()
+    with pytest.raises(autotp.AutotpError, match=r"captured for training.*dropout.*model\.eval\(\)"):
+        ours.eval()
+    assert ours.training and model.training
+    norm = nn.Sequential(nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8)).double()
+    for mode, told in ((True, "batch_norm"), (False, "1 would be different in training")):
+        ours = autotp.simulate(norm.train(mode), planned(norm, args), args)
+        with pytest.raises(autotp.AutotpError, match=told):
+            ours.train(not mode)
+
+
+def test_modes_that_make_no_difference_may_change():
+    model, args = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0)).double().eval(), (torch.randn(4, 8, **F64),)
+    ours = autotp.simulate(model, planned(model, args), args)
+    torch.testing.assert_close(ours.train()(*args), ours.eval()(*args))
