@@ -101,6 +101,7 @@ def _rows_shown(rows: Sequence[Row]) -> RenderableType:
         lines.append(escape(f"      {', '.join(row.operands)} → {', '.join(row.results)}"))
         lines.append(f"      {', '.join(costs)}")
         lines += [escape(f"      {_collective(step)}") for step in row.reshards]
+        lines += [f"      [yellow]not in chunks of the {escape(row.whole)}[/]"] if row.whole else []
     return Group(*lines, f"{sum(row.count for row in rows):,} operators, {len(rows):,} of them different")
 
 

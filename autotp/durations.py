@@ -28,8 +28,8 @@ _aten = torch.ops.aten
 #: A collective is worth merging with others while its latency is at least `LATENCY_SHARE` of its time,
 #: but only up to so many bytes: joining and parting are copies.
 _MOST = 32 * 2**20
-#: ... and to this share of a device's memory that is in use.
-_SPARE = 0.08
+#: ... and to this share of a device's memory that is in use, or so many bytes, which no device misses.
+_SPARE, _ALWAYS = 0.08, 8 * 2**20
 _COPIES = 2
 #: Operators that cost as many FLOP as others, which torch counts.
 _COUNTED_AS = {
@@ -56,7 +56,7 @@ def overlap_of(plan: Plan, *, merge: bool = True) -> Overlap:
         merge: whether small collectives are merged.
     """
     prices = Prices(plan.topology, plan.mesh_shape)
-    spare = _SPARE * plan.predicted.memory_bytes
+    spare = max(_SPARE * plan.predicted.memory_bytes, _ALWAYS)
     merged = functools.partial(enough, prices=prices, spare=spare) if merge else None
     return Overlap(functools.partial(work_of, prices=prices), merged)
 

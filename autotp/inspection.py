@@ -62,6 +62,7 @@ class Row:
         flop: of each on one device, forward.
         bytes: of each one's results on one device.
         replicated: it has no rule, and every device computes it whole.
+        whole: why it is not cut into the plan's chunks, though it works on what comes in chunks; "" where that is not so.
         seconds: of all of them, in a step.
     """
 
@@ -79,6 +80,7 @@ class Row:
     flop: float
     bytes: float
     replicated: bool
+    whole: str
     seconds: float
 
 
@@ -147,6 +149,7 @@ def inspect_plan(plan: Plan, priced: Priced) -> list[Row]:
                 flop=flop_of(node) / strategy.ways(plan.mesh_shape),
                 bytes=sum(prices.bytes(t, layout) for t, layout in zip(results, strategy.results, strict=True)),
                 replicated=entry.replicated,
+                whole=next((plan.whole[name] for name in copies[node] if name in plan.whole), ""),
                 seconds=sum(entries[name].seconds for name in copies[node]),
             )
         )

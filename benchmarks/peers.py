@@ -115,8 +115,9 @@ Made by `python -m benchmarks.peers --write`, as root, on {machine()}, {allocato
 Seconds of a step (forward and backward) of the plan that `auto` chooses for the interconnect as calibrated, communication
 overlapped, and how many times as long the same step takes with `DistributedDataParallel`, with `fully_shard` around every
 block, and with `parallelize_module` (columns, then rows) by hand. All compute the same loss over the same global batch;
-medians of six steps, taken in turns. Four ranks share two cores here: what one rank's communication takes of a core, it
-takes from another rank's computing, so overlap wins less than on devices that only compute.
+medians of six steps, taken in turns. `auto` gives every rank the loss of the global batch, DDP and FSDP2 that of the
+rank's own part, which is a message less. Four ranks share two cores here: what one rank's communication takes of a core,
+it takes from another rank's computing, so overlap wins less than on devices that only compute.
 
 {table(header, shown)}
 

@@ -11,7 +11,11 @@ from overlapping import gradients, planned, tokens
 from torch import nn
 
 import autotp
+from autotp.cli_inspect import _rows_shown
+from autotp.explain import priced_plan
+from autotp.inspection import inspect_plan
 from autotp.render import make_console, plan_table
+from passes.capture import capture
 
 F64 = {"dtype": torch.float64}
 
@@ -104,6 +108,17 @@ def test_a_plan_says_where_chunks_stop():
         console.print(plan_table(plan))
     assert f"2 of the batch, in {plan.chunked['batch']} operators of {len(plan.operators)}" in shown.get()
     assert "layer: batch_norm_train  (batch: it needs the whole batch at once)" in shown.get()
+
+
+def test_inspect_says_where_chunks_stop():
+    model, args = images("batch norm")
+    plan = planned(model, args, chunks={"batch": 2})
+    rows = {row.name: row for row in inspect_plan(plan, priced_plan(capture(model, args), plan))}
+    assert rows["batch_norm_train"].whole == "batch: it needs the whole batch at once"
+    console = make_console()
+    with console.capture() as shown:
+        console.print(_rows_shown(list(rows.values())))
+    assert shown.get().count("not in chunks of the batch: it needs the whole batch at once") == 1
 
 
 class NoRule(nn.Module):
