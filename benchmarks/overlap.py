@@ -1,5 +1,8 @@
 """Step times with and without overlap on emulated interconnects: python -m benchmarks.overlap [--write] (an hour)
 
+What was measured is kept in benchmarks/measured/overlap.json, case by case as it is done; the document is made of that. So
+a run that is broken off loses one case, and ``--only unet,megatron-1d`` measures again what has these names.
+
 A GPT of 8 layers, narrow with long sequences for the families that move parameters and wide with short ones for those that
 move activations (so that the network is what limits, not the processors that drive it), and a U-Net. For every family and
 number of ranks, three uplink rates: those at which the step's communication should take half as
@@ -9,13 +12,17 @@ Needs root, for network namespaces with rate-limited links.
 
 from __future__ import annotations
 
+import argparse
 import functools
+import json
+import logging
 import math
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from autotp.families import family
@@ -27,8 +34,9 @@ from benchmarks.models import trained
 from benchmarks.overlap_plot import drawn
 from benchmarks.overlap_steps import WAYS
 from benchmarks.phases import asking
-from benchmarks.tables import command, machine, table
+from benchmarks.tables import machine, table, write
 from costmodel import Level, Topology
+from costmodel.toml_out import write_atomically
 from passes.capture import capture
 
 #: (model, family, mesh); every device is a node of its own.
@@ -49,6 +57,7 @@ RATIOS = (0.5, 1.0, 2.0)
 #: What the best way should take at most of the floor, and what was planned of no overlap.
 WANTED, NEVER_SLOWER = 1.15, 1.02
 PLOT = "images/overlap.svg"
+MEASURED = Path(__file__).parent / "measured" / "overlap.json"
 ROUNDS = 1
 #: bit/s: what a node's uplink is at most and at least, whatever the ratio asks for.
 MOST, LEAST = 4e9, 20e6
@@ -56,7 +65,7 @@ MOST, LEAST = 4e9, 20e6
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One plan at one rate; seconds."""
+    """One plan at one rate; seconds. ``run`` is when the run began that measured it."""
 
     model: str
     name: str
@@ -64,6 +73,12 @@ class Cell:
     rate: float
     chunks: dict[str, int]
     times: dict[str, float]
+    run: str
+
+    @property
+    def case(self) -> tuple[str, str, tuple[int, ...]]:
+        """What of `CASES` it belongs to."""
+        return self.model, self.name, self.mesh
 
     @property
     def floor(self) -> float:
@@ -95,7 +110,9 @@ def calibrated(ranks: int) -> Topology:
         return Topology.load(file)
 
 
-def measure(model: str, name: str, mesh: tuple[int, ...], ratios: Sequence[float], rounds: int) -> Iterator[Cell]:
+def measure(
+    model: str, name: str, mesh: tuple[int, ...], ratios: Sequence[float], rounds: int, run: str = ""
+) -> Iterator[Cell]:
     """One case at several rates."""
     ranks = math.prod(mesh)
     module, args = trained(model)
@@ -116,7 +133,7 @@ def measure(model: str, name: str, mesh: tuple[int, ...], ratios: Sequence[float
                 cluster.limit(rate)
                 limited = _limited(found, rate / 8, ask(what="contention")["contention"])
                 plan = plan_captured(captured, limited, family(name), mesh=mesh, panels=1, schedule="overlap")
-                yield Cell(model, name, mesh, rate, dict(plan.chunks), steps(plan, list(WAYS), rounds))
+                yield Cell(model, name, mesh, rate, dict(plan.chunks), steps(plan, list(WAYS), rounds), run)
 
 
 def _limited(found: Topology, bandwidth: float, contention: float) -> Topology:
@@ -127,14 +144,42 @@ def _limited(found: Topology, bandwidth: float, contention: float) -> Topology:
     return replace(found, levels=(level,))
 
 
-def make() -> tuple[str, dict[str, str]]:
-    """Step times with and without overlap."""
-    cells = []
-    for model, name, mesh in CASES:
-        for cell in measure(model, name, mesh, RATIOS, ROUNDS):
+def main() -> None:
+    """Measures, and writes what was asked for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap", description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="keep what was measured, and write docs/overlap.md")
+    parser.add_argument("--only", help="names that a case must all have, of its model, family or mesh, such as wide,2x2")
+    chosen = parser.parse_args()
+    logging.getLogger("autotp").setLevel(logging.ERROR)
+    wanted = set(chosen.only.split(",")) if chosen.only else set()
+    cases = [case for case in CASES if wanted <= {*case[:2], "x".join(map(str, case[2]))}]
+    if not cases:
+        parser.error(f"--only {chosen.only}: there is no such case")
+    run = time.strftime("%Y-%m-%d %H:%M")
+    known = kept()
+    for case in cases:
+        cells = []
+        for cell in measure(*case, RATIOS, ROUNDS, run):
             cells.append(cell)
-            print(model, name, mesh, f"{cell.rate / 1e6:.0f} Mbit/s", cell.best, cell.times, file=sys.stderr)
-    return report(cells), {PLOT: plot(cells)}
+            print(*case, f"{cell.rate / 1e6:.0f} Mbit/s", cell.best, cell.times, file=sys.stderr)
+        known = [cell for cell in known if cell.case != case] + cells
+        known.sort(key=lambda cell: (CASES.index(cell.case), -cell.rate))
+        if chosen.write:
+            MEASURED.parent.mkdir(exist_ok=True)
+            write_atomically(MEASURED, json.dumps([asdict(cell) for cell in known], indent=1) + "\n")
+    text = report(known)
+    sys.stdout.write(text)
+    if chosen.write:
+        write(PLOT, plot(known))
+        write("overlap.md", text)
+
+
+def kept() -> list[Cell]:
+    """What was measured last, of every case that there is."""
+    if not MEASURED.exists():
+        return []
+    found = [Cell(**(data | {"mesh": tuple(data["mesh"])})) for data in json.loads(MEASURED.read_text())]
+    return [cell for cell in found if cell.case in CASES]
 
 
 def plot(cells: Sequence[Cell]) -> str:
@@ -162,6 +207,7 @@ def report(cells: Sequence[Cell]) -> str:
                 f"{times[best] / cell.floor:.2f}",
                 f"{times[best] / cell.cores:.2f}",
                 f"{times[best] / times['no overlap'] - 1:+.0%}",
+                cell.run,
             ]
         )
     header = [
@@ -176,6 +222,7 @@ def report(cells: Sequence[Cell]) -> str:
         "of the floor",
         "of the cores' floor",
         "gain",
+        "run",
     ]
     return (
         "# Overlap\n\nSeconds of a step (forward and backward) by how it is run, on emulated clusters of nodes of one "
@@ -186,7 +233,7 @@ def report(cells: Sequence[Cell]) -> str:
         "tensor3d) it cannot reach the floor: the forward pass does a third of the computing and half of the "
         "communicating, and hides only what it can. "
         f"Medians of three steps. {machine()}, {allocator()}. "
-        "Made by `python -m benchmarks.overlap --write`, as root.\n\n"
+        "Made by `python -m benchmarks.overlap --write`, as root; `run` is when the run began that measured a row.\n\n"
         f"![Every way's time over the floor's, cell by cell]({PLOT})\n\n{_summary(cells)}\n" + table(header, rows)
     )
 
@@ -207,4 +254,4 @@ def _summary(cells: Sequence[Cell]) -> str:
 
 
 if __name__ == "__main__":
-    command("overlap", "overlap.md", make)
+    main()

@@ -9,6 +9,7 @@ plans that cut the model alike; what is left for each plan is to schedule them b
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 from collections.abc import Callable
@@ -72,6 +73,11 @@ class _Runner:
 
     def times(self, planned: autotp.Plan, ways: list[str], rounds: int) -> dict[str, float]:
         """Median seconds of each way of running a plan, and of its two parts alone."""
+        cuts = ({} if chunks is None else chunks for _, chunks, _ in WAYS.values())
+        needed = {planned.hash, *(replace(planned, chunks=each).hash for each in cuts)}
+        # Every module has parameters of its own: those of all rates' plans are more than a machine may hold.
+        self.known = {key: module for key, module in self.known.items() if key[0] in needed}
+        gc.collect()
         steps: dict[str, Callable[[], Any]] = {}
         for way in ways:
             steps[way] = self.step(planned, *WAYS[way])
