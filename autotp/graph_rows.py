@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from passes.launches import launch, wait
-from passes.primitives import COLLECTIVES, axes_of
+from passes.launches import called, launch, wait
+from passes.primitives import axes_of
 from passes.schedule import Slot
 
 __all__ = ["GraphRow", "filtered", "graph_rows"]
@@ -61,7 +61,7 @@ def graph_rows(slots: Sequence[Slot], axes: Sequence[str]) -> list[GraphRow]:
         rows.append(
             GraphRow(
                 name=node.name,
-                target=COLLECTIVES[traced.target] if traced is not None else str(node.target),
+                target=called(node),
                 axes=() if traced is None else tuple(axes[a] for a in axes_of(traced.target, traced.args)),
                 shapes=tuple(tuple(result.shape) for result in results),
                 bytes=float(sum(result.numel() * result.element_size() for result in results)),

@@ -89,8 +89,8 @@ def _next_share(lines: list[tuple[float, float]]) -> tuple[float, float]:
     return best, least(best)
 
 
-def best_chunks(priced: Priced, whole: Sums) -> tuple[dict[str, int], Sums]:
-    """The chunks with which a step is shortest, none where they win little, and what it then takes.
+def best_chunks(priced: Priced, whole: Sums) -> dict[str, int]:
+    """The chunks with which a step is shortest, none where they win little.
 
     Args:
         priced: a plan's strategies.
@@ -99,14 +99,14 @@ def best_chunks(priced: Priced, whole: Sums) -> tuple[dict[str, int], Sums]:
     chosen: dict[str, int] = {}
     best = whole
     if whole.activations < _WORTH * whole.step:
-        return chosen, whole
+        return chosen
     for way in CHUNKS:
         for count in _COUNTS:
-            found = chunked(priced, {way: count})
+            found = chunked(priced, in_parts(priced, {way: count}))
             if found.step >= min(best.step, (1 - _WORTH) * whole.step):
                 break
             chosen, best = {way: count}, found
-    return chosen, best
+    return chosen
 
 
 def in_parts(priced: Priced, chunks: Mapping[str, int]) -> Chunked:
@@ -118,9 +118,13 @@ def in_parts(priced: Priced, chunks: Mapping[str, int]) -> Chunked:
     return in_chunks(graph, model.operators, sharding, model.captured.inputs, chunks, model.stands)
 
 
-def chunked(priced: Priced, chunks: Mapping[str, int]) -> Sums:
-    """A step's seconds in so many chunks, each kind a virtual axis behind the mesh's (see ``Plan.chunks``)."""
-    made = in_parts(priced, chunks)
+def chunked(priced: Priced, made: Chunked) -> Sums:
+    """A step's seconds in chunks, each kind a virtual axis behind the mesh's (see ``Plan.chunks``).
+
+    Args:
+        priced: a plan's strategies.
+        made: the same in chunks, as ``in_parts`` makes them.
+    """
     if not made.counts:
         return priced.sums()
     model, prices, strategies = priced.model, priced.prices, made.sharding.strategies

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Self
+
+import torch
+from torch import fx, nn
 
 from autotp.errors import AutotpError
 from passes.capture import Captured
+from passes.capture_build import arguments_of
 from passes.functional import batch_norm_train
 from passes.shard import draws
 
-__all__ = ["different_otherwise", "refuse"]
+__all__ = ["OneMode", "different_otherwise"]
 
 _DROPOUTS = nn.modules.dropout._DropoutNd
 _BATCH_NORMS = nn.modules.batchnorm._BatchNorm
@@ -23,23 +27,38 @@ def different_otherwise(model: nn.Module, captured: Captured) -> tuple[str, ...]
         captured: its graph.
     """
     if model.training:
-        nodes = (node for node in captured.graph_module.graph.nodes if node.op == "call_function")
-        return tuple(node.name for node in nodes if draws(node) or node.target is batch_norm_train)
+        return tuple(node.name for node in captured.graph_module.graph.nodes if _trains(node))
     dropouts = (name for name, module in model.named_modules() if isinstance(module, _DROPOUTS) and module.p > 0)
     return (*dropouts, *(name for name, module in model.named_modules() if isinstance(module, _BATCH_NORMS)))
 
 
-def refuse(now: bool, wanted: bool, different: tuple[str, ...]) -> None:
-    """Refuses to be switched from training to evaluation, or back, where that would have to change the graph.
+def _trains(node: fx.Node) -> bool:
+    """Whether a node does what it does because the model is in training; noise that is drawn in both modes does not."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return node.target is batch_norm_train
+    if not draws(node):
+        return False
+    given = arguments_of(node, node.args, node.kwargs)
+    return "dropout_p" in given or bool((given.get("train") or given.get("training")) and given.get("p", 1))
 
-    Raises:
-        AutotpError: names what is different.
-    """
-    if wanted == now or not different:
-        return
-    shown = ", ".join(different[:4]) + (f" and {len(different) - 4} more" if len(different) > 4 else "")
-    this, other, call = ("training", "evaluation", "eval") if now else ("evaluation", "training", "train")
-    raise AutotpError(
-        f"the model was captured for {this}, and {shown} would be different in {other}: the graph cannot be switched. "
-        f"Distribute model.{call}() besides, and give it this one's state_dict()"
-    )
+
+class OneMode(nn.Module):
+    """A module whose graph is of the mode in which its model was captured."""
+
+    _different: tuple[str, ...] = ()  # what `different_otherwise` found
+
+    def train(self, mode: bool = True) -> Self:
+        """As a module's own, where the graph is the same in both modes.
+
+        Raises:
+            AutotpError: it is not; names what would differ.
+        """
+        if mode != self.training and self._different:
+            shown, more = ", ".join(self._different[:4]), len(self._different) - 4
+            shown += f" and {more} more" if more > 0 else ""
+            this, other, call = ("training", "evaluation", "eval") if self.training else ("evaluation", "training", "train")
+            raise AutotpError(
+                f"the model was captured for {this}, and {shown} would be different in {other}: the graph cannot be "
+                f"switched. Distribute model.{call}() besides, and give it this one's state_dict()"
+            )
+        return super().train(mode)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from autotp.errors import AutotpError
 from autotp.materialise import distribute, state_of
-from autotp.modes import different_otherwise, refuse
+from autotp.modes import OneMode, different_otherwise
 from autotp.overlapped import Overlap, Schedules, compiled
 from autotp.plan import Plan
 from autotp.rewrite import Rewritten
@@ -27,7 +27,7 @@ __all__ = ["DistributedModule"]
 _WORLD = "autotp_world"
 
 
-class DistributedModule(fx.GraphModule):
+class DistributedModule(OneMode, fx.GraphModule):
     """This device's part of a model.
 
     Parameters are ``DTensor`` under the model's own names, so optimizers, ``clip_grad_norm_`` and whole state dicts work as
@@ -104,15 +104,6 @@ class DistributedModule(fx.GraphModule):
             for name, value in zip(captured.mutations, results[captured.outputs :], strict=True):
                 self.get_buffer(captured.buffers[name]).copy_(value)
         return captured.signature.unflatten(list(results[: captured.outputs]))
-
-    def train(self, mode: bool = True) -> DistributedModule:
-        """As a module's own, where the graph is the same in both modes.
-
-        Raises:
-            AutotpError: it is not; names what would differ.
-        """
-        refuse(self.training, mode, getattr(self, "_different", ()))
-        return super().train(mode)
 
     def _owner(self, path: str) -> tuple[nn.Module, str]:
         """The module that holds a parameter or buffer, and its name there."""

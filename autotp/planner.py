@@ -246,20 +246,20 @@ def plan_captured(
     if best is None:
         raise _conflict(contest, meshes, asked) or _nothing_fits(contest, meshes, found.used)
     sums, least = None, best.solution.seconds
-    made = None
+    told: dict[str, Any] = {}
     if hides or chunks:
         prices, panelled = priced(model, best)
     if hides:
         sums = prices.sums()
         least = sums.step
-        if chunks:
-            sums = chunked(prices, chunks)
-        elif chunks is None and not panelled:
-            chunks, sums = best_chunks(prices, sums)
+        if chunks is None and not panelled:
+            chunks = best_chunks(prices, sums)
     if chunks:
         made = in_parts(prices, chunks)
         _tell(chunks, made, hides)
+        sums = chunked(prices, made) if hides else sums
         chunks = {kind: count for kind, count in chunks.items() if count == 1 or kind in made.counts}
+        told = {"chunked": {kind: len(names) for kind, names in made.cut.items()}, "whole": made.whole}
     gap = max(0.0, 1 - floor / least) if least else 0.0
     plan = describe_plan(
         model,
@@ -271,11 +271,10 @@ def plan_captured(
         mode=mode,
         memory_bound=bound,
         chunks=chunks or {},
-        chunked={} if made is None else {kind: len(names) for kind, names in made.cut.items()},
-        whole={} if made is None else made.whole,
         schedule=schedule,
         constraints=tuple(one.text for one in asked),
         planning={},
+        **told,
     )
     planning = dict(stats or {}) | {
         "seconds": time.perf_counter() - started,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from autotp.communication import Priced
 from autotp.errors import PlanMismatchError
 from autotp.explain import priced_plan
-from autotp.hiding import chunked
+from autotp.hiding import chunked, in_parts
 from autotp.plan import Plan, PlannedOperator, Predicted
 from costmodel import Topology
 from passes.capture import Captured
@@ -42,7 +42,7 @@ def repriced(captured: Captured, plan: Plan, topology: Topology) -> Plan:
     there = replace(plan, topology=topology, memory_bound=allowed, optimal=False, gap=1.0)
     priced = priced_plan(captured, there)
     hides = plan.schedule == "overlap"
-    sums = chunked(priced, plan.chunks) if hides else priced.sums()
+    sums = chunked(priced, in_parts(priced, plan.chunks)) if hides else priced.sums()
     step = sums.step if hides else sums.compute + sums.communication
     first = plan.planning.get("repriced", {"topology": plan.topology.name, "step_seconds": plan.predicted.step_seconds})
     return replace(

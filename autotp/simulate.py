@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autotp.durations import overlap_of
 from autotp.lockstep import assemble, collect, distribute, execute
-from autotp.modes import different_otherwise, refuse
+from autotp.modes import OneMode, different_otherwise
 from autotp.overlapped import Compiled, Overlap, Schedules, in_lockstep
 from autotp.plan import Plan, overlapping
 from autotp.rewrite import Rewritten, rewrite
@@ -51,7 +51,7 @@ def simulate(
     return Simulated(model, rewrite(model, plan, args, kwargs), world or LocalWorld(plan.mesh_shape), how)
 
 
-class Simulated(nn.Module):
+class Simulated(OneMode):
     """A model whose forward and backward pass run as the devices of a plan would run them.
 
     Attributes:
@@ -62,7 +62,6 @@ class Simulated(nn.Module):
     rewritten: Rewritten
     world: World
     _schedules: Schedules | None
-    _different: tuple[str, ...]
     _compiled: Mapping[Hashable, Compiled | None]
 
     def __init__(self, model: nn.Module, rewritten: Rewritten, world: World, how: Overlap | None = None) -> None:
@@ -79,15 +78,6 @@ class Simulated(nn.Module):
         self.__dict__["_compiled"] = {} if schedules is None else schedules.known
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         place_constants(rewritten.graph_module.graph, device)
-
-    def train(self, mode: bool = True) -> Simulated:
-        """As a module's own, where the graph is the same in both modes.
-
-        Raises:
-            AutotpError: it is not; names what would differ.
-        """
-        refuse(self.training, mode, self._different)
-        return super().train(mode)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own signature and output structure; inputs are the global batch."""

@@ -24,10 +24,10 @@ from autotp.plan import Plan
 from autotp.rewrite import apply
 from costmodel.toml_out import write_atomically
 from passes.capture import Captured, capture
-from passes.launches import launch, local, wait
+from passes.launches import called, launch, wait
 from passes.layout import local_shape
 from passes.overlap import halves
-from passes.primitives import COLLECTIVES, axes_of
+from passes.primitives import axes_of
 from passes.schedule import Slot
 from passes.shard import place_constants
 from passes.traced import Untraceable
@@ -63,14 +63,7 @@ def predicted_events(slots: tuple[Sequence[Slot], Sequence[Slot]]) -> list[Event
 
 
 def _event(node: fx.Node, part: str, lane: str, begin: float, seconds: float) -> Event:
-    target: Any = node.target
-    if target is launch:
-        called = COLLECTIVES[node.meta["collective"].target]
-    elif target is local:
-        called = str(node.args[1])
-    else:
-        called = str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
-    return Event(name=node.name, operator=called, part=part, lane=lane, begin=begin, seconds=seconds)
+    return Event(name=node.name, operator=called(node), part=part, lane=lane, begin=begin, seconds=seconds)
 
 
 def predicted(

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import logging
 import math
 import statistics
 import sys
@@ -34,7 +33,7 @@ from benchmarks.models import trained
 from benchmarks.overlap_plot import drawn
 from benchmarks.overlap_steps import WAYS
 from benchmarks.phases import asking
-from benchmarks.tables import machine, table, write
+from benchmarks.tables import command, machine, table
 from costmodel import Level, Topology
 from costmodel.toml_out import write_atomically
 from passes.capture import capture
@@ -73,7 +72,7 @@ class Cell:
     rate: float
     chunks: dict[str, int]
     times: dict[str, float]
-    run: str
+    run: str = ""
 
     @property
     def case(self) -> tuple[str, str, tuple[int, ...]]:
@@ -110,9 +109,7 @@ def calibrated(ranks: int) -> Topology:
         return Topology.load(file)
 
 
-def measure(
-    model: str, name: str, mesh: tuple[int, ...], ratios: Sequence[float], rounds: int, run: str = ""
-) -> Iterator[Cell]:
+def measure(model: str, name: str, mesh: tuple[int, ...], ratios: Sequence[float], rounds: int) -> Iterator[Cell]:
     """One case at several rates."""
     ranks = math.prod(mesh)
     module, args = trained(model)
@@ -133,7 +130,7 @@ def measure(
                 cluster.limit(rate)
                 limited = _limited(found, rate / 8, ask(what="contention")["contention"])
                 plan = plan_captured(captured, limited, family(name), mesh=mesh, panels=1, schedule="overlap")
-                yield Cell(model, name, mesh, rate, dict(plan.chunks), steps(plan, list(WAYS), rounds), run)
+                yield Cell(model, name, mesh, rate, dict(plan.chunks), steps(plan, list(WAYS), rounds))
 
 
 def _limited(found: Topology, bandwidth: float, contention: float) -> Topology:
@@ -144,34 +141,38 @@ def _limited(found: Topology, bandwidth: float, contention: float) -> Topology:
     return replace(found, levels=(level,))
 
 
-def main() -> None:
-    """Measures, and writes what was asked for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap", description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="keep what was measured, and write docs/overlap.md")
-    parser.add_argument("--only", help="names that a case must all have, of its model, family or mesh, such as wide,2x2")
-    chosen = parser.parse_args()
-    logging.getLogger("autotp").setLevel(logging.ERROR)
-    wanted = set(chosen.only.split(",")) if chosen.only else set()
-    cases = [case for case in CASES if wanted <= {*case[:2], "x".join(map(str, case[2]))}]
-    if not cases:
-        parser.error(f"--only {chosen.only}: there is no such case")
+def make(write: bool, only: set[str]) -> tuple[str, dict[str, str]]:
+    """Measures step times with and without overlap, and keeps them."""
     run = time.strftime("%Y-%m-%d %H:%M")
     known = kept()
-    for case in cases:
+    for case in (case for case in CASES if only <= _names(case)):
         cells = []
-        for cell in measure(*case, RATIOS, ROUNDS, run):
-            cells.append(cell)
+        for cell in measure(*case, RATIOS, ROUNDS):
+            cells.append(replace(cell, run=run))
             print(*case, f"{cell.rate / 1e6:.0f} Mbit/s", cell.best, cell.times, file=sys.stderr)
         known = [cell for cell in known if cell.case != case] + cells
         known.sort(key=lambda cell: (CASES.index(cell.case), -cell.rate))
-        if chosen.write:
+        if write:
             MEASURED.parent.mkdir(exist_ok=True)
             write_atomically(MEASURED, json.dumps([asdict(cell) for cell in known], indent=1) + "\n")
-    text = report(known)
-    sys.stdout.write(text)
-    if chosen.write:
-        write(PLOT, plot(known))
-        write("overlap.md", text)
+    return report(known), {PLOT: plot(known)}
+
+
+def _names(case: tuple[str, str, tuple[int, ...]]) -> set[str]:
+    return {*case[:2], "x".join(map(str, case[2]))}
+
+
+def _only(text: str) -> set[str]:
+    wanted = set(text.split(","))
+    if not any(wanted <= _names(case) for case in CASES):
+        raise argparse.ArgumentTypeError(f"no case has all the names of {text}")
+    return wanted
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """What the command takes besides --write."""
+    names = "names that a case must all have, of its model, family or mesh, such as wide,2x2"
+    parser.add_argument("--only", type=_only, default=set(), help=names)
 
 
 def kept() -> list[Cell]:
@@ -254,4 +255,4 @@ def _summary(cells: Sequence[Cell]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    command("overlap", "overlap.md", make, options)

@@ -25,19 +25,28 @@ def machine() -> str:
     return f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
 
 
-def command(name: str, file: str, make: Callable[[], str | tuple[str, Mapping[str, str]]]) -> None:
+def command(
+    name: str,
+    file: str,
+    make: Callable[..., str | tuple[str, Mapping[str, str]]],
+    options: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> None:
     """Prints what ``make`` returns; with ``--write`` it replaces the file in docs/, whole or not at all.
 
     Args:
         name: of the benchmark.
         file: in docs/.
-        make: gives the text, or the text and other files in docs/ that it shows.
+        make: gives the text, or the text and other files in docs/ that it shows. What ``options`` adds, and ``write``, are
+            its arguments where there are options.
+        options: adds arguments of its own; None: there are none.
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=make.__doc__)
     parser.add_argument("--write", action="store_true", help=f"write docs/{file} too")
+    if options is not None:
+        options(parser)
     chosen = parser.parse_args()
     logging.getLogger("autotp").setLevel(logging.ERROR)  # what each of hundreds of plans replicates is no news
-    made = make()
+    made = make(**vars(chosen)) if options is not None else make()
     text, others = (made, {}) if isinstance(made, str) else made
     sys.stdout.write(text)
     if chosen.write:

@@ -15,9 +15,10 @@ from passes import primitives
 from passes.ops import Parts
 from passes.primitives import COLLECTIVES
 from passes.reshard import Step
+from passes.rules.table import name_of
 from passes.world import Pending, World
 
-__all__ = ["HOSTED", "draw", "launch", "launches", "local", "offset", "wait"]
+__all__ = ["HOSTED", "called", "draw", "launch", "launches", "local", "offset", "wait"]
 
 
 class _Launched:
@@ -105,3 +106,10 @@ def launches(graph: fx.Graph) -> fx.Graph:
             values[node] = result.node_copy(node, lambda n: values[n])
         values[node].meta = dict(node.meta) | {"traced": node}
     return result
+
+
+def called(node: fx.Node) -> str:
+    """What a node of a scheduled graph does, by name: an operator, a collective, or one of this module's functions."""
+    if node.target is launch:
+        return COLLECTIVES[node.meta["collective"].target]
+    return str(node.args[1]) if node.target is local else name_of(node).removeprefix(f"{__name__}.")

@@ -7,6 +7,7 @@ pass over the graph may move them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,10 +93,6 @@ def _dropout(noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:
     return x * torch.zeros_like(x) if p == 1 else x * (noise(x, "bernoulli_", 1 - p) / (1 - p))
 
 
-def _feature_dropout(noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:
-    return _channels(_dropout, noise, x, p, train)
-
-
 def _alpha_dropout(noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:
     """Keeps the mean and the variance: what is dropped becomes what SELU tends to (see ``torch.nn.AlphaDropout``)."""
     if not train or p in (0, 1) or x.numel() == 0:
@@ -103,10 +100,6 @@ def _alpha_dropout(noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:
     scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
     kept = noise(x, "bernoulli_", 1 - p)
     return x * (kept * scale) + ((kept - 1) * (_ALPHA * scale) + _ALPHA * scale * p)
-
-
-def _feature_alpha_dropout(noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:
-    return _channels(_alpha_dropout, noise, x, p, train)
 
 
 def _channels(dropout: Callable[..., Tensor], noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:
@@ -133,31 +126,22 @@ def _attention(
     )[0]
 
 
-def _like_noise(method: str) -> Callable[..., Tensor]:
-    def drawn(noise: Noise, x: Tensor, **options: Any) -> Tensor:
-        return noise(torch.empty_like(x, **options), method)
-
-    return drawn
-
-
-def _sized_noise(method: str) -> Callable[..., Tensor]:
-    def drawn(noise: Noise, size: Sequence[int], **options: Any) -> Tensor:
-        return noise(torch.empty(size, **options), method)
-
-    return drawn
+def _filled(empty: Callable[..., Tensor], method: str) -> Callable[..., Tensor]:
+    """Noise of the shape that ``empty`` gives."""
+    return lambda noise, *args, **options: noise(empty(*args, **options), method)
 
 
 #: Operators that draw random numbers, in terms of what they draw.
 _DRAWN: Mapping[Any, Callable[..., Tensor]] = {
     _aten.dropout.default: _dropout,
-    _aten.feature_dropout.default: _feature_dropout,
+    _aten.feature_dropout.default: functools.partial(_channels, _dropout),
     _aten.alpha_dropout.default: _alpha_dropout,
-    _aten.feature_alpha_dropout.default: _feature_alpha_dropout,
+    _aten.feature_alpha_dropout.default: functools.partial(_channels, _alpha_dropout),
     _aten.scaled_dot_product_attention.default: _attention,
-    _aten.rand_like.default: _like_noise("uniform_"),
-    _aten.randn_like.default: _like_noise("normal_"),
-    _aten.rand.default: _sized_noise("uniform_"),
-    _aten.randn.default: _sized_noise("normal_"),
+    _aten.rand_like.default: _filled(torch.empty_like, "uniform_"),
+    _aten.randn_like.default: _filled(torch.empty_like, "normal_"),
+    _aten.rand.default: _filled(torch.empty, "uniform_"),
+    _aten.randn.default: _filled(torch.empty, "normal_"),
 }
 
 

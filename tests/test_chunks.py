@@ -23,11 +23,11 @@ F64 = {"dtype": torch.float64}
 class Images(nn.Module):
     """A convolution, whatever is given, another convolution and a loss."""
 
-    def __init__(self, layer, channels=8):
+    def __init__(self, layer):
         super().__init__()
         self.first = nn.Conv2d(4, 8, 3, padding=1)
         self.layer = layer
-        self.last = nn.Conv2d(channels, 4, 1)
+        self.last = nn.Conv2d(8, 4, 1)
 
     def forward(self, x):
         return self.last(F.relu(self.layer(F.relu(self.first(x))))).square().mean()

@@ -53,12 +53,12 @@ def test_a_schedule_draws_what_the_sharded_graph_draws(strategy, chunks):
         torch.testing.assert_close(slopes[1][name], slope, rtol=1e-9, atol=1e-12)
 
 
-def dropped(module, value, plan_for="data"):
+def dropped(module, value):
     """What a lone random layer makes of a value, on two devices in two chunks each, scheduled."""
     model = nn.Sequential(nn.Conv2d(8, 8, 1, bias=False), module).double().train()
     with torch.no_grad():
         model[0].weight.copy_(torch.eye(8)[..., None, None])
-    plan = dataclasses.replace(planned(model, (value,), plan_for), chunks={"batch": 2})
+    plan = dataclasses.replace(planned(model, (value,), "data"), chunks={"batch": 2})
     return autotp.simulate(model, plan, (value,), schedule="overlap")(value)
 
 
@@ -118,3 +118,38 @@ def test_modes_that_make_no_difference_may_change():
     model, args = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0)).double().eval(), (torch.randn(4, 8, **F64),)
     ours = autotp.simulate(model, planned(model, args), args)
     torch.testing.assert_close(ours.train()(*args), ours.eval()(*args))
+
+
+class Noise(nn.Module):
+    """Draws in training and in evaluation alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x) + torch.randn_like(x)
+
+
+def test_noise_of_both_modes_is_no_difference():
+    model, args = Noise().double().train(), (torch.randn(4, 8, **F64),)
+    ours = autotp.simulate(model, planned(model, args), args)
+    assert not ours.eval().training and not torch.equal(ours(*args), ours(*args))
+
+
+@pytest.mark.parametrize("layer", [nn.RReLU(), nn.Dropout1d(0.5), nn.MultiheadAttention(8, 2, 0.1)], ids=str)
+def test_what_draws_in_training_only_is_a_difference(layer):
+    model = nn.Sequential(nn.Linear(8, 8), layer if not isinstance(layer, nn.MultiheadAttention) else Attended(layer))
+    model, args = model.double().train(), (torch.randn(4, 8, 8, **F64),)
+    ours = autotp.simulate(model, planned(model, args), args)
+    with pytest.raises(autotp.AutotpError, match="captured for training"):
+        ours.eval()
+
+
+class Attended(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x, x, x, need_weights=False)[0]

@@ -273,6 +273,8 @@ def _exists(name: str) -> bool:
     return "Tensor" in takes and [str(r.type) for r in schema.returns] == ["Tensor"] and "Device" not in takes[:1]
 
 
+_CONVOLUTION = Rule(_convolution, divide={6: "g"}, flop=_contraction(1))
+
 RULES: Mapping[str, Rule] = {
     **_elementwise(),
     # contractions
@@ -283,15 +285,15 @@ RULES: Mapping[str, Rule] = {
     "aten.addmm.default": Rule(_addmm, additive=(0,), flop=_contraction(2)),
     "aten.baddbmm.default": Rule("b r c, b r k, b k c -> b r c", additive=(0,), flop=_contraction(2)),
     "aten.einsum.default": Rule(by.einsum, flop=_einsum_flop),
-    "aten.conv1d.default": Rule(_convolution, divide={6: "g"}, flop=_contraction(1)),
-    "aten.conv2d.default": Rule(_convolution, divide={6: "g"}, flop=_contraction(1)),
-    "aten.conv3d.default": Rule(_convolution, divide={6: "g"}, flop=_contraction(1)),
-    "aten.conv1d.padding": Rule(_convolution, divide={6: "g"}, flop=_contraction(1)),
-    "aten.conv2d.padding": Rule(_convolution, divide={6: "g"}, flop=_contraction(1)),
-    "aten.conv3d.padding": Rule(_convolution, divide={6: "g"}, flop=_contraction(1)),
-    "aten.conv_transpose1d.default": Rule(_convolution, divide={6: "g"}, flop=_contraction(1)),
-    "aten.conv_transpose2d.input": Rule(_convolution, divide={6: "g"}, flop=_contraction(1)),
-    "aten.conv_transpose3d.input": Rule(_convolution, divide={6: "g"}, flop=_contraction(1)),
+    "aten.conv1d.default": _CONVOLUTION,
+    "aten.conv2d.default": _CONVOLUTION,
+    "aten.conv3d.default": _CONVOLUTION,
+    "aten.conv1d.padding": _CONVOLUTION,
+    "aten.conv2d.padding": _CONVOLUTION,
+    "aten.conv3d.padding": _CONVOLUTION,
+    "aten.conv_transpose1d.default": _CONVOLUTION,
+    "aten.conv_transpose2d.input": _CONVOLUTION,
+    "aten.conv_transpose3d.input": _CONVOLUTION,
     "aten.scaled_dot_product_attention.default": Rule(
         _attention, lower=low.attention, flop=_attention_flop, random=True, contiguous=("s",)
     ),
