@@ -9,6 +9,7 @@ functionalise too, but it forgets ``torch.no_grad`` blocks and ``detach`` and wi
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ from passes.functionalise_views import RESHAPES, put_back
 __all__ = ["functionalise"]
 
 aten = torch.ops.aten
+#: Operators that take no more than the shape of a tensor.
+_SHAPED = re.compile(r"^aten::(\w+_like|new_\w+)$")
 _RENAMED = {
     ("aten::bernoulli_", "float"): aten.bernoulli.p,
     ("aten::normal_", ""): aten.normal_functional.default,
@@ -79,7 +82,7 @@ class _Functionaliser:
         self.versions: dict[fx.Node, int] = {}
         self.owners: dict[int, list[fx.Node]] = {}
         self.shadows: dict[fx.Node, Any] = {}
-        self.needs: dict[fx.Node, bool] = {}
+        self.needs: dict[bool, dict[fx.Node, bool]] = {False: {}, True: {}}
 
     def run(self) -> tuple[fx.Graph, dict[str, int]]:
         output: list[Any] = []
@@ -98,7 +101,7 @@ class _Functionaliser:
         for node, value in written.items():
             places[node.name] = len(output)
             now = value.now
-            output.append(self.build.emit(aten.detach.default, (now,), like=now) if self.needs_gradient(now) else now)
+            output.append(self.without_gradient(now, now))
         return self.build.finish(output), places
 
     # -- what shares memory with what --
@@ -142,27 +145,34 @@ class _Functionaliser:
 
     # -- gradients --
 
-    def needs_gradient(self, node: Any) -> bool:
-        """Whether a value of the new graph may carry a gradient to a parameter or an input."""
+    def needs_gradient(self, node: Any, *, flat: bool = False) -> bool:
+        """Whether a value of the new graph may carry a gradient to a parameter or an input.
+
+        Args:
+            node: the value; what is no node carries none.
+            flat: as the new graph has it, which has no blocks without gradients; otherwise as the model has it.
+        """
         if not isinstance(node, fx.Node):
             return False
-        if node not in self.needs:
-            if node.op == "placeholder":
-                self.needs[node] = node.name in self.learned and is_float(node.meta["val"])
-            elif (
-                node.target is aten.detach.default
-                or not any(map(is_float, tree_leaves(node.meta["val"])))
-                or _is_running_statistic(node)
-            ):
-                self.needs[node] = False
-            else:
-                self.needs[node] = bool(node.meta.get("grad", True)) and any(
-                    self.needs_gradient(n) for n in node.all_input_nodes
-                )
-        return self.needs[node]
+        known, pending = self.needs[flat], [node]
+        while pending:
+            unknown = [n for n in pending[-1].all_input_nodes if n not in known]
+            pending += unknown
+            if not unknown:
+                found = pending.pop()
+                known[found] = self._carries(found, flat)
+        return known[node]
+
+    def _carries(self, node: fx.Node, flat: bool) -> bool:
+        if node.op == "placeholder":
+            return node.name in self.learned and is_float(node.meta["val"])
+        ends = node.target is aten.detach.default or _is_running_statistic(node) or _SHAPED.search(operator_name(node.target))
+        if ends or not any(map(is_float, tree_leaves(node.meta["val"]))):
+            return False
+        return (flat or node.meta.get("grad", True)) and any(self.needs[flat][n] for n in node.all_input_nodes)
 
     def without_gradient(self, new: fx.Node, like: fx.Node) -> fx.Node:
-        return self.build.emit(aten.detach.default, (new,), like=like) if self.needs_gradient(new) else new
+        return self.build.emit(aten.detach.default, (new,), like=like) if self.needs_gradient(new, flat=True) else new
 
     # -- calls and writes --
 

@@ -75,6 +75,16 @@ def _no_grad(self: Any, y: torch.Tensor) -> Any:
     return y * z + w + v
 
 
+def _no_grad_through_views(self: Any, y: torch.Tensor) -> Any:
+    t = torch.zeros_like(y)
+    with torch.no_grad():
+        self.state[2:4] = y[0, :2]
+        t[0] = y[1]
+    z = t + y * self.state
+    t[1:3] = y[1:3]
+    return z * t.detach()
+
+
 def _detached(self: Any, y: torch.Tensor) -> Any:
     with torch.no_grad():
         z = y * 2
@@ -117,8 +127,8 @@ def _multiple(self: Any, y: torch.Tensor) -> Any:
 
 
 PROGRAMS = [
-    _add, _row, _through_views, _rotated, _masked, _buffer, _buffer_and_view, _no_grad, _detached,
-    _autocast_off, _split, _views, _dropped, _multiple,
+    _add, _row, _through_views, _rotated, _masked, _buffer, _buffer_and_view, _no_grad,
+    _no_grad_through_views, _detached, _autocast_off, _split, _views, _dropped, _multiple,
 ]  # fmt: skip
 
 
@@ -178,15 +188,16 @@ def _random_program(seed: int) -> Any:
     writes = [(chance.choice(list(_WRITES)), chance.randrange(8), chance.randrange(4)) for _ in range(4)]
 
     def function(self: Any, y: torch.Tensor) -> Any:
-        # A buffer must not come to hold values with a gradient; anything else may.
-        buffer = seed % 3 == 0
+        # A buffer must not come to hold values with a gradient; anything else may. Under no_grad it gets values without.
+        buffer, fixed = seed % 3 == 0, seed % 6 == 0
         seen = [self.state.view(2, 4) if buffer else y * 2]
         for (view, of, i), (write, to, j) in zip(views, writes, strict=True):
             source, target = seen[of % len(seen)], seen[-1 - to % len(seen)]
             if source.dim():
                 seen.append(_VIEWS[view](source, i))
             if target.numel() and target.dim():
-                _WRITES[write](target, j, y.detach() if buffer else y)
+                with torch.set_grad_enabled(not fixed):
+                    _WRITES[write](target, j, y.detach() if buffer and not fixed else y)
         return [y.sum() + t.cos() for t in seen]
 
     return function
