@@ -118,8 +118,23 @@ class _Distribute(torch.autograd.Function):
         if some is None:
             return None, None, None, None
         gradients = [some.new_zeros(shape) if g is None else g for g, shape in zip(given, ctx.shapes, strict=True)]
-        _check_replicas(ctx.name, gradients, ctx.layout, ctx.world)
-        return assemble(gradients, ctx.shape, ctx.layout, ctx.world), None, None, None
+        _check_replicas(ctx.name, [gradient.detach() for gradient in gradients], ctx.layout, ctx.world)
+        return _Assemble.apply(ctx.name, ctx.shape, ctx.layout, ctx.world, *gradients), None, None, None
+
+
+class _Assemble(torch.autograd.Function):
+    """What ``_Distribute`` does to gradients, and to the gradients of gradients, which are whole on every replica."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, name: str, shape: torch.Size, layout: Layout, world: World, *parts: Tensor
+    ) -> Tensor:
+        ctx.layout, ctx.world, ctx.name = layout, world, name
+        return assemble(parts, shape, layout, world)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return None, None, None, None, *_Distribute.apply(gradient, ctx.layout, ctx.world, ctx.name)
 
 
 def _check_replicas(name: str, gradients: Sequence[Tensor], layout: Layout, world: World) -> None:
@@ -153,4 +168,16 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return (gradient,) * ctx.count
+        return _Spread.apply(gradient, ctx.count)
+
+
+class _Spread(torch.autograd.Function):
+    """A gradient for every device, and the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, count: int) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple(gradient.view_as(gradient) for _ in range(count))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _Collect.apply(*gradients), None

@@ -160,12 +160,17 @@ class _LocalParts(torch.autograd.Function):
         return tuple(parameter._local_tensor.view_as(parameter._local_tensor) for parameter in parameters)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        return tuple(
-            None if gradient is None else DTensor(gradient, spec, requires_grad=False)  # type: ignore[call-arg]
-            for gradient, spec in zip(gradients, ctx.specs, strict=True)
-        )
+        made = _differentiable if torch.is_grad_enabled() else _plain
+        return tuple(g if g is None else made(g, spec) for g, spec in zip(gradients, ctx.specs, strict=True))
+
+
+def _plain(part: Tensor, spec: Any) -> DTensor:
+    return DTensor(part, spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def _differentiable(part: Tensor, spec: Any) -> DTensor:
+    return DTensor.from_local(part, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 
 def _bound(rewritten: Rewritten) -> fx.Graph:
@@ -195,7 +200,7 @@ def _bound(rewritten: Rewritten) -> fx.Graph:
 
 def local_part(parameter: Tensor) -> Tensor:
     """This device's part of a parameter; its gradient goes back as a ``DTensor``."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return _LocalParts.apply(parameter)[0] if isinstance(parameter, DTensor) else parameter
 
 
 def _attach(root: nn.Module, path: str, value: Tensor, persistent: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from autotp.errors import AutotpError
+from autotp.lockstep import execute
 from passes import ops
 from passes.bucket import Enough
 from passes.launches import HOSTED, launch, local
@@ -30,6 +32,7 @@ _DIFFERENT = "dims are split unevenly, so devices have different graphs"
 
 #: Runs one of the two graphs: a list of its inputs, which it empties -> its outputs.
 Runner = Callable[[list[Any]], Sequence[Any]]
+Plain = Callable[[int, Sequence[Parts]], Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +57,14 @@ class Compiled:
     Attributes:
         graphs: what was scheduled, of this process's device or of the first.
         forward, backward: run them.
+        plain: the sharded graph as it is, for gradients of gradients: a seed and ``Parts`` of its inputs -> its outputs.
         again: schedules them otherwise, without tracing them anew.
     """
 
     graphs: Overlapped
     forward: Runner
     backward: Runner
+    plain: Plain
     again: Callable[[Overlap], Compiled]
 
     def __call__(self, seed: int, inputs: Sequence[Any]) -> list[Any]:
@@ -103,15 +108,21 @@ def compiled(
     if len(set(found)) > 1 or mine is None:
         _log.warning("no overlap of computing and communicating: %s", next((why for _, why in found if why), _DIFFERENT))
         return None
-    return _scheduled(mine, world, how)
+    return _scheduled(mine, world, how, functools.partial(_plain, sharded, world))
 
 
-def _scheduled(mine: Halves, world: World, how: Overlap) -> Compiled:
+def _plain(sharded: fx.GraphModule, world: World, seed: int, inputs: Sequence[Parts]) -> Sequence[Any]:
+    names = (str(node.target) for node in sharded.graph.nodes if node.op == "placeholder")
+    with world.repeating(seed):
+        return execute(sharded.graph, world, dict(zip(names, inputs, strict=True)))
+
+
+def _scheduled(mine: Halves, world: World, how: Overlap, plain: Plain) -> Compiled:
     graphs = mine.overlapped(_from_first(lambda: mine.buckets(how.enough)))
     orders = _from_first(lambda: graphs.orders(graphs.slots(how.durations, how.limits)))
     forward, backward = graphs.modules(orders, world)
     _log.info("%d and %d nodes scheduled, forward and backward", *map(len, orders))
-    return Compiled(graphs, forward, backward, lambda other: _scheduled(mine, world, other))
+    return Compiled(graphs, forward, backward, plain, lambda other: _scheduled(mine, world, other, plain))
 
 
 def _why(error: Exception) -> str:
@@ -198,10 +209,10 @@ def in_lockstep(
     if len({each.signature for each in known.values()}) > 1:
         _log.warning("no overlap of computing and communicating: %s", _DIFFERENT)
         return None
-    return _all_scheduled(known, world, how, even=even)
+    return _all_scheduled(known, world, how, functools.partial(_plain, sharded, world), even=even)
 
 
-def _all_scheduled(known: Mapping[Any, Halves], world: World, how: Overlap, *, even: bool) -> Compiled:
+def _all_scheduled(known: Mapping[Any, Halves], world: World, how: Overlap, plain: Plain, *, even: bool) -> Compiled:
     chosen = next(iter(known.values())).buckets(how.enough)
     made = {at: each.overlapped(chosen) for at, each in known.items()}
     first = made[None if even else world.hosted[0]]
@@ -209,7 +220,7 @@ def _all_scheduled(known: Mapping[Any, Halves], world: World, how: Overlap, *, e
     modules = {at: each.modules(orders, world) for at, each in made.items()}
     graphs = [modules[None if even else at] for at in world.hosted]
     forward, backward = (_Lockstep([both[half] for both in graphs]) for half in (0, 1))
-    return Compiled(first, forward, backward, lambda other: _all_scheduled(known, world, other, even=even))
+    return Compiled(first, forward, backward, plain, lambda other: _all_scheduled(known, world, other, plain, even=even))
 
 
 class _Lockstep:
@@ -270,7 +281,8 @@ class _Pass(torch.autograd.Function):
     def forward(ctx: Any, compiled: Compiled, seed: int, hosted: int, *inputs: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         graphs = compiled.graphs
         results = list(compiled.forward([*_grouped(inputs, hosted), seed]))
-        ctx.compiled, ctx.hosted = compiled, hosted
+        ctx.compiled, ctx.seed, ctx.hosted = compiled, seed, hosted
+        ctx.inputs, ctx.versions = inputs, [tensor._version for tensor in inputs]
         outputs, saved = results[: graphs.outputs], results[graphs.outputs :]
         given = {id(tensor) for tensor in inputs}
         flat: list[Any] = []
@@ -294,10 +306,11 @@ class _Pass(torch.autograd.Function):
         return tuple(flat)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         graphs, hosted = ctx.compiled.graphs, ctx.hosted
         count = max(hosted, 1)
+        if torch.is_grad_enabled():
+            return None, None, None, *_differentiable(ctx, gradients)
         mine = [gradients[i * count + d] for i in graphs.tangents for d in range(count)]
         missing = {i for i in range(len(graphs.tangents)) if mine[i * count] is None}
         filled = [
@@ -307,6 +320,8 @@ class _Pass(torch.autograd.Function):
         seen = {id(gradient) for gradient in filled}
         values = [*_grouped(ctx.saved_tensors, hosted), *_grouped(filled, hosted)]
         ctx.maybe_clear_saved_tensors()
+        if _freed(ctx):
+            ctx.inputs = ()
         del mine, filled
         found: list[Any] = [None] * (len(graphs.inputs) * count)
         for i, gradient, made_of in zip(graphs.trained, ctx.compiled.backward(values), graphs.depends, strict=True):
@@ -316,3 +331,36 @@ class _Pass(torch.autograd.Function):
                 found[i * count + d] = part.clone() if id(part) in seen else part
                 seen.add(id(part))
         return None, None, None, *found
+
+
+def _freed(ctx: Any) -> bool:
+    """Whether what was saved for the backward pass was let go."""
+    try:
+        return ctx.saved_tensors is None
+    except RuntimeError:
+        return True
+
+
+def _differentiable(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients of the inputs, with a graph of their own: of the sharded graph as it is, which is run again."""
+    graphs, count = ctx.compiled.graphs, max(ctx.hosted, 1)
+    assert ctx.saved_tensors is not None, "torch's own error, where they were let go"
+    changed = [i for i, (tensor, was) in enumerate(zip(ctx.inputs, ctx.versions, strict=True)) if tensor._version != was]
+    if changed:
+        names = ", ".join(dict.fromkeys(graphs.inputs[i // count] for i in changed))
+        raise AutotpError(f"a gradient of a gradient needs {names} as in the forward pass; it was changed in place since")
+    outputs = ctx.compiled.plain(ctx.seed, [Parts(ctx.inputs[i : i + count]) for i in range(0, len(ctx.inputs), count)])
+    places = [(i, d) for i in graphs.tangents for d in range(count)]
+    ends = [(outputs[i][d], g) for i, d in places if (g := gradients[i * count + d]) is not None]
+    wanted = [i * count + d for i in graphs.trained for d in range(count)]
+    made = torch.autograd.grad(
+        [end for end, _ in ends],
+        [ctx.inputs[i] for i in wanted],
+        [gradient for _, gradient in ends],
+        create_graph=True,
+        allow_unused=True,
+    )
+    found: list[Tensor | None] = [None] * len(ctx.inputs)
+    for i, gradient in zip(wanted, made, strict=True):
+        found[i] = gradient
+    return found

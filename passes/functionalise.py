@@ -166,8 +166,8 @@ class _Functionaliser:
     def _carries(self, node: fx.Node, flat: bool) -> bool:
         if node.op == "placeholder":
             return node.name in self.learned and is_float(node.meta["val"])
-        ends = node.target is aten.detach.default or _is_running_statistic(node) or _SHAPED.search(operator_name(node.target))
-        if ends or not any(map(is_float, tree_leaves(node.meta["val"]))):
+        ends = node.target is aten.detach.default or _SHAPED.search(operator_name(node.target))
+        if ends or _is_running_statistic(node) or not any(map(is_float, tree_leaves(node.meta["val"]))):
             return False
         return (flat or node.meta.get("grad", True)) and any(self.needs[flat][n] for n in node.all_input_nodes)
 

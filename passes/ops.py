@@ -55,12 +55,14 @@ class _Reshard(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, world: World, forward: Sequence[Step], backward: Sequence[Step], *parts: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.world, ctx.steps = world, backward
+        ctx.world, ctx.forward_steps, ctx.steps = world, forward, backward
         results = world.run(forward, parts)
         return tuple(r.view_as(r) if r is p else r for r, p in zip(results, parts, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # what the gradient came by is how the gradient of a gradient goes back
+            return None, None, None, *_Reshard.apply(ctx.world, ctx.steps, ctx.forward_steps, *gradients)
         return None, None, None, *ctx.world.run(ctx.steps, gradients)
 
 
@@ -100,7 +102,8 @@ class _ReshardChunks(torch.autograd.Function):
         *flat: Tensor,
     ) -> tuple[Tensor, ...]:
         count = world.count
-        ctx.world, ctx.steps, ctx.spread, ctx.kept, ctx.given = world, backward, spread, kept, len(flat) // count
+        ctx.world, ctx.forward_steps, ctx.steps = world, forward, backward
+        ctx.spread, ctx.kept, ctx.given = spread, kept, len(flat) // count
         results = world.run(forward, [flat[i * count + d] for i in spread for d in range(count)])
         seen = {id(part) for part in flat}
         found = []
@@ -116,8 +119,11 @@ class _ReshardChunks(torch.autograd.Function):
         places = world.places
         # A place whose result is not kept had the same result as one that is: chunks are alike along what is not kept.
         source = [_alike(place, [places[i] for i in ctx.kept]) for place in places]
-        results = world.run(ctx.steps, [gradients[i * count + d] for i in source for d in range(count)])
         first = [ctx.spread.index(i) for i in range(ctx.given)]
+        if torch.is_grad_enabled():
+            again = _ReshardChunks.apply(world, ctx.steps, ctx.forward_steps, source, first, *gradients)
+            return None, None, None, None, None, *again
+        results = world.run(ctx.steps, [gradients[i * count + d] for i in source for d in range(count)])
         return None, None, None, None, None, *(results[i * count + d] for i in first for d in range(count))
 
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from passes.ops import Parts
 from passes.reshard import Step
@@ -187,8 +186,9 @@ class _Panelled(torch.autograd.Function):
         return tuple(one.get() for result in results for one in result)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *flat: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise RuntimeError("gradients of gradients do not pass products in panels; plan it again with panels=1")
         loop: _Loop = ctx.loop
         gradients, values = loop.grouped(flat), loop.begin(loop.grouped(ctx.saved_tensors))
         needed = loop.grouped(ctx.needs_input_grad[1:])

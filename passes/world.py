@@ -75,6 +75,7 @@ class World(nn.Module):
         self.hosted = tuple(hosted)
         self.regather: Any = None
         self._seeds = torch.Generator()
+        self._repeated: int | None = None
         self.seed(torch.initial_seed())
 
     def seed(self, seed: int) -> None:
@@ -83,7 +84,18 @@ class World(nn.Module):
 
     def next_seed(self) -> int:
         """The next seed, the same on every device."""
+        if self._repeated is not None:
+            return self._repeated
         return int(torch.randint(2**62, (), generator=self._seeds))
+
+    @contextmanager
+    def repeating(self, seed: int) -> Iterator[None]:
+        """A pass that was run before is run again, with its seed; the sequence of seeds does not go on."""
+        before, self._repeated = self._repeated, seed
+        try:
+            yield
+        finally:
+            self._repeated = before
 
     @abstractmethod
     def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:

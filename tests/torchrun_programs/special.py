@@ -17,6 +17,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
 import autotp
+from autotp.overlapped import Overlap
+from passes.launches import launch
+from passes.schedule import Limits
 
 
 def meta():
@@ -160,6 +163,61 @@ def destroyed():
         groups.append(weakref.ref(parallel.get_parameter("weight").device_mesh.get_group(0)))
         parallel(x).sum().backward()
         parallel.get_parameter("weight").grad.full_tensor()
+
+
+def twice():
+    """Gradients of gradients, of the inputs and of the parameters, go through the collectives too."""
+    from overlapping import tokens
+    from test_twice import agree, critic, penalised, slopes
+
+    def product(called, args):
+        first = torch.autograd.grad(called(*args), list(called.parameters()), create_graph=True)
+        norm = sum((slope * slope).sum() for slope in first)
+        return slopes(called, norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def whole(found):
+        return [slope.full_tensor() for slope in found]
+
+    for schedule in ("overlap", "none"):
+        for strategy in ("data", "zero3", "megatron-1d"):
+            model, x = critic()
+            parallel = autotp.parallelize(model, None, (x,), strategy=strategy, mesh=(2,), schedule=schedule)
+            agree(whole(slopes(parallel, penalised(parallel, x))), slopes(model, penalised(model, x)))
+            model, args = tokens()
+            parallel = autotp.parallelize(model, None, args, strategy=strategy, mesh=(2,), schedule=schedule)
+            assert [name for name, _ in parallel.named_parameters()] == [name for name, _ in model.named_parameters()]
+            agree(whole(product(parallel, args)), product(model, args))
+    model, x = critic()
+    parallel = autotp.parallelize(model, None, (x,), strategy="data", mesh=(2,))
+    x.requires_grad_()
+    y = parallel(x).sum()
+    with torch.no_grad():
+        x.mul_(2)
+    try:
+        torch.autograd.grad(y, x, create_graph=True)
+    except autotp.AutotpError as error:
+        assert "needs x as in the forward pass" in str(error), error
+    else:
+        raise AssertionError("it took what was changed for what it was")
+
+
+def orders():
+    """Ranks that measure and predict differently launch alike, because the first decides."""
+    from overlapping import random_durations, tokens
+
+    model, args = tokens()
+    parallel = autotp.parallelize(model, None, args, strategy="megatron-1d", mesh=(2,), chunks={"batch": 2})
+    rank = dist.get_rank()
+    parallel._overlapping.how = Overlap(random_durations(rank), lambda *_: 64.0 * (1 + 1000 * rank))
+    parallel(*args).backward()
+    (made,) = parallel._overlapping.known.values()
+    halves = made.forward, made.backward
+    own = [made.graphs.orders(made.graphs.slots(random_durations(rank), Limits()))]
+    theirs = [None, None]
+    run = [[node.name for node in half.graph.nodes if node.target is launch] for half in halves]
+    dist.all_gather_object(theirs, (run, str(own)))
+    assert theirs[0][0] == theirs[1][0] and all(len(launches) > 4 for launches in run)
+    assert theirs[0][1] != theirs[1][1], "each alone would have taken another order"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,94 @@
+"""Gradients of gradients: penalties on gradients and products with the Hessian, eager and scheduled."""
+
+import dataclasses
+
+import pytest
+import torch
+from overlapping import planned, tokens
+from torch import nn
+
+import autotp
+
+F64 = {"dtype": torch.float64}
+
+
+class Critic(nn.Module):
+    """Convolutions, a normalisation, attention and a linear end."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 8, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 8)
+        self.heads = nn.Linear(8, 24)
+        self.end = nn.Linear(8, 1)
+
+    def forward(self, x):
+        h = torch.tanh(self.norm(self.conv(x))).flatten(2).mT
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.heads(h).chunk(3, -1))
+        h = (q @ k.mT).softmax(-1) @ v
+        return self.end(h.transpose(1, 2).flatten(2).mean(1))
+
+
+def critic():
+    torch.manual_seed(0)
+    return Critic().double(), torch.randn(8, 2, 4, 4, **F64)
+
+
+def penalised(model, x):
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return model(x).mean() + (slope.flatten(1).norm(2, -1) - 1).square().mean()
+
+
+def slopes(model, loss):
+    return torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+
+def agree(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("chunks", [{}, {"batch": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "mesh"), [("data", (2,)), ("zero3", (2,)), ("megatron-1d", (2,)), ("tensor3d", (2, 2)), ("auto", (2, 2))]
+)
+def test_a_penalty_on_the_slope_of_the_inputs(strategy, mesh, chunks, schedule):
+    model, x = critic()
+    wanted = slopes(model, penalised(model, x))
+    plan = dataclasses.replace(planned(model, (x,), strategy, mesh), chunks=chunks)
+    ours = autotp.simulate(model, plan, (x,), schedule=schedule)
+    agree(slopes(model, penalised(ours, x)), wanted)
+
+
+@pytest.mark.parametrize("strategy", ["data", "megatron-1d", "megatron-sp"])
+def test_the_hessian_times_a_vector(strategy):
+    model, args = tokens()
+
+    def product(called):
+        first = torch.autograd.grad(called(*args), list(model.parameters()), create_graph=True)
+        return slopes(model, sum((slope.sin() * slope.detach()).sum() for slope in first))
+
+    agree(product(autotp.simulate(model, planned(model, args, strategy), args)), product(model))
+
+
+def test_gradients_of_gradients_draw_the_same_dropout():
+    torch.manual_seed(0)
+    x = torch.randn(4, 8, **F64)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+    found = []
+    for schedule in ("none", "overlap"):
+        ours = autotp.simulate(model, planned(model, (x,), "data"), (x,), schedule=schedule)
+        ours.world.seed(3)
+        found.append([*slopes(model, penalised(ours, x)), ours(x)])
+    agree(*found)
+
+
+def test_panels_say_that_they_have_no_gradients_of_gradients():
+    model, args = tokens()
+    topology = autotp.Topology.flat(4, bandwidth="1 GB/s", latency="10 us")
+    plan = autotp.plan(model, topology, args, strategy="summa-2d", mesh=(2, 2), panels=2, schedule="none")
+    ours = autotp.simulate(model, plan, args)
+    with pytest.raises(RuntimeError, match="panels=1"):
+        torch.autograd.grad(ours(*args), list(model.parameters()), create_graph=True)
