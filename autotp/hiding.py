@@ -109,13 +109,18 @@ def best_chunks(priced: Priced, whole: Sums) -> dict[str, int]:
     return chosen
 
 
+def sharding_of(priced: Priced) -> Sharding:
+    """A plan's strategies, and the layouts in which what the graph is given rests."""
+    graph = priced.model.captured.graph_module.graph
+    resting = {node.name: priced.layouts[node, 0] for node in graph.nodes if node.op == "placeholder"}
+    return Sharding(priced.prices.mesh, priced.strategies, resting, frozenset(priced.model.captured.parameters))
+
+
 def in_parts(priced: Priced, chunks: Mapping[str, int]) -> Chunked:
     """A plan's strategies where devices do their work in chunks."""
     model = priced.model
     graph = model.captured.graph_module.graph
-    resting = {node.name: priced.layouts[node, 0] for node in graph.nodes if node.op == "placeholder"}
-    sharding = Sharding(priced.prices.mesh, priced.strategies, resting, frozenset(model.captured.parameters))
-    return in_chunks(graph, model.operators, sharding, model.captured.inputs, chunks, model.stands)
+    return in_chunks(graph, model.operators, sharding_of(priced), model.captured.inputs, chunks, model.stands)
 
 
 def chunked(priced: Priced, made: Chunked) -> Sums:

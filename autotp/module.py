@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.fx.graph import PythonCode
 
 from autotp.errors import AutotpError
 from autotp.materialise import distribute, state_of
@@ -89,7 +91,14 @@ class DistributedModule(OneMode, fx.GraphModule):
         self._owners = {name: self._owner(fqn) for name, fqn in {**captured.parameters, **captured.buffers}.items()}
         self._overlapping = None if how is None else Schedules(rewritten.graph_module, world, how, compiled)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def recompile(self) -> PythonCode:
+        """The sharded graph as Python; what the module does when it is called, hooks and all, is ``run``."""
+        code = super().recompile()
+        own: Any = type(self)
+        own.sharded, own.forward = own.forward, DistributedModule.run
+        return code
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass of the model, with the model's own arguments and output structure."""
         captured = self._captured
         inputs = self._signature.flatten(args, kwargs)
@@ -97,13 +106,26 @@ class DistributedModule(OneMode, fx.GraphModule):
         results = self._overlapping.run(self._values(inputs)) if self._overlapping is not None else None
         if results is None and torch.is_grad_enabled():
             with ops.Regather(world):  # type: ignore[arg-type]
-                results = super().__call__(*inputs)
+                results = self.sharded(*inputs)  # type: ignore[operator]
         elif results is None:
-            results = super().__call__(*inputs)
+            results = self.sharded(*inputs)  # type: ignore[operator]
         with torch.no_grad():
             for name, value in zip(captured.mutations, results[captured.outputs :], strict=True):
                 self.get_buffer(captured.buffers[name]).copy_(value)
         return captured.signature.unflatten(list(results[: captured.outputs]))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
+        """A module of the same plan with parameters and buffers of its own; it shares the groups and the schedules."""
+        made: Any = DistributedModule.__new__(DistributedModule)
+        shared = (self.get_submodule(_WORLD), self._captured, self._signature, self._overlapping, self.plan)
+        memo |= {id(each): each for each in shared} | {id(self): made}
+        for parameter in self.parameters():  # torch copies a DTensor, but not its gradient
+            memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            if parameter.grad is not None:
+                memo[id(parameter)].grad = parameter.grad.detach().clone()
+        made.__dict__ |= {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
+        made.recompile()
+        return made
 
     def _owner(self, path: str) -> tuple[nn.Module, str]:
         """The module that holds a parameter or buffer, and its name there."""

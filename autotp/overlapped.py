@@ -28,7 +28,7 @@ __all__ = ["Compiled", "Overlap", "Schedules", "compiled", "in_lockstep"]
 
 _log = logging.getLogger("autotp.schedule")
 
-_DIFFERENT = "dims are split unevenly, so devices have different graphs"
+DIFFERENT = "dims are split unevenly, so devices have different graphs"
 
 #: Runs one of the two graphs: a list of its inputs, which it empties -> its outputs.
 Runner = Callable[[list[Any]], Sequence[Any]]
@@ -106,7 +106,7 @@ def compiled(
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (mine.signature if mine is not None else "", reason))
     if len(set(found)) > 1 or mine is None:
-        _log.warning("no overlap of computing and communicating: %s", next((why for _, why in found if why), _DIFFERENT))
+        _log.warning("no overlap of computing and communicating: %s", next((why for _, why in found if why), DIFFERENT))
         return None
     return _scheduled(mine, world, how, functools.partial(_plain, sharded, world))
 
@@ -150,6 +150,7 @@ class Schedules:
         self.sharded, self.world, self.how, self.make = sharded, world, how, make
         self.draws = any(node.target is ops.next_seed for node in sharded.graph.nodes)
         self.known: dict[Hashable, Compiled | None] = {}
+        self.cast = False  # said already
 
     def rescheduled(self, how: Overlap) -> Schedules:
         """The same graphs, those that were made already not traced anew, by other durations or within other limits.
@@ -164,6 +165,9 @@ class Schedules:
         """The sharded graph's outputs for these values of its placeholders; None if it is to run as it is."""
         firsts = [_first(value) for value in values.values()]
         if any(torch.is_autocast_enabled(device) for device in {tensor.device.type for tensor in firsts}):
+            if not self.cast:
+                _log.warning("no overlap of computing and communicating under torch.autocast; cast the model itself")
+            self.cast = True
             return None  # what is cast where depends on the context of each call
         trained = _trained_among(values)
         key = trained, tuple((tensor.dtype, tensor.stride()) for tensor in firsts)
@@ -207,7 +211,7 @@ def in_lockstep(
         _log.warning("no overlap of computing and communicating: %s", _why(error))
         return None
     if len({each.signature for each in known.values()}) > 1:
-        _log.warning("no overlap of computing and communicating: %s", _DIFFERENT)
+        _log.warning("no overlap of computing and communicating: %s", DIFFERENT)
         return None
     return _all_scheduled(known, world, how, functools.partial(_plain, sharded, world), even=even)
 

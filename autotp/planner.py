@@ -13,13 +13,13 @@ from typing import Any
 from torch import nn
 
 from autotp.candidates import Contest
-from autotp.communication import depth_of
+from autotp.communication import Priced, depth_of
 from autotp.constraints import Constraint, minimal, parse, requirements
 from autotp.describe import AXIS_NAMES, describe_plan, memory_of, priced
 from autotp.errors import AutotpError, ConstraintError, MemoryBoundError, TimeLimitError
 from autotp.families import Family, family
 from autotp.folding import fold
-from autotp.hiding import Searched, best_chunks, chunked, in_parts, least_step
+from autotp.hiding import Searched, best_chunks, chunked, in_parts, least_step, sharding_of
 from autotp.plan import Plan, check_chunks, overlapping
 from autotp.problem import EVEN, trained_values
 from autotp.structure import Model
@@ -30,6 +30,7 @@ from passes.capture import Captured, capture
 from passes.chunk import Chunked
 from passes.factors import analyse
 from passes.traced import undrawn
+from passes.uneven import uneven
 
 __all__ = ["AXIS_NAMES", "candidate_meshes", "check", "plan", "plan_captured", "prepare"]
 
@@ -250,6 +251,7 @@ def plan_captured(
     if hides or chunks:
         prices, panelled = priced(model, best)
     if hides:
+        _warn_of_lone_parts(prices)
         sums = prices.sums()
         least = sums.step
         if chunks is None and not panelled:
@@ -299,6 +301,18 @@ def plan_captured(
         planning["seconds"],
     )
     return replace(plan, planning=planning)
+
+
+def _warn_of_lone_parts(prices: Priced) -> None:
+    """Operators do other things to a dim of one element than to a longer one, and graphs that differ are not scheduled."""
+    parts = uneven(prices.model.captured.graph_module.graph, sharding_of(prices))
+    lone = {name: None for name, first, last in parts if any(b <= 1 < a for a, b in zip(first, last, strict=True))}
+    if lone:
+        _log.warning(
+            "planned with overlap, but it may run without: parts of one element, and longer ones, at %s; "
+            "devices whose graphs differ for that run them as they are",
+            ", ".join(list(lone)[:3]) + (f" and {len(lone) - 3} more" if len(lone) > 3 else ""),
+        )
 
 
 def _tell(chunks: Mapping[str, int], made: Chunked, hides: bool) -> None:

@@ -18,9 +18,9 @@ from passes.factors import Operator, analyse
 from passes.layout import Layout, fits, local_shape, place
 from passes.logs import dump
 from passes.panel import loops, panel
-from passes.rules.shapes import operands_of, results_of
 from passes.shard import Sharding, shard
 from passes.strategy import SUM, Strategy, strategies, whole_layout
+from passes.uneven import uneven
 from passes.unroll import unroll
 
 __all__ = ["Rewritten", "apply", "checked", "rewrite"]
@@ -49,22 +49,7 @@ class Rewritten:
     @property
     def even(self) -> bool:
         """Whether every tensor's parts have one shape on all devices, so that all of them have one graph."""
-        mesh = self.sharding.mesh
-        nodes = {node.name: node for node in self.captured.graph_module.graph.nodes}
-
-        def alike(shape: tuple[int, ...], layout: Layout) -> bool:
-            return local_shape(shape, layout, mesh) == local_shape(shape, layout, mesh, [n - 1 for n in mesh])
-
-        if not all(alike(tuple(nodes[name].meta["val"].shape), layout) for name, layout in self.sharding.resting.items()):
-            return False
-        for name, strategy in self.sharding.strategies.items():
-            operands = [
-                (node.meta["val"], want.layout) for node, want in zip(operands_of(nodes[name]), strategy.wants, strict=True)
-            ]
-            results = zip(results_of(nodes[name]), strategy.results, strict=True)
-            if not all(alike(tuple(tensor.shape), layout) for tensor, layout in (*operands, *results)):
-                return False
-        return True
+        return next(uneven(self.captured.graph_module.graph, self.sharding), None) is None
 
     @property
     def whole(self) -> Layout:

@@ -6,6 +6,7 @@ communicates has a track of its own. The format is Chrome's trace event format, 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -15,13 +16,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from autotp.durations import lane_of, overlap_of
 from autotp.errors import AutotpError
-from autotp.overlapped import Compiled
+from autotp.overlapped import DIFFERENT, Compiled
 from autotp.plan import Plan
-from autotp.rewrite import apply
+from autotp.rewrite import Rewritten, apply
 from costmodel.toml_out import write_atomically
 from passes.capture import Captured, capture
 from passes.launches import called, launch, wait
@@ -97,21 +98,31 @@ def scheduled(captured: Captured, plan: Plan, parameters: Collection[str]) -> tu
         AutotpError: the graph cannot be scheduled.
     """
     rewritten = apply(captured, plan)
-    sharding = rewritten.sharding
-    parts = {}
-    for node in captured.graph_module.graph.nodes:
-        if node.op == "placeholder":
-            value = node.meta["val"]
-            shape = local_shape(tuple(value.shape), sharding.resting.get(node.name, rewritten.whole), plan.mesh_shape)
-            parts[node.name] = torch.empty(shape, dtype=value.dtype, device="meta")
     place_constants(rewritten.graph_module.graph, torch.device("cpu"))
-    trained = {n for n, fqn in captured.parameters.items() if fqn in parameters and plan.mode == "train"}
+    trained = frozenset(n for n, fqn in captured.parameters.items() if fqn in parameters and plan.mode == "train")
     how = overlap_of(plan)
+    # Parts of a dim are all as long as the first, but for the last ones.
+    corners = itertools.product(*({0, ways - 1} for ways in plan.mesh_shape))
+    places = [(0,) * len(plan.mesh_shape)] if rewritten.even else sorted(corners)
+    graph = rewritten.graph_module
     try:
-        mine = halves(rewritten.graph_module, plan.mesh_shape, (0,) * len(plan.mesh_shape), parts, frozenset(trained))
+        mine, *others = (halves(graph, plan.mesh_shape, at, _parts(rewritten, at), trained) for at in places)
     except Untraceable as error:
         raise AutotpError(f"the graph has no schedule: {error}") from error
+    if any(other.signature != mine.signature for other in others):
+        raise AutotpError(f"the graph has no schedule: {DIFFERENT}")
     return mine.overlapped(mine.buckets(how.enough)).slots(how.durations, how.limits)
+
+
+def _parts(rewritten: Rewritten, at: tuple[int, ...]) -> dict[str, Tensor]:
+    """What the placeholders of a device's graph are given, on ``meta``."""
+    found = {}
+    for node in rewritten.captured.graph_module.graph.nodes:
+        if node.op == "placeholder":
+            value, layout = node.meta["val"], rewritten.sharding.resting.get(node.name, rewritten.whole)
+            shape = local_shape(tuple(value.shape), layout, rewritten.sharding.mesh, at)
+            found[node.name] = torch.empty(shape, dtype=value.dtype, device="meta")
+    return found
 
 
 @contextmanager

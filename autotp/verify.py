@@ -21,6 +21,7 @@ from autotp.errors import AutotpError
 from autotp.lockstep import run_node
 from autotp.plan import AXIS_NAMES, Plan
 from autotp.rewrite import Rewritten, rewrite
+from autotp.verify_capture import compared_with_model
 from passes import ops
 from passes.factors import value_of
 from passes.layout import Layout, describe, take
@@ -153,6 +154,9 @@ class _Comparison:
         for graph in (self.graph, captured.graph_module.graph):
             place_constants(graph, device)
         self.nodes = {node.name: node for node in captured.graph_module.graph.nodes}
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.weights: dict[int, Tensor] = {}
+        self.whole_gradients: dict[str, list[Tensor | None]] = {}
         self.compared = 0
         self.failure: Departure | None = None
 
@@ -168,6 +172,7 @@ class _Comparison:
             missing = self.backward(whole, parts)
             gradients = self.gradients(whole, parts)
             departure = departure or missing or self.unreduced(gradients)
+        departure = departure or self.miscaptured(whole)
         return Verification(outputs, gradients, departure, self.tolerance, self.compared)
 
     def reference(self) -> dict[str, Any]:
@@ -265,19 +270,19 @@ class _Comparison:
     def outputs(self, whole: Mapping[str, Any], parts: Mapping[fx.Node, Any]) -> dict[str, float]:
         """The error of every output that is a tensor."""
         found = {}
-        for number, (mine, plain) in enumerate(self.leaves()):
+        for number, (_, mine, plain) in enumerate(self.leaves()):
             if mine in parts and isinstance(parts[mine], Parts):
                 values = [p.detach() for p in parts[mine]]
                 found[str(number)] = self.error(values, whole[plain.name], self.rewritten.whole)
         return found
 
-    def leaves(self) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """The nodes of the outputs, sharded and captured."""
+    def leaves(self) -> Iterator[tuple[int, fx.Node, fx.Node]]:
+        """The numbers and nodes of the outputs, sharded and captured."""
         given: Any = self.captured.graph_module.graph.output_node().args[0]
         made: Any = self.graph.output_node().args[0]
-        for mine, plain in zip(made[: self.captured.outputs], given, strict=False):
+        for number, (mine, plain) in enumerate(zip(made[: self.captured.outputs], given, strict=False)):
             if isinstance(mine, fx.Node) and isinstance(plain, fx.Node) and isinstance(plain.meta.get("val"), Tensor):
-                yield mine, plain
+                yield number, mine, plain
 
     def backward(self, whole: Mapping[str, Any], parts: Mapping[fx.Node, Any]) -> Departure | None:
         """The first gradient that departs, from the outputs back."""
@@ -288,10 +293,11 @@ class _Comparison:
         generator = torch.Generator().manual_seed(0)
         plain: list[Tensor] = []
         mine: list[list[Tensor]] = []
-        for node, original in self.leaves():
+        for number, node, original in self.leaves():
             value = whole[original.name]
             if value.requires_grad and node in parts and all(part.shape == value.shape for part in parts[node]):
                 weight = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
+                self.weights[number] = weight
                 plain.append((value * weight).sum())
                 mine.append([(part * weight).sum() for part in parts[node]])
         if not plain:
@@ -354,6 +360,21 @@ class _Comparison:
         for fqn, error in gradients.items():
             if not error <= self.tolerance:
                 return self.departure(names[fqn], "the reshard of its gradient gives other values", error)
+        return None
+
+    def miscaptured(self, whole: Mapping[str, Any]) -> Departure | None:
+        """The first value or gradient of the captured graph that is not the model's own."""
+        names = {fqn: name for name, fqn in self.captured.parameters.items()}
+        slopes = {fqn: self.whole_gradients.get(name, [None])[0] for fqn, name in names.items()}
+        gradients = {fqn: slope for fqn, slope in slopes.items() if slope is not None}
+        least = {fqn: self.cancelled(name) for fqn, name in names.items()}
+        found = compared_with_model(
+            self.model, self.captured, self.args, self.kwargs, whole, self.weights, gradients, least
+        )
+        for name, what, error in found:
+            self.compared += 1
+            if not error <= self.tolerance:
+                return self.departure(names.get(name, name), f"{what} in the captured graph is not the model's own", error)
         return None
 
     def cancelled(self, name: str) -> float:

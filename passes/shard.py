@@ -17,12 +17,13 @@ import torch
 from torch import fx
 
 from passes import ops
+from passes.capture_build import arguments_of
 from passes.factors import Operator, Value, value_of
 from passes.layout import Layout, even_chunk, local_shape, splits
 from passes.panelled import Operand, panelled
 from passes.reshard import Step, steps
 from passes.rules.shapes import operands_of
-from passes.rules.table import Rule, name_of, rule_of
+from passes.rules.table import Rule, rule_of
 from passes.strategy import SUM, Strategy, Want, gradient_of, whole_layout
 from passes.world import LocalWorld
 
@@ -257,9 +258,13 @@ def _pack(*values: Any) -> tuple:
 def draws(node: fx.Node) -> bool:
     """Whether a node draws random numbers."""
     target = node.target
-    if name_of(node) == "aten.scaled_dot_product_attention.default":
-        return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    given = arguments_of(node, node.args, node.kwargs)
+    if not given.get("train", given.get("training", True)):
+        return False
+    # Attention and recurrent networks are tagged so for a dropout that most have not.
+    return bool(given.get("dropout_p", given.get("dropout", True)))
 
 
 def _divide(args: list, position: int, ways: int) -> None:

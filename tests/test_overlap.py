@@ -13,6 +13,7 @@ import autotp
 from autotp.overlapped import Overlap
 from autotp.rewrite import rewrite
 from autotp.simulate import Simulated
+from autotp.tracing import predicted
 from passes.launches import launch
 from passes.schedule import Limits
 from passes.world import LocalWorld
@@ -225,3 +226,59 @@ def test_chunks_are_saved_with_the_plan(tmp_path):
     assert found.chunks == {"batch": 2, "rows": 1}
     assert found.hash != dataclasses.replace(plan, chunks={}).hash
     assert dataclasses.replace(plan, chunks={"batch": 1}).hash == dataclasses.replace(plan, chunks={}).hash
+
+
+class Thin(nn.Module):
+    """Dims that two devices share out as two and one elements, and a product that cares."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 3)
+        self.norm, self.last = nn.LayerNorm(5), nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x):
+        return (self.second(torch.nn.functional.gelu(self.norm(self.first(x)))) @ self.last).square().mean()
+
+
+def test_graphs_that_differ_are_told_before_they_run(caplog):
+    torch.manual_seed(0)
+    model, args = Thin().double(), (torch.randn(12, 2, 5, dtype=torch.float64),)
+    plan = planned(model, args, "tensor3d", (2, 2))
+    assert plan.schedule == "overlap" and "may run without: parts of one element" in caplog.text
+    with pytest.raises(autotp.AutotpError, match="no schedule: dims are split unevenly"):
+        predicted(model, plan, args)
+    ours = autotp.simulate(model, plan, args, schedule="overlap")
+    same(model, ours, args)
+    assert list(ours._compiled.values()) == [None]
+
+
+def test_autocast_is_said_to_have_no_overlap(caplog):
+    model, args = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), (torch.randn(8, 8),)
+    ours = autotp.simulate(model, planned(model, args, "data"), args, schedule="overlap")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results = [ours(*args) for _ in range(2)]
+    assert not ours._compiled and results[0].dtype == torch.bfloat16
+    assert caplog.text.count("no overlap of computing and communicating under torch.autocast") == 1
+
+
+class Recurrent(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.cell, self.end = nn.GRU(8, 8, 2, batch_first=True, dropout=dropout), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.end(self.cell(x)[0]).square().mean()
+
+
+def test_a_recurrent_network_draws_only_if_it_drops(caplog):
+    torch.manual_seed(0)
+    args = (torch.randn(8, 4, 8, dtype=torch.float64),)
+    model = Recurrent(0.0).double()
+    plan = planned(model, args, "data")
+    assert plan.schedule == "overlap" and "draw" not in caplog.text
+    ours = autotp.simulate(model, plan, args)
+    same(model, ours, args)
+    assert all(ours._compiled.values())
+    model = Recurrent(0.5).double()
+    assert planned(model, args, "data").schedule == "none" and "gru draw random numbers" in caplog.text
+    assert planned(model.eval(), args, "data").schedule == "overlap"

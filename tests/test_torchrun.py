@@ -41,7 +41,7 @@ def test_panels_equal_one_device():
     assert "exact" in done.stdout
 
 
-@pytest.mark.parametrize("case", ["meta", "dropout", "local_inputs", "checkpoint", "destroyed", "twice", "orders"])
+@pytest.mark.parametrize("case", ["meta", "dropout", "local_inputs", "checkpoint", "destroyed", "twice", "orders", "hooks"])
 def test_special_cases(case):
     done = torchrun(2, "special.py", case)
     assert done.returncode == 0, done.stderr[-3000:]

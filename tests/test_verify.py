@@ -163,6 +163,45 @@ def test_swapped_shard():
     assert found.departure.operator in (node.meta["tensor"], made.captured.parameters.get(node.meta["tensor"]))
 
 
+class Remembers(nn.Module):
+    """Keeps a mean of what it saw, which it uses, and some rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(2, 8))
+
+    def forward(self, x):
+        y = self.linear(x)
+        with torch.no_grad():
+            self.seen[1].mul_(0.9).add_(y.mean(0))
+        return (y @ self.seen.T).square().mean(), y
+
+
+@pytest.mark.parametrize(
+    ("planted", "where"),
+    [
+        (None, None),
+        ("without_gradient", "the gradient of linear.weight in the captured graph"),
+        ("put_back", "output 0 in the captured graph"),
+    ],
+)
+def test_a_captured_graph_that_is_not_the_model_is_found(monkeypatch, planted, where):
+    from passes import functionalise
+
+    if planted == "without_gradient":
+        monkeypatch.setattr(functionalise._Functionaliser, planted, lambda self, new, like: new)
+    if planted == "put_back":
+        monkeypatch.setattr(functionalise, planted, lambda build, view, source, new, like: source)
+    torch.manual_seed(0)
+    model, args = Remembers().double(), (torch.randn(8, 8, dtype=torch.float64),)
+    plan = autotp.plan(model, autotp.Topology.flat(2), args, strategy="data")
+    found = verify(model, plan, args)
+    assert found.right == (planted is None)
+    assert planted is None or found.departure.where.startswith(where), found.departure
+    assert torch.equal(model.seen, torch.zeros(2, 8)), "the model is as it was"
+
+
 def test_refusals():
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     x = torch.randn(4, 4)

@@ -14,6 +14,7 @@ from models import MODELS
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import Replicate, Shard
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves
 
 import autotp
@@ -199,6 +200,39 @@ def twice():
         assert "needs x as in the forward pass" in str(error), error
     else:
         raise AssertionError("it took what was changed for what it was")
+
+
+def hooks():
+    """Hooks see the model's own arguments, and a moving average of the weights is a module of its own."""
+    for strategy in ("data", "zero3", "megatron-1d"):
+        for schedule in ("overlap", "none"):
+            torch.manual_seed(0)
+            model, x = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)), torch.randn(8, 8)
+            parallel = autotp.parallelize(model, None, (x,), strategy=strategy, mesh=(2,), schedule=schedule)
+            seen = []
+            parallel.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0].shape))
+            parallel.register_forward_hook(lambda module, args, result: result * 2)
+            parallel.register_full_backward_hook(lambda module, given, taken, seen=seen: seen.append("backward"))
+            result = parallel(x)
+            torch.testing.assert_close(result, 2 * model(x))
+            result.sum().backward()
+            assert seen == [x.shape, "backward"], seen
+            average = AveragedModel(parallel, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+            before = {name: value.full_tensor().clone() for name, value in parallel.named_parameters()}
+            with torch.no_grad():
+                for value in parallel.parameters():
+                    value.mul_(3)
+            average.update_parameters(parallel)  # the first takes them as they are
+            with torch.no_grad():
+                for value in parallel.parameters():
+                    value.div_(3)
+            average.update_parameters(parallel)
+            for name, value in average.module.named_parameters():
+                torch.testing.assert_close(value.full_tensor(), 2 * before[name])
+                assert value.grad.full_tensor().equal(parallel.get_parameter(name).grad.full_tensor())
+            average.module.load_state_dict(parallel.state_dict())
+            torch.testing.assert_close(average(x).detach(), parallel(x).detach())
+            average(x).sum().backward()
 
 
 def orders():
