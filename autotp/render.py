@@ -152,6 +152,8 @@ def _header(plan: Plan) -> Table:
     grid.add_row("strategy", escape(str(plan.strategy)))
     grid.add_row("mesh", f"{mesh or '1 device'}  [dim](outermost first)[/]")
     grid.add_row("topology", f"{escape(topology.name)}: {_levels(topology)}")
+    if plan.schedule == "none" and plan.topology.devices > 1:
+        grid.add_row("schedule", "none  [dim](no communication is hidden)[/]")
     if plan.chunks:
         of = {"batch": "of the batch", "rows": "of products' rows"}
         said = (f"{n} {of[kind]}, in {plan.chunked.get(kind, 0):,} operators" for kind, n in plan.chunks.items())

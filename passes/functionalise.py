@@ -8,6 +8,7 @@ functionalise too, but it forgets ``torch.no_grad`` blocks and ``detach`` and wi
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Collection, Mapping
@@ -189,10 +190,8 @@ class _Functionaliser:
             if operator_name(node.target) == "aten::instance_norm":
                 given = arguments_of(node, args, kwargs)
                 if given["use_input_stats"] and given["running_mean"] is not None:
-                    raise CaptureError(
-                        f"{where(node)}: instance norm that updates running statistics is not supported; "
-                        "use track_running_stats=False or model.eval()"
-                    )
+                    self.instance_norm(node, given)
+                    return
             if _is_write(node):
                 self.in_place(node, args, kwargs)
                 return
@@ -220,17 +219,38 @@ class _Functionaliser:
             if given[name] is not None:
                 self.write(old[name], self.build.emit(operator.getitem, (norm, i), like=node), node)
 
+    def instance_norm(self, node: fx.Node, given: Mapping[str, Any]) -> None:
+        """The norm itself needs no running statistics; these are means over the batch of each instance's own."""
+        emit = functools.partial(self.build.emit, like=node)
+        x, momentum = given["input"], given["momentum"]
+        alone = {**given, "running_mean": None, "running_var": None}
+        self.root(node, emit(aten.instance_norm.default, list(alone.values())))
+        inner = list(range(2, x.meta["val"].dim()))
+        old = arguments_of(node, node.args, dict(node.kwargs))
+        for name, made in (
+            ("running_mean", emit(aten.mean.dim, (x, inner))),
+            ("running_var", emit(aten.var.correction, (x, inner), {"correction": 1})),
+        ):
+            update = emit(aten.mul.Tensor, (emit(aten.mean.dim, (made, [0])), momentum))
+            new = emit(aten.add.Tensor, (emit(aten.mul.Tensor, (given[name], 1 - momentum)), update))
+            self.write(old[name], self.without_gradient(new, node), node)
+
     def in_place(self, node: fx.Node, args: Any, kwargs: Any) -> None:
         target: Any = node.target
         reshapes = torch.Tag.inplace_view in target.tags and target is not aten.detach_.default
-        if _writes(target) != [0] or reshapes or not isinstance(node.args[0], fx.Node):
+        where_to = [target._schema.arguments[i].name for i in _writes(target)]
+        written = arguments_of(node, node.args, dict(node.kwargs))[where_to[0]]
+        if len(where_to) != 1 or reshapes or not isinstance(written, fx.Node):
             raise CaptureError(f"{where(node)}: {target} cannot be made out-of-place; use an out-of-place operator")
-        written, before = node.args[0], args[0]
+        before = self.current(written)
         old = before.meta["val"]
+        kwargs = {name: value for name, value in kwargs.items() if name != where_to[0]}
         if target is aten.copy_.default:
             new, shape = args[1], old.shape
         else:
             new, shape = self.build.emit(_out_of_place(node), args, kwargs, like=node), old.shape
+            if where_to == ["out"] and new.meta["val"].shape != shape:
+                raise CaptureError(f"{where(node)}: {target} changes the shape of what it writes to")
         if new.meta["val"].dtype != old.dtype:
             new = self.build.emit(aten.to.dtype, (new, old.dtype), like=node)
         if new.meta["val"].device != old.device:
@@ -312,7 +332,18 @@ def _out_of_place(node: fx.Node) -> Any:
     space, _, short = name.partition("::")
     plain = f"__{short[3:]}" if short.startswith("__i") else short.removesuffix("_")
     found = getattr(getattr(torch.ops, space), plain, None)
-    found = getattr(found, overload or "default", None)
-    if found is None or plain == short:
+    found = _without_out(target) if plain == short else getattr(found, overload or "default", None)
+    if found is None:
         raise CaptureError(f"{where(node)}: {target} has no out-of-place form; use an out-of-place operator")
     return found
+
+
+def _without_out(target: Any) -> Any:
+    """The overload that takes the same and gives what this one writes, such as ``div.Tensor`` for ``div.out``."""
+    packet = target.overloadpacket
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if not a.is_out]
+    for overload in packet.overloads():
+        found = getattr(packet, overload)
+        if [(a.name, str(a.type)) for a in found._schema.arguments] == wanted:
+            return found
+    return None

@@ -85,6 +85,13 @@ def _no_grad_through_views(self: Any, y: torch.Tensor) -> Any:
     return z * t.detach()
 
 
+def _into_out(self: Any, y: torch.Tensor) -> Any:
+    with torch.no_grad():
+        torch.mul(y[0], 2.0, out=self.state)
+        nn.functional.normalize(self.state, dim=0, out=self.state)
+    return y @ self.state.clone()
+
+
 def _detached(self: Any, y: torch.Tensor) -> Any:
     with torch.no_grad():
         z = y * 2
@@ -128,7 +135,7 @@ def _multiple(self: Any, y: torch.Tensor) -> Any:
 
 PROGRAMS = [
     _add, _row, _through_views, _rotated, _masked, _buffer, _buffer_and_view, _no_grad,
-    _no_grad_through_views, _detached, _autocast_off, _split, _views, _dropped, _multiple,
+    _no_grad_through_views, _into_out, _detached, _autocast_off, _split, _views, _dropped, _multiple,
 ]  # fmt: skip
 
 
@@ -154,6 +161,13 @@ def test_one_spelling() -> None:
         "aten.to.dtype",
         "aten.to.dtype",
     ]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_norms_that_remember(training: bool) -> None:
+    norm = nn.InstanceNorm2d(8, affine=True, track_running_stats=True, momentum=0.3)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.utils.parametrizations.spectral_norm(nn.Conv2d(8, 4, 1)))
+    check(model.train(training), image(2, 3, 6, 6))
 
 
 _VIEWS: dict[str, Any] = {
