@@ -2,7 +2,8 @@
 
 What to do comes one file after the other (`benchmarks.phases`): a plan, and the ways to run it, which take turns. What
 computing takes alone is timed with the same graphs and collectives that answer at once, and what communicating takes alone
-by repeating the step's collectives, one after the other, without anything between them. Graphs are traced once for all
+by repeating the step's collectives without anything between them: one after the other as they are, and all at once as the
+schedule merges them. Graphs are traced once for all
 plans that cut the model alike; what is left for each plan is to schedule them by its machine.
 """
 
@@ -41,7 +42,7 @@ WAYS: dict[str, tuple[str, dict[str, int] | None, bool]] = {
     "bucketing alone": ("overlap", {}, True),
     "as planned": ("overlap", None, True),
 }
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+KINDS = ("all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "all_to_all")
 
 
 def main() -> None:
@@ -82,13 +83,14 @@ class _Runner:
         for way in ways:
             steps[way] = self.step(planned, *WAYS[way])
         plain = replace(planned, chunks={})
-        calls, sizes = _recorded(self.parallel(plain, "none"), self.args)
+        calls, sizes = _recorded(self.world(plain, "none"), self.step(plain, "none", None, merge=False))
         steps["communication alone"] = lambda: [call().wait() for call in calls]
-        compute = self.step(plain, "overlap", None, merge=True)
-        world: Any = self.parallel(plain, "overlap").get_submodule("autotp_world")
-        steps["compute alone"] = lambda: _muted(world, compute)
-        found = medians(steps, rounds, timed_steps=3)
-        found["processor"] = _core_seconds(steps["communication alone"])
+        world, whole = self.world(plain, "overlap"), self.step(plain, "overlap", None, merge=True)
+        merged, _ = _recorded(world, whole)
+        steps["communication at once"] = lambda: [pending.wait() for pending in [call() for call in merged]]
+        steps["compute alone"] = lambda: _muted(world, whole)
+        found = medians(steps, rounds, timed_steps=1, first=False)
+        found["processor"] = _core_seconds(steps["communication at once"])
         found["sent"] = sum(map(_sent, sizes))
         return found
 
@@ -105,6 +107,10 @@ class _Runner:
             step_of(parallel, self.args)
 
         return run
+
+    def world(self, plan: autotp.Plan, schedule: str) -> Any:
+        """What the collectives of a plan's module are called on."""
+        return self.parallel(plan, schedule).get_submodule("autotp_world")
 
     def parallel(self, plan: autotp.Plan, schedule: str) -> Any:
         """The distributed module of a plan, which has run a step."""
@@ -139,11 +145,10 @@ class _Mute:
 def _muted(world: ProcessWorld, step: Callable[[], None]) -> None:
     """A step whose collectives answer at once."""
     mute = _Mute(world)
-    kinds = (*KINDS, "all_reduce_")
-    for kind in kinds:
+    for kind in KINDS:
         setattr(world, kind, getattr(mute, kind))
     step()
-    for kind in kinds:
+    for kind in KINDS:
         delattr(world, kind)
 
 
@@ -167,15 +172,12 @@ def _busy() -> float:
 def _sent(call: tuple[str, int, float]) -> float:
     """Bytes that a rank sends in a collective, by a ring: of so many ranks, and so many bytes given by each."""
     kind, ways, size = call
-    share = {"all_reduce": 2 * (ways - 1) / ways, "all_gather": ways - 1}.get(kind, (ways - 1) / ways)
+    share = {"all_reduce": 2 * (ways - 1) / ways, "all_gather": ways - 1}.get(kind.rstrip("_"), (ways - 1) / ways)
     return share * size
 
 
-def _recorded(
-    parallel: torch.nn.Module, args: tuple[Tensor, ...]
-) -> tuple[list[Callable[[], Pending]], list[tuple[str, int, float]]]:
+def _recorded(world: Any, step: Callable[[], Any]) -> tuple[list[Callable[[], Pending]], list[tuple[str, int, float]]]:
     """The collectives of one step, to be called again, and their kinds, ranks and bytes."""
-    world: Any = parallel.get_submodule("autotp_world")
     calls: list[Callable[[], Pending]] = []
     sizes: list[tuple[str, int, float]] = []
 
@@ -194,7 +196,7 @@ def _recorded(
 
     for kind in KINDS:
         listen(kind)
-    step_of(parallel, args)
+    step()
     for kind in KINDS:
         delattr(world, kind)
     return calls, sizes

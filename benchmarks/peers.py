@@ -26,6 +26,7 @@ from costmodel import Topology
 from passes.capture import capture
 
 MODELS = ("decoder", "unet")
+PEERS = ("DDP", "FSDP2", "TP")
 ROUNDS = 3
 
 
@@ -104,10 +105,13 @@ def report(rows: Sequence[Row], over: Sequence[Sequence[str]]) -> str:
     shown = []
     for row in rows:
         times = row.times
-        ratios = [f"{times[peer] / times['auto']:.2f}" if peer in times else "" for peer in ("DDP", "FSDP2", "TP")]
+        ratios = [f"{times[peer] / times['auto']:.2f}" if peer in times else "" for peer in PEERS]
         shown.append([row.interconnect, row.model, row.plan, f"{times['auto']:.3f}", *ratios])
     header = ["interconnect", "model", "mesh that auto chose", "auto, s", "DDP", "FSDP2", "tensor parallel"]
     costs = ["model", "processes", "plan", "beside", "its seconds", "the other's", "ratio"]
+    pairs = [(row, peer, row.times[peer] / row.times["auto"]) for row in rows for peer in PEERS if peer in row.times]
+    slower = [f"{peer} with the {row.model} on {row.interconnect} ({ratio:.2f})" for row, peer, ratio in pairs if ratio < 1]
+    said = f"`auto` is slower in {len(slower)} of {len(pairs)}: than {', '.join(slower)}" if slower else "None is quicker"
     return f"""# Beside DDP, FSDP2 and tensor parallel by hand
 
 Made by `python -m benchmarks.peers --write`, as root, on {machine()}, {allocator()}.
@@ -120,6 +124,8 @@ rank's own part, which is a message less. Four ranks share two cores here: what 
 it takes from another rank's computing, so overlap wins less than on devices that only compute.
 
 {table(header, shown)}
+
+{said}.
 
 What the distributed graph costs by itself: one process beside the eager model, and two processes with unlimited links
 beside DTensor's tensor parallel.

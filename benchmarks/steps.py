@@ -49,10 +49,12 @@ def main() -> None:
     finish(medians(steps, chosen.rounds), chosen.out)
 
 
-def medians(steps: Mapping[str, Callable[[], Any]], rounds: int, timed_steps: int = TIMED) -> dict[str, float]:
-    """Seconds of each step, which take turns of so many timed steps."""
+def medians(
+    steps: Mapping[str, Callable[[], Any]], rounds: int, timed_steps: int = TIMED, first: bool = True
+) -> dict[str, float]:
+    """Seconds of each step, which take turns of so many timed steps; ``first``, before those, one of none."""
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(1 + rounds):
+    for number in range(0 if first else 1, 1 + rounds):
         for name, step in steps.items():
             for _ in range(WARM_UP):
                 timed(step)

@@ -112,6 +112,8 @@ def _example(
     if not args and not kwargs:
         kwargs = getattr(model, "dummy_inputs", None)
         if not isinstance(kwargs, Mapping) or not kwargs:
+            kwargs = {}
+        if not kwargs and inspect.signature(model.forward).parameters:
             raise ValueError(f"{type(model).__name__}: no example inputs; pass args=(...) or kwargs={{...}} as in a call")
     meta = any(p.is_meta for p in model.parameters())
 

@@ -105,6 +105,23 @@ class Recurrent(nn.Module):
         return self.out(self.cell(x)[0])
 
 
+class Alone(nn.Module):
+    """No inputs: it makes something of what it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.start, self.linear = nn.Parameter(torch.randn(8, 6)), nn.Linear(6, 4)
+
+    def forward(self):
+        return self.linear(self.start).tanh()
+
+
+def remembering():
+    """Instance norm's running statistics, and a spectral norm's vectors, which are written into."""
+    norm = nn.InstanceNorm2d(8, affine=True, track_running_stats=True)
+    return nn.Sequential(nn.Conv2d(4, 8, 3), norm, nn.utils.parametrizations.spectral_norm(nn.Conv2d(8, 4, 1)))
+
+
 def encoder():
     return nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
 
@@ -116,6 +133,8 @@ CASES = {
     "tied": (Tied, lambda: (torch.randint(0, 11, (8, 6)),)),
     "statistics": (Statistics, lambda: (torch.randn(8, 6).double(),)),
     "recurrent": (Recurrent, lambda: (torch.randn(4, 3, 6).double(),)),
+    "alone": (Alone, lambda: ()),
+    "remembering": (remembering, lambda: (torch.randn(4, 4, 6, 6).double(),)),
     "encoder": (encoder, lambda: (torch.randn(4, 8, 16).double(),)),
 }
 
