@@ -180,17 +180,24 @@ def _recorded(world: Any, step: Callable[[], Any]) -> tuple[list[Callable[[], Pe
     """The collectives of one step, to be called again, and their kinds, ranks and bytes."""
     calls: list[Callable[[], Pending]] = []
     sizes: list[tuple[str, int, float]] = []
+    inside = False
 
     def listen(kind: str) -> None:
         original = getattr(world, kind)
 
         def call(parts: Any, *rest: Any) -> Pending:
+            nonlocal inside
+            if inside:  # one primitive made of another
+                return original(parts, *rest)
             mine = [part.detach().clone() for part in parts]
             calls.append(lambda: original(mine, *rest))
             axes = rest[0] if isinstance(rest[0], tuple) else (rest[0],)
             ways = math.prod(world.mesh_shape[axis] for axis in axes)
             sizes.append((kind, ways, float(sum(part.numel() * part.element_size() for part in mine))))
-            return original(parts, *rest)
+            inside = True
+            pending = original(parts, *rest)
+            inside = False
+            return pending
 
         setattr(world, kind, call)
 
