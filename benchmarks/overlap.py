@@ -244,8 +244,21 @@ def report(cells: Sequence[Cell]) -> str:
         "most of all where little is computed for every byte. Where activations travel (megatron-1d, tensor3d) a step "
         "cannot reach the floor: the forward pass does a third of the computing and half of the communicating, and hides "
         f"only what it can. Medians of three steps, all ways in turn. {machine()}, {allocator()}. "
-        "Made by `python -m benchmarks.overlap --write`, as root; `run` is when the run began that measured a row.\n\n"
+        "Made by `python -m benchmarks.overlap --write`, as root; `run` is when the run began that measured a row."
+        f"{_older(cells)}\n\n"
         f"![Every way's time over the floor's, cell by cell]({PLOT})\n\n{_summary(cells)}\n" + table(header, rows)
+    )
+
+
+def _older(cells: Sequence[Cell]) -> str:
+    """What rows are that were measured before communicating at once was."""
+    older = sum("communication at once" not in cell.times for cell in cells)
+    return (
+        f" {older} rows, without communication at once, are of before: three steps of a way in one turn, and a floor of "
+        "collectives one after the other, which is too high where they are merged; those that say so were read back from "
+        "rounded figures."
+        if older
+        else ""
     )
 
 
