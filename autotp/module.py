@@ -92,13 +92,13 @@ class DistributedModule(OneMode, fx.GraphModule):
         self._overlapping = None if how is None else Schedules(rewritten.graph_module, world, how, compiled)
 
     def recompile(self) -> PythonCode:
-        """The sharded graph as Python; what the module does when it is called, hooks and all, is ``run``."""
+        """The sharded graph as Python; what the module does when it is called, hooks and all, is ``_run``."""
         code = super().recompile()
         own: Any = type(self)
-        own.sharded, own.forward = own.forward, DistributedModule.run
+        own._sharded, own.forward = own.forward, DistributedModule._run
         return code
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass of the model, with the model's own arguments and output structure."""
         captured = self._captured
         inputs = self._signature.flatten(args, kwargs)
@@ -106,9 +106,9 @@ class DistributedModule(OneMode, fx.GraphModule):
         results = self._overlapping.run(self._values(inputs)) if self._overlapping is not None else None
         if results is None and torch.is_grad_enabled():
             with ops.Regather(world):  # type: ignore[arg-type]
-                results = self.sharded(*inputs)  # type: ignore[operator]
+                results = self._sharded(*inputs)  # type: ignore[operator]
         elif results is None:
-            results = self.sharded(*inputs)  # type: ignore[operator]
+            results = self._sharded(*inputs)  # type: ignore[operator]
         with torch.no_grad():
             for name, value in zip(captured.mutations, results[captured.outputs :], strict=True):
                 self.get_buffer(captured.buffers[name]).copy_(value)

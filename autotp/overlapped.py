@@ -286,7 +286,7 @@ class _Pass(torch.autograd.Function):
         graphs = compiled.graphs
         results = list(compiled.forward([*_grouped(inputs, hosted), seed]))
         ctx.compiled, ctx.seed, ctx.hosted = compiled, seed, hosted
-        ctx.inputs, ctx.versions = inputs, [tensor._version for tensor in inputs]
+        ctx.inputs, ctx.versions = inputs, [_version(tensor) for tensor in inputs]
         outputs, saved = results[: graphs.outputs], results[graphs.outputs :]
         given = {id(tensor) for tensor in inputs}
         flat: list[Any] = []
@@ -337,6 +337,10 @@ class _Pass(torch.autograd.Function):
         return None, None, None, *found
 
 
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _freed(ctx: Any) -> bool:
     """Whether what was saved for the backward pass was let go."""
     try:
@@ -349,7 +353,7 @@ def _differentiable(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor
     """The gradients of the inputs, with a graph of their own: of the sharded graph as it is, which is run again."""
     graphs, count = ctx.compiled.graphs, max(ctx.hosted, 1)
     assert ctx.saved_tensors is not None, "torch's own error, where they were let go"
-    changed = [i for i, (tensor, was) in enumerate(zip(ctx.inputs, ctx.versions, strict=True)) if tensor._version != was]
+    changed = [i for i, (tensor, was) in enumerate(zip(ctx.inputs, ctx.versions, strict=True)) if _version(tensor) != was]
     if changed:
         names = ", ".join(dict.fromkeys(graphs.inputs[i // count] for i in changed))
         raise AutotpError(f"a gradient of a gradient needs {names} as in the forward pass; it was changed in place since")

@@ -230,6 +230,8 @@ def hooks():
             for name, value in average.module.named_parameters():
                 torch.testing.assert_close(value.full_tensor(), 2 * before[name])
                 assert value.grad.full_tensor().equal(parallel.get_parameter(name).grad.full_tensor())
+            with torch.inference_mode():
+                torch.testing.assert_close(parallel(x.clone()), result.detach())
             average.module.load_state_dict(parallel.state_dict())
             torch.testing.assert_close(average(x).detach(), parallel(x).detach())
             average(x).sum().backward()
