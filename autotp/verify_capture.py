@@ -54,7 +54,7 @@ def compared_with_model(
     for name, node in zip(captured.mutations, given[captured.outputs :], strict=True):
         fqn = captured.buffers[name]
         yield node.name, f"the new value of buffer {fqn}", _error(values[node.name], buffers[fqn])
-    if not loss or not (torch.stack(loss).sum()).requires_grad:
+    if not any(part.requires_grad for part in loss):
         return
     trained = {name: leaf for name, leaf in state.items() if leaf.requires_grad}
     found = torch.autograd.grad(torch.stack(loss).sum(), list(trained.values()), allow_unused=True)

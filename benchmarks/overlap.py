@@ -1,4 +1,4 @@
-"""Step times with and without overlap on emulated interconnects: python -m benchmarks.overlap [--write] (an hour)
+"""Step times with and without overlap on emulated interconnects: python -m benchmarks.overlap [--write] (two hours)
 
 What was measured is kept in benchmarks/measured/overlap.json, case by case as it is done; the document is made of that. So
 a run that is broken off loses one case, and ``--only unet,megatron-1d`` measures again what has these names.

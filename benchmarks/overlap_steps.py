@@ -3,8 +3,8 @@
 What to do comes one file after the other (`benchmarks.phases`): a plan, and the ways to run it, which take turns. What
 computing takes alone is timed with the same graphs and collectives that answer at once, and what communicating takes alone
 by repeating the step's collectives without anything between them: one after the other as they are, and all at once as the
-schedule merges them. Graphs are traced once for all
-plans that cut the model alike; what is left for each plan is to schedule them by its machine.
+schedule merges them. Graphs are traced once for all plans that cut the model alike; what is left for each plan is to
+schedule them by its machine.
 """
 
 from __future__ import annotations
