@@ -19,7 +19,7 @@ def drawn(rows: Sequence[tuple[str, dict[str, float], float]], wanted: float) ->
     """An SVG of dots, a row each.
 
     Args:
-        rows: (label, way -> seconds over the floor's, the cores' floor over the floor).
+        rows: (label, way -> seconds over the floor's, what passes reach over the floor).
         wanted: a line to compare with, in the same unit.
     """
     with matplotlib.rc_context({"svg.hashsalt": "overlap", "font.size": 8}):
@@ -28,7 +28,7 @@ def drawn(rows: Sequence[tuple[str, dict[str, float], float]], wanted: float) ->
         places = range(len(rows))
         for number, way in enumerate(rows[0][1]):
             axes.plot([times[way] for _, times, _ in rows], places, _MARKS[number % len(_MARKS)], ms=4, label=way)
-        axes.plot([cores for _, _, cores in rows], places, "|", ms=10, color="black", label="the cores' floor")
+        axes.plot([reach for _, _, reach in rows], places, "|", ms=10, color="black", label="what passes reach")
         axes.axvline(1, color="black", lw=0.8)
         axes.axvline(wanted, color="grey", lw=0.8, ls="--")
         axes.set_yticks(places, [label for label, _, _ in rows])

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -63,12 +65,19 @@ def medians(
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def finish(found: Mapping[str, float] | float, out: Path) -> None:
-    """Writes what was found, on rank 0, and ends the job."""
+def finish(found: Mapping[str, float] | float, out: Path) -> NoReturn:
+    """Writes what was found, on rank 0, and ends the job.
+
+    The process ends at once: threads of groups that DDP and FSDP2 still hold may abort an interpreter that ends by and by
+    (pytorch issue 190489).
+    """
     if dist.get_rank() == 0:
         write_atomically(out, json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def step_of(parallel: torch.nn.Module, args: tuple) -> None:
