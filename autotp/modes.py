@@ -28,8 +28,18 @@ def different_otherwise(model: nn.Module, captured: Captured) -> tuple[str, ...]
     """
     if model.training:
         return tuple(node.name for node in captured.graph_module.graph.nodes if _trains(node))
-    dropouts = (name for name, module in model.named_modules() if isinstance(module, _DROPOUTS) and module.p > 0)
-    return (*dropouts, *(name for name, module in model.named_modules() if isinstance(module, _BATCH_NORMS)))
+    return tuple(name for name, module in model.named_modules() if _differs(module))
+
+
+def _differs(module: nn.Module) -> bool:
+    """Whether one of torch's own modules does something else in training than in evaluation."""
+    if isinstance(module, _DROPOUTS):
+        return module.p > 0
+    if isinstance(module, nn.MultiheadAttention):
+        return module.dropout > 0
+    if isinstance(module, nn.RNNBase):
+        return module.dropout > 0 and module.num_layers > 1
+    return isinstance(module, (nn.RReLU, _BATCH_NORMS))
 
 
 def _trains(node: fx.Node) -> bool:

@@ -21,12 +21,15 @@ from autotp.plan import Plan
 from autotp.rewrite import Rewritten
 from autotp.tracing import Event, recorded
 from passes import ops
+from passes.arranged import arranged
 from passes.shard import place_constants, used_groups
 from passes.world import ProcessWorld
 
 __all__ = ["DistributedModule"]
 
 _WORLD = "autotp_world"
+#: What a `DistributedModule` holds besides the model's state.
+_OWN = ("_captured", "_different", "_graph", "_overlapping", "_owners", "_signature")
 
 
 class DistributedModule(OneMode, fx.GraphModule):
@@ -75,6 +78,7 @@ class DistributedModule(OneMode, fx.GraphModule):
         graph = _bound(rewritten)
         for each in (graph, rewritten.graph_module.graph):
             place_constants(each, torch.device(mesh.device_type))
+        _require_free_names(root)
         super().__init__(root, graph, class_name="DistributedModule")
         for name, child in root.named_children():
             self.add_module(name, child)
@@ -161,7 +165,9 @@ class DistributedModule(OneMode, fx.GraphModule):
         values: dict[str, Tensor] = {name: parameter._local_tensor for name, parameter in parameters.items()}
         trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
         if trained and torch.is_grad_enabled():
-            values |= dict(zip(trained, _LocalParts.apply(*(parameters[name] for name in trained)), strict=True))
+            names = tuple(captured.parameters[name] for name in trained)
+            parts = _LocalParts.apply(names, *(parameters[name] for name in trained))
+            values |= dict(zip(trained, parts, strict=True))
         # What the step updates may be saved for the backward pass as it was.
         for name in captured.buffers:
             buffer: Any = owners[name][0]._buffers[owners[name][1]]
@@ -176,22 +182,34 @@ class _LocalParts(torch.autograd.Function):
     """This device's parts of all parameters at once: a step calls it once, where ``to_local`` is called for each."""
 
     @staticmethod
-    def forward(ctx: Any, *parameters: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
-        ctx.specs = [parameter._spec for parameter in parameters]
+    def forward(ctx: Any, names: tuple[str, ...], *parameters: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.names, ctx.parameters = names, parameters
+        ctx.versions = [parameter._version for parameter in parameters]
         ctx.set_materialize_grads(False)
         return tuple(parameter._local_tensor.view_as(parameter._local_tensor) for parameter in parameters)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        # What a DTensor's operators do to its part does not count as a change of that.
+        now = [parameter._version for parameter in ctx.parameters]
+        changed = [name for name, was, is_ in zip(ctx.names, ctx.versions, now, strict=True) if was != is_]
+        if changed:
+            raise AutotpError(
+                f"parameters were changed in place between the forward pass and its backward pass: {', '.join(changed[:4])}"
+                f"{f' and {len(changed) - 4} more' if len(changed) > 4 else ''}; the gradient would be of neither"
+            )
         made = _differentiable if torch.is_grad_enabled() else _plain
-        return tuple(g if g is None else made(g, spec) for g, spec in zip(gradients, ctx.specs, strict=True))
+        pairs = zip(gradients, ctx.parameters, strict=True)
+        return None, *(g if g is None else made(g, parameter) for g, parameter in pairs)
 
 
-def _plain(part: Tensor, spec: Any) -> DTensor:
-    return DTensor(part, spec, requires_grad=False)  # type: ignore[call-arg]
+def _plain(part: Tensor, parameter: Any) -> DTensor:
+    part = arranged(part, parameter._local_tensor.stride())
+    return DTensor(part, parameter._spec, requires_grad=False)  # type: ignore[call-arg]
 
 
-def _differentiable(part: Tensor, spec: Any) -> DTensor:
+def _differentiable(part: Tensor, parameter: Any) -> DTensor:
+    spec = parameter._spec
     return DTensor.from_local(part, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 
@@ -208,7 +226,7 @@ def _bound(rewritten: Rewritten) -> fx.Graph:
             continue
         if node.op == "placeholder" and node.target in captured.parameters:
             stored = graph.get_attr(captured.parameters[str(node.target)])
-            values[node] = graph.call_function(local_part, (stored,))
+            values[node] = graph.call_function(local_part, (stored, captured.parameters[str(node.target)]))
         elif node.op == "placeholder" and node.target in captured.buffers:
             values[node] = graph.get_attr(captured.buffers[str(node.target)])
         elif node.op == "placeholder":
@@ -220,9 +238,9 @@ def _bound(rewritten: Rewritten) -> fx.Graph:
     return graph
 
 
-def local_part(parameter: Tensor) -> Tensor:
+def local_part(parameter: Tensor, name: str) -> Tensor:
     """This device's part of a parameter; its gradient goes back as a ``DTensor``."""
-    return _LocalParts.apply(parameter)[0] if isinstance(parameter, DTensor) else parameter
+    return _LocalParts.apply((name,), parameter)[0] if isinstance(parameter, DTensor) else parameter
 
 
 def _attach(root: nn.Module, path: str, value: Tensor, persistent: bool = True) -> None:
@@ -236,6 +254,17 @@ def _attach(root: nn.Module, path: str, value: Tensor, persistent: bool = True) 
         module.register_parameter(name, value)
     else:
         module.register_buffer(name, value, persistent)
+
+
+def _require_free_names(root: nn.Module) -> None:
+    """Refuses state whose name a graph module needs itself."""
+    names = {*root._modules, *root._parameters, *root._buffers}
+    needed = (set(dir(DistributedModule)) - set(dir(nn.Module))) | {"plan", "meta", *_OWN}
+    if taken := sorted(names & needed):
+        raise AutotpError(
+            f"the model's {', '.join(taken)} cannot keep that name: a torch.fx.GraphModule, which the distributed module "
+            "is, has something else of the name. Rename it, or put the model inside another module"
+        )
 
 
 def _find(root: nn.Module, path: str) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from autotp.errors import AutotpError
 from autotp.lockstep import execute
 from passes import ops
+from passes.arranged import Arranged, as_traced
 from passes.bucket import Enough
 from passes.launches import HOSTED, launch, local
 from passes.ops import Parts, part_of
@@ -57,6 +58,7 @@ class Compiled:
     Attributes:
         graphs: what was scheduled, of this process's device or of the first.
         forward, backward: run them.
+        without: the backward graph for when some outputs, by their places among those that may have a gradient, have none.
         plain: the sharded graph as it is, for gradients of gradients: a seed and ``Parts`` of its inputs -> its outputs.
         again: schedules them otherwise, without tracing them anew.
     """
@@ -64,6 +66,7 @@ class Compiled:
     graphs: Overlapped
     forward: Runner
     backward: Runner
+    without: Callable[[frozenset[int]], Runner]
     plain: Plain
     again: Callable[[Overlap], Compiled]
 
@@ -120,9 +123,14 @@ def _plain(sharded: fx.GraphModule, world: World, seed: int, inputs: Sequence[Pa
 def _scheduled(mine: Halves, world: World, how: Overlap, plain: Plain) -> Compiled:
     graphs = mine.overlapped(_from_first(lambda: mine.buckets(how.enough)))
     orders = _from_first(lambda: graphs.orders(graphs.slots(how.durations, how.limits)))
-    forward, backward = graphs.modules(orders, world)
+    forward, backward = map(Arranged, graphs.modules(orders, world))
     _log.info("%d and %d nodes scheduled, forward and backward", *map(len, orders))
-    return Compiled(graphs, forward, backward, plain, lambda other: _scheduled(mine, world, other, plain))
+
+    @functools.cache
+    def without(missing: frozenset[int]) -> Runner:
+        return _scheduled(mine.without(missing), world, how, plain).backward
+
+    return Compiled(graphs, forward, backward, without, plain, lambda other: _scheduled(mine, world, other, plain))
 
 
 def _why(error: Exception) -> str:
@@ -224,7 +232,16 @@ def _all_scheduled(known: Mapping[Any, Halves], world: World, how: Overlap, plai
     modules = {at: each.modules(orders, world) for at, each in made.items()}
     graphs = [modules[None if even else at] for at in world.hosted]
     forward, backward = (_Lockstep([both[half] for both in graphs]) for half in (0, 1))
-    return Compiled(first, forward, backward, plain, lambda other: _all_scheduled(known, world, other, plain, even=even))
+
+    @functools.cache
+    def without(missing: frozenset[int]) -> Runner:
+        some = {at: each.without(missing) for at, each in known.items()}
+        return _all_scheduled(some, world, how, plain, even=even).backward
+
+    def again(other: Overlap) -> Compiled:
+        return _all_scheduled(known, world, other, plain, even=even)
+
+    return Compiled(first, forward, backward, without, plain, again)
 
 
 class _Lockstep:
@@ -261,7 +278,10 @@ class _Lockstep:
             return Parts(local(*part_of(args, i), index=i) for i, (args, _) in enumerate(arguments))
         if first.target is operator.getitem and not isinstance(arguments[0][0][0], Parts):
             return arguments[0][0][0][arguments[0][0][1]]
-        return Parts(first.target(*part_of(args, i), **part_of(kwargs, i)) for i, (args, kwargs) in enumerate(arguments))
+        return Parts(
+            as_traced(node, first.target(*part_of(args, i), **part_of(kwargs, i)))
+            for i, (node, (args, kwargs)) in enumerate(zip(nodes, arguments, strict=True))
+        )
 
     @staticmethod
     def _arguments(node: fx.Node, first: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Any, Any]:
@@ -291,14 +311,12 @@ class _Pass(torch.autograd.Function):
         given = {id(tensor) for tensor in inputs}
         flat: list[Any] = []
         fixed: list[Tensor] = []
-        ctx.like = []
         for i, output in enumerate(outputs):
             for part in output if isinstance(output, Parts) else [output] * max(hosted, 1):
                 if isinstance(part, Tensor):
                     if i in graphs.tangents:
                         # a view made in here could not be changed in place outside
                         part = part.clone() if part._is_view() or id(part) in given else part
-                        ctx.like.append((part.shape, part.dtype, part.device))
                     else:
                         part = part.view_as(part) if id(part) in given else part
                         fixed.append(part)
@@ -316,20 +334,18 @@ class _Pass(torch.autograd.Function):
         if torch.is_grad_enabled():
             return None, None, None, *_differentiable(ctx, gradients)
         mine = [gradients[i * count + d] for i in graphs.tangents for d in range(count)]
-        missing = {i for i in range(len(graphs.tangents)) if mine[i * count] is None}
-        filled = [
-            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient.contiguous()
-            for gradient, (shape, dtype, device) in zip(mine, ctx.like, strict=True)
-        ]
-        seen = {id(gradient) for gradient in filled}
-        values = [*_grouped(ctx.saved_tensors, hosted), *_grouped(filled, hosted)]
+        missing = frozenset(i for i in range(len(graphs.tangents)) if mine[i * count] is None)
+        run = ctx.compiled.without(missing) if missing else ctx.compiled.backward
+        flat = [None if gradient is None else gradient.contiguous() for gradient in mine]
+        seen = {id(gradient) for gradient in flat}
+        values = [*_grouped(ctx.saved_tensors, hosted), *_grouped(flat, hosted)]
         ctx.maybe_clear_saved_tensors()
         if _freed(ctx):
             ctx.inputs = ()
-        del mine, filled
+        del mine, flat
         found: list[Any] = [None] * (len(graphs.inputs) * count)
-        for i, gradient, made_of in zip(graphs.trained, ctx.compiled.backward(values), graphs.depends, strict=True):
-            if gradient is None or made_of <= missing:
+        for i, gradient, made_of in zip(graphs.trained, run(values), graphs.depends, strict=True):
+            if gradient is None or (made_of and made_of <= missing):
                 continue
             for d, part in enumerate(gradient if isinstance(gradient, Parts) else [gradient]):
                 found[i * count + d] = part.clone() if id(part) in seen else part

@@ -24,6 +24,7 @@ from autotp.overlapped import DIFFERENT, Compiled
 from autotp.plan import Plan
 from autotp.rewrite import Rewritten, apply
 from costmodel.toml_out import write_atomically
+from passes.arranged import Arranged, Boxed, as_traced
 from passes.capture import Captured, capture
 from passes.launches import called, launch, wait
 from passes.layout import local_shape
@@ -133,10 +134,16 @@ def recorded(compiled: Compiled, events: list[Event]) -> Iterator[Compiled]:
     moment at which its last message has arrived.
     """
     forward, backward = compiled.forward, compiled.backward
-    assert isinstance(forward, fx.GraphModule)
-    assert isinstance(backward, fx.GraphModule)
-    halves_ = (_Timed(half, part, events) for half, part in ((forward, "forward"), (backward, "backward")))
-    yield replace(compiled, **dict(zip(("forward", "backward"), halves_, strict=True)))  # type: ignore[arg-type]
+    assert isinstance(forward, Arranged)
+    assert isinstance(backward, Arranged)
+
+    def without(missing: frozenset[int]) -> _Timed:
+        some = compiled.without(missing)
+        assert isinstance(some, Arranged)
+        return _Timed(some.module, "backward", events)
+
+    both = _Timed(forward.module, "forward", events), _Timed(backward.module, "backward", events)
+    yield replace(compiled, forward=both[0], backward=both[1], without=without)
 
 
 class _Timed:
@@ -146,12 +153,10 @@ class _Timed:
         self.module, self.part, self.events = module, part, events
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
-        given = list(inputs)
-        inputs.clear()
-        return _Interpreter(self).run(*given, enable_io_processing=False)
+        return _Interpreter(self).run_boxed(inputs)
 
 
-class _Interpreter(fx.Interpreter):
+class _Interpreter(Boxed):
     def __init__(self, timed: _Timed) -> None:
         super().__init__(timed.module)
         self.timed = timed
@@ -159,7 +164,7 @@ class _Interpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """One node, with a note of when."""
         begin = time.time()
-        result = super().run_node(n)
+        result = as_traced(n, super().run_node(n))
         end = time.time()
         if n.op == "call_function":
             if n.target is launch:

@@ -64,10 +64,8 @@ def offset(world: World, size: int, axes: tuple[int, ...], like: Any) -> Any:
 
 def draw(world: World, seed: int, salt: int, axes: tuple[int, ...], like: Any, method: str, by: Sequence[float]) -> Any:
     """`passes.primitives.draw`, by the same generators as ``passes.ops.seeded``."""
-    results: list[Tensor] = []
-    for i, part in enumerate(like if isinstance(like, Parts) else [like]):
-        with world.generator(seed, salt, axes, i, [part]):
-            results.append(getattr(torch.empty_like(part, memory_format=torch.contiguous_format), method)(*by))
+    parts = like if isinstance(like, Parts) else [like]
+    results = [world.draw(seed, salt, axes, i, part, method, *by) for i, part in enumerate(parts)]
     return Parts(results) if isinstance(like, Parts) else results[0]
 
 

@@ -50,7 +50,7 @@ def normalise(graph: fx.Graph, mode: FakeTensorMode, mutated: Collection[str] = 
         if node.op == "placeholder":
             new[node] = build.placeholder(node.name, node.meta["val"])
         elif node.op == "output":
-            return build.finish(mapped(node.args[0]))
+            return build.finish(tree_map(lambda leaf: _copied(build, leaf, new), node.args[0]))
         elif operator_name(node.target) == "aten::clone" and _origin(new[node.args[0]]).name in mutated:
             new[node] = build.copy(node, mapped(node.args), mapped(dict(node.kwargs)))
         elif not operator_name(node.target).startswith(_CHECKS):
@@ -60,6 +60,17 @@ def normalise(graph: fx.Graph, mode: FakeTensorMode, mutated: Collection[str] = 
             first = next(iter(n for n in node.users if n in new and operator_name(n.target) == "aten::detach"), None)
             new[user] = build.copy(user, mapped(user.args), {}) if first is None else new[first]
     raise ValueError("the graph has no output node")
+
+
+def _copied(build: Builder, leaf: Any, new: dict[fx.Node, Any]) -> Any:
+    """An output, as a copy where it was one and what it copies is given: whoever has it may write to it."""
+    if not isinstance(leaf, fx.Node):
+        return leaf
+    value = new[leaf]
+    given = isinstance(value, fx.Node) and _origin(value).op != "call_function"
+    if given and isinstance(leaf.meta.get("val"), Tensor) and _origin(leaf).op == "call_function":
+        return build.emit(aten.clone.default, (value,), like=leaf)
+    return value
 
 
 def _origin(node: fx.Node) -> fx.Node:
@@ -115,6 +126,15 @@ def _neutral(element: float) -> Handler:
     return handle
 
 
+def _embedding(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Gradients of shards are dense, whatever was asked for: the same numbers."""
+    given = arguments_of(node, args, kwargs)
+    if not given["sparse"]:
+        return None
+    rest = (given[name] for name in ("weight", "indices", "padding_idx", "scale_grad_by_freq"))
+    return build.emit(aten.embedding.default, tuple(rest), like=node)
+
+
 def _cat(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     tensors = arguments_of(node, args, kwargs)["tensors"]
     return tensors[0] if len(tensors) == 1 and _same(tensors[0].meta["val"], node.meta["val"]) else None
@@ -131,4 +151,5 @@ _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("aten::add", "aten::sub"), _neutral(0)),
     **dict.fromkeys(("aten::mul", "aten::div", "aten::true_divide"), _neutral(1)),
     "aten::cat": _cat,
+    "aten::embedding": _embedding,
 }  # fmt: skip

@@ -12,7 +12,7 @@ import copy
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,6 +26,7 @@ from passes.logs import dump
 from passes.memory_format import channels_last, quicker, worthwhile
 from passes.partition import Cut, cut
 from passes.primitives import COLLECTIVES
+from passes.pruned import pruned
 from passes.schedule import Durations, Limits, Slot, reordered, schedule
 from passes.traced import Joint, trace
 from passes.world import World
@@ -113,6 +114,11 @@ class Halves:
                 rest = node.args[1:] if node.target in COLLECTIVES else ()
                 digest.update(f"{node.op} {node.target} {rest} {[number[n] for n in node.all_input_nodes]}\n".encode())
         return digest.hexdigest()[:16]
+
+    def without(self, missing: frozenset[int]) -> Halves:
+        """The same with a backward graph for when these of the outputs that may have a gradient have none."""
+        backward = pruned(self.cut.backward, len(self.joint.tangents), missing)
+        return replace(self, cut=replace(self.cut, backward=backward))
 
     def buckets(self, enough: Enough | None) -> tuple[Buckets, Buckets]:
         """Which small collectives to merge, in either half; None: none is."""

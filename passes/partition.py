@@ -16,6 +16,7 @@ from torch import fx
 
 from passes.memory import held
 from passes.primitives import COLLECTIVES, crop, own, pad
+from passes.pruned import made_of
 from passes.traced import Joint
 
 __all__ = ["Cut", "cut"]
@@ -102,11 +103,8 @@ def cut(joint: Joint) -> Cut:
     for node in _when_needed([n for n in nodes if n in needed and n not in values], later):
         values[node] = backward.node_copy(node, lambda n: values[n])
     backward.output(tuple(values[g] if isinstance(g, fx.Node) else g for g in gradients))
-    made_of: dict[fx.Node, frozenset[int]] = {node: frozenset({i}) for i, node in enumerate(tangents)}
-    for node in nodes:
-        if node in later and node not in made_of:
-            made_of[node] = frozenset().union(*(made_of.get(n, frozenset()) for n in node.all_input_nodes))
-    depends = tuple(made_of.get(g, frozenset()) for g in gradients)
+    sources = made_of(joint.graph, {node: i for i, node in enumerate(tangents)})
+    depends = tuple(sources.get(g, frozenset()) for g in gradients)
     return Cut(forward, backward, len(outputs), depends)
 
 

@@ -55,7 +55,8 @@ class Limits:
 
     Attributes:
         collectives: that may be under way at once in one lane.
-        slack: by how much the results held at once may exceed those of the order given, as a share of that order's peak.
+        slack: a share of the peak of what the order given holds at once. Beyond that and the peak together, nothing is
+            launched before its time, and the most urgent goes first only if it fits; what is begun by then may hold more.
     """
 
     collectives: int = 8

@@ -7,9 +7,8 @@ pass over the graph may move them.
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes import ops, primitives
+from passes.drawn import DRAWN
 from passes.reshard import Step
 from passes.shard import draws
 from passes.world import Pending, World
@@ -26,8 +26,6 @@ from passes.world import Pending, World
 __all__ = ["Joint", "Untraceable", "trace", "undrawn"]
 
 _aten = torch.ops.aten
-#: What SELU tends to, less its sign.
-_ALPHA = 1.7580993408473766
 
 
 class Untraceable(Exception):
@@ -78,76 +76,14 @@ class _TracedWorld(World):
         def noise(like: Tensor, method: str, *by: float) -> Tensor:
             return primitives.draw(seed, salt, list(axes), like, method, list(by))
 
-        if function not in _DRAWN:
+        if function not in DRAWN:
             raise Untraceable(f"{function} draws random numbers")
-        return _DRAWN[function](noise, *args, **kwargs)
-
-
-#: (a tensor like the one wanted, the method that fills it, what that is given) -> random numbers
-Noise = Callable[..., Tensor]
-
-
-def _dropout(noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:
-    if not train or p == 0 or x.numel() == 0:
-        return x
-    return x * torch.zeros_like(x) if p == 1 else x * (noise(x, "bernoulli_", 1 - p) / (1 - p))
-
-
-def _alpha_dropout(noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:
-    """Keeps the mean and the variance: what is dropped becomes what SELU tends to (see ``torch.nn.AlphaDropout``)."""
-    if not train or p in (0, 1) or x.numel() == 0:
-        return _dropout(noise, x, p, train)
-    scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
-    kept = noise(x, "bernoulli_", 1 - p)
-    return x * (kept * scale) + ((kept - 1) * (_ALPHA * scale) + _ALPHA * scale * p)
-
-
-def _channels(dropout: Callable[..., Tensor], noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:
-    """A dropout of whole channels, [batch, channels, ...]."""
-    return dropout(lambda like, *how: noise(like.new_empty((*like.shape[:2], *[1] * (like.dim() - 2))), *how), x, p, train)
-
-
-def _attention(
-    noise: Noise,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    dropout: float = 0.0,
-    causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    weights = q.new_empty((*q.shape[:-1], k.shape[-2]))
-    kept = noise(weights, "bernoulli_", 1 - dropout) != 0
-    return _aten._scaled_dot_product_attention_math.default(
-        q, k, v, mask, dropout, causal, kept, scale=scale, enable_gqa=enable_gqa
-    )[0]
-
-
-def _filled(empty: Callable[..., Tensor], method: str) -> Callable[..., Tensor]:
-    """Noise of the shape that ``empty`` gives."""
-    return lambda noise, *args, **options: noise(empty(*args, **options), method)
-
-
-#: Operators that draw random numbers, in terms of what they draw.
-_DRAWN: Mapping[Any, Callable[..., Tensor]] = {
-    _aten.dropout.default: _dropout,
-    _aten.feature_dropout.default: functools.partial(_channels, _dropout),
-    _aten.alpha_dropout.default: _alpha_dropout,
-    _aten.feature_alpha_dropout.default: functools.partial(_channels, _alpha_dropout),
-    _aten.scaled_dot_product_attention.default: _attention,
-    _aten.rand_like.default: _filled(torch.empty_like, "uniform_"),
-    _aten.randn_like.default: _filled(torch.empty_like, "normal_"),
-    _aten.rand.default: _filled(torch.empty, "uniform_"),
-    _aten.randn.default: _filled(torch.empty, "normal_"),
-}
+        return DRAWN[function](noise, *args, **kwargs)
 
 
 def undrawn(graph: fx.Graph) -> list[str]:
     """Names of the nodes of a captured graph that draw random numbers in a way that is not known here."""
-    return [node.name for node in graph.nodes if node.op == "call_function" and draws(node) and node.target not in _DRAWN]
+    return [node.name for node in graph.nodes if node.op == "call_function" and draws(node) and node.target not in DRAWN]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +143,7 @@ def trace(
         with torch.set_grad_enabled(bool(wanted)):
             live = [v.detach().requires_grad_(i in wanted) for i, v in enumerate(values)]
             world.seed_value = seed
-            outputs = list(sharded(*live))
+            outputs = list(sharded.forward(*live))  # without the hooks that a module has
             found: Sequence[Any] = ()
             tangents[:] = [i for i in floating if outputs[i].requires_grad]
             if tangents:
@@ -216,11 +152,8 @@ def trace(
                 found = torch.autograd.grad(ends, [live[i] for i in wanted], given, allow_unused=True)
         return [*(o.detach() if isinstance(o, Tensor) else o for o in outputs), *found]
 
-    previous = sharded.world
-    sharded.recompile()
-    sharded.world = world
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+    def traced() -> fx.GraphModule:
+        with torch.autograd.set_detect_anomaly(False), FakeTensorMode(allow_non_fake_inputs=True):
             parts = [_like(inputs[name]) for name in names]
             seed = torch.empty((), dtype=torch.int64)
             values = [output.meta["values"][i] for i in floating]
@@ -228,6 +161,14 @@ def trace(
             module = make_fx(joint)(*flat)
             if any(_mutates(node) for node in module.graph.nodes):
                 module = make_fx(torch.func.functionalize(module))(*flat)
+        return module
+
+    previous = sharded.world
+    sharded.recompile()
+    sharded.world = world
+    try:
+        with ThreadPoolExecutor(1) as apart:  # the caller's hooks and modes are its thread's, and not the graph's
+            module = apart.submit(traced).result()
     except (
         torch._subclasses.fake_tensor.DataDependentOutputException,
         torch._subclasses.fake_tensor.DynamicOutputShapeException,

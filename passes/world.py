@@ -10,6 +10,7 @@ has one size; ``launch`` leaves the last step under way.
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import math
 import weakref
@@ -25,10 +26,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
+from passes.drawn import DRAWN
 from passes.layout import even_chunk, extent, take_block
 from passes.reshard import Step
 
 __all__ = ["LocalWorld", "Pending", "ProcessWorld", "World"]
+
+
+#: Passes whose seeds are known, for those that do them again: more than lie between a pass and its backward pass.
+_REMEMBERED = 65536
 
 
 class Pending:
@@ -76,6 +82,7 @@ class World(nn.Module):
         self.regather: Any = None
         self._seeds = torch.Generator()
         self._repeated: int | None = None
+        self._given: dict[int, int] = {}
         self.seed(torch.initial_seed())
 
     def seed(self, seed: int) -> None:
@@ -83,10 +90,21 @@ class World(nn.Module):
         self._seeds.manual_seed(seed % 2**63)
 
     def next_seed(self) -> int:
-        """The next seed, the same on every device."""
+        """The next seed, the same on every device.
+
+        A pass within a backward pass does again what one did before (``torch.utils.checkpoint``), and is given the seed of
+        that: the one that began where the program's own generator, whose state checkpoints restore, stands now.
+        """
         if self._repeated is not None:
             return self._repeated
-        return int(torch.randint(2**62, (), generator=self._seeds))
+        place = int(torch.randint(2**62, (), device="cpu"))
+        if torch._C._current_graph_task_id() != -1 and place in self._given:
+            return self._given[place]
+        seed = int(torch.randint(2**62, (), generator=self._seeds))
+        self._given[place] = seed
+        if len(self._given) > _REMEMBERED:
+            del self._given[next(iter(self._given))]
+        return seed
 
     @contextmanager
     def repeating(self, seed: int) -> Iterator[None]:
@@ -171,8 +189,16 @@ class World(nn.Module):
         self, seed: Any, salt: int, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any
     ) -> Any:
         """A random operator on a hosted device; see `passes.ops.seeded`."""
+        if self._repeated is not None and function in DRAWN:  # a scheduled pass drew this way, whatever the kernel does
+            noise = functools.partial(self.draw, seed, salt, axes, index)
+            return DRAWN[function](noise, *args, **kwargs)
         with self.generator(seed, salt, axes, index, tree_leaves((args, kwargs))):
             return function(*args, **kwargs)
+
+    def draw(self, seed: Any, salt: int, axes: Sequence[int], index: int, like: Tensor, method: str, *by: float) -> Tensor:
+        """Random numbers on a hosted device, by a tensor's method; see `passes.primitives.draw`."""
+        with self.generator(seed, salt, axes, index, [like]):
+            return getattr(torch.empty_like(like, memory_format=torch.contiguous_format), method)(*by)
 
     @contextmanager
     def generator(self, seed: int, salt: int, axes: Sequence[int], index: int, near: Iterable[Any]) -> Iterator[None]:

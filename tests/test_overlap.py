@@ -121,6 +121,28 @@ def test_an_output_that_no_loss_uses_leaves_no_gradient(strategy):
     assert right.requires_grad
 
 
+class Signed(nn.Module):
+    """A parameter of which only the signs count: its gradient is zeros, and an optimizer sees it."""
+
+    def __init__(self):
+        super().__init__()
+        self.size, self.sign = nn.Parameter(torch.rand(8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        return (x * torch.copysign(self.size, self.sign)).sum()
+
+
+@pytest.mark.parametrize("strategy", ["data", "zero3"])
+def test_a_gradient_of_zeros_is_one(strategy):
+    torch.manual_seed(0)
+    model, args = Signed().double(), (torch.randn(4, 8, dtype=torch.float64),)
+    model(*args).backward()
+    assert model.sign.grad is not None
+    model.zero_grad()
+    autotp.simulate(model, planned(model, args, strategy), args, schedule="overlap")(*args).backward()
+    assert model.sign.grad is not None and not model.sign.grad.any()
+
+
 def test_two_backward_passes_of_one_forward_pass():
     model, args = tokens()
     ours = autotp.simulate(model, planned(model, args), args, schedule="overlap")
@@ -282,3 +304,33 @@ def test_a_recurrent_network_draws_only_if_it_drops(caplog):
     model = Recurrent(0.5).double()
     assert planned(model, args, "data").schedule == "none" and "gru draw random numbers" in caplog.text
     assert planned(model.eval(), args, "data").schedule == "overlap"
+
+
+class Steep(nn.Module):
+    """A loss, and distances whose slope is infinite where they are none."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.stem(x)
+        y = self.head(h)
+        return y.square().mean(), (h[:, None] - h[None]).square().sum(-1).sqrt(), y.sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh"), [("data", (2,)), ("zero3", (2,)), ("megatron-1d", (2,)), ("tensor3d", (2, 2))]
+)
+@pytest.mark.parametrize("used", [(0,), (2,), (0, 2)])
+def test_what_flows_to_no_loss_is_not_run(strategy, mesh, used):
+    torch.manual_seed(0)
+    model, args = Steep().double(), (torch.randn(8, 8, dtype=torch.float64),)
+    ours = autotp.simulate(model, planned(model, args, strategy, mesh), args, schedule="overlap")
+    found = []
+    for each in (model, ours):
+        outputs = each(*args)
+        found.append(gradients(model, sum((i + 1) * outputs[i].sum() for i in used)))
+    assert all(ours._compiled.values()), "it was scheduled"
+    for name, want in found[0].items():
+        torch.testing.assert_close(found[1][name], want, rtol=1e-9, atol=1e-12, msg=name)

@@ -6,6 +6,8 @@ import pytest
 import torch
 from overlapping import gradients, planned
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import autotp
 
@@ -13,7 +15,7 @@ F64 = {"dtype": torch.float64}
 
 
 class Noisy(nn.Module):
-    """Every operator that draws and has a schedule, between convolutions and a linear layer."""
+    """Operators that draw in a schedule as they do without, between convolutions and a linear layer."""
 
     def __init__(self):
         super().__init__()
@@ -152,3 +154,54 @@ def test_what_draws_in_training_only_is_a_difference(layer):
     ours = autotp.simulate(model, planned(model, args), args)
     with pytest.raises(autotp.AutotpError, match="captured for training"):
         ours.eval()
+
+
+class Sometimes(nn.Module):
+    """Attention that drops some of its weights in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.attend = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+
+    def forward(self, x):
+        return self.attend(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize(
+    "make", [Sometimes, lambda: nn.Sequential(nn.Linear(8, 8), nn.RReLU())], ids=["attention", "rrelu"]
+)
+def test_evaluation_is_not_taken_for_training(make):
+    model, args = make().double().eval(), (torch.randn(4, 8, 8, **F64),)
+    ours = autotp.simulate(model, planned(model, args, "data"), args)
+    with pytest.raises(autotp.AutotpError, match="captured for evaluation"):
+        ours.train()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+def test_a_checkpoint_drops_again_what_was_dropped(schedule, reentrant):
+    torch.manual_seed(0)
+    model, args = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).double().train(), (torch.randn(4, 8, **F64),)
+    ours = autotp.simulate(model, planned(model, args, "data"), args, schedule=schedule)
+    x = args[0].clone().requires_grad_()
+    for _ in range(2):  # the first is traced under the checkpoint's hooks
+        model.zero_grad()
+        out = checkpoint(ours, x, use_reentrant=reentrant)
+        out.sum().backward()
+        torch.testing.assert_close(model[0].bias.grad, 2.0 * (out != 0).sum(0).double(), rtol=1e-12, atol=0)
+        assert all(ours._compiled.values())
+
+
+def test_contexts_of_the_first_call_leave_the_schedule_alone():
+    model, args = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).double(), (torch.randn(4, 8, **F64),)
+    for context in (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: t.numpy(), torch.from_numpy),
+        FlopCounterMode(display=False),
+        torch.autograd.set_detect_anomaly(True),
+    ):
+        ours = autotp.simulate(model, planned(model, args, "data"), args, schedule="overlap")
+        with context:
+            got = gradients(model, ours(*args).sum())
+        assert ours._compiled and all(ours._compiled.values()), context
+        for name, want in gradients(model, model(*args).sum()).items():
+            torch.testing.assert_close(got[name], want, rtol=1e-12, atol=0)

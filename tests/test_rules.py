@@ -184,8 +184,14 @@ def image(*extra):
     return lambda draw: [floats(any_size(draw), any_size(draw), 8, 8), *extra]
 
 
-def signal(*extra):
-    return lambda draw: [floats(any_size(draw), any_size(draw), 8), *extra]
+def pooled(spatial, *choices):
+    """Batched or not, to another size or to the same."""
+
+    def build(draw):
+        leading = [any_size(draw) for _ in range(1 + draw(st.sampled_from([1, 0])))]
+        return [floats(*leading, *[8] * spatial), *draw(st.sampled_from(choices))]
+
+    return build
 
 
 CASES = {
@@ -251,7 +257,7 @@ CASES = {
     "aten.constant_pad_nd.default": lambda d: [floats(*sizes(d, 2)), [1, 2], 0.5],
     "aten.pad.default": lambda d: [floats(*sizes(d, 2)), [1, 2]],
     "aten.flip.default": lambda d: [floats(*sizes(d, 2)), [1]],
-    "aten.roll.default": lambda d: [floats(*sizes(d, 2)), [1], [1]],
+    "aten.roll.default": lambda d: [floats(*sizes(d, 2)), *d(st.sampled_from([([1], [1]), ([1],), ([2, 1], [0, 1])]))],
     "aten.cumsum.default": lambda d: [floats(*sizes(d, 2)), d(st.sampled_from([0, 1]))],
     "aten.diff.default": lambda d: [floats(any_size(d), 6), 1, 1],
     "aten.tril.default": lambda d: [floats(any_size(d), 4, 4)],
@@ -261,13 +267,13 @@ CASES = {
     "aten.masked_fill.Tensor": lambda d: (lambda a, b: [floats(a, b), floats(a, 1) > 0.5, floats(1)[0]])(*sizes(d, 2)),
     "aten.addcmul.default": lambda d: (lambda a, b: [floats(a, b), floats(a, b), floats(a, b)])(*sizes(d, 2)),
     "aten.lerp.Scalar": lambda d: (lambda a, b: [floats(a, b), floats(a, b), 0.3])(*sizes(d, 2)),
-    "aten.max_pool1d.default": signal([2]),
-    "aten.max_pool2d.default": image([2, 2]),
-    "aten.avg_pool1d.default": signal([2]),
-    "aten.avg_pool2d.default": image([2, 2]),
-    "aten.adaptive_avg_pool1d.default": signal([2]),
-    "aten.adaptive_avg_pool2d.default": image([2, 2]),
-    "aten.adaptive_max_pool2d.default": image([2, 2]),
+    "aten.max_pool1d.default": pooled(1, [[2]], [[3], [1], [1]]),
+    "aten.max_pool2d.default": pooled(2, [[2, 2]], [[3, 3], [1, 1], [1, 1]]),
+    "aten.avg_pool1d.default": pooled(1, [[2]], [[3], [1], [1]]),
+    "aten.avg_pool2d.default": pooled(2, [[2, 2]], [[3, 3], [1, 1], [1, 1]]),
+    "aten.adaptive_avg_pool1d.default": pooled(1, [[2]], [[8]]),
+    "aten.adaptive_avg_pool2d.default": pooled(2, [[2, 2]], [[8, 4]]),
+    "aten.adaptive_max_pool2d.default": pooled(2, [[2, 2]], [[8, 4]]),
     "aten.upsample_nearest2d.vec": image(None, [2.0, 2.0]),
     "aten.upsample_nearest2d.default": image([16, 16]),
     "aten.upsample_bilinear2d.vec": image(None, False, [2.0, 2.0]),
@@ -447,6 +453,12 @@ def _first(strategy):
         return False
     options = list(getattr(strategy, "elements", [4]))
     return next((o for o in options if isinstance(o, int) and not isinstance(o, bool) and o % 4 == 0), options[0])
+
+
+def test_a_roll_without_dims_moves_elements_between_rows():
+    module, _ = graph_of(aten.roll.default, [floats(4, 8), [1]], {})
+    ((_, operator),) = analyse(module.graph).items()
+    assert not operator.rule.sizes
 
 
 def test_strategies_divide_work():

@@ -41,7 +41,9 @@ def test_panels_equal_one_device():
     assert "exact" in done.stdout
 
 
-@pytest.mark.parametrize("case", ["meta", "dropout", "local_inputs", "checkpoint", "destroyed", "twice", "orders", "hooks"])
+@pytest.mark.parametrize(
+    "case", ["meta", "dropout", "local_inputs", "checkpoint", "destroyed", "twice", "orders", "hooks", "state"]
+)
 def test_special_cases(case):
     done = torchrun(2, "special.py", case)
     assert done.returncode == 0, done.stderr[-3000:]

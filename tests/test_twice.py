@@ -85,6 +85,29 @@ def test_gradients_of_gradients_draw_the_same_dropout():
     agree(*found)
 
 
+class Attending(nn.Module):
+    """Attention that drops some of its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = self.inner(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.5).square().sum()
+
+
+@pytest.mark.parametrize("chunks", [{}, {"batch": 2}], ids=str)
+def test_attention_that_is_run_again_drops_the_same(chunks):
+    torch.manual_seed(0)
+    model, x = Attending().double().train(), torch.randn(4, 6, 8, **F64)
+    plan = dataclasses.replace(planned(model, (x,), "data"), chunks=chunks)
+    ours = autotp.simulate(model, plan, (x,), schedule="overlap")
+    loss = ours(x)
+    plain = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    agree(torch.autograd.grad(loss, list(model.parameters()), create_graph=True), plain)
+
+
 def test_panels_say_that_they_have_no_gradients_of_gradients():
     model, args = tokens()
     topology = autotp.Topology.flat(4, bandwidth="1 GB/s", latency="10 us")

@@ -32,6 +32,7 @@ __all__ = [
     "reshape",
     "scaled",
     "results_of",
+    "roll",
     "select",
     "shape_of",
     "split",
@@ -248,6 +249,11 @@ def along(position: int | None = 1, name: str = "dim", *, linear: bool = False) 
         return _rule([dims] * len(operands), [dims] * len(results), sizes, linear=sets)
 
     return build
+
+
+def roll(node: fx.Node) -> OpRule | None:
+    """roll: along its dims; without any, elements move from one row to the next."""
+    return along(2 if argument(node, 2, "dims", ()) else None, "dims", linear=True)(node)
 
 
 def select(node: fx.Node) -> OpRule:

@@ -212,6 +212,11 @@ def _addmm(node: fx.Node) -> str | None:
     return ("c" if len(bias) == 1 else "r c") + ", r k, k c -> r c"
 
 
+def _embedding(node: fx.Node) -> str | None:
+    """Gradients by how often a word is met count words of the whole batch."""
+    return None if by.argument(node, 3, "scale_grad_by_freq", False) else "v h, … -> … h"
+
+
 def _loss(node: fx.Node) -> OpRule | None:
     operands = [by.shape_of(n) for n in by.operands_of(node)]
     if len(set(operands)) != 1:
@@ -314,7 +319,7 @@ RULES: Mapping[str, Rule] = {
     "aten.l1_loss.default": Rule(_loss, lower=low.mean_loss),
     "aten.smooth_l1_loss.default": Rule(_loss, lower=low.mean_loss),
     # lookup
-    "aten.embedding.default": Rule("v h, … -> … h", lower=low.embedding, contiguous=("v",), saves=""),
+    "aten.embedding.default": Rule(_embedding, lower=low.embedding, contiguous=("v",), saves=""),
     "aten.gather.default": Rule(by.gather),
     "aten.index.Tensor": Rule(by.index),
     # reductions
@@ -335,6 +340,7 @@ RULES: Mapping[str, Rule] = {
     "aten.squeeze.default": Rule(by.squeeze, saves="", view=True),
     "aten.squeeze.dim": Rule(by.squeeze, saves="", view=True),
     "aten.squeeze.dims": Rule(by.squeeze, saves="", view=True),
+    "aten.clone.default": Rule(by.elementwise((0,)), saves=""),
     "aten.detach.default": Rule(by.elementwise((0,)), saves="", view=True),
     "aten.neg.default": Rule(by.elementwise((0,)), saves=""),
     "aten.slice.Tensor": Rule(by.along(1, linear=True), saves="", view=True),
@@ -346,7 +352,7 @@ RULES: Mapping[str, Rule] = {
     "aten.constant_pad_nd.default": Rule(by.pad, saves=""),
     "aten.pad.default": Rule(by.pad, saves=""),
     "aten.flip.default": Rule(by.along(1, "dims", linear=True), saves=""),
-    "aten.roll.default": Rule(by.along(2, "dims", linear=True), saves=""),
+    "aten.roll.default": Rule(by.roll, saves=""),
     "aten.cumsum.default": Rule(by.along(1, linear=True), saves=""),
     "aten.diff.default": Rule(by.along(2), saves=""),
     "aten.tril.default": Rule("… 1 1 -> … 1 1", saves="", linear=((0,),)),
@@ -358,13 +364,13 @@ RULES: Mapping[str, Rule] = {
     "aten.addcmul.default": Rule(by.elementwise()),
     "aten.lerp.Scalar": Rule(by.elementwise((0, 1))),
     # images
-    "aten.max_pool1d.default": Rule("n c * -> n c *"),
-    "aten.max_pool2d.default": Rule("n c * -> n c *"),
-    "aten.avg_pool1d.default": Rule("n c * -> n c *", linear=((0,),), saves=""),
-    "aten.avg_pool2d.default": Rule("n c * -> n c *", linear=((0,),), saves=""),
-    "aten.adaptive_avg_pool1d.default": Rule("n c * -> n c *", linear=((0,),), saves=""),
-    "aten.adaptive_avg_pool2d.default": Rule("n c * -> n c *", linear=((0,),), saves=""),
-    "aten.adaptive_max_pool2d.default": Rule("n c * -> n c *, n c *"),
+    "aten.max_pool1d.default": Rule("… 1 -> … 1"),
+    "aten.max_pool2d.default": Rule("… 1 1 -> … 1 1"),
+    "aten.avg_pool1d.default": Rule("… 1 -> … 1", linear=((0,),), saves=""),
+    "aten.avg_pool2d.default": Rule("… 1 1 -> … 1 1", linear=((0,),), saves=""),
+    "aten.adaptive_avg_pool1d.default": Rule("… 1 -> … 1", linear=((0,),), saves=""),
+    "aten.adaptive_avg_pool2d.default": Rule("… 1 1 -> … 1 1", linear=((0,),), saves=""),
+    "aten.adaptive_max_pool2d.default": Rule("… 1 1 -> … 1 1, … 1 1"),
     "aten.upsample_nearest2d.vec": Rule("n c * -> n c *", linear=((0,),), saves=""),
     "aten.upsample_nearest2d.default": Rule("n c * -> n c *", linear=((0,),), saves=""),
     "aten.upsample_bilinear2d.vec": Rule("n c * -> n c *", linear=((0,),), saves=""),

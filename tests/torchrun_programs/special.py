@@ -237,6 +237,63 @@ def hooks():
             average(x).sum().backward()
 
 
+class Stateful(nn.Module):
+    """Copies of what it is given, a parameter whose gradient is one number, and one that is read transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.turned = nn.Linear(8, 8), nn.Parameter(torch.randn(6, 8, 4))
+        self.level = nn.Parameter(torch.randn(8))
+        self.register_buffer("kept", torch.zeros(8))
+
+    def forward(self, x):
+        y = self.linear(x) + self.level.sum()
+        z = torch.bmm(self.turned.permute(2, 0, 1), x.t().expand(4, 8, 8))
+        return y.square().mean() + z.square().mean(), x.clone(), self.kept.clone(), torch.tensor([1.0, 2.0])
+
+
+def state():
+    """Parameters change only between steps, gradients lie as they do, and copies are the caller's own."""
+    for strategy in ("data", "zero3", "megatron-1d"):
+        for schedule in ("overlap", "none"):
+            torch.manual_seed(0)
+            model, x = Stateful().double(), torch.randn(8, 8, dtype=torch.float64)
+            plain, given = copy.deepcopy(model), x.clone()
+            parallel = autotp.parallelize(model, None, (x,), strategy=strategy, mesh=(2,), schedule=schedule)
+            steps = [torch.optim.AdamW(each.parameters(), lr=0.1, eps=1e-3, fused=True) for each in (plain, parallel)]
+            for _ in range(3):
+                for each, step in zip((plain, parallel), steps, strict=True):
+                    step.zero_grad()
+                    for _ in range(2):
+                        loss, *copies = each(x)
+                        loss.backward()
+                        for one in copies:
+                            one.add_(100)
+                    nn.utils.clip_grad_norm_(each.parameters(), 1.0)
+                    step.step()
+            assert torch.equal(x, given) and not parallel.kept.any() and float(parallel(x)[3].sum()) == 3
+            for name, parameter in parallel.named_parameters():
+                wanted = plain.get_parameter(name)
+                torch.testing.assert_close(parameter.full_tensor(), wanted, rtol=1e-9, atol=1e-12)
+            loss = parallel(x)[0]
+            with torch.no_grad():
+                parallel.linear.weight.mul_(2)
+            try:
+                loss.backward()
+            except ValueError as error:
+                assert "linear.weight" in str(error), error
+            else:
+                raise AssertionError("a gradient of weights that are gone")
+    model = nn.ModuleDict({"graph": nn.Linear(8, 8)})
+    model.forward = lambda x: model["graph"](x)
+    try:
+        autotp.parallelize(model, None, (torch.randn(8, 8),), strategy="data", mesh=(2,))
+    except ValueError as error:
+        assert "graph cannot keep that name" in str(error), error
+    else:
+        raise AssertionError("a graph module has a graph of its own")
+
+
 def orders():
     """Ranks that measure and predict differently launch alike, because the first decides."""
     from overlapping import random_durations, tokens

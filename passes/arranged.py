@@ -1,0 +1,104 @@
+"""Scheduled graphs whose values lie in memory as they were traced.
+
+A kernel may lay out its result otherwise than its fake one did: layer norm's gradient is contiguous, whatever its input
+was. Copies that tracing left out as needless are then missing, and some kernels take what they are given for contiguous.
+The first run looks at every value, and puts a copy where one is missing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+__all__ = ["Arranged", "Boxed", "arranged", "as_traced"]
+
+_log = logging.getLogger("autotp.schedule")
+
+
+def as_traced(node: fx.Node, value: Any) -> Any:
+    """A node's value, copied where it lies otherwise than the node's fake tensor."""
+    traced = node.meta.get("val")
+    if not (isinstance(value, Tensor) and isinstance(traced, Tensor)):
+        return value
+    return value if value.shape != traced.shape else arranged(value, traced.stride())
+
+
+def arranged(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """A tensor that lies in memory by such strides: itself, where it does."""
+    if tensor.stride() == strides or tensor.numel() == 0:
+        return tensor
+    longer = [dim for dim, size in enumerate(tensor.shape) if size > 1]
+    if all(tensor.stride(dim) == strides[dim] for dim in longer):
+        return tensor
+    return laid_like(tensor, strides)
+
+
+def laid_like(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """A copy of a tensor, with such strides."""
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+class Arranged:
+    """A scheduled graph to run, as a function of a list of its inputs, which it empties.
+
+    Attributes:
+        module: what runs; after the first run, with the copies that were missing.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self._run: Callable[[list[Any]], Sequence[Any]] = self._first
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        """The graph's outputs."""
+        return self._run(inputs)
+
+    def _first(self, inputs: list[Any]) -> Sequence[Any]:
+        looking = _Looking(self.module)
+        found = looking.run_boxed(inputs)
+        for node in looking.otherwise:
+            with self.module.graph.inserting_after(node):
+                copy = self.module.graph.call_function(laid_like, (node, node.meta["val"].stride()))
+            copy.meta = dict(node.meta)
+            node.replace_all_uses_with(copy)
+            copy.update_arg(0, node)
+        if looking.otherwise:
+            _log.info("copied, to lie in memory as traced: %s", ", ".join(map(str, looking.otherwise)))
+            self.module.recompile()
+        self._run = self.module
+        return found
+
+
+class Boxed(fx.Interpreter):
+    """Runs a graph node by node, and holds no value longer than the graph does."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.extra_traceback = False  # errors are the operators' own, as when the graph runs by itself
+
+    def run_boxed(self, inputs: list[Any]) -> Any:
+        """The outputs, for a list of inputs, which is emptied."""
+        places = [node for node in self.graph.nodes if node.op == "placeholder"]
+        given = dict(zip(places, inputs, strict=True))
+        inputs.clear()
+        return self.run(initial_env=given, enable_io_processing=False)
+
+
+class _Looking(Boxed):
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.otherwise: list[fx.Node] = []
+
+    def run_node(self, n: fx.Node) -> Any:
+        """One node, its value as it was traced."""
+        value = super().run_node(n)
+        if n.op != "call_function":
+            return value
+        found = as_traced(n, value)
+        if found is not value:
+            self.otherwise.append(n)
+        return found

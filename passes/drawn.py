@@ -1,0 +1,80 @@
+"""Random operators in terms of what they draw, so that a traced graph draws what it says, and a pass that is run again
+what the first one drew.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["DRAWN", "Noise"]
+
+_aten = torch.ops.aten
+#: What SELU tends to, less its sign.
+_ALPHA = 1.7580993408473766
+
+#: (a tensor like the one wanted, the method that fills it, what that is given) -> random numbers
+Noise = Callable[..., Tensor]
+
+
+def _dropout(noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:
+    if not train or p == 0 or x.numel() == 0:
+        return x
+    return x * torch.zeros_like(x) if p == 1 else x * (noise(x, "bernoulli_", 1 - p) / (1 - p))
+
+
+def _alpha_dropout(noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:
+    """Keeps the mean and the variance: what is dropped becomes what SELU tends to (see ``torch.nn.AlphaDropout``)."""
+    if not train or p in (0, 1) or x.numel() == 0:
+        return _dropout(noise, x, p, train)
+    scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
+    kept = noise(x, "bernoulli_", 1 - p)
+    return x * (kept * scale) + ((kept - 1) * (_ALPHA * scale) + _ALPHA * scale * p)
+
+
+def _channels(dropout: Callable[..., Tensor], noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:
+    """A dropout of whole channels, [batch, channels, ...]."""
+    return dropout(lambda like, *how: noise(like.new_empty((*like.shape[:2], *[1] * (like.dim() - 2))), *how), x, p, train)
+
+
+def _attention(
+    noise: Noise,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    weights = q.new_empty((*q.shape[:-1], k.shape[-2]))
+    kept = noise(weights, "bernoulli_", 1 - dropout) != 0
+    return _aten._scaled_dot_product_attention_math.default(
+        q, k, v, mask, dropout, causal, kept, scale=scale, enable_gqa=enable_gqa
+    )[0]
+
+
+def _filled(empty: Callable[..., Tensor], method: str) -> Callable[..., Tensor]:
+    """Noise of the shape that ``empty`` gives."""
+    return lambda noise, *args, **options: noise(empty(*args, **options), method)
+
+
+#: Operators that draw random numbers, in terms of what they draw.
+DRAWN: Mapping[Any, Callable[..., Tensor]] = {
+    _aten.dropout.default: _dropout,
+    _aten.feature_dropout.default: functools.partial(_channels, _dropout),
+    _aten.alpha_dropout.default: _alpha_dropout,
+    _aten.feature_alpha_dropout.default: functools.partial(_channels, _alpha_dropout),
+    _aten.scaled_dot_product_attention.default: _attention,
+    _aten.rand_like.default: _filled(torch.empty_like, "uniform_"),
+    _aten.randn_like.default: _filled(torch.empty_like, "normal_"),
+    _aten.rand.default: _filled(torch.empty, "uniform_"),
+    _aten.randn.default: _filled(torch.empty, "normal_"),
+}

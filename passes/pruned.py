@@ -1,0 +1,80 @@
+"""A backward graph for when only some outputs have gradients: what the others' would flow through is not run.
+
+A gradient of zeros would not do. Where a function has an infinite slope, zero times that is not zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+__all__ = ["made_of", "pruned"]
+
+_aten = torch.ops.aten
+
+
+def made_of(graph: fx.Graph, tangents: Mapping[fx.Node, int]) -> dict[fx.Node, frozenset[int]]:
+    """Of which gradients of outputs, by their numbers, each node is made; those that are made of none are left out."""
+    found = {node: frozenset({number}) for node, number in tangents.items()}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if ways := [found[n] for n in node.all_input_nodes if n in found]:
+            found[node] = frozenset().union(*ways)
+    return found
+
+
+def pruned(backward: fx.Graph, outputs: int, missing: frozenset[int]) -> fx.Graph:
+    """The same gradients where some outputs have none; None where no other gradient flows to.
+
+    Every node of a backward graph is linear in the gradients that it is made of, so what is made of missing ones alone is
+    zero.
+
+    Args:
+        backward: what is saved, then gradients of the outputs -> gradients; its placeholders stay.
+        outputs: how many outputs have a gradient.
+        missing: the numbers of those without.
+    """
+    places = [node for node in backward.nodes if node.op == "placeholder"]
+    sources = made_of(backward, {node: i for i, node in enumerate(places[len(places) - outputs :])})
+    nothing = {node for node, ways in sources.items() if ways <= missing}
+    result = fx.Graph()
+    values: dict[fx.Node, Any] = {}
+
+    def value(node: fx.Node) -> Any:
+        return _zeros(result, node) if node in nothing else values[node]
+
+    for node in backward.nodes:
+        if node.op == "placeholder":
+            values[node] = result.placeholder(str(node.target))
+            values[node].meta = dict(node.meta)
+        elif node.op == "output":
+            gradients: Any = node.args[0]
+            result.output(tuple(values[g] if isinstance(g, fx.Node) and g not in nothing else None for g in gradients))
+        elif node not in nothing:
+            left = [n for n in node.all_input_nodes if n not in nothing]
+            sum_of_one = node.target is _aten.add.Tensor and len(left) == 1 < len(node.all_input_nodes) and not node.kwargs
+            if sum_of_one and _alike(left[0], node):
+                values[node] = values[left[0]]
+            else:
+                values[node] = result.node_copy(node, value)
+    result.eliminate_dead_code()
+    return result
+
+
+def _alike(one: fx.Node, other: fx.Node) -> bool:
+    mine, its = one.meta["val"], other.meta["val"]
+    return bool(mine.shape == its.shape and mine.dtype == its.dtype and mine.stride() == its.stride())
+
+
+def _zeros(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    like: Any = node.meta["val"]
+    assert isinstance(like, Tensor), f"{node} is no tensor"
+    shape = list(like.shape)
+    found = graph.call_function(_aten.zeros.default, (shape,), {"dtype": like.dtype, "device": like.device})
+    with like.fake_mode:  # type: ignore[attr-defined]
+        found.meta = {"val": torch.zeros(shape, dtype=like.dtype, device=like.device)}
+    return found
