@@ -22,6 +22,7 @@ from passes.capture_signature import CallSignature, bind
 from passes.functionalise import functionalise
 from passes.functionalise_regions import inline_regions
 from passes.normalise import normalise
+from passes.vmapped import without_vmaps
 
 __all__ = ["CallSignature", "CaptureError", "Captured", "capture"]
 
@@ -82,6 +83,7 @@ def capture(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
     mode = detect_fake_mode([n.meta.get("val") for n in exported.graph.nodes])
     if mode is None:
         raise CaptureError(f"{type(model).__name__}: the graph has no tensors; there is nothing to plan")
+    exported.graph = without_vmaps(exported.graph, mode)
     graph = inline_regions(exported, mode, names.placeholders, names.renamed)
     outputs = len(next(n for n in reversed(graph.nodes) if n.op == "output").args[0])
     learned = {*names.parameters, *names.inputs}

@@ -152,7 +152,19 @@ class Waves(nn.Module):
         return torch.fft.irfft(spectrum, n=8).square(), torch.view_as_real(spectrum)
 
 
+class Mapped(nn.Module):
+    """What is said of one element, done to all."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 6)
+
+    def forward(self, x):
+        return torch.vmap(lambda row: self.linear(row).tanh().sum(-1))(x)
+
+
 CASES = {
+    "mapped": (Mapped, lambda: (torch.randn(8, 4, 8).double(),)),
     "words": (Words, lambda: (torch.randint(0, 12, (8, 6)),)),
     "waves": (Waves, lambda: (torch.randn(4, 8, 8).double(),)),
     "lookup": (Lookup, lambda: (torch.randint(0, 13, (8, 6)), torch.randint(0, 13, (8, 6)))),
