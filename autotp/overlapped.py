@@ -138,9 +138,17 @@ def _why(error: Exception) -> str:
 
 
 def _from_first(decide: Callable[[], Any]) -> Any:
-    """Rank 0's decision, on every rank."""
-    agreed: list[Any] = [decide() if dist.get_rank() == 0 else None]
+    """Rank 0's decision, on every rank; where it fails to decide, its error."""
+    agreed: list[Any] = [None, ""]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            agreed[0] = decide()
+        except Exception as error:  # noqa: BLE001 - the others wait to hear of it
+            agreed[1], failure = f"rank 0 found no schedule ({type(error).__name__}: {error})", error
     dist.broadcast_object_list(agreed, src=0)
+    if agreed[1]:
+        raise AutotpError(agreed[1]) from failure
     return agreed[0]
 
 

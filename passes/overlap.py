@@ -3,7 +3,8 @@
 Convolutions are given their inputs as they read them best (`passes.memory_format`). Then the graph is traced
 (`passes.traced`), cut in two (`passes.partition`), sums of products joined (`passes.joined`), small collectives merged
 (`passes.bucket`), every collective a launch and a wait (`passes.launches`), and put in an order that hides them
-(`passes.schedule`).
+(`passes.schedule`). A backward pass from some of the outputs has a graph of its own (`passes.pruned`), and values lie in
+memory as they were traced (`passes.arranged`).
 """
 
 from __future__ import annotations
