@@ -307,7 +307,7 @@ def orders():
     halves = made.forward, made.backward
     own = made.graphs.orders(made.graphs.slots(random_durations(rank), Limits()))
     theirs = [None, None]
-    run = [[node.name for node in half.graph.nodes if node.target is launch] for half in halves]
+    run = [[node.name for node in half.module.graph.nodes if node.target is launch] for half in halves]
     dist.all_gather_object(theirs, (run, own))
     assert theirs[0][0] == theirs[1][0] and all(len(launches) > 4 for launches in run)
     assert theirs[0][1] != theirs[1][1], "each alone would have taken another order"
