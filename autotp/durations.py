@@ -102,7 +102,7 @@ def enough(kind: str, axes: tuple[int, ...], total: float, prices: Prices, spare
     if math.isinf(total) or not nothing:
         return size
     alone = float(prices.collective(kind, axes, factor * total)[0])
-    return min(size, total / float(messages(alone, nothing, prices.contention(axes))))
+    return min(size, total / float(messages(max(alone, nothing), nothing, prices.contention(axes))))
 
 
 def _collective(traced: fx.Node, prices: Prices) -> tuple[float, str]:

@@ -22,6 +22,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import sympy
 
 from .device import Device
@@ -61,14 +62,15 @@ def seconds(
         bytes: bytes that one device reads and writes in its memory.
         device: gives the rates and the launch.
         dtype: the dtype that is computed in, with or without ``torch.`` before it.
-        dims: m, k, n of the product that one device multiplies; None where the operator is none.
+        dims: m, k, n of the product that one device multiplies; None where the operator is none. A dim without elements
+            counts as one.
         kind: one of ``costmodel.device.KINDS``, whose measured slowdown counts.
         launches: how many kernels share the work.
 
     Returns:
         Seconds, of the broadcast shape of the arguments.
     """
-    half, sizes = (0.0, _NO_DIMS) if dims is None else (device.half_size, dims)
+    half, sizes = (0.0, _NO_DIMS) if dims is None else (device.half_size, tuple(np.maximum(size, 1.0) for size in dims))
     slowdown = device.slowdown.get(kind, 1.0)
     launch = device.launch * launches
     return _compiled()(
@@ -93,7 +95,8 @@ class Work:
 
     def values(self, device: Device) -> dict[sympy.Symbol, float]:
         """The numbers of the symbols of ``KERNEL``."""
-        half, (rows, reduced, columns) = (0.0, _NO_DIMS) if self.dims is None else (device.half_size, self.dims)
+        half, sizes = (0.0, _NO_DIMS) if self.dims is None else (device.half_size, self.dims)
+        rows, reduced, columns = (max(size, 1.0) for size in sizes)
         return {
             F: self.flop,
             Q: self.bytes,

@@ -163,7 +163,20 @@ class Mapped(nn.Module):
         return torch.vmap(lambda row: self.linear(row).tanh().sum(-1))(x)
 
 
+class Empty(nn.Module):
+    """Parameters without elements, and a product over none."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.rows, self.columns = nn.Parameter(torch.empty(0, 8)), nn.Parameter(torch.empty(8, 0))
+
+    def forward(self, x):
+        return self.linear(torch.cat([x, 2 * self.rows])), x @ self.columns @ self.columns.t()
+
+
 CASES = {
+    "empty": (Empty, lambda: (torch.randn(8, 8).double(),)),
     "mapped": (Mapped, lambda: (torch.randn(8, 4, 8).double(),)),
     "words": (Words, lambda: (torch.randint(0, 12, (8, 6)),)),
     "waves": (Waves, lambda: (torch.randn(4, 8, 8).double(),)),
