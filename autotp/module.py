@@ -194,9 +194,10 @@ class _LocalParts(torch.autograd.Function):
         now = [parameter._version for parameter in ctx.parameters]
         changed = [name for name, was, is_ in zip(ctx.names, ctx.versions, now, strict=True) if was != is_]
         if changed:
+            shown = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
             raise AutotpError(
-                f"parameters were changed in place between the forward pass and its backward pass: {', '.join(changed[:4])}"
-                f"{f' and {len(changed) - 4} more' if len(changed) > 4 else ''}; the gradient would be of neither"
+                f"parameters were changed in place between the forward pass and its backward pass: {shown}; a gradient "
+                "that is made of them would be of neither"
             )
         made = _differentiable if torch.is_grad_enabled() else _plain
         pairs = zip(gradients, ctx.parameters, strict=True)

@@ -38,6 +38,7 @@ def normalise(graph: fx.Graph, mode: FakeTensorMode, mutated: Collection[str] = 
     """
     build = Builder(mode)
     new: dict[fx.Node, Any] = {}
+    folded: set[fx.Node] = set()
 
     def mapped(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -50,11 +51,13 @@ def normalise(graph: fx.Graph, mode: FakeTensorMode, mutated: Collection[str] = 
         if node.op == "placeholder":
             new[node] = build.placeholder(node.name, node.meta["val"])
         elif node.op == "output":
-            return build.finish(tree_map(lambda leaf: _copied(build, leaf, new), node.args[0]))
+            return build.finish(tree_map(lambda leaf: _copied(build, leaf, new, folded), node.args[0]))
         elif operator_name(node.target) == "aten::clone" and _origin(new[node.args[0]]).name in mutated:
             new[node] = build.copy(node, mapped(node.args), mapped(dict(node.kwargs)))
         elif not operator_name(node.target).startswith(_CHECKS):
             new[node] = _rewrite(build, node, mapped(node.args), mapped(dict(node.kwargs)))
+            if operator_name(node.target) in _COPIES and new[node] in [new[n] for n in node.all_input_nodes]:
+                folded.add(node)
         # Right behind what they detach, and once: where they stand in the first of many layers, they would set it apart.
         for user in [user for user in node.users if operator_name(user.target) == "aten::detach"]:
             first = next(iter(n for n in node.users if n in new and operator_name(n.target) == "aten::detach"), None)
@@ -62,15 +65,13 @@ def normalise(graph: fx.Graph, mode: FakeTensorMode, mutated: Collection[str] = 
     raise ValueError("the graph has no output node")
 
 
-def _copied(build: Builder, leaf: Any, new: dict[fx.Node, Any]) -> Any:
-    """An output, as a copy where it was one and what it copies is given: whoever has it may write to it."""
+def _copied(build: Builder, leaf: Any, new: dict[fx.Node, Any], folded: Collection[fx.Node]) -> Any:
+    """An output, as a copy where it was one that was folded into what it copies: whoever has it may write to it."""
     if not isinstance(leaf, fx.Node):
         return leaf
-    value = new[leaf]
-    given = isinstance(value, fx.Node) and _origin(value).op != "call_function"
-    if given and isinstance(leaf.meta.get("val"), Tensor) and _origin(leaf).op == "call_function":
-        return build.emit(aten.clone.default, (value,), like=leaf)
-    return value
+    if _origin(leaf) in folded:
+        return build.emit(aten.clone.default, (new[leaf],), like=leaf)
+    return new[leaf]
 
 
 def _origin(node: fx.Node) -> fx.Node:
@@ -140,6 +141,10 @@ def _cat(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, A
     return tensors[0] if len(tensors) == 1 and _same(tensors[0].meta["val"], node.meta["val"]) else None
 
 
+#: What always makes a tensor of its own, though its numbers may be another's.
+_COPIES = frozenset(
+    f"aten::{name}" for name in ("clone", "lift_fresh_copy", "_to_copy", "add", "sub", "mul", "div", "true_divide", "cat")
+)
 _HANDLERS: dict[str, Handler] = {
     **VIEWS,
     **dict.fromkeys(

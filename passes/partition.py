@@ -16,7 +16,6 @@ from torch import fx
 
 from passes.memory import held
 from passes.primitives import COLLECTIVES, crop, own, pad
-from passes.pruned import made_of
 from passes.traced import Joint
 
 __all__ = ["Cut", "cut"]
@@ -63,7 +62,7 @@ class Cut:
         forward: inputs, seed -> outputs, then what is saved.
         backward: what is saved, gradients of the outputs that have one -> gradients of the inputs that have one.
         outputs: how many outputs come before what is saved.
-        depends: per gradient that ``backward`` gives, which of the outputs' gradients it is made of, by their numbers.
+        depends: per gradient that ``backward`` gives, the outputs that lead to it, by their numbers.
     """
 
     forward: fx.Graph
@@ -103,9 +102,7 @@ def cut(joint: Joint) -> Cut:
     for node in _when_needed([n for n in nodes if n in needed and n not in values], later):
         values[node] = backward.node_copy(node, lambda n: values[n])
     backward.output(tuple(values[g] if isinstance(g, fx.Node) else g for g in gradients))
-    sources = made_of(joint.graph, {node: i for i, node in enumerate(tangents)})
-    depends = tuple(sources.get(g, frozenset()) for g in gradients)
-    return Cut(forward, backward, len(outputs), depends)
+    return Cut(forward, backward, len(outputs), joint.reached)
 
 
 def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-__all__ = ["made_of", "pruned"]
+__all__ = ["pruned"]
 
 _aten = torch.ops.aten
 
 
-def made_of(graph: fx.Graph, tangents: Mapping[fx.Node, int]) -> dict[fx.Node, frozenset[int]]:
+def _made_of(graph: fx.Graph, tangents: Mapping[fx.Node, int]) -> dict[fx.Node, frozenset[int]]:
     """Of which gradients of outputs, by their numbers, each node is made; those that are made of none are left out."""
     found = {node: frozenset({number}) for node, number in tangents.items()}
     for node in graph.nodes:
@@ -39,7 +39,7 @@ def pruned(backward: fx.Graph, outputs: int, missing: frozenset[int]) -> fx.Grap
         missing: the numbers of those without.
     """
     places = [node for node in backward.nodes if node.op == "placeholder"]
-    sources = made_of(backward, {node: i for i, node in enumerate(places[len(places) - outputs :])})
+    sources = _made_of(backward, {node: i for i, node in enumerate(places[len(places) - outputs :])})
     nothing = {node for node, ways in sources.items() if ways <= missing}
     result = fx.Graph()
     values: dict[fx.Node, Any] = {}

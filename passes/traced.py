@@ -7,8 +7,9 @@ pass over the graph may move them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +100,7 @@ class Joint:
         regathered: positions of the parameters that are gathered before use, and again for the backward pass.
         outputs: how many outputs the sharded graph has.
         tangents: positions of the outputs that have a gradient.
+        reached: per gradient, from which of ``tangents``, by their numbers, autograd comes to its input.
     """
 
     graph: fx.Graph
@@ -108,6 +110,7 @@ class Joint:
     regathered: tuple[int, ...]
     outputs: int
     tangents: tuple[int, ...]
+    reached: tuple[frozenset[int], ...]
 
 
 def trace(
@@ -133,6 +136,7 @@ def trace(
     wanted = tuple(i for i, name in enumerate(names) if name in trained)
     world = _TracedWorld(mesh, at)
     tangents: list[int] = []
+    reached: list[frozenset[int]] = [frozenset()] * len(wanted)
 
     # Outputs are whole, so their gradients' shapes are known before the graph has run.
     *_, output = sharded.graph.nodes
@@ -148,12 +152,13 @@ def trace(
             tangents[:] = [i for i in floating if outputs[i].requires_grad]
             if tangents:
                 ends = [outputs[i] for i in tangents]
+                reached[:] = _reached(ends, [live[i] for i in wanted])
                 given = [gradients[floating.index(i)].to(outputs[i].dtype) for i in tangents]
                 found = torch.autograd.grad(ends, [live[i] for i in wanted], given, allow_unused=True)
         return [*(o.detach() if isinstance(o, Tensor) else o for o in outputs), *found]
 
     def traced() -> fx.GraphModule:
-        with torch.autograd.set_detect_anomaly(False), FakeTensorMode(allow_non_fake_inputs=True):
+        with _device(inputs.values()), torch.autograd.set_detect_anomaly(False), FakeTensorMode(allow_non_fake_inputs=True):
             parts = [_like(inputs[name]) for name in names]
             seed = torch.empty((), dtype=torch.int64)
             values = [output.meta["values"][i] for i in floating]
@@ -183,7 +188,32 @@ def trace(
     _tidy(module.graph)
     regathered = tuple(names.index(name) for name in _gathered(sharded) if name in names)
     constants = {str(n.target): getattr(module, str(n.target)) for n in module.graph.nodes if n.op == "get_attr"}
-    return Joint(module.graph, constants, names, wanted, regathered, len(output.meta["values"]), tuple(tangents))
+    outputs = len(output.meta["values"])
+    return Joint(module.graph, constants, names, wanted, regathered, outputs, tuple(tangents), tuple(reached))
+
+
+def _device(tensors: Iterable[Tensor]) -> AbstractContextManager[Any]:
+    """Makes the device of some tensors the current one, which it is for each thread by itself."""
+    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _reached(ends: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[frozenset[int]]:
+    """Per leaf, the numbers of the ends from which autograd comes to it."""
+    found: dict[int, set[int]] = {}
+    for number, end in enumerate(ends):
+        if end.grad_fn is None:
+            found.setdefault(id(end), set()).add(number)
+        waiting, seen = [end.grad_fn], set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if (variable := getattr(node, "variable", None)) is not None:
+                found.setdefault(id(variable), set()).add(number)
+            waiting.extend(before for before, _ in node.next_functions)
+    return [frozenset(found.get(id(leaf), ())) for leaf in leaves]
 
 
 def _like(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import fx, nn
 from torch._functorch import predispatch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -49,6 +50,8 @@ def _done(result: fx.Graph, stretch: Sequence[fx.Node], values: dict[fx.Node, fx
     inside = set(stretch)
     given = list(dict.fromkeys(n for node in stretch for n in node.all_input_nodes if n not in inside))
     taken = [node for node in stretch if any(user not in inside for user in node.users)]
+    if not taken:
+        return
     part, own = fx.Graph(), {}
     for node in given:
         own[node] = part.placeholder(node.name)
@@ -56,7 +59,8 @@ def _done(result: fx.Graph, stretch: Sequence[fx.Node], values: dict[fx.Node, fx
         own[node] = part.node_copy(node, lambda n: own[n])
     part.output([own[node] for node in taken])
     with mode:
-        traced = make_fx(fx.GraphModule(nn.Module(), part))(*(node.meta["val"] for node in given))
+        shown = [node.meta["val"] for node in given]
+        traced = make_fx(torch.func.functionalize(make_fx(fx.GraphModule(nn.Module(), part))(*shown)))(*shown)
     known = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), (values[n] for n in given), strict=True))
     origin = taken[0].meta
     for node in traced.graph.nodes:

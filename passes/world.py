@@ -82,7 +82,7 @@ class World(nn.Module):
         self.regather: Any = None
         self._seeds = torch.Generator()
         self._repeated: int | None = None
-        self._given: dict[int, int] = {}
+        self._given: dict[int, int | None] = {}
         self.seed(torch.initial_seed())
 
     def seed(self, seed: int) -> None:
@@ -99,9 +99,14 @@ class World(nn.Module):
             return self._repeated
         place = int(torch.randint(2**62, (), device="cpu"))
         if torch._C._current_graph_task_id() != -1 and place in self._given:
-            return self._given[place]
+            if (before := self._given[place]) is None:
+                raise ValueError(
+                    "a checkpoint does a forward pass again, but several began at the same state of torch's generator, and "
+                    "each dropped something else: do not seed it anew between them"
+                )
+            return before
         seed = int(torch.randint(2**62, (), generator=self._seeds))
-        self._given[place] = seed
+        self._given[place] = None if place in self._given else seed
         if len(self._given) > _REMEMBERED:
             del self._given[next(iter(self._given))]
         return seed

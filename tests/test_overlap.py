@@ -143,6 +143,58 @@ def test_a_gradient_of_zeros_is_one(strategy):
     assert model.sign.grad is not None and not model.sign.grad.any()
 
 
+class Either(Signed):
+    """Two losses, of which one reads the signs."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x).sum(), super().forward(x)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_gradient_is_none_where_autograd_comes_from_another_output(which):
+    torch.manual_seed(0)
+    model, args = Either().double(), (torch.randn(4, 8, dtype=torch.float64),)
+    ours = autotp.simulate(model, planned(model, args, "data"), args, schedule="overlap")
+    found = []
+    for each in (model, ours):
+        model.zero_grad()
+        each(*args)[which].backward()
+        found.append({name: p.grad is None for name, p in model.named_parameters()})
+    assert found[0] == found[1] and any(found[0].values())
+
+
+class Copies(nn.Module):
+    """An intermediate result, what is made of it, and copies that callers write to."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = torch.sigmoid(self.linear(x))
+        return h.square().sum(), h.clone(), h * 1, h
+
+
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+def test_copies_of_intermediate_results_are_the_callers_own(schedule):
+    torch.manual_seed(0)
+    model, args = Copies().double(), (torch.randn(4, 8, dtype=torch.float64),)
+    ours = autotp.simulate(model, planned(model, args, "data"), args, schedule=schedule)
+    found = []
+    for each in (model, ours):
+        loss, one, other, result = each(*args)
+        with torch.no_grad():
+            one.add_(100)
+            other.add_(100)
+        found.append([result.detach().clone(), *gradients(model, loss).values()])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
 def test_two_backward_passes_of_one_forward_pass():
     model, args = tokens()
     ours = autotp.simulate(model, planned(model, args), args, schedule="overlap")

@@ -192,6 +192,17 @@ def test_a_checkpoint_drops_again_what_was_dropped(schedule, reentrant):
         assert all(ours._compiled.values())
 
 
+def test_a_checkpoint_that_cannot_tell_what_was_dropped_says_so():
+    model, args = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).double().train(), (torch.randn(4, 8, **F64),)
+    ours = autotp.simulate(model, planned(model, args, "data"), args)
+    x, outs = args[0].clone().requires_grad_(), []
+    for _ in range(2):
+        torch.manual_seed(7)
+        outs.append(checkpoint(ours, x, use_reentrant=True))
+    with pytest.raises(ValueError, match="do not seed it anew"):
+        outs[0].sum().backward()
+
+
 def test_contexts_of_the_first_call_leave_the_schedule_alone():
     model, args = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).double(), (torch.randn(4, 8, **F64),)
     for context in (
