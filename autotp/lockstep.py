@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from autotp.errors import AutotpError
 from passes import ops
+from passes.differentiable import differentiable
 from passes.layout import Layout, is_shard, take
 from passes.ops import Parts, part_of
 from passes.panelled import panelled
@@ -61,7 +62,7 @@ def execute(graph: fx.Graph, world: World, inputs: Mapping[str, Parts]) -> list[
 
 def distribute(name: str, tensor: Tensor, layout: Layout, world: World) -> Parts:
     """Every device's part of a whole tensor; gradients of the parts become the whole gradient."""
-    if tensor.is_floating_point() or tensor.is_complex():
+    if differentiable(tensor):
         return Parts(_Distribute.apply(tensor, layout, world, name))
     return Parts(take(tensor, layout, world.mesh_shape, at) for at in world.hosted)
 
@@ -158,7 +159,7 @@ class _Collect(torch.autograd.Function):
     def forward(ctx: Any, *parts: Tensor) -> Tensor:  # type: ignore[override]
         ctx.count = len(parts)
         result = parts[0].clone()  # a view made in here could not be changed in place outside
-        if not (result.is_floating_point() or result.is_complex()):
+        if not differentiable(result):
             ctx.mark_non_differentiable(result)
         return result
 

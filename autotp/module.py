@@ -28,8 +28,8 @@ from passes.world import ProcessWorld
 __all__ = ["DistributedModule"]
 
 _WORLD = "autotp_world"
-#: What a `DistributedModule` holds besides the model's state.
-_OWN = ("_captured", "_different", "_graph", "_overlapping", "_owners", "_signature")
+#: What a `DistributedModule` has besides the model's state and its class's attributes.
+_OWN = ("_captured", "_different", "_graph", "_overlapping", "_owners", "_sharded", "_signature", "meta", "plan")
 
 
 class DistributedModule(OneMode, fx.GraphModule):
@@ -260,7 +260,7 @@ def _attach(root: nn.Module, path: str, value: Tensor, persistent: bool = True) 
 def _require_free_names(root: nn.Module) -> None:
     """Refuses state whose name a graph module needs itself."""
     names = {*root._modules, *root._parameters, *root._buffers}
-    needed = (set(dir(DistributedModule)) - set(dir(nn.Module))) | {"plan", "meta", *_OWN}
+    needed = (set(dir(DistributedModule)) - set(dir(nn.Module))) | set(_OWN)
     if taken := sorted(names & needed):
         raise AutotpError(
             f"the model's {', '.join(taken)} cannot keep that name: a torch.fx.GraphModule, which the distributed module "

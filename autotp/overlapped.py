@@ -352,8 +352,8 @@ class _Pass(torch.autograd.Function):
             ctx.inputs = ()
         del mine, flat
         found: list[Any] = [None] * (len(graphs.inputs) * count)
-        for i, gradient, depends in zip(graphs.trained, run(values), graphs.depends, strict=True):
-            if gradient is None or depends <= missing:
+        for i, gradient, reached in zip(graphs.trained, run(values), graphs.reached, strict=True):
+            if gradient is None or reached <= missing:
                 continue
             for d, part in enumerate(gradient if isinstance(gradient, Parts) else [gradient]):
                 found[i * count + d] = part.clone() if id(part) in seen else part

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from autotp.comparing import difference, largest
 from passes.capture import Captured
+from passes.differentiable import differentiable
 
 __all__ = ["compared_with_model"]
 
@@ -70,6 +71,6 @@ def _error(mine: Tensor, models: Tensor, least: float = 0.0) -> float:
     mine, models = mine.detach(), models.detach()
     if mine.shape != models.shape or mine.dtype != models.dtype:
         return torch.inf
-    if not mine.is_floating_point() and not mine.is_complex():
+    if not differentiable(mine):
         return 0.0 if torch.equal(mine, models) else torch.inf
     return difference(mine, models, max(largest(models), least)) if mine.numel() else 0.0

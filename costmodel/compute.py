@@ -42,8 +42,6 @@ SMALL: sympy.Expr = (1 + h / m) * (1 + h / k) * (1 + h / n)
 KERNEL: sympy.Expr = s * sympy.Max(F * SMALL / (eta * P), Q / B) + L
 """Seconds of one kernel with the efficiency of its size and kind; ``ROOFLINE`` where h = 0 and eta = s = 1."""
 
-_NO_DIMS = (1.0, 1.0, 1.0)
-
 
 def seconds(
     flop: Number,
@@ -70,7 +68,7 @@ def seconds(
     Returns:
         Seconds, of the broadcast shape of the arguments.
     """
-    half, sizes = (0.0, _NO_DIMS) if dims is None else (device.half_size, tuple(np.maximum(size, 1.0) for size in dims))
+    half, sizes = _product(dims, device)
     slowdown = device.slowdown.get(kind, 1.0)
     launch = device.launch * launches
     return _compiled()(
@@ -95,8 +93,7 @@ class Work:
 
     def values(self, device: Device) -> dict[sympy.Symbol, float]:
         """The numbers of the symbols of ``KERNEL``."""
-        half, sizes = (0.0, _NO_DIMS) if self.dims is None else (device.half_size, self.dims)
-        rows, reduced, columns = (max(size, 1.0) for size in sizes)
+        half, (rows, reduced, columns) = _product(self.dims, device)
         return {
             F: self.flop,
             Q: self.bytes,
@@ -106,10 +103,18 @@ class Work:
             eta: device.efficiency,
             h: half,
             s: device.slowdown.get(self.kind, 1.0),
-            m: rows,
-            k: reduced,
-            n: columns,
+            m: float(rows),
+            k: float(reduced),
+            n: float(columns),
         }
+
+
+def _product(dims: tuple[Number, Number, Number] | None, device: Device) -> tuple[float, tuple[Number, Number, Number]]:
+    """``h`` and m, k, n of ``KERNEL``; where nothing is multiplied, they change nothing."""
+    if dims is None:
+        return 0.0, (1.0, 1.0, 1.0)
+    rows, reduced, columns = (np.maximum(size, 1.0) for size in dims)
+    return device.half_size, (rows, reduced, columns)
 
 
 @functools.cache

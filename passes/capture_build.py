@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Builder", "CaptureError", "arguments_of", "is_float", "operator_name", "outer_order", "where"]
+__all__ = ["Builder", "CaptureError", "arguments_of", "operator_name", "outer_order", "where"]
 
 aten = torch.ops.aten
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
@@ -52,11 +52,6 @@ def arguments_of(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         else:
             named[argument.name] = argument.default_value if argument.has_default_value() else None
     return named
-
-
-def is_float(value: Any) -> bool:
-    """Whether a value is a tensor that can have a gradient."""
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def outer_order(target: Any, rank: int, arguments: dict[str, Any]) -> list[int]:

@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from passes.capture_build import Builder, CaptureError, arguments_of, is_float, operator_name, where
+from passes.capture_build import Builder, CaptureError, arguments_of, operator_name, where
+from passes.differentiable import differentiable
 from passes.functional import batch_norm_train
 from passes.functionalise_views import RESHAPES, put_back
 
@@ -166,9 +167,9 @@ class _Functionaliser:
 
     def _carries(self, node: fx.Node, flat: bool) -> bool:
         if node.op == "placeholder":
-            return node.name in self.learned and is_float(node.meta["val"])
+            return node.name in self.learned and differentiable(node.meta["val"])
         ends = node.target is aten.detach.default or _SHAPED.search(operator_name(node.target))
-        if ends or _is_running_statistic(node) or not any(map(is_float, tree_leaves(node.meta["val"]))):
+        if ends or _is_running_statistic(node) or not any(map(differentiable, tree_leaves(node.meta["val"]))):
             return False
         return (flat or node.meta.get("grad", True)) and any(self.needs[flat][n] for n in node.all_input_nodes)
 

@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
-from passes.capture_build import Builder, CaptureError, is_float, where
+from passes.capture_build import Builder, CaptureError, where
+from passes.differentiable import differentiable
 
 __all__ = ["inline_regions"]
 
@@ -64,7 +65,7 @@ class _Inliner:
         """``value`` as nodes with or without gradients may use it."""
 
         def cross(node: fx.Node) -> fx.Node:
-            if not grad or node.meta["grad"] or not is_float(node.meta.get("val")):
+            if not grad or node.meta["grad"] or not differentiable(node.meta.get("val")):
                 return node
             if node not in self.detached:
                 self.detached[node] = self.builder.emit(aten.detach.default, (node,), like=node)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from passes.differentiable import differentiable
 from passes.reshard import Step
 from passes.virtual import ChunkedWorld
 from passes.world import World
@@ -78,7 +79,7 @@ def reshard(world: World, value: Any, forward: Sequence[Step], backward: Sequenc
     forward, backward = [Step(*s) for s in forward], [Step(*s) for s in backward]
 
     def run(parts: list[Tensor]) -> Sequence[Tensor]:
-        if parts[0].is_floating_point() or parts[0].is_complex():
+        if differentiable(parts[0]):
             return _Reshard.apply(world, forward, backward, *parts)
         return world.run(forward, parts)
 
@@ -159,7 +160,7 @@ def reshard_chunks(
         parts = [flat[i * count + d].detach() for i in spread for d in range(count)]
         every = world.all_reduce(parts, step.axes, op).wait()
         results: Sequence[Tensor] = [every[i * count + d] for i in kept for d in range(count)]
-    elif not (flat[0].is_floating_point() or flat[0].is_complex()):
+    elif not differentiable(flat[0]):
         every = world.run(forward, [flat[i * count + d] for i in spread for d in range(count)])
         results = [every[i * count + d] for i in kept for d in range(count)]
     else:

@@ -50,7 +50,7 @@ class Overlapped:
         trained: positions of the inputs whose gradients ``backward`` gives.
         outputs: how many outputs come before what is saved.
         tangents: positions of the outputs that have a gradient.
-        depends: see `passes.partition.Cut`.
+        reached: see `passes.traced.Joint`.
     """
 
     forward: fx.Graph
@@ -60,7 +60,7 @@ class Overlapped:
     trained: tuple[int, ...]
     outputs: int
     tangents: tuple[int, ...]
-    depends: tuple[frozenset[int], ...]
+    reached: tuple[frozenset[int], ...]
 
     def slots(self, durations: Durations, limits: Limits) -> tuple[list[Slot], list[Slot]]:
         """When each node of either graph is to run, by prediction; in the order in which it is to."""
@@ -117,9 +117,11 @@ class Halves:
         return digest.hexdigest()[:16]
 
     def without(self, missing: frozenset[int]) -> Halves:
-        """The same with a backward graph for when these of the outputs that may have a gradient have none."""
+        """A backward graph for when these of the outputs that may have a gradient have none; the forward graph is empty."""
+        forward = fx.Graph()
+        forward.output(())
         backward = pruned(self.cut.backward, len(self.joint.tangents), missing)
-        return replace(self, cut=replace(self.cut, backward=backward))
+        return replace(self, cut=replace(self.cut, forward=forward, backward=backward))
 
     def buckets(self, enough: Enough | None) -> tuple[Buckets, Buckets]:
         """Which small collectives to merge, in either half; None: none is."""
@@ -140,7 +142,7 @@ class Halves:
             self.joint.trained,
             self.cut.outputs,
             self.joint.tangents,
-            self.cut.depends,
+            self.joint.reached,
         )
 
 

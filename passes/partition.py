@@ -16,6 +16,7 @@ from torch import fx
 
 from passes.memory import held
 from passes.primitives import COLLECTIVES, crop, own, pad
+from passes.reach import above, below
 from passes.traced import Joint
 
 __all__ = ["Cut", "cut"]
@@ -62,13 +63,11 @@ class Cut:
         forward: inputs, seed -> outputs, then what is saved.
         backward: what is saved, gradients of the outputs that have one -> gradients of the inputs that have one.
         outputs: how many outputs come before what is saved.
-        depends: per gradient that ``backward`` gives, the outputs that lead to it, by their numbers.
     """
 
     forward: fx.Graph
     backward: fx.Graph
     outputs: int
-    depends: tuple[frozenset[int], ...]
 
 
 def cut(joint: Joint) -> Cut:
@@ -79,17 +78,14 @@ def cut(joint: Joint) -> Cut:
     inputs, tangents = placeholders[:count], placeholders[count:]
     leaves: Any = nodes[-1].args[0]
     outputs, gradients = list(leaves[: joint.outputs]), list(leaves[joint.outputs :])
-    later: set[fx.Node] = set(tangents)
-    for node in nodes:
-        if node.op not in ("placeholder", "output") and any(n in later for n in node.all_input_nodes):
-            later.add(node)
+    later = below(nodes, tangents)
     again = _gathered(nodes, {inputs[i] for i in joint.regathered}, later)
-    needed, saved = _needed(gradients, later, again, _above(outputs))
+    needed, saved = _needed(gradients, later, again, above(outputs))
     kept = [n for n in nodes if n in saved]
     forward, values = fx.Graph(), {}
     for node in inputs:
         values[node] = _placeholder(forward, node)
-    wanted = _above([*outputs, *kept])
+    wanted = above([*outputs, *kept])
     for node in nodes:
         if node in wanted and node not in values and node not in later:
             values[node] = forward.node_copy(node, lambda n: values[n])
@@ -102,7 +98,7 @@ def cut(joint: Joint) -> Cut:
     for node in _when_needed([n for n in nodes if n in needed and n not in values], later):
         values[node] = backward.node_copy(node, lambda n: values[n])
     backward.output(tuple(values[g] if isinstance(g, fx.Node) else g for g in gradients))
-    return Cut(forward, backward, len(outputs), joint.reached)
+    return Cut(forward, backward, len(outputs))
 
 
 def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -169,15 +165,3 @@ def _when_needed(nodes: Sequence[fx.Node], later: set[fx.Node]) -> list[fx.Node]
                 seen.add(last)
                 found.append(last)
     return found + [node for node in nodes if node not in seen]
-
-
-def _above(leaves: Sequence[Any]) -> set[fx.Node]:
-    """The leaves and the nodes that they depend on."""
-    found: set[fx.Node] = set()
-    pending = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found

@@ -5,26 +5,16 @@ A gradient of zeros would not do. Where a function has an infinite slope, zero t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from passes.reach import below
+
 __all__ = ["pruned"]
 
 _aten = torch.ops.aten
-
-
-def _made_of(graph: fx.Graph, tangents: Mapping[fx.Node, int]) -> dict[fx.Node, frozenset[int]]:
-    """Of which gradients of outputs, by their numbers, each node is made; those that are made of none are left out."""
-    found = {node: frozenset({number}) for node, number in tangents.items()}
-    for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        if ways := [found[n] for n in node.all_input_nodes if n in found]:
-            found[node] = frozenset().union(*ways)
-    return found
 
 
 def pruned(backward: fx.Graph, outputs: int, missing: frozenset[int]) -> fx.Graph:
@@ -39,8 +29,9 @@ def pruned(backward: fx.Graph, outputs: int, missing: frozenset[int]) -> fx.Grap
         missing: the numbers of those without.
     """
     places = [node for node in backward.nodes if node.op == "placeholder"]
-    sources = _made_of(backward, {node: i for i, node in enumerate(places[len(places) - outputs :])})
-    nothing = {node for node, ways in sources.items() if ways <= missing}
+    tangents = set(places[len(places) - outputs :])
+    without = {node for number, node in enumerate(places[len(places) - outputs :]) if number in missing}
+    nothing = below(backward.nodes, without) - below(backward.nodes, tangents - without)
     result = fx.Graph()
     values: dict[fx.Node, Any] = {}
 

@@ -18,6 +18,7 @@ from torch import fx
 
 from passes import ops
 from passes.capture_build import arguments_of
+from passes.differentiable import differentiable
 from passes.factors import Operator, Value, value_of
 from passes.layout import Layout, even_chunk, local_shape, splits
 from passes.panelled import Operand, panelled
@@ -143,8 +144,7 @@ class _Rewriter:
         have = self.layouts[value]
         shape = tuple(node.meta["val"].shape)
         forward = steps(shape, have, want.layout, self.mesh)
-        floating = node.meta["val"].dtype.is_floating_point or node.meta["val"].dtype.is_complex
-        backward = steps(shape, want.gradient, gradient_of(have), self.mesh) if floating else ()
+        backward = steps(shape, want.gradient, gradient_of(have), self.mesh) if differentiable(node.meta["val"]) else ()
         if not forward and not backward:
             return self.nodes[node]
         key = value, want

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes import ops, primitives
+from passes.differentiable import differentiable
 from passes.drawn import DRAWN
 from passes.reshard import Step
 from passes.shard import draws
@@ -140,7 +141,7 @@ def trace(
 
     # Outputs are whole, so their gradients' shapes are known before the graph has run.
     *_, output = sharded.graph.nodes
-    floating = [i for i, value in enumerate(output.meta["values"]) if wanted and _has_gradient(value)]
+    floating = [i for i, value in enumerate(output.meta["values"]) if wanted and differentiable(value)]
 
     def joint(*flat: Tensor) -> list[Any]:
         values, seed, gradients = flat[: len(names)], flat[len(names)], flat[len(names) + 1 :]
@@ -220,10 +221,6 @@ def _like(tensor: Tensor) -> Tensor:
     """A fake tensor like one that is real, or on meta, where a processor is meant."""
     device = "cpu" if tensor.device.type == "meta" else tensor.device
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-
-
-def _has_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _gathered(sharded: fx.GraphModule) -> list[str]:

@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch.distributed.tensor import Partial
 
 from passes import ops
+from passes.differentiable import differentiable
 from passes.layout import is_shard
 from passes.reshard import Step
 from passes.world import LocalWorld
@@ -127,16 +128,13 @@ class _Unroller:
         forward, backward = node.args[2], node.args[3]
         if not any(self.virtual(_axes(step)) for step in (*forward, *backward)):  # type: ignore[misc]
             return self.operator(node)
-        want, differentiable = (
-            node.meta["want"],
-            node.meta["val"].dtype.is_floating_point or node.meta["val"].dtype.is_complex,
-        )
+        want = node.meta["want"]
         after = frozenset(
             a
             for a in range(self.real, self.real + len(self.chunks))
             if is_shard(want.layout[a])
             or isinstance(want.layout[a], Partial)
-            or (differentiable and isinstance(want.gradient[a], Partial))
+            or (differentiable(node.meta["val"]) and isinstance(want.gradient[a], Partial))
         )
         mine = self.axes[value]
         if mine <= after and not any(self.virtual(_axes(step)) for step in forward):  # type: ignore[union-attr, arg-type]

@@ -139,23 +139,6 @@ def test_noise_of_both_modes_is_no_difference():
     assert not ours.eval().training and not torch.equal(ours(*args), ours(*args))
 
 
-class Attended(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.MultiheadAttention(8, 2, 0.1)
-
-    def forward(self, x):
-        return self.layer(x, x, x, need_weights=False)[0]
-
-
-@pytest.mark.parametrize("layer", [nn.RReLU, nn.Dropout1d, Attended])
-def test_what_draws_in_training_only_is_a_difference(layer):
-    model, args = nn.Sequential(nn.Linear(8, 8), layer()).double().train(), (torch.randn(4, 8, 8, **F64),)
-    ours = autotp.simulate(model, planned(model, args), args)
-    with pytest.raises(autotp.AutotpError, match="captured for training"):
-        ours.eval()
-
-
 class Sometimes(nn.Module):
     """Attention that drops some of its weights in training."""
 
@@ -165,6 +148,14 @@ class Sometimes(nn.Module):
 
     def forward(self, x):
         return self.attend(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("layer", [nn.RReLU, nn.Dropout1d, Sometimes])
+def test_what_draws_in_training_only_is_a_difference(layer):
+    model, args = nn.Sequential(nn.Linear(8, 8), layer()).double().train(), (torch.randn(4, 8, 8, **F64),)
+    ours = autotp.simulate(model, planned(model, args), args)
+    with pytest.raises(autotp.AutotpError, match="captured for training"):
+        ours.eval()
 
 
 @pytest.mark.parametrize(
