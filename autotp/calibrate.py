@@ -25,7 +25,7 @@ from autotp.measure import FULL, KINDS, QUICK, Clock, Effort, Timing, time_colle
 from autotp.measure_contention import time_contention
 from costmodel import Level, Measured, Topology, collectives
 from costmodel.fit import LinkFit, fit_link, split_overhead
-from passes.world import ProcessWorld
+from passes.process_world import ProcessWorld
 
 __all__ = ["Calibration", "Check", "LevelFit", "calibrate", "shape_of_job"]
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from costmodel.fit import Sample, robust
+from passes.process_world import ProcessWorld
 from passes.reshard import Step
-from passes.world import ProcessWorld
 
 __all__ = ["FULL", "KINDS", "QUICK", "Clock", "Effort", "Timing", "Work", "job", "time_collective", "time_sizes"]
 

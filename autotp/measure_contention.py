@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from autotp.measure import Clock, Effort, Work, job
-from passes.world import ProcessWorld
+from passes.process_world import ProcessWorld
 
 __all__ = ["time_contention"]
 

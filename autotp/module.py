@@ -22,8 +22,8 @@ from autotp.rewrite import Rewritten
 from autotp.tracing import Event, recorded
 from passes import ops
 from passes.arranged import arranged
+from passes.process_world import ProcessWorld
 from passes.shard import place_constants, used_groups
-from passes.world import ProcessWorld
 
 __all__ = ["DistributedModule"]
 

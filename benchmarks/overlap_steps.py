@@ -30,7 +30,8 @@ from autotp.measure_contention import time_contention
 from benchmarks.models import trained
 from benchmarks.phases import answered
 from benchmarks.steps import TIMED, medians, step_of
-from passes.world import Pending, ProcessWorld
+from passes.process_world import ProcessWorld
+from passes.world import Pending
 
 #: name -> (schedule, chunks, whether small collectives are merged); None: the chunks that the planner chose.
 WAYS: dict[str, tuple[str, dict[str, int] | None, bool]] = {

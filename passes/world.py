@@ -1,7 +1,7 @@
 """Worlds: who takes part in a collective.
 
-A sharded graph is the same for every device; a *world* gives it its surroundings. ``ProcessWorld`` is one process of a
-``torch.distributed`` job. ``LocalWorld`` is every device of a mesh at once, in this process: its collectives are local
+A sharded graph is the same for every device; a *world* gives it its surroundings. `passes.process_world` is one process of
+a ``torch.distributed`` job. ``LocalWorld`` is every device of a mesh at once, in this process: its collectives are local
 ``stack`` and ``sum``. Both offer the same four primitives over the devices that they host (one, or all), each of which
 returns at once what is ``Pending``. ``run`` executes reshard steps on them, padding uneven chunks so that every message
 has one size; ``launch`` leaves the last step under way.
@@ -9,28 +9,22 @@ has one size; ``launch`` leaves the last step under way.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import itertools
-import math
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.nn.functional  # DTensor imports it later, when its default arguments would keep the group alive
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from passes.drawn import DRAWN
 from passes.layout import even_chunk, extent, take_block
 from passes.reshard import Step
 
-__all__ = ["LocalWorld", "Pending", "ProcessWorld", "World"]
+__all__ = ["LocalWorld", "Pending", "World"]
 
 
 #: Passes whose seeds are known, for those that do them again: more than lie between a pass and its backward pass.
@@ -305,7 +299,7 @@ class LocalWorld(World):
         result = list(parts)
         for group in self._groups(axes):
             stacked = _stacked(parts[i] for i in group)
-            value = stacked.sum(0) if op == "sum" else stacked.amax(0)
+            value = stacked.sum(0, dtype=stacked.dtype) if op == "sum" else stacked.amax(0)
             for i in group:
                 result[i] = value.clone()
         return Pending(result)
@@ -329,7 +323,8 @@ class LocalWorld(World):
         """See ``World.reduce_scatter``."""
         result = list(parts)
         for group in self._groups((axis,)):
-            total = _stacked(parts[i] for i in group).sum(0)
+            stacked = _stacked(parts[i] for i in group)
+            total = stacked.sum(0, dtype=stacked.dtype)
             for position, i in enumerate(group):
                 result[i] = total[position].clone()
         return Pending(result)
@@ -343,92 +338,5 @@ class LocalWorld(World):
         return Pending(result)
 
 
-class ProcessWorld(World):
-    """This process's place on a ``DeviceMesh``, and its process groups.
-
-    Args:
-        mesh: the device mesh; its axes are the plan's.
-        groups: the sets of axes that collectives run over (each over a process group of its own).
-    """
-
-    def __init__(self, mesh: DeviceMesh, groups: Iterable[tuple[int, ...]]) -> None:
-        coordinate = mesh.get_coordinate()
-        assert coordinate is not None, "this rank is not part of the mesh"
-        super().__init__(tuple(mesh.shape), [tuple(coordinate)])
-        self.device_mesh = mesh
-        self._process_groups = {axes: self._make_group(axes) for axes in sorted(set(groups))}
-        atexit.register(_let_go, weakref.ref(self), weakref.ref(mesh))
-
-    def _make_group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
-        if len(axes) == 1:
-            return self.device_mesh.get_group(axes[0])
-        ranks = self.device_mesh.mesh
-        rest = [a for a in range(ranks.dim()) if a not in axes]
-        mine = None
-        for members in ranks.permute(*rest, *axes).reshape(-1, math.prod(ranks.shape[a] for a in axes)).tolist():
-            group = dist.new_group(members)
-            if dist.get_rank() in members:
-                mine = group
-        assert mine is not None
-        return mine
-
-    def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
-        """See ``World.all_reduce``."""
-        return self.all_reduce_([parts[0].clone(memory_format=torch.contiguous_format)], axes, op)
-
-    def all_reduce_(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
-        """See ``World.all_reduce_``."""
-        value = parts[0]
-        reduction = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-        work = dist.all_reduce(value, reduction, group=self._process_groups[axes], async_op=True)
-        return Pending([value], work)
-
-    def all_gather(self, parts: Sequence[Tensor], axis: int) -> Pending:
-        """See ``World.all_gather``."""
-        part = _as_bytes(parts[0].contiguous())
-        result = part.new_empty((self.mesh_shape[axis], *part.shape))
-        group = self._process_groups[(axis,)]
-        work = dist.all_gather_single(result.view(-1), part.view(-1), group=group, async_op=True)
-        return Pending([result.view(parts[0].dtype)], work, part)
-
-    def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> Pending:
-        """See ``World.reduce_scatter``."""
-        part = parts[0].contiguous()
-        group = self._process_groups[(axis,)]
-        if dist.get_backend(group) == "gloo":  # whose own is an all_reduce: twice the bytes, and more latency
-            return self.all_to_all([part], axis).then(lambda given: [given[0].sum(0)])
-        result = part.new_empty(part.shape[1:])
-        work = dist.reduce_scatter_single(result.view(-1), part.view(-1), group=group, async_op=True)
-        return Pending([result], work, part)
-
-    def all_to_all(self, parts: Sequence[Tensor], axis: int) -> Pending:
-        """See ``World.all_to_all``."""
-        part = _as_bytes(parts[0].contiguous())
-        result = torch.empty_like(part)
-        group = self._process_groups[(axis,)]
-        work = dist.all_to_all_single(result.view(-1), part.view(-1), group=group, async_op=True)
-        return Pending([result.view(parts[0].dtype)], work, part)
-
-
 def _stacked(parts: Iterable[Tensor]) -> Tensor:
     return torch.stack([part.contiguous() for part in parts])
-
-
-def _let_go(world: weakref.ref[ProcessWorld], mesh: weakref.ref[DeviceMesh]) -> None:
-    """Forgets a world's process groups before the interpreter ends.
-
-    The threads of a group that is still there at the end may need the interpreter to free a tensor, and then abort the
-    process (pytorch issue 190489). ``destroy_process_group`` does not end them: the world and its ``DeviceMesh`` hold them,
-    and caches of DTensor's may hold the mesh when the world is gone.
-    """
-    held, known = world(), mesh()
-    if held is not None:
-        held._process_groups.clear()
-    if known is not None:
-        for each in (known, getattr(known, "_root_mesh", None)):
-            getattr(each, "_pg_registry", {}).clear()
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Booleans travel as bytes: not every backend knows them."""
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor

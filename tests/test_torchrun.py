@@ -35,6 +35,12 @@ def test_three_steps_equal_one_device(processes, model, strategy, mesh):
     assert "exact" in done.stdout
 
 
+def test_collectives_are_those_of_one_process():
+    done = torchrun(4, "special.py", "collectives")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "passed" in done.stdout
+
+
 def test_panels_equal_one_device():
     done = torchrun(4, "train.py", "llama", "summa-2d", "2x2", "2")
     assert done.returncode == 0, done.stderr[-3000:]

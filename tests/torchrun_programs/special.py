@@ -2,6 +2,7 @@
 
 import atexit
 import copy
+import itertools
 import os
 import sys
 import tempfile
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from models import MODELS
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves
@@ -20,7 +22,9 @@ from torch.utils._pytree import tree_leaves
 import autotp
 from autotp.overlapped import Overlap
 from passes.launches import launch
+from passes.process_world import ProcessWorld
 from passes.schedule import Limits
+from passes.world import LocalWorld
 
 
 def meta():
@@ -311,6 +315,34 @@ def orders():
     dist.all_gather_object(theirs, (run, own))
     assert theirs[0][0] == theirs[1][0] and all(len(launches) > 4 for launches in run)
     assert theirs[0][1] != theirs[1][1], "each alone would have taken another order"
+
+
+def collectives():
+    """Of few bytes and of many, of all dtypes: what processes exchange is what one process computes."""
+    groups = [(0,), (1,), (0, 1)]
+    mine, whole = ProcessWorld(init_device_mesh("cpu", (2, 2)), groups), LocalWorld((2, 2))
+    place = whole.hosted.index(mine.hosted[0])
+    shapes = [(), (1,), (4, 3), (4, 0), (4, 2500), (4, 20000)]
+    for shape, dtype in itertools.product(
+        shapes, [torch.float64, torch.bfloat16, torch.int32, torch.complex128, torch.bool]
+    ):
+        draw = torch.Generator().manual_seed(0)
+        parts = [(2 * torch.randint(0, 2, shape, generator=draw)).to(dtype) for _ in range(4)]
+        calls = [("all_gather", (axis,)) for axis in (0, 1)]
+        if len(shape) > 1:
+            parts = [part.reshape(2, 2, -1).transpose(1, 2) for part in parts]  # not in order in memory
+            calls += [("all_to_all", (axis,)) for axis in (0, 1)]
+        if dtype != torch.bool:
+            calls += [("reduce_scatter", (axis,)) for axis in (0, 1) if len(shape) > 1]
+            calls += [("all_reduce", (axes, "sum")) for axes in groups]
+        if not dtype.is_complex and dtype != torch.bool:
+            calls += [("all_reduce", (axes, "max")) for axes in groups]
+        for kind, rest in calls:
+            expected = getattr(whole, kind)(parts, *rest).wait()[place]
+            (found,) = getattr(mine, kind)([parts[place]], *rest).wait()
+            where = f"{kind} {rest} of {dtype} {shape}"
+            assert found.dtype == expected.dtype == dtype and found.is_contiguous(), where
+            assert torch.equal(found, expected), where
 
 
 if __name__ == "__main__":
