@@ -68,7 +68,7 @@ class Contest:
         optimizer: a key of ``costmodel.memory.OPTIMIZERS``.
         panels: of every product; None tries none first, and then the fastest where memory is short.
         deadline: on the performance counter; every solve gets a moment at least.
-        merges: see ``Prices``.
+        together: see ``Prices``.
         weights: what seconds count, by what may hide them; costs and bounds are then weighted sums.
         best: the cheapest choice that fits.
         needed: bytes that the smallest choice met needs, where none fits.
@@ -87,7 +87,7 @@ class Contest:
     optimizer: str
     panels: int | None
     deadline: float
-    merges: bool = False
+    together: float = 0.0
     weights: Weights = EVEN
     best: Found | None = None
     needed: float = math.inf
@@ -297,7 +297,7 @@ class Contest:
         return assembled
 
     def _prices(self, mesh: tuple[int, ...]) -> Prices:
-        return Prices(self.topology, mesh, train=self.mode == "train", optimizer=self.optimizer, merges=self.merges)
+        return Prices(self.topology, mesh, train=self.mode == "train", optimizer=self.optimizer, together=self.together)
 
     def _left(self) -> float:
         return max(_LEAST_SECONDS, self.deadline - time.perf_counter())

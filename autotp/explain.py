@@ -115,7 +115,7 @@ def priced_plan(captured: Captured, plan: Plan) -> Priced:
         plan.mesh_shape,
         train=plan.mode == "train",
         optimizer=plan.optimizer,
-        merges=plan.schedule == "overlap",
+        together=model.parameter_bytes if plan.schedule == "overlap" else 0.0,
     )
     panels = {op.name for op in plan.operators if op.panels > 1}
     found = loops(operators, chosen, resting, plan.mesh_shape) if panels else []

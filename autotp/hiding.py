@@ -139,7 +139,7 @@ def chunked(priced: Priced, made: Chunked) -> Sums:
         train=prices.train,
         optimizer=prices.optimizer,
         chunks=tuple(made.counts.values()),
-        merges=prices.merges,
+        together=prices.together,
     )
     layouts = {(node, i): layout for node in model.operators for i, layout in enumerate(strategies[node.name].results)}
     rest = (Replicate(),) * len(made.counts)

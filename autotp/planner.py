@@ -228,7 +228,8 @@ def plan_captured(
     model = prepare(captured, asked)
     analysis = time.perf_counter() - started
     meshes = [mesh] if mesh is not None else list(candidate_meshes(topology.devices, chosen.axes, chosen.least))
-    contest = Contest(model, topology, chosen, bound, bound, mode, optimizer, panels, started + time_limit, hides)
+    together = model.parameter_bytes if hides else 0.0
+    contest = Contest(model, topology, chosen, bound, bound, mode, optimizer, panels, started + time_limit, together)
 
     def search(weights: Weights) -> Searched:
         nonlocal contest

@@ -56,7 +56,8 @@ class Prices:
         optimizer: a key of ``costmodel.memory.OPTIMIZERS``.
         chunks: in how many chunks devices do their work, one after the other: virtual axes behind the mesh's. What such an
             axis splits is paid for each chunk; what it joins or sums up, once and without a network.
-        merges: parameters and their gradients travel together, so that their latency hardly counts (`passes.bucket`).
+        together: bytes of all parameters, which travel together as their gradients do, so that latency counts little
+            (`passes.bucket`); 0: each travels alone.
     """
 
     def __init__(
@@ -67,10 +68,10 @@ class Prices:
         train: bool = True,
         optimizer: str = "adamw",
         chunks: tuple[int, ...] = (),
-        merges: bool = False,
+        together: float = 0.0,
     ) -> None:
         self.topology, self.devices, self.train, self.optimizer = topology, mesh, train, optimizer
-        self.mesh, self.merges = (*mesh, *chunks), merges
+        self.mesh, self.together = (*mesh, *chunks), together
         self.collective = lru_cache(maxsize=None)(self._collective)
         self.moving = lru_cache(maxsize=None)(self._moving)
         self.contention = lru_cache(maxsize=None)(self._contention)
@@ -88,9 +89,9 @@ class Prices:
     def parameter_seconds(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
         """``seconds`` of collectives that move parameters or their gradients."""
         alone = self.seconds(kind, axes, volumes)
-        if not self.merges:
+        if not self.together:
             return alone
-        return np.asarray(overlap.merged(alone, self.seconds(kind, axes, np.ones(1))))
+        return np.asarray(overlap.merged(alone, self.seconds(kind, axes, np.ones(1)), volumes / self.together))
 
     def seconds(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
         """Seconds of a collective over ``axes`` for many sizes, in bytes of the larger tensor on one device."""

@@ -49,6 +49,13 @@ class Model:
     trained: frozenset[Value]
     pins: Mapping[fx.Node, tuple[Requirement, ...]] = field(default_factory=dict)
 
+    @property
+    def parameter_bytes(self) -> float:
+        """Of all parameters, whole."""
+        nodes = self.captured.graph_module.graph.find_nodes(op="placeholder")
+        values = [node.meta["val"] for node in nodes if node.target in self.captured.parameters]
+        return float(sum(value.numel() * value.element_size() for value in values))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:

@@ -53,13 +53,14 @@ __all__ = [
     "k",
     "merged",
     "messages",
+    "s",
     "sides",
     "t0",
     "w",
     "weights",
 ]
 
-C, A, P, H, a, w, k, j, T, t0 = sympy.symbols("C A P H a w k j T t0", nonnegative=True)
+C, A, P, H, a, w, k, j, s, T, t0 = sympy.symbols("C A P H a w k j s T t0", nonnegative=True)
 D, c = sympy.symbols("D c", positive=True)
 
 DEVICE: sympy.Expr = C + k * A + j * P + (1 - k) * (A - H) + (1 - j) * P / D
@@ -81,8 +82,9 @@ STEP: sympy.Expr = sympy.Max(DEVICE, NETWORK)
 LATENCY_SHARE = 0.2
 """Collectives that wait for nobody travel together until their latency is this share of their time."""
 
-MERGED: sympy.Expr = sympy.Min(T, (T - t0) / (1 - LATENCY_SHARE))
-"""Seconds of a collective that may travel with others: **T** seconds by itself, **t0** of them without any bytes."""
+MERGED: sympy.Expr = sympy.Min(T, sympy.Max((T - t0) / (1 - LATENCY_SHARE), T - t0 + s * t0))
+"""Seconds of a collective that may travel with others: **T** seconds by itself, **t0** of them without any bytes; it is the
+share **s** of all that may travel so, which takes one message at least."""
 
 MESSAGES: sympy.Expr = sympy.Max(1, sympy.sqrt((1 - k) * (T - t0) / t0))
 """In how many messages something is sent best: **T** seconds in one, **t0** of them without any bytes, of which the share
@@ -145,9 +147,9 @@ def hidden_by_rows(communication: Number, work: Number, chunks: Number) -> Numbe
     return _rows()(communication, work, chunks)
 
 
-def merged(alone: Number, latency: Number) -> Number:
+def merged(alone: Number, latency: Number, share: Number) -> Number:
     """``MERGED`` with numbers."""
-    return _merged()(alone, latency)
+    return _merged()(alone, latency, share)
 
 
 def messages(alone: Number, latency: Number, contention: Number) -> Number:
@@ -168,7 +170,7 @@ def _compiled(expression: sympy.Expr) -> Callable[..., Number]:
 
 @functools.cache
 def _merged() -> Callable[..., Number]:
-    return compile_formula((T, t0), MERGED)
+    return compile_formula((T, t0, s), MERGED)
 
 
 @functools.cache

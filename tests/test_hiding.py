@@ -46,6 +46,16 @@ def test_limits_of_the_formula():
     assert overlap.hidden_by_rows(2.0, 3.0, 4) == pytest.approx(1.5) and overlap.hidden_by_rows(2.0, 3.0, 1) == 0
 
 
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=30), st.floats(0.0, 1e-2))
+def test_what_travels_together_costs_a_message_at_least_and_no_more_than_alone(moving, latency):
+    whole = sum(moving)
+    found = [float(overlap.merged(latency + one, latency, one / whole)) for one in moving]
+    assert latency + whole <= sum(found) * (1 + 1e-9)
+    assert sum(found) <= (latency + whole / (1 - overlap.LATENCY_SHARE)) * (1 + 1e-9)
+    assert all(one <= (latency + alone) * (1 + 1e-9) for one, alone in zip(found, moving, strict=True))
+
+
 def test_the_step_equals_exhaustive_search_where_it_is_proven():
     proven = found = 0
     for seed, model, mesh, prices, problem in small_problems():
