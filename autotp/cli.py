@@ -37,12 +37,10 @@ from autotp.cli_trace import trace_command
 from autotp.cli_verify import verify_command
 from autotp.errors import AutotpError
 from autotp.render import make_console, plan_table, presets_table, topology_table
-from costmodel import OPTIMIZERS, Topology, TopologyError, UnitError
-from passes.capture import CaptureError, capture
+from costmodel import OPTIMIZERS, Topology
+from passes.capture import capture
 
 __all__ = ["ModelSpecError", "app", "call_factory", "find_factory", "load_model", "main"]
-
-USER_ERRORS = (AutotpError, CaptureError, TopologyError, UnitError)
 
 app = typer.Typer(
     help="Plan how to split an unmodified PyTorch model over a mesh of devices.",
@@ -60,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     try:
         app(args=None if argv is None else list(argv), prog_name="autotp")
-    except USER_ERRORS as error:
+    except AutotpError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

@@ -19,7 +19,7 @@ from autotp.pricing import Prices
 from costmodel import compute
 from costmodel.overlap import LATENCY_SHARE, messages
 from passes.launches import launch, wait
-from passes.primitives import COLLECTIVES, axes_of, laid_out
+from passes.primitives import COLLECTIVES, axes_of, crop, laid_out, pad
 from passes.schedule import Work
 
 __all__ = ["enough", "lane_of", "overlap_of", "work_of"]
@@ -128,8 +128,9 @@ def _viewing(target: Any) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    if node.target is laid_out:  # nothing is to be done where the elements are in order already
-        return bool(node.meta["val"].stride() == node.args[0].meta["val"].stride())  # type: ignore[union-attr]
+    if node.target in (laid_out, crop, pad):  # nothing is to be done where the elements are in order already, and all there
+        old, new = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+        return bool(new.shape == old.shape and new.stride() == old.stride())
     return _viewing(node.target)
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+from costmodel.errors import AutotpError
+
 __all__ = ["AutotpError", "BatchError", "ConstraintError", "MemoryBoundError", "PlanMismatchError", "TimeLimitError"]
-
-
-class AutotpError(ValueError):
-    """Something asked of autotp cannot be done; the message says what, where, and what to do instead."""
 
 
 class MemoryBoundError(AutotpError):

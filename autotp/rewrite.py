@@ -15,7 +15,7 @@ from autotp.plan import Plan, fingerprint
 from passes.capture import CallSignature, Captured, capture
 from passes.chunk import in_chunks
 from passes.factors import Operator, analyse
-from passes.layout import Layout, fits, local_shape, place
+from passes.layout import Layout, fits, local_shape, place, restorable
 from passes.logs import dump
 from passes.panel import loops, panel
 from passes.shard import Sharding, shard
@@ -162,5 +162,9 @@ def _resting(captured: Captured, plan: Plan) -> dict[str, Layout]:
         layout = plan.resting(fqn)
         if not fits(shapes[name], layout, plan.mesh_shape):
             raise PlanMismatchError(f"parameter {fqn} of shape {shapes[name]} cannot rest in the plan's layout {layout}")
+        if not restorable(layout, plan.mesh_shape):
+            raise PlanMismatchError(
+                f"parameter {fqn} rests as {layout}, whose parts torch's DTensor joins in a wrong order; make a new plan"
+            )
         resting[name] = layout
     return resting

@@ -1,18 +1,22 @@
-"""The errors that a user of the cost model may meet, and the "did you mean" that they share."""
+"""What all errors that a user may meet are, those of the cost model, and the "did you mean" that they share."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["TopologyError", "UnitError", "suggestion"]
+__all__ = ["AutotpError", "TopologyError", "UnitError", "suggestion"]
 
 
-class UnitError(ValueError):
+class AutotpError(ValueError):
+    """Something asked of autotp cannot be done; the message says what, where, and what to do instead."""
+
+
+class UnitError(AutotpError):
     """A quantity that cannot be read: an unknown unit, a wrong kind of unit, or an impossible number."""
 
 
-class TopologyError(ValueError):
+class TopologyError(AutotpError):
     """A topology that cannot be read or built, or a mesh that does not fit on it."""
 
 

@@ -17,6 +17,7 @@ from torch._guards import detect_fake_mode
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils._pytree import tree_leaves, tree_map
 
+from costmodel.errors import AutotpError
 from passes.capture_build import CaptureError
 from passes.capture_signature import CallSignature, bind
 from passes.functionalise import functionalise
@@ -116,7 +117,7 @@ def _example(
         if not isinstance(kwargs, Mapping) or not kwargs:
             kwargs = {}
         if not kwargs and inspect.signature(model.forward).parameters:
-            raise ValueError(f"{type(model).__name__}: no example inputs; pass args=(...) or kwargs={{...}} as in a call")
+            raise AutotpError(f"{type(model).__name__}: no example inputs; pass args=(...) or kwargs={{...}} as in a call")
     meta = any(p.is_meta for p in model.parameters())
 
     def own(leaf: Any) -> Any:
@@ -137,7 +138,7 @@ def _check_tying(model: Any) -> None:
     first, last = model.get_input_embeddings(), model.get_output_embeddings()
     one, two = getattr(first, "weight", None), getattr(last, "weight", None)
     if one is not None and two is not None and one is not two and one.is_meta and one.shape == two.shape:
-        raise ValueError(
+        raise AutotpError(
             f"{type(model).__name__}: config.tie_word_embeddings is set, but the input and output embeddings "
             "are two parameters (moving a model to meta unties them); build it under "
             "`with torch.device('meta'):`, or call model.tie_weights() first"

@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
+from costmodel.errors import AutotpError
+
 __all__ = ["Builder", "CaptureError", "arguments_of", "operator_name", "outer_order", "where"]
 
 aten = torch.ops.aten
@@ -20,7 +22,7 @@ _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)
 
 
-class CaptureError(RuntimeError):
+class CaptureError(AutotpError, RuntimeError):
     """A model could not be captured; the message says where and what to try."""
 
 

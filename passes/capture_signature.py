@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
+from costmodel.errors import AutotpError
+
 __all__ = ["CallSignature", "Leaf"]
 
 
@@ -70,12 +72,12 @@ class CallSignature:
 
         Raises:
             TypeError: the arguments do not fit the model's signature, or a tensor stands where none stood.
-            ValueError: structure, shape, dtype or a constant differs from the example call's.
+            AutotpError: structure, shape, dtype or a constant differs from the example call's.
         """
         bound = bind(self.parameters, args, kwargs or {})
         leaves, spec = tree_flatten(bound)
         if spec != self.in_spec:
-            raise ValueError(self._structure(bound))
+            raise AutotpError(self._structure(bound))
         tensors = []
         for leaf, value in zip(self.leaves, leaves, strict=True):
             if leaf.shape is None:
@@ -84,12 +86,12 @@ class CallSignature:
             if not isinstance(value, Tensor):
                 raise TypeError(
                     f"argument {leaf.path}: the example call had a tensor {list(leaf.shape)} here, this call "
-                    f"has {value!r}; pass a tensor, or capture the model again with this kind of call"
+                    f"has {value!r}; pass a tensor, or plan again with example inputs of this kind"
                 )
             if tuple(value.shape) != leaf.shape or value.dtype != leaf.dtype:
-                raise ValueError(
+                raise AutotpError(
                     f"argument {leaf.path}: expected {list(leaf.shape)} of {leaf.dtype} as in the example "
-                    f"call, got {list(value.shape)} of {value.dtype}; capture the model again for others"
+                    f"call, got {list(value.shape)} of {value.dtype}; plan again with example inputs like these"
                 )
             tensors.append(value)
         return tensors
@@ -119,9 +121,9 @@ class CallSignature:
             if old != new:
                 return (
                     f"argument {name}: its structure differs from the example call's: expected {old}, "
-                    f"got {new}; capture the model again with an example of this kind of call"
+                    f"got {new}; plan again with example inputs of this kind"
                 )
-        return "the call's structure differs from the example call's; capture the model again with such a call"
+        return "the call's structure differs from the example call's; plan again with example inputs of this kind"
 
 
 def bind(parameters: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,10 +145,10 @@ def _check_constant(leaf: Leaf, value: Any) -> None:
     if isinstance(value, Tensor):
         raise TypeError(
             f"argument {leaf.path}: the example call had {leaf.value!r} here, this call has a tensor "
-            f"{list(value.shape)}; capture the model again with an example of this kind of call"
+            f"{list(value.shape)}; plan again with example inputs of this kind"
         )
     if value is not leaf.value and (type(value) is not type(leaf.value) or value != leaf.value):
-        raise ValueError(
+        raise AutotpError(
             f"argument {leaf.path}: the graph was captured for the value {leaf.value!r}, this call has "
-            f"{value!r}; capture the model again for other values"
+            f"{value!r}; plan again with example inputs that have it"
         )

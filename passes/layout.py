@@ -30,6 +30,7 @@ __all__ = [
     "is_shard",
     "local_shape",
     "place",
+    "restorable",
     "splits",
     "take",
     "take_block",
@@ -77,6 +78,29 @@ def splits(layout: Layout, dim: int, mesh: tuple[int, ...]) -> tuple[Split, ...]
         nested = all(blocks % (b * math.prod(mesh[a] for c, a in cuts if c == b)) == 0 for b, _ in cuts if b < blocks)
         found.append(Split(axis, blocks // coarser if nested else 0))
     return tuple(found)
+
+
+@lru_cache(maxsize=200_000)
+def restorable(layout: Layout, mesh: tuple[int, ...]) -> bool:
+    """Whether torch's ``DTensor`` puts the parts of a tensor that rests so together again.
+
+    It does where one axis alone, or only ``Shard``, splits a dim. Else it must understand every dim: neighbours are cut
+    from neighbours, by one axis after the other, and a ``_StridedShard`` counts the parts made before by the axes behind
+    its own (torch/distributed/tensor/_dtensor_spec.py). Other parts it joins in a wrong order, without a word.
+    """
+    dims = [splits(layout, dim, mesh) for dim in {p.dim for p in layout if is_shard(p)}]  # type: ignore[attr-defined]
+    simple = all(len(cuts) == 1 or all(blocks_of(layout[cut.axis]) == 1 for cut in cuts) for cuts in dims)
+    return simple or all(_understood(cuts, layout, mesh) for cuts in dims)
+
+
+def _understood(cuts: Sequence[Split], layout: Layout, mesh: tuple[int, ...]) -> bool:
+    order: list[int] = []
+    for axis in sorted((cut.axis for cut in cuts), reverse=True):
+        parts = [math.prod(mesh[a] for a in order[:place]) for place in range(len(order) + 1)]
+        if blocks_of(layout[axis]) not in parts:
+            return False
+        order.insert(parts.index(blocks_of(layout[axis])), axis)
+    return order == [cut.axis for cut in cuts] and all(cut.local_blocks == 1 for cut in cuts)
 
 
 def even_chunk(size: int, parts: int) -> int:

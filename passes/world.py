@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from costmodel.errors import AutotpError
 from passes.drawn import DRAWN
 from passes.layout import even_chunk, extent, take_block
 from passes.reshard import Step
@@ -94,7 +95,7 @@ class World(nn.Module):
         place = int(torch.randint(2**62, (), device="cpu"))
         if torch._C._current_graph_task_id() != -1 and place in self._given:
             if (before := self._given[place]) is None:
-                raise ValueError(
+                raise AutotpError(
                     "a checkpoint does a forward pass again, but several began at the same state of torch's generator, and "
                     "each dropped something else: do not seed it anew between them"
                 )

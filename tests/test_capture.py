@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from costmodel.errors import AutotpError
 from passes.capture import Captured, CaptureError, capture
 from tests.float64 import double, float64_mode
 from tests.models import MODELS
@@ -251,6 +252,7 @@ def _branches(self: Any, y: torch.Tensor) -> Any:
     ids=lambda f: getattr(f, "__name__", ""),
 )
 def test_refusals(function: Any, message: str) -> None:
+    assert issubclass(CaptureError, AutotpError)
     with pytest.raises(CaptureError, match=message):
         capture(program(function), (torch.ones(4, 8),))
 
@@ -261,7 +263,7 @@ def test_writing_an_input_is_refused() -> None:
 
 
 def test_no_example_inputs() -> None:
-    with pytest.raises(ValueError, match="no example inputs"):
+    with pytest.raises(AutotpError, match="no example inputs"):
         capture(nn.Linear(8, 8))
 
 

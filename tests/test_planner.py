@@ -22,6 +22,7 @@ from autotp.problem import assemble
 from autotp.structure import structure
 from costmodel import Device
 from passes.capture import capture
+from passes.layout import blocks_of, is_shard, restorable
 from passes.space import space
 from passes.strategy import strategies
 
@@ -258,3 +259,17 @@ def test_simulated_parameters_are_the_models_own():
         assert mine is theirs
     simulated(x).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh"),
+    [("summa-2d", (2, 2)), ("3d", (2, 2, 1)), ("tesseract-2.5d", (2, 2, 2)), ("megatron-1d", (2, 2, 2))],
+)
+def test_parameters_rest_as_torch_can_put_them_together(strategy, mesh):
+    """The bias of a fused projection has blocks, and more than one axis would split it."""
+    layer, x = nn.MultiheadAttention(32, 8, batch_first=True), torch.randn(8, 8, 32)
+    topology = autotp.Topology.flat(math.prod(mesh), bandwidth=1e9, latency=1e-6, device=SLOW)
+    plan = autotp.plan(layer, topology, (x, x, x), {"need_weights": False}, strategy=strategy, mesh=mesh)
+    layouts = {name: plan.resting(name) for name, _ in layer.named_parameters()}
+    assert all(restorable(layout, mesh) for layout in layouts.values()), layouts
+    assert any(blocks_of(p) == 3 for layout in layouts.values() for p in layout if is_shard(p)), "there are blocks"

@@ -35,8 +35,9 @@ def test_three_steps_equal_one_device(processes, model, strategy, mesh):
     assert "exact" in done.stdout
 
 
-def test_collectives_are_those_of_one_process():
-    done = torchrun(4, "special.py", "collectives")
+@pytest.mark.parametrize("case", ["collectives", "resting"])
+def test_special_cases_of_four_processes(case):
+    done = torchrun(4, "special.py", case)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "passed" in done.stdout
 

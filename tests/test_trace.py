@@ -7,11 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from overlapping import prepared
 
 import autotp
 from autotp.cli import main
+from autotp.durations import work_of
+from autotp.pricing import Prices
 from autotp.tracing import predicted
 from benchmarks.models import trained
+from passes.primitives import crop, pad
 
 MODEL = """
 from benchmarks.models import trained
@@ -47,6 +51,16 @@ def test_predicted_lanes_do_one_thing_at_a_time(planned):
         if c["lane"] == "compute"
     )
     assert together > 0.2 * sum(c["seconds"] for c in events if c["lane"] == "compute"), "chunks hide something"
+
+
+def test_nothing_is_spent_where_nothing_is_cropped():
+    graphs, plan = prepared("zero3", (2,))
+    found, prices = graphs((0,)), Prices(plan.topology, plan.mesh_shape)
+    nodes = [n for graph in (found.forward, found.backward) for n in graph.nodes]
+    crops = [n for n in nodes if n.meta.get("traced", n).target in (crop, pad)]
+    assert crops and all(n.meta["val"].shape == n.meta["traced"].args[0].meta["val"].shape for n in crops)
+    assert all(work_of(n, prices).seconds == 0 for n in crops)
+    assert sum(work_of(n, prices).seconds for n in nodes) > 0
 
 
 def test_the_command_predicts_alone(planned, capsys):

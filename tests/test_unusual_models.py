@@ -152,6 +152,35 @@ class Waves(nn.Module):
         return torch.fft.irfft(spectrum, n=8).square(), torch.view_as_real(spectrum)
 
 
+class Phases(nn.Module):
+    """Complex numbers in and out."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, z):
+        made = torch.view_as_complex(self.linear(z.real + z.imag).unflatten(-1, (4, 2)).contiguous())
+        return made * (z * z)[..., :4]
+
+
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("strategy", ["data", "zero3", "megatron-1d"])
+def test_conjugates_in_and_gradients_of_conjugates(strategy, schedule):
+    torch.manual_seed(0)
+    model, z = Phases().double(), torch.randn(4, 8, dtype=torch.complex128).conj()
+    plan = autotp.plan(model, autotp.Topology.flat(2), (z,), strategy=strategy, mesh=(2,), chunks={})
+    ours = autotp.simulate(model, plan, (z,), schedule=schedule)
+    for loss in (
+        lambda out: (out.conj() * torch.arange(4)).sum().real,
+        lambda out: torch.view_as_real(out.conj().resolve_conj()).pow(3).sum(),
+        lambda out: out.conj().imag.square().sum(),
+    ):
+        wanted = torch.autograd.grad(loss(model(z)), list(model.parameters()))
+        found = torch.autograd.grad(loss(ours(z)), list(model.parameters()))
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
 class Mapped(nn.Module):
     """What is said of one element, done to all."""
 

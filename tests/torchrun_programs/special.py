@@ -13,15 +13,22 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import MODELS
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves
 
 import autotp
+from autotp.materialise import distribute
 from autotp.overlapped import Overlap
 from passes.launches import launch
+from passes.layout import fits, place, restorable
 from passes.process_world import ProcessWorld
 from passes.schedule import Limits
 from passes.world import LocalWorld
@@ -343,6 +350,44 @@ def collectives():
             where = f"{kind} {rest} of {dtype} {shape}"
             assert found.dtype == expected.dtype == dtype and found.is_contiguous(), where
             assert torch.equal(found, expected), where
+
+
+def resting():
+    """Wherever a parameter may rest, torch puts it together again; also where blocks and two axes meet."""
+    mesh, whole = init_device_mesh("cpu", (2, 2)), torch.arange(48.0 * 12).view(48, 12)
+    placements = [
+        Replicate(),
+        *(place(0, blocks) for blocks in (1, 2, 3, 4, 6)),
+        *(place(1, blocks) for blocks in (1, 2, 3)),
+    ]
+    found = [layout for layout in itertools.product(placements, repeat=2) if fits((48, 12), layout, (2, 2))]
+    kept = [layout for layout in found if restorable(layout, (2, 2))]
+    assert 30 < len(kept) < len(found)
+    for layout in kept:
+        mine = distribute(whole, layout, mesh)
+        assert torch.equal(mine.full_tensor(), whole), layout
+        assert torch.equal(mine.to_local(), distribute_tensor(whole, mesh, layout).to_local()), layout
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attend = nn.MultiheadAttention(16, 4, batch_first=True)
+
+        def forward(self, x):
+            return self.attend(x, x, x, need_weights=False)[0].pow(2).mean()
+
+    torch.manual_seed(0)
+    model, args = Attention().double(), (torch.randn(4, 8, 16, dtype=torch.float64),)
+    nn.init.normal_(model.attend.in_proj_bias)
+    parallel = autotp.parallelize(model, autotp.Topology.flat(4), args, strategy="summa-2d", mesh=(2, 2))
+    parallel(*args).backward()
+    model(*args).backward()
+    state = get_model_state_dict(parallel, options=StateDictOptions(full_state_dict=True))
+    for name, parameter in model.named_parameters():
+        mine = dict(parallel.named_parameters())[name]
+        assert torch.equal(mine.full_tensor(), parameter), name
+        assert torch.allclose(mine.grad.full_tensor(), parameter.grad, rtol=1e-9, atol=1e-12), name
+        assert dist.get_rank() or torch.equal(state[name], parameter), name
 
 
 if __name__ == "__main__":
