@@ -21,7 +21,7 @@ from autotp.plan import Plan
 from autotp.rewrite import Rewritten
 from autotp.tracing import Event, recorded
 from passes import ops
-from passes.arranged import arranged, settled
+from passes.arranged import arranged
 from passes.process_world import ProcessWorld
 from passes.shard import place_constants, used_groups
 
@@ -174,7 +174,7 @@ class DistributedModule(OneMode, fx.GraphModule):
             values[name] = buffer.clone() if name in captured.mutations else buffer
         values |= {name: self.get_buffer(f"autotp_constants.{name}") for name in captured.constants}
         # Graphs are made for strides too, and all ranks must agree about when a new one is needed.
-        given = (settled(value) if isinstance(value, Tensor) else value for value in inputs)
+        given = (value.contiguous() if isinstance(value, Tensor) else value for value in inputs)
         return values | dict(zip(captured.inputs, given, strict=True))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from autotp.errors import AutotpError
 from autotp.lockstep import execute
 from passes import ops
-from passes.arranged import Arranged, as_traced, settled
+from passes.arranged import Arranged, as_traced
 from passes.bucket import Enough
 from passes.launches import HOSTED, launch, local
 from passes.ops import Parts, part_of
@@ -344,7 +344,7 @@ class _Pass(torch.autograd.Function):
         mine = [gradients[i * count + d] for i in graphs.tangents for d in range(count)]
         missing = frozenset(i for i in range(len(graphs.tangents)) if mine[i * count] is None)
         run = ctx.compiled.without(missing) if missing else ctx.compiled.backward
-        flat = [None if gradient is None else settled(gradient) for gradient in mine]
+        flat = [None if gradient is None else gradient.resolve_conj().resolve_neg().contiguous() for gradient in mine]
         seen = {id(gradient) for gradient in flat}
         values = [*_grouped(ctx.saved_tensors, hosted), *_grouped(flat, hosted)]
         ctx.maybe_clear_saved_tensors()

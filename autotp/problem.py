@@ -19,9 +19,9 @@ from autotp.resharding import Collective, Tariff
 from autotp.structure import Choice, Edge, Rest, Structure
 from costmodel.overlap import Weights
 from passes.capture import Captured
-from passes.codes import SUM, WHOLE, decode, fitting, local_elements, ways
+from passes.codes import SUM, WHOLE, decode, fitting, local_elements, restoring, ways
 from passes.factors import Operator, Value, value_of
-from passes.layout import Layout, restorable
+from passes.layout import Layout
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of
 from passes.strategy import Strategy, whole_layout
@@ -132,7 +132,7 @@ class _Assembly:
             return np.zeros(1), elements * rest.value.element_size()
         fits = fitting(shape, rest.rows, self.mesh)
         fits &= ~((rest.rows != WHOLE) & (np.array(self.mesh) == 1)).any(axis=-1)
-        fits &= np.array([restorable(decode(row, self.mesh), self.mesh) for row in rest.rows])
+        fits &= restoring(rest.rows, self.mesh)
         for pin in pins:
             fits &= pin.allows(rest.rows)
         offered = np.zeros(len(fits), bool)

@@ -86,8 +86,7 @@ class Simulated(OneMode):
         whole: dict[str, Tensor] = {name: state[fqn] for name, fqn in captured.parameters.items()}
         whole |= {name: state[fqn] for name, fqn in captured.buffers.items()}
         whole |= dict(captured.constants)
-        inputs = (value.resolve_conj().resolve_neg() for value in captured.signature.flatten(args, kwargs))
-        whole |= dict(zip(captured.inputs, inputs, strict=True))
+        whole |= dict(zip(captured.inputs, captured.signature.flatten(args, kwargs), strict=True))
         resting, everywhere = sharding.resting, self.rewritten.whole
         parts = {name: distribute(name, whole[name], resting.get(name, everywhere), self.world) for name in whole}
         outputs = self._schedules.run(parts) if self._schedules is not None else None

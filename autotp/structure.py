@@ -54,7 +54,7 @@ class Model:
         """Of all parameters, whole."""
         nodes = self.captured.graph_module.graph.find_nodes(op="placeholder")
         values = [node.meta["val"] for node in nodes if node.target in self.captured.parameters]
-        return float(sum(value.numel() * value.element_size() for value in values))
+        return float(sum(value.nbytes for value in values))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-__all__ = ["Arranged", "Boxed", "arranged", "as_traced", "settled"]
+__all__ = ["Arranged", "Boxed", "arranged", "as_traced"]
 
 _log = logging.getLogger("autotp.schedule")
 
@@ -35,11 +35,6 @@ def arranged(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     if all(tensor.stride(dim) == strides[dim] for dim in longer):
         return tensor
     return laid_like(tensor, strides)
-
-
-def settled(tensor: Tensor) -> Tensor:
-    """A tensor as graphs are traced for: its elements in order, none to be conjugated or negated when it is read."""
-    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def laid_like(tensor: Tensor, strides: Sequence[int]) -> Tensor:

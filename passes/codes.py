@@ -15,7 +15,7 @@ import numpy as np
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from passes.layout import Layout, blocks_of, is_shard, place
+from passes.layout import Layout, blocks_of, is_shard, place, restorable
 
 __all__ = [
     "DIM",
@@ -29,6 +29,7 @@ __all__ = [
     "fitting",
     "is_even",
     "local_elements",
+    "restoring",
     "ways",
 ]
 
@@ -90,6 +91,17 @@ def local_elements(shape: tuple[int, ...], rows: np.ndarray, mesh: tuple[int, ..
     for d, size in enumerate(shape):
         total = total * -(-size // ways(rows, d, mesh))
     return total
+
+
+def restoring(rows: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
+    """Which coded layouts torch can put together again: ``passes.layout.restorable`` for many at once."""
+    return _restoring(rows.tobytes(), rows.dtype, tuple(mesh)).copy()
+
+
+@functools.lru_cache(maxsize=4096)
+def _restoring(data: bytes, dtype: np.dtype, mesh: tuple[int, ...]) -> np.ndarray:
+    rows = np.frombuffer(data, dtype).reshape(-1, len(mesh))
+    return np.array([restorable(decode(row, mesh), mesh) for row in rows.tolist()], dtype=bool)
 
 
 def fitting(shape: tuple[int, ...], rows: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:

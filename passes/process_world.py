@@ -13,7 +13,7 @@ import torch.distributed.nn.functional  # DTensor imports it later, when its def
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from passes.world import Pending, World
+from passes.world import Pending, World, reduced
 
 __all__ = ["ProcessWorld"]
 
@@ -61,7 +61,7 @@ class ProcessWorld(World):
         value = parts[0]
         # of one element, gloo's ring is no slower
         if value.numel() > 1 and self._pairwise(value, axes):
-            return self._everybodys(value, axes).then(_summed if op == "sum" else _largest)
+            return self._everybodys(value, axes).then(lambda given: [reduced(given[0], op)])
         reduction = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         work = dist.all_reduce(value, reduction, group=self._process_groups[axes], async_op=True)
         return Pending([value], work)
@@ -81,7 +81,7 @@ class ProcessWorld(World):
         part = parts[0].contiguous()
         group = self._process_groups[(axis,)]
         if dist.get_backend(group) == "gloo":  # whose own is an all_reduce: twice the bytes, and more latency
-            return self.all_to_all([part], axis).then(_summed)
+            return self.all_to_all([part], axis).then(lambda given: [reduced(given[0])])
         result = part.new_empty(part.shape[1:])
         work = dist.reduce_scatter_single(result.view(-1), part.view(-1), group=group, async_op=True)
         return Pending([result], work, part)
@@ -98,20 +98,12 @@ class ProcessWorld(World):
 
     def _everybodys(self, part: Tensor, axes: tuple[int, ...]) -> Pending:
         """The group's tensors, stacked, by pairwise exchange: what ``all_gather`` gives."""
-        return self._exchanged(part.expand(math.prod(self.mesh_shape[a] for a in axes), *part.shape), axes)
+        return self._exchanged(part.expand(self._process_groups[axes].size(), *part.shape), axes)
 
     def _pairwise(self, part: Tensor, axes: tuple[int, ...]) -> bool:
         """Whether everybody's tensors are better exchanged pair by pair."""
-        received = (math.prod(self.mesh_shape[a] for a in axes) - 1) * part.numel() * part.element_size()
-        return received <= _PAIRWISE and dist.get_backend(self._process_groups[axes]) == "gloo"
-
-
-def _summed(given: list[Tensor]) -> list[Tensor]:
-    return [stacked.sum(0, dtype=stacked.dtype) for stacked in given]
-
-
-def _largest(given: list[Tensor]) -> list[Tensor]:
-    return [stacked.amax(0) for stacked in given]
+        group = self._process_groups[axes]
+        return (group.size() - 1) * part.nbytes <= _PAIRWISE and dist.get_backend(group) == "gloo"
 
 
 def _let_go(world: weakref.ref[ProcessWorld], mesh: weakref.ref[DeviceMesh]) -> None:

@@ -29,9 +29,9 @@ def pruned(backward: fx.Graph, outputs: int, missing: frozenset[int]) -> fx.Grap
         missing: the numbers of those without.
     """
     places = [node for node in backward.nodes if node.op == "placeholder"]
-    tangents = set(places[len(places) - outputs :])
-    without = {node for number, node in enumerate(places[len(places) - outputs :]) if number in missing}
-    nothing = below(backward.nodes, without) - below(backward.nodes, tangents - without)
+    tangents = places[len(places) - outputs :]
+    without = {tangents[number] for number in missing}
+    nothing = below(backward.nodes, without) - below(backward.nodes, set(tangents) - without)
     result = fx.Graph()
     values: dict[fx.Node, Any] = {}
 

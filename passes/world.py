@@ -25,7 +25,7 @@ from passes.drawn import DRAWN
 from passes.layout import even_chunk, extent, take_block
 from passes.reshard import Step
 
-__all__ = ["LocalWorld", "Pending", "World"]
+__all__ = ["LocalWorld", "Pending", "World", "reduced"]
 
 
 #: Passes whose seeds are known, for those that do them again: more than lie between a pass and its backward pass.
@@ -300,7 +300,7 @@ class LocalWorld(World):
         result = list(parts)
         for group in self._groups(axes):
             stacked = _stacked(parts[i] for i in group)
-            value = stacked.sum(0, dtype=stacked.dtype) if op == "sum" else stacked.amax(0)
+            value = reduced(stacked, op)
             for i in group:
                 result[i] = value.clone()
         return Pending(result)
@@ -324,8 +324,7 @@ class LocalWorld(World):
         """See ``World.reduce_scatter``."""
         result = list(parts)
         for group in self._groups((axis,)):
-            stacked = _stacked(parts[i] for i in group)
-            total = stacked.sum(0, dtype=stacked.dtype)
+            total = reduced(_stacked(parts[i] for i in group))
             for position, i in enumerate(group):
                 result[i] = total[position].clone()
         return Pending(result)
@@ -337,6 +336,11 @@ class LocalWorld(World):
             for position, i in enumerate(group):
                 result[i] = _stacked(parts[j][position] for j in group)
         return Pending(result)
+
+
+def reduced(stacked: Tensor, op: str = "sum") -> Tensor:
+    """The sum (or ``max``) over dim 0, of the same dtype: torch's own sum of narrow integers is wider."""
+    return stacked.sum(0, dtype=stacked.dtype) if op == "sum" else stacked.amax(0)
 
 
 def _stacked(parts: Iterable[Tensor]) -> Tensor:

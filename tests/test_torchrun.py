@@ -35,13 +35,6 @@ def test_three_steps_equal_one_device(processes, model, strategy, mesh):
     assert "exact" in done.stdout
 
 
-@pytest.mark.parametrize("case", ["collectives", "resting"])
-def test_special_cases_of_four_processes(case):
-    done = torchrun(4, "special.py", case)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "passed" in done.stdout
-
-
 def test_panels_equal_one_device():
     done = torchrun(4, "train.py", "llama", "summa-2d", "2x2", "2")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -49,10 +42,15 @@ def test_panels_equal_one_device():
 
 
 @pytest.mark.parametrize(
-    "case", ["meta", "dropout", "local_inputs", "checkpoint", "destroyed", "twice", "orders", "hooks", "state"]
+    ("processes", "case"),
+    [
+        *((2, case) for case in ("meta", "dropout", "local_inputs", "checkpoint", "destroyed", "twice", "orders")),
+        *((2, case) for case in ("hooks", "state")),
+        *((4, case) for case in ("collectives", "resting")),
+    ],
 )
-def test_special_cases(case):
-    done = torchrun(2, "special.py", case)
+def test_special_cases(processes, case):
+    done = torchrun(processes, "special.py", case)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "passed" in done.stdout
 
