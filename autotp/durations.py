@@ -65,7 +65,7 @@ def work_of(node: fx.Node, prices: Prices) -> Work:
     """Seconds, lane and bytes of a node of a graph that ``passes.launches.launches`` made."""
     if node.target is launch:
         seconds, lane = _collective(node.meta["collective"], prices)
-        return Work(seconds, lane, _size(node.meta["collective"].meta["val"]))
+        return Work(seconds, lane, float(node.meta["collective"].meta["val"].nbytes))
     traced = node.meta.get("traced", node)
     if node.target is wait or node.op != "call_function" or node.target is operator.getitem or _is_view(traced):
         return Work()
@@ -74,12 +74,12 @@ def work_of(node: fx.Node, prices: Prices) -> Work:
     results = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     if not results:
         return Work()
-    moved = float(sum(map(_size, operands)) + sum(map(_size, results)))
+    moved = float(sum(tensor.nbytes for tensor in (*operands, *results)))
     flop, dims = _flop(traced)
     seconds = float(
         compute.seconds(flop, moved, prices.topology.device, str(results[0].dtype), dims=dims, kind=_kind(node))  # type: ignore[arg-type]
     )
-    return Work(seconds, "compute", float(sum(map(_size, results))))
+    return Work(seconds, "compute", float(sum(tensor.nbytes for tensor in results)))
 
 
 def enough(kind: str, axes: tuple[int, ...], total: float, prices: Prices, spare: float = math.inf) -> float:
@@ -108,17 +108,13 @@ def enough(kind: str, axes: tuple[int, ...], total: float, prices: Prices, spare
 def _collective(traced: fx.Node, prices: Prices) -> tuple[float, str]:
     kind, axes = COLLECTIVES[traced.target], axes_of(traced.target, traced.args)
     operand: Any = traced.args[0]
-    larger = max(_size(operand.meta["val"]), _size(traced.meta["val"]))
+    larger = float(max(operand.meta["val"].nbytes, traced.meta["val"].nbytes))
     return float(prices.collective(kind, axes, larger)[0]), lane_of(axes)
 
 
 def lane_of(axes: tuple[int, ...]) -> str:
     """The name of the lane of the collectives over some mesh axes."""
     return "axes " + ",".join(map(str, axes))
-
-
-def _size(tensor: Tensor) -> float:
-    return float(tensor.numel() * tensor.element_size())
 
 
 @functools.cache

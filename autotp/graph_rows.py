@@ -64,7 +64,7 @@ def graph_rows(slots: Sequence[Slot], axes: Sequence[str]) -> list[GraphRow]:
                 target=called(node),
                 axes=() if traced is None else tuple(axes[a] for a in axes_of(traced.target, traced.args)),
                 shapes=tuple(tuple(result.shape) for result in results),
-                bytes=float(sum(result.numel() * result.element_size() for result in results)),
+                bytes=float(sum(result.nbytes for result in results)),
                 begin=slot.begin,
                 seconds=slot.end - slot.begin,
                 exposed=waited.get(node, 0.0),

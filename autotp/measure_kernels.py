@@ -148,7 +148,7 @@ def _tensor(device: torch.device, *shape: int) -> Tensor:
 
 
 def _size(*tensors: Tensor) -> float:
-    return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+    return float(sum(tensor.nbytes for tensor in tensors))
 
 
 def _repeat(function: Callable[[Tensor, int], Tensor], start: Tensor) -> Callable[[], Tensor]:

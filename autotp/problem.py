@@ -202,7 +202,7 @@ class _Assembly:
 
 
 def _size(edge: Edge) -> float:
-    return float(edge.value.numel() * edge.value.element_size())
+    return float(edge.value.nbytes)
 
 
 def trained_values(captured: Captured, operators: Mapping[fx.Node, Operator]) -> frozenset[Value]:

@@ -194,7 +194,7 @@ def _recorded(world: Any, step: Callable[[], Any]) -> tuple[list[Callable[[], Pe
             calls.append(lambda: original(mine, *rest))
             axes = rest[0] if isinstance(rest[0], tuple) else (rest[0],)
             ways = math.prod(world.mesh_shape[axis] for axis in axes)
-            sizes.append((kind, ways, float(sum(part.numel() * part.element_size() for part in mine))))
+            sizes.append((kind, ways, float(sum(part.nbytes for part in mine))))
             inside = True
             pending = original(parts, *rest)
             inside = False

@@ -69,6 +69,26 @@ def _ddp(model: nn.Module, args: Sequence[Tensor]) -> tuple[nn.Module, Sequence[
     return DistributedDataParallel(model), _part(args)
 
 
+class _GlobalLoss(nn.Module):
+    """A data-parallel model that gives every rank the mean of all ranks' losses; the gradient is its own part's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Tensor) -> Tensor:
+        loss: Tensor = self.model(*args)
+        whole = loss.detach().clone()
+        dist.all_reduce(whole)
+        return loss + (whole / dist.get_world_size() - loss.detach())
+
+
+def _ddp_and_loss(model: nn.Module, args: Sequence[Tensor]) -> tuple[nn.Module, Sequence[Tensor]]:
+    """Data parallel with the loss of the global batch on every rank, as `autotp.parallelize` gives it."""
+    parallel, part = _ddp(model, args)
+    return _GlobalLoss(parallel), part
+
+
 def _fsdp(model: nn.Module, args: Sequence[Tensor]) -> tuple[nn.Module, Sequence[Tensor]]:
     """Fully sharded data parallel, block by block."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -98,6 +118,7 @@ def _tensor_parallel(model: nn.Module, args: Sequence[Tensor]) -> tuple[nn.Modul
 
 PEERS: dict[str, Callable[[nn.Module, Sequence[Tensor]], tuple[nn.Module, Sequence[Tensor]]]] = {
     "DDP": _ddp,
+    "DDP, global loss": _ddp_and_loss,
     "FSDP2": _fsdp,
     "TP": _tensor_parallel,
 }

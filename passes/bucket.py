@@ -71,7 +71,7 @@ def _group(node: fx.Node) -> tuple[str, tuple[int, ...]]:
 
 def _size(node: fx.Node) -> float:
     value = node.args[0].meta["val"]  # type: ignore[union-attr]
-    return float(value.numel() * value.element_size())
+    return float(value.nbytes)
 
 
 def _buckets(nodes: Sequence[fx.Node], enough: Enough) -> list[list[fx.Node]]:

@@ -181,10 +181,10 @@ def _cost(node: fx.Node, strategy: Strategy, have: Mapping[object, Placement | N
         mine, wanted = have.get(value_of(operand)), want.layout[-1]
         free = mine is None and (wanted == Replicate() or (is_shard(wanted) and wanted == place(0)))
         if not free and mine != wanted:
-            cost += value.numel() * value.element_size()
+            cost += value.nbytes
     for result, layout in zip(results_of(node), strategy.results, strict=True):
         if isinstance(layout[-1], Partial):
-            cost += 0.5 * result.numel() * result.element_size()
+            cost += 0.5 * result.nbytes
     return cost
 
 

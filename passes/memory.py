@@ -58,6 +58,6 @@ def held(nodes: list[fx.Node]) -> dict[fx.Node, float]:
             root = node
         value: Any = root.meta.get("val")
         own = isinstance(value, Tensor) and root.op != "placeholder" and root not in seen
-        found[node] = float(value.numel() * value.element_size()) if own else 0.0
+        found[node] = float(value.nbytes) if own else 0.0
         seen.add(root)
     return found
