@@ -60,12 +60,13 @@ def _measure(model: str, plan: Plan) -> list[list[Event]]:
         raise AutotpError("a step is measured on processors alone: on GPUs use torch.profiler, which sees their streams")
     dist.init_process_group("gloo")
     module, args, kwargs = load_model(model, plan.devices)
-    parallel: Any = parallelize(module, args=args, kwargs=kwargs, plan=plan)
-    for _ in range(_WARM_UP):
-        _step(parallel, args, kwargs)
-    with parallel.recording() as events:
-        dist.barrier()
-        _step(parallel, args, kwargs)
+    parallel: Any = parallelize(module, args=args, kwargs=kwargs, plan=plan, schedule="overlap")
+    with torch.set_grad_enabled(plan.mode == "train"):
+        for _ in range(_WARM_UP):
+            _step(parallel, args, kwargs)
+        with parallel.recording() as events:
+            dist.barrier()
+            _step(parallel, args, kwargs)
     found: list[Any] = [None] * dist.get_world_size()
     dist.barrier()
     dist.all_gather_object(found, [dict(event) for event in events])

@@ -17,7 +17,7 @@ from costmodel.overlap import Weights
 from passes.chunk import CHUNKS, Chunked, in_chunks
 from passes.shard import Sharding
 
-__all__ = ["Searched", "best_chunks", "chunked", "in_parts", "least_step"]
+__all__ = ["Searched", "best_chunks", "chunked", "in_parts", "least_step", "sharding_of"]
 
 _ROUNDS = 6
 _COUNTS = (2, 4)

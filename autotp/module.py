@@ -28,6 +28,8 @@ from passes.shard import place_constants, used_groups
 __all__ = ["DistributedModule"]
 
 _WORLD = "autotp_world"
+#: Uses of a storage that one tensor has: the tensor's, and that of the object that is asked.
+_OWN_USES = 2
 #: What a `DistributedModule` has besides the model's state and its class's attributes.
 _OWN = ("_captured", "_different", "_graph", "_overlapping", "_owners", "_sharded", "_signature", "meta", "plan")
 
@@ -166,7 +168,7 @@ class DistributedModule(OneMode, fx.GraphModule):
         trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
         if trained and torch.is_grad_enabled():
             names = tuple(captured.parameters[name] for name in trained)
-            parts = _LocalParts.apply(names, *(parameters[name] for name in trained))
+            parts = _LocalParts.apply(names, True, *(parameters[name] for name in trained))
             values |= dict(zip(trained, parts, strict=True))
         # What the step updates may be saved for the backward pass as it was.
         for name in captured.buffers:
@@ -179,11 +181,14 @@ class DistributedModule(OneMode, fx.GraphModule):
 
 
 class _LocalParts(torch.autograd.Function):
-    """This device's parts of all parameters at once: a step calls it once, where ``to_local`` is called for each."""
+    """This device's parts of all parameters at once: a step calls it once, where ``to_local`` is called for each.
+
+    The scheduled graphs give every part a gradient of its own (``disjoint``); autograd may give several the same.
+    """
 
     @staticmethod
-    def forward(ctx: Any, names: tuple[str, ...], *parameters: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
-        ctx.names, ctx.parameters = names, parameters
+    def forward(ctx: Any, names: tuple[str, ...], disjoint: bool, *parameters: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.names, ctx.disjoint, ctx.parameters = names, disjoint, parameters
         ctx.versions = [parameter._version for parameter in parameters]
         ctx.set_materialize_grads(False)
         return tuple(parameter._local_tensor.view_as(parameter._local_tensor) for parameter in parameters)
@@ -199,9 +204,20 @@ class _LocalParts(torch.autograd.Function):
                 f"parameters were changed in place between the forward pass and its backward pass: {shown}; a gradient "
                 "that is made of them would be of neither"
             )
-        made = _differentiable if torch.is_grad_enabled() else _plain
         pairs = zip(gradients, ctx.parameters, strict=True)
-        return None, *(g if g is None else made(g, parameter) for g, parameter in pairs)
+        if torch.is_grad_enabled():
+            return None, None, *(g if g is None else _differentiable(g, parameter) for g, parameter in pairs)
+        return None, None, *(g if g is None else _plain(g if ctx.disjoint else _own(g), p) for g, p in pairs)
+
+
+def _own(gradient: Tensor) -> Tensor:
+    """The gradient, or a copy where someone else holds it, or a view of it: torch copies what a plain parameter is given.
+
+    It cannot see that of a part's gradient, which becomes a ``DTensor`` that is new.
+    """
+    storage = gradient.untyped_storage()
+    held = gradient._use_count() > 1 or torch._C._storage_Use_Count(storage._cdata) > _OWN_USES  # type: ignore[attr-defined]
+    return gradient.clone() if held else gradient
 
 
 def _plain(part: Tensor, parameter: Any) -> DTensor:
@@ -241,7 +257,7 @@ def _bound(rewritten: Rewritten) -> fx.Graph:
 
 def local_part(parameter: Tensor, name: str) -> Tensor:
     """This device's part of a parameter; its gradient goes back as a ``DTensor``."""
-    return _LocalParts.apply((name,), parameter)[0] if isinstance(parameter, DTensor) else parameter
+    return _LocalParts.apply((name,), False, parameter)[0] if isinstance(parameter, DTensor) else parameter
 
 
 def _attach(root: nn.Module, path: str, value: Tensor, persistent: bool = True) -> None:

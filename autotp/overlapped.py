@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from autotp.errors import AutotpError
 from autotp.lockstep import execute
+from autotp.one_pass import one_pass
 from passes import ops
 from passes.arranged import Arranged, as_traced
 from passes.bucket import Enough
@@ -77,10 +78,7 @@ class Compiled:
             seed: for random operators.
             inputs: of the sharded graph; each a tensor, or ``Parts``.
         """
-        hosted = next((len(value) for value in inputs if isinstance(value, Parts)), 0)
-        flat = [part for value in inputs for part in value] if hosted else inputs
-        results = _Pass.apply(self, seed, hosted, *flat)
-        return _grouped(results, hosted)
+        return one_pass(self, seed, inputs)
 
 
 def compiled(
@@ -98,7 +96,8 @@ def compiled(
         how: durations and limits.
 
     Returns:
-        None, on every process, where one of them cannot be traced or they differ: the sharded graph then runs as it is.
+        None, on every process, where one of them cannot be traced, they differ or there is no order: the sharded graph
+        then runs as it is.
     """
     mine: Halves | None = None
     reason = ""
@@ -111,7 +110,11 @@ def compiled(
     if len(set(found)) > 1 or mine is None:
         _log.warning("no overlap of computing and communicating: %s", next((why for _, why in found if why), DIFFERENT))
         return None
-    return _scheduled(mine, world, how, functools.partial(_plain, sharded, world))
+    try:
+        return _scheduled(mine, world, how, functools.partial(_plain, sharded, world))
+    except NoOrder as error:
+        _log.warning("no overlap of computing and communicating: %s", error)
+        return None
 
 
 def _plain(sharded: fx.GraphModule, world: World, seed: int, inputs: Sequence[Parts]) -> Sequence[Any]:
@@ -148,8 +151,12 @@ def _from_first(decide: Callable[[], Any]) -> Any:
             agreed[1], failure = f"rank 0 found no schedule ({type(error).__name__}: {error})", error
     dist.broadcast_object_list(agreed, src=0)
     if agreed[1]:
-        raise AutotpError(agreed[1]) from failure
+        raise NoOrder(agreed[1]) from failure
     return agreed[0]
+
+
+class NoOrder(AutotpError):
+    """Rank 0 found no schedule; raised on every rank."""
 
 
 class Schedules:
@@ -297,102 +304,3 @@ class _Lockstep:
         known = dict(zip(node.all_input_nodes, first.all_input_nodes, strict=True))
         found: Any = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: values[known[n]])
         return found
-
-
-def _grouped(flat: Sequence[Any], hosted: int) -> list[Any]:
-    if not hosted:
-        return list(flat)
-    groups = [flat[i : i + hosted] for i in range(0, len(flat), hosted)]
-    return [Parts(group) if isinstance(group[0], Tensor) else group[0] for group in groups]
-
-
-class _Pass(torch.autograd.Function):
-    """One forward pass, and its backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, compiled: Compiled, seed: int, hosted: int, *inputs: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        graphs = compiled.graphs
-        results = list(compiled.forward([*_grouped(inputs, hosted), seed]))
-        ctx.compiled, ctx.seed, ctx.hosted = compiled, seed, hosted
-        ctx.inputs, ctx.versions = inputs, [_version(tensor) for tensor in inputs]
-        outputs, saved = results[: graphs.outputs], results[graphs.outputs :]
-        given = {id(tensor) for tensor in inputs}
-        flat: list[Any] = []
-        fixed: list[Tensor] = []
-        for i, output in enumerate(outputs):
-            for part in output if isinstance(output, Parts) else [output] * max(hosted, 1):
-                if isinstance(part, Tensor):
-                    if i in graphs.tangents:
-                        # a view made in here could not be changed in place outside
-                        part = part.clone() if part._is_view() or id(part) in given else part
-                    else:
-                        part = part.view_as(part) if id(part) in given else part
-                        fixed.append(part)
-                    given.add(id(part))
-                flat.append(part)
-        ctx.mark_non_differentiable(*fixed)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*(part for value in saved for part in (value if isinstance(value, Parts) else [value])))
-        return tuple(flat)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        graphs, hosted = ctx.compiled.graphs, ctx.hosted
-        count = max(hosted, 1)
-        if torch.is_grad_enabled():
-            return None, None, None, *_differentiable(ctx, gradients)
-        mine = [gradients[i * count + d] for i in graphs.tangents for d in range(count)]
-        missing = frozenset(i for i in range(len(graphs.tangents)) if mine[i * count] is None)
-        run = ctx.compiled.without(missing) if missing else ctx.compiled.backward
-        flat = [None if gradient is None else gradient.resolve_conj().resolve_neg().contiguous() for gradient in mine]
-        seen = {id(gradient) for gradient in flat}
-        values = [*_grouped(ctx.saved_tensors, hosted), *_grouped(flat, hosted)]
-        ctx.maybe_clear_saved_tensors()
-        if _freed(ctx):
-            ctx.inputs = ()
-        del mine, flat
-        found: list[Any] = [None] * (len(graphs.inputs) * count)
-        for i, gradient, reached in zip(graphs.trained, run(values), graphs.reached, strict=True):
-            if gradient is None or reached <= missing:
-                continue
-            for d, part in enumerate(gradient if isinstance(gradient, Parts) else [gradient]):
-                found[i * count + d] = part.clone() if id(part) in seen else part
-                seen.add(id(part))
-        return None, None, None, *found
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _freed(ctx: Any) -> bool:
-    """Whether what was saved for the backward pass was let go."""
-    try:
-        return ctx.saved_tensors is None
-    except RuntimeError:
-        return True
-
-
-def _differentiable(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of the inputs, with a graph of their own: of the sharded graph as it is, which is run again."""
-    graphs, count = ctx.compiled.graphs, max(ctx.hosted, 1)
-    assert ctx.saved_tensors is not None, "torch's own error, where they were let go"
-    changed = [i for i, (tensor, was) in enumerate(zip(ctx.inputs, ctx.versions, strict=True)) if _version(tensor) != was]
-    if changed:
-        names = ", ".join(dict.fromkeys(graphs.inputs[i // count] for i in changed))
-        raise AutotpError(f"a gradient of a gradient needs {names} as in the forward pass; it was changed in place since")
-    outputs = ctx.compiled.plain(ctx.seed, [Parts(ctx.inputs[i : i + count]) for i in range(0, len(ctx.inputs), count)])
-    places = [(i, d) for i in graphs.tangents for d in range(count)]
-    ends = [(outputs[i][d], g) for i, d in places if (g := gradients[i * count + d]) is not None]
-    wanted = [i * count + d for i in graphs.trained for d in range(count)]
-    made = torch.autograd.grad(
-        [end for end, _ in ends],
-        [ctx.inputs[i] for i in wanted],
-        [gradient for _, gradient in ends],
-        create_graph=True,
-        allow_unused=True,
-    )
-    found: list[Tensor | None] = [None] * len(ctx.inputs)
-    for i, gradient in zip(wanted, made, strict=True):
-        found[i] = gradient
-    return found

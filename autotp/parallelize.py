@@ -39,7 +39,7 @@ def parallelize(
     panels: int | None = None,
     chunks: Mapping[str, int] | None = None,
     inputs: str = "global",
-    schedule: str = "overlap",
+    schedule: str | None = None,
     constraints: Sequence[str] | Mapping[str, str] = (),
     initialise: Callable[[nn.Module], None] | None = None,
 ) -> fx.GraphModule:
@@ -56,7 +56,8 @@ def parallelize(
         inputs: what each call is given: ``global``, the whole batch on every rank, or ``local``, this rank's part of it
             (dim 0, split by the mesh axes that the plan splits the batch over). Outputs are whole either way.
         schedule: ``overlap`` runs scheduled forward and backward graphs, whose collectives are under way while something is
-            computed; ``none`` runs the sharded graph as autograd does.
+            computed; ``none`` runs the sharded graph as autograd does. Left out, it is the one that ``plan`` was made for;
+            without a plan, ``overlap``.
         initialise: fills in a module's own parameters and buffers, for models on ``meta``.
 
     Returns:
@@ -68,7 +69,8 @@ def parallelize(
     """
     if inputs not in ("global", "local"):
         raise AutotpError(f"inputs={inputs!r} is unknown; choose 'global' or 'local'")
-    overlapped = overlapping(schedule)
+    if schedule is not None:
+        overlapping(schedule)
     _join()
     captured, problem = None, None
     try:
@@ -76,7 +78,7 @@ def parallelize(
     except Exception as error:  # noqa: BLE001 - every rank must hear of it before it is raised
         problem = error
     options: dict[str, Any] = {"mode": mode, "memory": memory, "optimizer": optimizer, "panels": panels, "chunks": chunks}
-    options |= {"schedule": schedule, "constraints": constraints}
+    options |= {"schedule": schedule or "overlap", "constraints": constraints}
     agreed: list[Any] = [None]
     if dist.get_rank() == 0:
         agreed = [_decide(captured, problem, topology, plan, strategy, mesh, options)]
@@ -96,7 +98,7 @@ def parallelize(
     assert rewritten is not None
     device = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend()) else "cpu"
     device_mesh = init_device_mesh(device, settled.mesh_shape, mesh_dim_names=settled.mesh_axes)
-    how = overlap_of(settled) if overlapped else None
+    how = overlap_of(settled) if overlapping(schedule or settled.schedule) else None
     return DistributedModule(model, settled, rewritten, device_mesh, initialise, agreed[0][1], how)
 
 

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, fx
-from torch.distributed.tensor import Partial, Replicate
-from torch.distributed.tensor.placement_types import Placement
 
 from autotp.errors import AutotpError, PlanMismatchError
+from autotp.plan_file import AS_WRITTEN, FORMAT, decode_layout, encode_layout, read
+from autotp.planned import PlannedOperator, Predicted
 from costmodel import Topology
 from costmodel.toml_out import write_atomically
 from passes.capture import Captured
 from passes.chunk import CHUNKS
-from passes.layout import Layout, blocks_of, describe, is_shard, place
+from passes.layout import Layout, describe
 
 __all__ = [
     "AXIS_NAMES",
@@ -34,74 +34,8 @@ __all__ = [
     "overlapping",
 ]
 
-#: Version of the JSON form; plans of another version are refused.
-FORMAT = 2
-
 #: Names of mesh axes, outermost first.
 AXIS_NAMES = ("x", "y", "z", "w")
-
-
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """Predictions for one training (or inference) step on each device, in seconds and bytes.
-
-    Attributes:
-        step_seconds: the whole step: computing, and the communication that nothing hides.
-        compute_seconds: of computing, in chunks if there are any.
-        communication_seconds: of all communication, hidden or not.
-        exposed_seconds: of communication that nothing hides.
-        memory_bytes: parameters, gradients, optimizer state, saved activations and the largest gathered temporary.
-    """
-
-    step_seconds: float
-    compute_seconds: float
-    communication_seconds: float
-    exposed_seconds: float
-    memory_bytes: float
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedOperator:
-    """One operator of a plan.
-
-    Attributes:
-        name, target, module: of the captured node; the module's path in the user's model.
-        scheme: the known scheme that its strategy is.
-        assignment: per mesh axis the factor that the axis shards, ``+i`` for partial sums passed through, or None.
-        strategy: factor -> names of the axes that shard it.
-        layouts: operands, then results, for people.
-        count: how many identical operators (folded layers) were decided together with this one, itself included.
-        fold: name of the operator that stands for them.
-        seconds, communication_seconds: of this one operator, forward and backward. Communication includes the reshards of
-            its operands, divided evenly among the operators that share one, and the reduction of the partial sums that
-            it makes, wherever that happens.
-        bytes_moved: bytes that each device receives for that communication.
-        bound_bytes: for a matrix product with a weight, the least bytes that some device must move for it, forward and
-            backward, when nothing rests in copies (``costmodel.bounds``); else 0.
-        panels: how many panels its gathered operands come in; 1: they are gathered whole.
-        replicated: it has no rule, so every device computes it whole.
-    """
-
-    name: str
-    target: str
-    module: str
-    scheme: str
-    assignment: tuple[str | None, ...]
-    strategy: Mapping[str, tuple[str, ...]]
-    layouts: tuple[str, ...]
-    count: int
-    fold: str
-    seconds: float
-    communication_seconds: float
-    bytes_moved: float
-    bound_bytes: float
-    panels: int
-    replicated: bool
-
-    @property
-    def bound_ratio(self) -> float | None:
-        """Bytes moved over the communication lower bound; None where there is no bound or it is 0."""
-        return self.bytes_moved / self.bound_bytes if self.bound_bytes else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,40 +174,15 @@ class Plan:
         Raises:
             AutotpError: when the text is not a plan of this version; names the key.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise AutotpError(f"{source}: not JSON ({error}); was it written by Plan.save?") from error
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise AutotpError(f"{source}: key 'format' is {found!r}, expected {FORMAT}; make the plan again")
-        try:
-            operators = tuple(_operator(op) for op in data["operators"])
-            plan = cls(
-                strategy=data["strategy"],
-                mesh_shape=tuple(data["mesh_shape"]),
-                mesh_axes=tuple(data["mesh_axes"]),
-                topology=Topology.from_dict(data["topology"]),
-                operators=operators,
-                layouts={name: decode_layout(layout) for name, layout in data["layouts"].items()},
-                optimal=data["optimal"],
-                gap=data["gap"],
-                predicted=Predicted(**data["predicted"]),
-                model_hash=data["model_hash"],
-                mode=data["mode"],
-                optimizer=data["optimizer"],
-                memory_bound=float("inf") if data["memory_bound"] is None else data["memory_bound"],
-                chunks=data.get("chunks", {}),
-                chunked=data.get("chunked", {}),
-                whole=data.get("whole", {}),
-                schedule=data.get("schedule", "none"),
-                constraints=tuple(data.get("constraints", ())),
-                planning=data["planning"],
-            )
-        except (KeyError, TypeError) as error:
-            raise AutotpError(f"{source}: missing or wrong key {error}; make the plan again") from error
-        if data.get("hash") != plan.hash:
-            raise AutotpError(f"{source}: the plan was changed by hand (hash {data.get('hash')}, content {plan.hash})")
+        written = read(text, source)
+        plan = cls(
+            **{name: getattr(written, name) for name in AS_WRITTEN},
+            topology=Topology.from_dict(written.topology, f"{source}: topology"),
+            layouts={name: decode_layout(layout) for name, layout in written.layouts.items()},
+            memory_bound=float("inf") if written.memory_bound is None else written.memory_bound,
+        )
+        if written.hash != plan.hash:
+            raise AutotpError(f"{source}: the plan was changed by hand (hash {written.hash}, content {plan.hash})")
         return plan
 
     def save(self, path: str | os.PathLike) -> None:
@@ -295,6 +204,8 @@ class Plan:
             text = Path(path).read_text()
         except OSError as error:
             raise AutotpError(f"{path}: cannot read the plan ({error.strerror})") from error
+        except UnicodeDecodeError as error:
+            raise AutotpError(f"{path}: cannot read the plan, it is no text ({error.reason})") from error
         return cls.from_json(text, str(path))
 
 
@@ -320,30 +231,6 @@ def overlapping(schedule: str) -> bool:
     if schedule not in ("overlap", "none"):
         raise AutotpError(f"schedule={schedule!r} is unknown; choose 'overlap' or 'none'")
     return schedule == "overlap"
-
-
-def _operator(data: Mapping[str, Any]) -> PlannedOperator:
-    fields = dict(data)
-    fields["assignment"] = tuple(fields["assignment"])
-    fields["layouts"] = tuple(fields["layouts"])
-    fields["strategy"] = {factor: tuple(axes) for factor, axes in fields["strategy"].items()}
-    return PlannedOperator(**fields)
-
-
-def encode_layout(layout: Layout) -> list[Any]:
-    """A layout as JSON: per axis ``"R"``, ``"P"`` or ``[dim, blocks]``."""
-    return [
-        [p.dim, blocks_of(p)] if is_shard(p) else "P" if isinstance(p, Partial) else "R"  # type: ignore[attr-defined]
-        for p in layout
-    ]
-
-
-def decode_layout(data: list[Any]) -> Layout:
-    """The inverse of ``encode_layout``."""
-    placements: list[Placement] = []
-    for item in data:
-        placements.append(Partial() if item == "P" else Replicate() if item == "R" else place(*item))
-    return tuple(placements)
 
 
 def fingerprint(captured: Captured) -> str:

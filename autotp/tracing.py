@@ -1,7 +1,9 @@
 """Schedules as traces: predicted, and measured on every rank, in one file for Perfetto or chrome://tracing.
 
 A process of the trace is a rank, or the prediction; its first track is computing, and each group of devices that
-communicates has a track of its own. The format is Chrome's trace event format, which Perfetto reads.
+communicates has a track of its own. The format is Chrome's trace event format, which Perfetto reads; in it a track does one
+thing at a time. A collective that was measured lasts, like one that is predicted, while its group has no earlier one to
+finish: from its launch or, if that is later, from the end of the one that ended before it.
 """
 
 from __future__ import annotations
@@ -47,6 +49,8 @@ __all__ = [
 ]
 
 _MICRO = 1e6
+#: Of microseconds: Perfetto counts whole nanoseconds.
+_DIGITS = 3
 
 
 class Event(dict[str, Any]):
@@ -196,10 +200,12 @@ def events_of(label: str, number: int, events: Sequence[Mapping[str, Any]], orig
     Args:
         label: its name.
         number: its place among the processes.
-        events: with ``begin`` and ``seconds``.
+        events: with ``begin`` and ``seconds``; those of one track may overlap, and what waited for its turn tells how long
+            (``queued_us``).
         origin: what ``begin`` is counted from.
     """
     tracks = lanes(events)
+    free = _free_from(events)
     found: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": number, "args": {"name": label}},
         {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}},
@@ -208,19 +214,35 @@ def events_of(label: str, number: int, events: Sequence[Mapping[str, Any]], orig
         {"ph": "M", "name": "thread_name", "pid": number, "tid": i, "args": {"name": track}}
         for i, track in enumerate(tracks)
     ]
-    found += [
-        {
-            "ph": "X",
-            "name": "wait" if e.get("waiting") else e["name"],
-            "cat": e["part"],
-            "pid": number,
-            "tid": tracks.index(e["lane"]),
-            "ts": (e["begin"] - origin) * _MICRO,
-            "dur": e["seconds"] * _MICRO,
-            "args": {"operator": e["operator"], "node": e["name"]},
-        }
-        for e in events
-    ]
+    for e, free_from in zip(events, free, strict=True):
+        launched, begin, end = (
+            round((moment - origin) * _MICRO, _DIGITS)
+            for moment in (e["begin"], max(e["begin"], free_from), e["begin"] + e["seconds"])
+        )
+        queued = {} if e["lane"] == "compute" else {"queued_us": round(begin - launched, _DIGITS)}
+        found.append(
+            {
+                "ph": "X",
+                "name": "wait" if e.get("waiting") else e["name"],
+                "cat": e["part"],
+                "pid": number,
+                "tid": tracks.index(e["lane"]),
+                "ts": begin,
+                "dur": round(end - begin, _DIGITS),
+                "args": {"operator": e["operator"], "node": e["name"], **queued},
+            }
+        )
+    return found
+
+
+def _free_from(events: Sequence[Mapping[str, Any]]) -> list[float]:
+    """When the track of each event was done with what had ended before it."""
+    ends: dict[str, float] = {}
+    found = [0.0] * len(events)
+    for place in sorted(range(len(events)), key=lambda i: events[i]["begin"] + events[i]["seconds"]):
+        lane, end = str(events[place]["lane"]), events[place]["begin"] + events[place]["seconds"]
+        found[place] = min(ends.get(lane, 0.0), end)
+        ends[lane] = end
     return found
 
 

@@ -34,7 +34,7 @@ def main() -> None:
     model, args = trained(chosen.model)
     ways: dict[str, tuple[nn.Module, Sequence[Tensor]]] = {}
     for file in sorted(chosen.plans.glob("*.json")):
-        ways[file.stem] = autotp.parallelize(model, args=args, plan=autotp.Plan.load(file)), args
+        ways[file.stem] = autotp.parallelize(model, args=args, plan=autotp.Plan.load(file), schedule="overlap"), args
     for peer in chosen.peers:
         ways[peer] = PEERS[peer](copy.deepcopy(model), args)
     _compare(ways)

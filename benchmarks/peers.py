@@ -30,6 +30,8 @@ MODELS = ("decoder", "unet")
 PEERS = ("DDP", "FSDP2", "TP")
 #: DDP that does what `auto` does for a step's loss, so that the rest of the step is compared.
 ALIKE = "DDP, global loss"
+#: `auto` as planned for a run without overlap, and then run with it.
+SERIAL = "planned without"
 ROUNDS = 3
 
 
@@ -56,8 +58,13 @@ def measure(interconnect: str, models: Sequence[str]) -> list[Row]:
             captured = capture(module, args)
             plans = place / model
             plans.mkdir()
-            plan = plan_captured(captured, found, family("auto"), panels=1, schedule="overlap")
+            plan, other = (
+                plan_captured(captured, found, family("auto"), panels=1, schedule=schedule)
+                for schedule in ("overlap", "none")
+            )
             plan.save(plans / "auto.json")
+            if other.hash != plan.hash:
+                other.save(plans / f"{SERIAL}.json")
             out = place / f"{model}.json"
             words = ["-m", "benchmarks.peer_steps", model, str(plans), str(out), "--rounds", str(ROUNDS), "--peers"]
             cluster.run([*words, "DDP", ALIKE, "FSDP2", *(["TP"] if model == "decoder" else [])], timeout=900)
@@ -109,11 +116,18 @@ def report(rows: Sequence[Row], over: Sequence[Sequence[str]]) -> str:
     for row in rows:
         times = row.times
         ratios = [f"{times[peer] / times['auto']:.2f}" if peer in times else "" for peer in (PEERS[0], ALIKE, *PEERS[1:])]
+        ratios.append(f"{times[SERIAL] / times['auto']:.2f}" if SERIAL in times else "same")
         shown.append([row.interconnect, row.model, row.plan, f"{times['auto']:.3f}", *ratios])
-    header = ["interconnect", "model", "mesh that auto chose", "auto, s", "DDP", ALIKE, "FSDP2", "tensor parallel"]
+    header = ["interconnect", "model", "mesh that auto chose", "auto, s", "DDP", ALIKE, "FSDP2", "tensor parallel", SERIAL]
     costs = ["model", "processes", "plan", "beside", "its seconds", "the other's", "ratio"]
     pairs = [(row, peer, row.times[peer] / row.times["auto"]) for row in rows for peer in PEERS if peer in row.times]
     slower = [f"{peer} with the {row.model} on {row.interconnect} ({ratio:.2f})" for row, peer, ratio in pairs if ratio < 1]
+    others = [row.times[SERIAL] / row.times["auto"] for row in rows if SERIAL in row.times]
+    differ = (
+        f", in {len(others)} of {len(rows)}; that takes {statistics.median(others):.2f} times as long (median)"
+        if others
+        else ""
+    )
     alike = [row.times[ALIKE] / row.times["auto"] for row in rows]
     said = f"`auto` is slower in {len(slower)} of {len(pairs)}: than {', '.join(slower)}" if slower else "None is quicker"
     return f"""# Beside DDP, FSDP2 and tensor parallel by hand
@@ -126,7 +140,8 @@ block, and with `parallelize_module` (columns, then rows) by hand. All compute t
 medians of six steps, taken in turns. `auto` gives every rank the loss of the global batch, DDP and FSDP2 that of the
 rank's own part, which is a message less, and one for which every rank waits; "{ALIKE}" is DDP with that message. Four
 ranks share two cores here: what one rank's communication takes of a core, it takes from another rank's computing, so
-overlap wins less than on devices that only compute.
+overlap wins less than on devices that only compute. "{SERIAL}" is the plan that `auto` chooses if nothing is to be hidden,
+run with overlap like the other, where it is another{differ}.
 
 {table(header, shown)}
 

@@ -238,7 +238,8 @@ def _kind(node: fx.Node, rule: OpRule, factor: str) -> str:
     if factor in rule.reduced:
         return "k"
     position = _data_operand(node)
-    rows, columns = ({f for dim in rule.operands[i] for f in dim} for i in (position, position + 1))
+    rows = {f for dim in rule.operands[position] for f in dim}
+    columns = {f for dims in rule.operands[position + 1 :][:1] for dim in dims for f in dim}
     if factor in rows and factor in columns:
         return ""
     return "m" if factor in rows else "n"

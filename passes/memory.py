@@ -42,7 +42,7 @@ def source_of(node: fx.Node) -> fx.Node | None:
     # these copy only where they must, or share by contract
     maybe = node.target in _SHARING
     if node.target is operator.getitem or viewing or maybe:
-        return node.all_input_nodes[0]
+        return next(iter(node.all_input_nodes), None)  # a view of a constant has none
     return None
 
 

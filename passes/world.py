@@ -232,7 +232,7 @@ class World(nn.Module):
 
         def finish(shards: list[Tensor]) -> list[Tensor]:
             if step.blocks > 1:
-                return [_join_blocks(shard, step.dim, step.blocks) for shard in shards]
+                return [_join_blocks(shard, step.dim) for shard in shards]
             return [self.crop(shard, step.dim, n) for shard, n in zip(shards, lengths, strict=True)]
 
         return self.reduce_scatter(stacked, axis).then(finish)
@@ -259,7 +259,7 @@ class World(nn.Module):
         ways = self.mesh_shape[axis]
         stacked = [self._split(part, step.to_dim, step.to_blocks, ways) for part in parts]
         if step.to_blocks > 1:
-            stacked = [torch.stack([_join_blocks(s, step.to_dim, step.to_blocks) for s in part]) for part in stacked]
+            stacked = [torch.stack([_join_blocks(s, step.to_dim) for s in part]) for part in stacked]
         pending = self.all_to_all(stacked, axis)
         return pending.then(lambda found: [_join_dim(part, step.dim, step.blocks) for part in found])
 
@@ -271,7 +271,8 @@ class World(nn.Module):
         return torch.stack(self.pad(tensor, dim, chunk * ways).split(chunk, dim))
 
 
-def _join_blocks(tensor: Tensor, dim: int, blocks: int) -> Tensor:
+def _join_blocks(tensor: Tensor, dim: int) -> Tensor:
+    """(.., blocks, chunk, ..) -> (.., dim, ..)."""
     return tensor.flatten(dim, dim + 1)
 
 

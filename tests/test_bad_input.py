@@ -1,5 +1,6 @@
 """Bad input: each error names the place and the remedy."""
 
+import json
 from importlib import resources
 
 import pytest
@@ -70,6 +71,73 @@ def test_unknown_names():
         autotp.plan(two_layers(), topology, x, optimizer="lion")
     with pytest.raises(autotp.AutotpError, match="mode 'test' is unknown"):
         autotp.plan(two_layers(), topology, x, mode="test")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    file = tmp_path_factory.mktemp("plan") / "plan.json"
+    autotp.plan(two_layers(), autotp.Topology.flat(2), (torch.randn(4, 64),)).save(file)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong", "said"),
+    [
+        (("operators",), ["abc"], "key 'operators.0': "),
+        (("operators",), {}, "key 'operators': "),
+        (("operators", 0, "scheme"), None, "key 'operators.0.scheme': "),
+        (("operators", 0, "assignment"), "abc", "key 'operators.0.assignment': "),
+        (("layouts",), [], "key 'layouts': "),
+        (("layouts", "0.weight"), ["S"], "key 'layouts.0.weight.0': "),
+        (("layouts", "0.weight"), [[0, 0]], 'it should be "R", "P" or [dim, blocks], not [0, 0]'),
+        (("chunks",), {"batch": 0}, "key 'chunks.batch': "),
+        (("chunks",), {"lines": 2}, "one of batch, rows"),
+        (("chunks",), None, "key 'chunks': "),
+        (("chunked",), [], "key 'chunked': "),
+        (("whole",), [1], "key 'whole': "),
+        (("schedule",), "foo", "key 'schedule': Input should be 'overlap' or 'none', not 'foo'"),
+        (("mode",), 3, "key 'mode': "),
+        (("optimizer",), "lion", "one of adamw, sgd, sgd-momentum, not 'lion'"),
+        (("gap",), "x", "key 'gap': "),
+        (("optimal",), 1, "key 'optimal': "),
+        (("planning",), [], "key 'planning': "),
+        (("mesh_shape",), [0], "key 'mesh_shape.0': "),
+        (("predicted", "step_seconds"), [], "key 'predicted.step_seconds': "),
+        (("topology", "levels"), 3, "topology: levels must be"),
+        (("schedul",), "overlap", "key 'schedul': "),
+    ],
+)
+def test_a_plan_file_with_a_wrong_key(written, tmp_path, path, wrong, said):
+    data = json.loads(written.read_text())
+    place = data
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = wrong
+    file = tmp_path / "wrong.json"
+    file.write_text(json.dumps(data))
+    with pytest.raises(autotp.AutotpError) as error:
+        autotp.Plan.load(file)
+    assert "wrong.json" in str(error.value) and said in str(error.value)
+
+
+def test_a_plan_file_without_a_key(written, tmp_path):
+    data = json.loads(written.read_text())
+    for key in data:
+        file = tmp_path / "short.json"
+        file.write_text(json.dumps({other: value for other, value in data.items() if other != key}))
+        with pytest.raises(autotp.AutotpError, match=rf"short\.json: key '{key}'"):
+            autotp.Plan.load(file)
+
+
+def test_a_plan_file_that_is_no_text(tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(autotp.AutotpError, match="it is no text"):
+        autotp.Plan.load(file)
+    with pytest.raises(SystemExit) as ended:
+        main(["diff", str(file), str(file)])
+    assert ended.value.code == 2
+    assert "plan.json: cannot read the plan" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_plan_for_another_model():

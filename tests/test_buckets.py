@@ -4,7 +4,9 @@ import dataclasses
 import math
 
 import pytest
+import torch
 from overlapping import planned, tokens
+from torch import nn
 
 import autotp
 from autotp.durations import enough
@@ -13,7 +15,7 @@ from autotp.rewrite import rewrite
 from passes.bucket import buckets, merge
 from passes.layout import take
 from passes.overlap import halves
-from passes.primitives import COLLECTIVES
+from passes.primitives import COLLECTIVES, axes_of
 
 
 @pytest.mark.parametrize(("contention", "count"), [(1.0, 1.0), (0.5, 3.0), (0.0, 18**0.5)])
@@ -31,13 +33,17 @@ def test_buckets_are_as_many_as_are_worth_their_latency(contention, count):
 def prepared(strategy, chunks):
     """A traced graph of the first of two devices, cut in two."""
     model, args = tokens()
-    plan = dataclasses.replace(planned(model, args, strategy), chunks=chunks)
+    return traced(model, args, dataclasses.replace(planned(model, args, strategy), chunks=chunks))
+
+
+def traced(model, args, plan):
+    """A traced graph of a plan's first device, cut in two."""
     made = rewrite(model, plan, args)
-    state = dict(model.named_parameters())
+    state, mesh, first = dict(model.named_parameters()), plan.mesh_shape, (0,) * len(plan.mesh_shape)
     whole = {name: state[fqn].detach() for name, fqn in made.captured.parameters.items()}
     whole |= dict(zip(made.captured.inputs, args, strict=True))
-    parts = {name: take(value, made.sharding.resting.get(name, made.whole), (2,), (0,)) for name, value in whole.items()}
-    return halves(made.graph_module, (2,), (0,), parts, frozenset(made.captured.parameters))
+    parts = {n: take(value, made.sharding.resting.get(n, made.whole), mesh, first) for n, value in whole.items()}
+    return halves(made.graph_module, mesh, first, parts, frozenset(made.captured.parameters))
 
 
 def test_buckets_keep_dependent_collectives_apart():
@@ -49,6 +55,44 @@ def test_buckets_keep_dependent_collectives_apart():
     after = sum(n.target in COLLECTIVES for n in graph.nodes)
     assert before - after == fewer > 5
     assert after >= 2, "the loss's own sum comes before the gradients'"
+
+
+class Mixed(nn.Module):
+    """Parameters of two dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8).double()
+
+    def forward(self, x):
+        return self.second(self.first(x).double()).square().mean()
+
+
+@pytest.mark.parametrize(("strategy", "mesh"), [("data", (4,)), ("zero3", (4,)), ("data", (2, 2))])
+def test_a_bucket_is_of_one_kind_group_and_dtype(strategy, mesh):
+    model, args = Mixed(), (torch.randn(8, 8),)
+    plan = autotp.plan(model, autotp.Topology.flat(4), args, strategy=strategy, mesh=mesh, panels=1, chunks={})
+    found = traced(model, args, plan)
+    sets = [
+        [list(half.nodes)[place] for place in members]
+        for half, chosen in zip((found.cut.forward, found.cut.backward), found.buckets(lambda *_: 1e9), strict=True)
+        for members in chosen
+    ]
+    assert any(len(members) > 1 for members in sets)
+    for members in sets:
+        assert len({(n.target, axes_of(n.target, n.args), n.args[0].meta["val"].dtype) for n in members}) == 1
+    dtypes = {n.args[0].meta["val"].dtype for members in sets for n in members}
+    assert dtypes == {torch.float32, torch.float64}
+
+
+def test_collectives_of_two_groups_travel_apart():
+    model, args = tokens()
+    found = traced(model, args, planned(model, args, "megatron-1d", (2, 2)))
+    nodes = list(found.cut.backward.nodes)
+    groups = [{axes_of(nodes[i].target, nodes[i].args) for i in members} for members in found.buckets(lambda *_: 1e9)[1]]
+    assert all(len(each) == 1 for each in groups)
+    reduced = {axes_of(n.target, n.args) for n in nodes if COLLECTIVES.get(n.target) == "all_reduce"}
+    assert len(reduced) > 1, "this test could not tell"
 
 
 def test_buckets_do_not_hold_up_what_another_chunk_waits_for():

@@ -121,6 +121,33 @@ def test_an_output_that_no_loss_uses_leaves_no_gradient(strategy):
     assert right.requires_grad
 
 
+class Teacher(nn.Module):
+    """An output, and the same again for those who want no gradient of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y, y.detach(), y.detach()[:2].view(-1), self.linear.bias.detach(), x
+
+
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+def test_what_is_detached_has_no_gradient(schedule):
+    torch.manual_seed(0)
+    model, args = Teacher().double(), (torch.randn(4, 8, dtype=torch.float64),)
+    ours = autotp.simulate(model, planned(model, args, "data"), args, schedule=schedule)
+    wanted, found = model(*args), ours(*args)
+    assert [each.requires_grad for each in found] == [each.requires_grad for each in wanted]
+    for mine, plain in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-9, atol=1e-12)
+    found[1].numpy()
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        found[2].sum().backward()
+    assert schedule == "none" or all(ours._compiled.values())
+
+
 class Signed(nn.Module):
     """A parameter of which only the signs count: its gradient is zeros, and an optimizer sees it."""
 

@@ -35,6 +35,13 @@ def test_three_steps_equal_one_device(processes, model, strategy, mesh):
     assert "exact" in done.stdout
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_gradients_share_no_memory(processes):
+    done = torchrun(processes, "own_gradients.py")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "passed" in done.stdout
+
+
 def test_panels_equal_one_device():
     done = torchrun(4, "train.py", "llama", "summa-2d", "2x2", "2")
     assert done.returncode == 0, done.stderr[-3000:]

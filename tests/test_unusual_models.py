@@ -181,6 +181,34 @@ def test_conjugates_in_and_gradients_of_conjugates(strategy, schedule):
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
+class Turned(nn.Module):
+    """Complex constants, which the backward pass conjugates; one operand turned, and summed, by ``einsum``."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = torch.einsum("btd->dbt", self.linear(x))
+        turned = torch.view_as_complex(y.permute(1, 2, 0).unflatten(-1, (4, 2)).contiguous()) * (1 + 2j) / (3 - 1j)
+        return turned.abs(), torch.exp(1j * torch.einsum("dbt->bd", y)).real
+
+
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("strategy", ["auto", "zero3", "megatron-1d"])
+def test_complex_constants_and_sums_of_one_operand(strategy, schedule):
+    torch.manual_seed(0)
+    model, x = Turned().double(), torch.randn(4, 6, 8, dtype=torch.float64)
+    plan = autotp.plan(model, autotp.Topology.flat(2, device=SLOW), (x,), strategy=strategy, mesh=(2,), chunks={})
+    ours = autotp.simulate(model, plan, (x,), schedule=schedule)
+    wanted, found = model(x), ours(x)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+    losses = [sum(each.square().sum() for each in outputs) for outputs in (wanted, found)]
+    slopes = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
+    torch.testing.assert_close(slopes[1], slopes[0], rtol=1e-9, atol=1e-12)
+    assert schedule == "none" or all(ours._compiled.values()), "scheduled, not run as it is"
+
+
 class Mapped(nn.Module):
     """What is said of one element, done to all."""
 

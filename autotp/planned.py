@@ -1,0 +1,71 @@
+"""What a plan says of an operator, and of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["PlannedOperator", "Predicted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """Predictions for one training (or inference) step on each device, in seconds and bytes.
+
+    Attributes:
+        step_seconds: the whole step: computing, and the communication that nothing hides.
+        compute_seconds: of computing, in chunks if there are any.
+        communication_seconds: of all communication, hidden or not.
+        exposed_seconds: of communication that nothing hides.
+        memory_bytes: parameters, gradients, optimizer state, saved activations and the largest gathered temporary.
+    """
+
+    step_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    exposed_seconds: float
+    memory_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedOperator:
+    """One operator of a plan.
+
+    Attributes:
+        name, target, module: of the captured node; the module's path in the user's model.
+        scheme: the known scheme that its strategy is.
+        assignment: per mesh axis the factor that the axis shards, ``+i`` for partial sums passed through, or None.
+        strategy: factor -> names of the axes that shard it.
+        layouts: operands, then results, for people.
+        count: how many identical operators (folded layers) were decided together with this one, itself included.
+        fold: name of the operator that stands for them.
+        seconds, communication_seconds: of this one operator, forward and backward. Communication includes the reshards of
+            its operands, divided evenly among the operators that share one, and the reduction of the partial sums that
+            it makes, wherever that happens.
+        bytes_moved: bytes that each device receives for that communication.
+        bound_bytes: for a matrix product with a weight, the least bytes that some device must move for it, forward and
+            backward, when nothing rests in copies (``costmodel.bounds``); else 0.
+        panels: how many panels its gathered operands come in; 1: they are gathered whole.
+        replicated: it has no rule, so every device computes it whole.
+    """
+
+    name: str
+    target: str
+    module: str
+    scheme: str
+    assignment: tuple[str | None, ...]
+    strategy: Mapping[str, tuple[str, ...]]
+    layouts: tuple[str, ...]
+    count: int
+    fold: str
+    seconds: float
+    communication_seconds: float
+    bytes_moved: float
+    bound_bytes: float
+    panels: int
+    replicated: bool
+
+    @property
+    def bound_ratio(self) -> float | None:
+        """Bytes moved over the communication lower bound; None where there is no bound or it is 0."""
+        return self.bytes_moved / self.bound_bytes if self.bound_bytes else None

@@ -1,0 +1,82 @@
+"""Gradients of different parameters share no memory, or what changes one in place (clipping, adding up) changes another."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autotp
+
+
+class Flat(nn.Module):
+    """A weight with a difference that is kept flat: their gradients are views of one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(36))
+
+    def forward(self, x):
+        return x @ (self.a + self.b.view(6, 6))
+
+
+class Equal(nn.Module):
+    """Two of one shape: autograd gives both one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x):
+        return x @ (self.a + self.b)
+
+
+class Returned(nn.Module):
+    """A parameter that is an output as well: its gradient is the caller's tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x):
+        return x @ self.a + 1, self.a
+
+
+def trained(module, x):
+    """Gradients that were added up twice and clipped, and what was given for the last output."""
+    outputs = module(x)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    given = [torch.ones_like(output) for output in outputs]
+    for _ in range(2):
+        torch.autograd.backward(outputs, given, retain_graph=True)
+    nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    found = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in module.parameters()]
+    return found, given
+
+
+def main():
+    dist.init_process_group("gloo")
+    ranks = dist.get_world_size()
+    topology, x = autotp.Topology.flat(ranks), torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).double()
+    for kind in (Flat, Equal, Returned):
+        torch.manual_seed(1)
+        model = kind().double()
+        expected, _ = trained(copy.deepcopy(model), x)
+        for strategy in ("data", "zero3"):
+            plan = autotp.plan(model, topology, (x,), strategy=strategy, mesh=(ranks,))
+            for schedule in ("overlap", "none"):
+                parallel = autotp.parallelize(model, None, (x,), plan=plan, schedule=schedule)
+                assert (parallel._overlapping is None) == (schedule == "none")
+                found, given = trained(parallel, x)
+                for mine, wanted in zip(found, expected, strict=True):
+                    torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-12, msg=f"{kind} {strategy} {schedule}")
+                assert all(bool((each == 1).all()) for each in given), "the caller's own tensors stay"
+    unscheduled = autotp.plan(model, topology, (x,), strategy="data", mesh=(ranks,), schedule="none")
+    assert autotp.parallelize(model, None, (x,), plan=unscheduled)._overlapping is None, "as the plan was made"
+    if dist.get_rank() == 0:
+        print("passed")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
