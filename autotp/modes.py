@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Self
 
 import torch
@@ -13,22 +14,42 @@ from passes.capture_build import arguments_of
 from passes.functional import batch_norm_train
 from passes.shard import draws
 
-__all__ = ["OneMode", "different_otherwise"]
+__all__ = ["OneMode", "different_otherwise", "different_within", "training_only"]
 
 _DROPOUTS = nn.modules.dropout._DropoutNd
 _BATCH_NORMS = nn.modules.batchnorm._BatchNorm
 
 
-def different_otherwise(model: nn.Module, captured: Captured) -> tuple[str, ...]:
+def different_otherwise(model: nn.Module, captured: Captured) -> dict[str, str]:
     """What a model would compute otherwise in its other mode: operators of its graph, or modules of the model.
+
+    Each with the path of its module. A module may be in another mode than the model; it counts by its own.
 
     Args:
         model: in the mode in which it was captured.
         captured: its graph.
     """
     if model.training:
-        return tuple(node.name for node in captured.graph_module.graph.nodes if _trains(node))
-    return tuple(name for name, module in model.named_modules() if _differs(module))
+        return training_only(captured)
+    return {name: name for name, module in model.named_modules() if _differs(module)}
+
+
+def training_only(captured: Captured) -> dict[str, str]:
+    """The operators that do what they do because their module is in training, with its path."""
+    return {n.name: str(n.meta.get("module", "")) for n in captured.graph_module.graph.nodes if _trains(n)}
+
+
+def different_within(path: str, module: nn.Module, training: Mapping[str, str]) -> tuple[str, ...]:
+    """What of a module of the model would be different in its other mode.
+
+    Args:
+        path: the module's.
+        module: it, in the mode in which it was captured.
+        training: what the graph does because it is in training, each with the path of its module.
+    """
+    if module.training:
+        return tuple(name for name, place in training.items() if place == path or place.startswith(f"{path}."))
+    return tuple(f"{path}.{name}".rstrip(".") for name, each in module.named_modules() if _differs(each))
 
 
 def _differs(module: nn.Module) -> bool:
@@ -55,20 +76,31 @@ def _trains(node: fx.Node) -> bool:
 class OneMode(nn.Module):
     """A module whose graph is of the mode in which its model was captured."""
 
-    _different: tuple[str, ...] = ()  # what `different_otherwise` found
+    _different: Collection[str] = ()  # what `different_otherwise` found
 
     def train(self, mode: bool = True) -> Self:
         """As a module's own, where the graph is the same in both modes.
+
+        What was captured in another mode than the rest, such as a frozen batch norm, stays in it.
 
         Raises:
             AutotpError: it is not; names what would differ.
         """
         if mode != self.training and self._different:
-            shown, more = ", ".join(self._different[:4]), len(self._different) - 4
+            shown, more = ", ".join(list(self._different)[:4]), len(self._different) - 4
             shown += f" and {more} more" if more > 0 else ""
             this, other, call = ("training", "evaluation", "eval") if self.training else ("evaluation", "training", "train")
             raise AutotpError(
                 f"the model was captured for {this}, and {shown} would be different in {other}: the graph cannot be "
                 f"switched. Distribute model.{call}() besides, and give it this one's state_dict()"
             )
-        return super().train(mode)
+        self._switch(mode)
+        return self
+
+    def _switch(self, mode: bool) -> None:
+        self.training = mode
+        for child in self.children():
+            if not isinstance(child, OneMode):
+                child.train(mode)
+            elif child.training == mode or not child._different:
+                child._switch(mode)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,13 +16,16 @@ from torch.fx.graph import PythonCode
 
 from autotp.errors import AutotpError
 from autotp.materialise import distribute, state_of
-from autotp.modes import OneMode, different_otherwise
+from autotp.modes import OneMode, different_otherwise, training_only
 from autotp.overlapped import Overlap, Schedules, compiled
 from autotp.plan import Plan
 from autotp.rewrite import Rewritten
+from autotp.side_by_side import guard, made_of
+from autotp.submodule import Submodule, plain_attributes, require_as_captured
 from autotp.tracing import Event, recorded
 from passes import ops
 from passes.arranged import arranged
+from passes.layout import Layout, describe
 from passes.process_world import ProcessWorld
 from passes.shard import place_constants, used_groups
 
@@ -31,7 +35,10 @@ _WORLD = "autotp_world"
 #: Uses of a storage that one tensor has: the tensor's, and that of the object that is asked.
 _OWN_USES = 2
 #: What a `DistributedModule` has besides the model's state and its class's attributes.
-_OWN = ("_captured", "_different", "_graph", "_overlapping", "_owners", "_sharded", "_signature", "meta", "plan")
+_OWN = (
+    *("_captured", "_different", "_graph", "_made_apart", "_made_of", "_overlapping", "_owners", "_plain", "_resting"),
+    *("_sharded", "_signature", "meta", "plan"),
+)
 
 
 class DistributedModule(OneMode, fx.GraphModule):
@@ -66,21 +73,27 @@ class DistributedModule(OneMode, fx.GraphModule):
             layouts[fqn] = rewritten.whole
         trainable = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
         persistent = set(model.state_dict(keep_vars=True))
+        kinds = dict(model.named_modules(remove_duplicate=False))
+        attach = functools.partial(_attach, kinds=kinds)
         for fqn, tensor in state_of(model, initialise, seed):
             if captured.aliases.get(fqn, fqn) != fqn:
                 continue
             if fqn in layouts:
-                _attach(root, fqn, nn.Parameter(distribute(tensor, layouts[fqn], mesh), trainable[fqn]))
+                attach(root, fqn, nn.Parameter(distribute(tensor, layouts[fqn], mesh), trainable[fqn]))
             else:
-                _attach(root, fqn, tensor.detach().to(mesh.device_type, copy=True), fqn in persistent)
+                attach(root, fqn, tensor.detach().to(mesh.device_type, copy=True), fqn in persistent)
         for alias, fqn in captured.aliases.items():
-            _attach(root, alias, _find(root, fqn))
+            attach(root, alias, _find(root, fqn))
         for name, constant in captured.constants.items():
             _attach(root, f"autotp_constants.{name}", constant.to(mesh.device_type), False)
         graph = _bound(rewritten)
         for each in (graph, rewritten.graph_module.graph):
             place_constants(each, torch.device(mesh.device_type))
         _require_free_names(root)
+        training, held = training_only(captured), dict(root.named_modules(remove_duplicate=False))
+        for path, module in kinds.items():
+            if path and isinstance(held.get(path), Submodule):
+                held[path].adopt(path, module, training)
         super().__init__(root, graph, class_name="DistributedModule")
         for name, child in root.named_children():
             self.add_module(name, child)
@@ -95,7 +108,18 @@ class DistributedModule(OneMode, fx.GraphModule):
         self._signature = rewritten.signature
         # Finding each by its path at every step would take longer than all that is done with them.
         self._owners = {name: self._owner(fqn) for name, fqn in {**captured.parameters, **captured.buffers}.items()}
+        self._made_of = made_of(captured.graph_module.graph, captured.outputs)
+        # As it is, the sharded graph hands on what comes to an output that needs no gathering.
+        through = made_of(rewritten.graph_module.graph, captured.outputs)
+        self._made_apart = {i: others - through.get(i, frozenset()) for i, others in self._made_of.items()}
+        self._resting = {name: layouts[fqn] for name, fqn in captured.parameters.items()}
+        self._plain = plain_attributes(model)
         self._overlapping = None if how is None else Schedules(rewritten.graph_module, world, how, compiled)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_plain", ()):
+            require_as_captured(type(self).__name__, self._plain, name, value)
+        super().__setattr__(name, value)
 
     def recompile(self) -> PythonCode:
         """The sharded graph as Python; what the module does when it is called, hooks and all, is ``_run``."""
@@ -108,8 +132,10 @@ class DistributedModule(OneMode, fx.GraphModule):
         """One forward pass of the model, with the model's own arguments and output structure."""
         captured = self._captured
         inputs = self._signature.flatten(args, kwargs)
+        self._require_own_parameters()
         world = self.get_submodule(_WORLD)
         results = self._overlapping.run(self._values(inputs)) if self._overlapping is not None else None
+        scheduled = results is not None
         if results is None and torch.is_grad_enabled():
             with ops.Regather(world):  # type: ignore[arg-type]
                 results = self._sharded(*inputs)  # type: ignore[operator]
@@ -118,20 +144,27 @@ class DistributedModule(OneMode, fx.GraphModule):
         with torch.no_grad():
             for name, value in zip(captured.mutations, results[captured.outputs :], strict=True):
                 self.get_buffer(captured.buffers[name]).copy_(value)
-        return captured.signature.unflatten(list(results[: captured.outputs]))
+        outputs = list(results[: captured.outputs])
+        guard(outputs, self._made_of if scheduled else self._made_apart)
+        return captured.signature.unflatten(outputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
         """A module of the same plan with parameters and buffers of its own; it shares the groups and the schedules."""
         made: Any = DistributedModule.__new__(DistributedModule)
         shared = (self.get_submodule(_WORLD), self._captured, self._signature, self._overlapping, self.plan)
         memo |= {id(each): each for each in shared} | {id(self): made}
-        for parameter in self.parameters():  # torch copies a DTensor, but not its gradient
+        for parameter in self.parameters():  # without its gradient, as torch copies a parameter
             memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-            if parameter.grad is not None:
-                memo[id(parameter)].grad = parameter.grad.detach().clone()
         made.__dict__ |= {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
         made.recompile()
         return made
+
+    def _require_own_parameters(self) -> None:
+        for name, layout in self._resting.items():
+            owner, own = self._owners[name]
+            parameter: Any = owner._parameters[own]
+            if not isinstance(parameter, DTensor) or parameter._spec.placements != layout:
+                raise AutotpError(_foreign(self._captured.parameters[name], parameter, layout, self.plan))
 
     def _owner(self, path: str) -> tuple[nn.Module, str]:
         """The module that holds a parameter or buffer, and its name there."""
@@ -220,6 +253,17 @@ def _own(gradient: Tensor) -> Tensor:
     return gradient.clone() if held else gradient
 
 
+def _foreign(name: str, parameter: Any, layout: Layout, plan: Plan) -> str:
+    """Why a parameter is not one of the plan's."""
+    placements = parameter._spec.placements if isinstance(parameter, DTensor) else None
+    found = "a plain tensor" if placements is None else describe(placements, plan.mesh_axes)
+    return (
+        f"parameter {name} rests as {describe(layout, plan.mesh_axes)} by the plan, and is now {found}: it was put in the "
+        "place of the module's own, as load_state_dict(assign=True) does. Load without assign=True, or by "
+        "torch.distributed.checkpoint.state_dict.set_model_state_dict"
+    )
+
+
 def _plain(part: Tensor, parameter: Any) -> DTensor:
     part = arranged(part, parameter._local_tensor.stride())
     return DTensor(part, parameter._spec, requires_grad=False)  # type: ignore[call-arg]
@@ -257,15 +301,17 @@ def _bound(rewritten: Rewritten) -> fx.Graph:
 
 def local_part(parameter: Tensor, name: str) -> Tensor:
     """This device's part of a parameter; its gradient goes back as a ``DTensor``."""
-    return _LocalParts.apply((name,), False, parameter)[0] if isinstance(parameter, DTensor) else parameter
+    return _LocalParts.apply((name,), False, parameter)[0]
 
 
-def _attach(root: nn.Module, path: str, value: Tensor, persistent: bool = True) -> None:
+def _attach(
+    root: nn.Module, path: str, value: Tensor, persistent: bool = True, *, kinds: Mapping[str, nn.Module] | None = None
+) -> None:
     *parents, name = path.split(".")
     module = root
-    for parent in parents:
+    for depth, parent in enumerate(parents, start=1):
         if parent not in module._modules:
-            module.add_module(parent, nn.Module())
+            module.add_module(parent, Submodule.like((kinds or {}).get(".".join(parents[:depth]))))
         module = module.get_submodule(parent)
     if isinstance(value, nn.Parameter):
         module.register_parameter(name, value)

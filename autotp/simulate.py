@@ -15,6 +15,7 @@ from autotp.modes import OneMode, different_otherwise
 from autotp.overlapped import Compiled, Overlap, Schedules, in_lockstep
 from autotp.plan import Plan, overlapping
 from autotp.rewrite import Rewritten, rewrite
+from autotp.side_by_side import guard, made_of
 from passes.ops import Parts
 from passes.shard import place_constants
 from passes.world import LocalWorld, World
@@ -62,6 +63,7 @@ class Simulated(OneMode):
     rewritten: Rewritten
     world: World
     _schedules: Schedules | None
+    _made_of: Mapping[int, frozenset[int]]
     _compiled: Mapping[Hashable, Compiled | None]
 
     def __init__(self, model: nn.Module, rewritten: Rewritten, world: World, how: Overlap | None = None) -> None:
@@ -75,6 +77,7 @@ class Simulated(OneMode):
             schedules = Schedules(rewritten.graph_module, world, how, functools.partial(in_lockstep, even=rewritten.even))
         self.__dict__ |= {"rewritten": rewritten, "world": world, "_schedules": schedules}
         self.__dict__["_different"] = different_otherwise(model, rewritten.captured)
+        self.__dict__["_made_of"] = made_of(rewritten.captured.graph_module.graph, rewritten.captured.outputs)
         self.__dict__["_compiled"] = {} if schedules is None else schedules.known
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         place_constants(rewritten.graph_module.graph, device)
@@ -97,4 +100,5 @@ class Simulated(OneMode):
             with torch.no_grad():
                 whole[name].copy_(assemble([p.detach() for p in new], whole[name].shape, layout, self.world))
         results = [collect(leaf) if isinstance(leaf, Parts) else leaf for leaf in outputs[: captured.outputs]]
+        guard(results, self._made_of)
         return captured.signature.unflatten(results)

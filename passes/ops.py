@@ -192,6 +192,10 @@ def gather(world: World, value: Any, forward: Sequence[Step], backward: Sequence
     return result
 
 
+#: Entries of what is saved as it is: the tensor, and its version.
+_AS_IT_IS = 2
+
+
 class Regather:
     """Keeps gathered parameters out of what autograd saves: the backward pass gathers them again.
 
@@ -212,12 +216,19 @@ class Regather:
     def _pack(self, tensor: Tensor) -> Any:
         entry = self._gathered.get(tensor.untyped_storage().data_ptr())
         if entry is None or entry[0]() is None:
-            return tensor
+            # Detached: what is saved by the operator that makes it would hold that operator, and so itself, for ever.
+            return tensor.detach(), 0 if tensor.is_inference() else tensor._version
         return entry[1], entry[2], tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def _unpack(self, saved: Any) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
+        if len(saved) == _AS_IT_IS:
+            tensor, version = saved
+            if not tensor.is_inference() and tensor._version != version:  # where hooks save, torch does not look
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version}"
+                )
+            return tensor
         source, steps, size, stride, start = saved
         (gathered,) = self._world.run(steps, [source])
         return gathered.as_strided(size, stride, start)

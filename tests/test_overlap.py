@@ -148,6 +148,29 @@ def test_what_is_detached_has_no_gradient(schedule):
     assert schedule == "none" or all(ours._compiled.values())
 
 
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+def test_gradients_of_what_other_outputs_are_made_of_are_refused(schedule):
+    torch.manual_seed(0)
+    model, args = Two().double(), (torch.randn(4, 8, dtype=torch.float64),)
+    model.forward = lambda x: given(model.stem(x), x)
+
+    def given(y, x):
+        return y, model.left(y).sum(), y.detach().sum() + model.right(x).sum()
+
+    ours = autotp.simulate(model, planned(model, args, "data"), args, schedule=schedule)
+    for wanted in ((1,), (0, 1)):
+        found = ours(*args)
+        found[0].retain_grad()
+        with pytest.raises(
+            autotp.AutotpError, match="output 0 has a hook or retains its gradient, and output 1 is made of"
+        ):
+            sum(found[i].sum() for i in wanted).backward()
+    found = ours(*args)
+    found[0].retain_grad()
+    (found[0].sum() + found[2]).backward()
+    assert found[0].grad.eq(1).all()
+
+
 class Signed(nn.Module):
     """A parameter of which only the signs count: its gradient is zeros, and an optimizer sees it."""
 

@@ -240,7 +240,7 @@ def hooks():
             average.update_parameters(parallel)
             for name, value in average.module.named_parameters():
                 torch.testing.assert_close(value.full_tensor(), 2 * before[name])
-                assert value.grad.full_tensor().equal(parallel.get_parameter(name).grad.full_tensor())
+                assert value.grad is None and parallel.get_parameter(name).grad is not None
             with torch.inference_mode():
                 torch.testing.assert_close(parallel(x.clone()), result.detach())
             average.module.load_state_dict(parallel.state_dict())

@@ -1,0 +1,161 @@
+"""A distributed module in a training script: what eager modules do it does, or says that it does not."""
+
+import copy
+import resource
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autotp
+
+
+class Hidden(nn.Module):
+    """A loss, and a hidden state on the way to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.register_buffer("scale", torch.rand(8))
+
+    def forward(self, x):
+        hidden = self.norm(self.first(x)) * self.scale
+        return self.second(hidden.sigmoid()).square().mean(), hidden, hidden.detach()
+
+
+def distributed(model, x, schedule):
+    ranks = dist.get_world_size()
+    return autotp.parallelize(copy.deepcopy(model), None, (x,), strategy="data", mesh=(ranks,), schedule=schedule)
+
+
+def hooks_on_what_others_are_made_of(model, x, schedule):
+    """Gradients flow through the hidden state to the first layer; where that is not seen, to ask for it is an error."""
+    parallel, plain = distributed(model, x, schedule), copy.deepcopy(model)
+    sees = schedule == "none" and not parallel._made_apart[1]  # nothing is gathered between them
+    assert sees or (schedule, dist.get_world_size()) != ("none", 1)
+    for ask in (lambda h: h.register_hook(lambda g: 3 * g), lambda h: h.retain_grad()):
+        found = []
+        for each in (plain, parallel):
+            each.zero_grad()
+            loss, hidden, _ = each(x)
+            ask(hidden)
+            total = loss + hidden.square().mean()
+            if each is parallel and not sees:
+                with pytest.raises(autotp.AutotpError, match="output 1 has a hook or retains its gradient, and output 0"):
+                    total.backward()
+            else:
+                total.backward()
+                gradient = each.get_parameter("first.weight").grad
+                found.append(gradient.full_tensor() if each is parallel else gradient)
+        assert len(found) < 2 or torch.allclose(*found, rtol=1e-9, atol=1e-12)
+    hidden = parallel(x)[1]  # alone it is a loss like any
+    hidden.retain_grad()
+    hidden.sum().backward()
+    assert hidden.grad.eq(1).all()
+
+
+_CHANGES = (lambda p, x, h: x.zero_(), lambda p, x, h: h.mul_(2), lambda p, x, h: p.scale.mul_(2))
+
+
+def changes_before_the_backward_pass(model, x, schedule):
+    """An input, an output and a buffer that the backward pass may read: it refuses to, or has them as they were."""
+    plain, refused = copy.deepcopy(model), 0
+    loss, hidden, _ = plain(x)
+    (loss + hidden.square().mean()).backward()
+    for change in _CHANGES:
+        parallel, given = distributed(model, x, schedule), x.clone()
+        loss, hidden, _ = parallel(given)
+        with torch.no_grad():
+            change(parallel, given, hidden)
+        factor = 0.5 if change is _CHANGES[1] else 1  # the caller's own part of the loss is of what he made of it
+        try:
+            (loss + factor * hidden.square().mean()).backward()
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+            refused += 1
+            continue
+        for name, parameter in plain.named_parameters():
+            found = parallel.get_parameter(name).grad.full_tensor()
+            torch.testing.assert_close(found, parameter.grad, rtol=1e-9, atol=1e-9)
+    assert refused
+
+
+def submodules(model, x, schedule):
+    """They have their layers' types and figures; what the graph cannot follow is refused."""
+    parallel = distributed(model, x, schedule)
+    layers = [module for module in parallel.modules() if isinstance(module, nn.Linear)]
+    assert {layer.weight for layer in layers} == {parallel.get_parameter(f"{name}.weight") for name in ("first", "second")}
+    norm = parallel.norm
+    assert isinstance(norm, nn.BatchNorm1d) and norm.momentum == 0.1 and norm.training
+    for wrong in (
+        lambda: norm.eval(),
+        lambda: parallel.eval(),
+        lambda: setattr(norm, "momentum", 0.5),
+        lambda: torch.optim.swa_utils.update_bn([x], parallel),
+        lambda: norm(x),
+    ):
+        with pytest.raises(autotp.AutotpError):
+            wrong()
+    norm.momentum, norm.tag = 0.1, "mine"
+    parallel.first.eval().train()
+    other = copy.deepcopy(parallel)
+    assert isinstance(other.norm, nn.BatchNorm1d) and all(p.grad is None for p in other.parameters())
+    frozen = copy.deepcopy(model)
+    frozen.norm.eval()
+    kept = distributed(frozen, x, schedule)
+    kept.train()
+    assert not kept.norm.training
+    torch.testing.assert_close(kept(x)[1], frozen(x)[1])
+    with pytest.raises(autotp.AutotpError, match="norm would be different in training"):
+        kept.norm.train()
+
+
+def parameters_of_others(model, x, schedule):
+    """What ``assign=True`` puts in the place of the plan's parameters."""
+    parallel = distributed(model, x, schedule)
+    parallel.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    with pytest.raises(autotp.AutotpError, match="first.weight rests as R by the plan, and is now a plain tensor"):
+        parallel(x)
+    sharded = autotp.parallelize(model, None, (x,), strategy="zero3", mesh=(dist.get_world_size(),))
+    if dist.get_world_size() > 1:
+        parallel = distributed(model, x, schedule)
+        parallel.load_state_dict(sharded.state_dict(), assign=True)
+        with pytest.raises(autotp.AutotpError, match=r"rests as R by the plan, and is now S\(0\)@x"):
+            parallel(x)
+
+
+def memory_of_forward_passes(model, x, schedule):
+    """A forward pass that no backward pass follows leaves nothing behind."""
+    wide = nn.Sequential(nn.Linear(8, 512), nn.Sigmoid()).double()
+    x = torch.randn(1024, 8, dtype=torch.float64)  # 4 MiB of results
+    parallel = distributed(wide, x, schedule)
+    for _ in range(5):
+        parallel(x)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(60):
+        parallel(x)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 2**10
+
+
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model, x = Hidden().double(), torch.randn(8, 8, dtype=torch.float64)
+    split = copy.deepcopy(model)
+    split.norm = nn.Identity()  # no rank holds the whole hidden state
+    assert dist.get_world_size() == 1 or distributed(split, x, "none")._made_apart[1]
+    for schedule in ("overlap", "none"):
+        hooks_on_what_others_are_made_of(model, x, schedule)
+        hooks_on_what_others_are_made_of(split, x, schedule)
+        changes_before_the_backward_pass(model, x, schedule)
+        submodules(model, x, schedule)
+        parameters_of_others(model, x, schedule)
+        memory_of_forward_passes(model, x, schedule)
+    if dist.get_rank() == 0:
+        print("passed")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
