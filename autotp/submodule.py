@@ -31,11 +31,11 @@ class Submodule(OneMode):
     @staticmethod
     def like(module: nn.Module | None) -> Submodule:
         """An empty one for a module of the model; None: for none."""
-        kind: Any = Submodule
-        if module is not None and type(module).__module__.startswith("torch.nn.modules."):
-            # Those of several layers, and recurrent ones, do more with their parts than hold them.
-            if not isinstance(module, nn.RNNBase) and not any(True for _ in module.children()):
-                kind = _of_kind(type(module))
+        found: Any = type(module)
+        own = module is not None and found.__module__.startswith("torch.nn.modules.")
+        # What has several layers, and recurrent ones, do more with their parts than hold them.
+        layer = own and not issubclass(found, nn.RNNBase) and not any(True for _ in module.children())  # type: ignore[union-attr]
+        kind: Any = _of_kind(found) if layer else Submodule
         made: Submodule = kind.__new__(kind)
         nn.Module.__init__(made)
         return made
