@@ -144,7 +144,6 @@ overlap wins less than on devices that only compute. "{SERIAL}" is the plan that
 run with overlap like the other, where it is another{differ}.
 
 {table(header, shown)}
-
 {said}. Where DDP, too, gives the loss of the global batch, its step takes {min(alike):.2f} to {max(alike):.2f} times as
 long as that of `auto` (median {statistics.median(alike):.2f}).
 
