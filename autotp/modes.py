@@ -1,9 +1,9 @@
-"""Training and evaluation: a captured graph is of one of them, and ``train()`` and ``eval()`` cannot change it."""
+"""What a captured graph keeps: a model's mode and its figures. ``train()``, ``eval()`` and attributes cannot change it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Self
+from collections.abc import Mapping
+from typing import Any, Self
 
 import torch
 from torch import fx, nn
@@ -14,24 +14,11 @@ from passes.capture_build import arguments_of
 from passes.functional import batch_norm_train
 from passes.shard import draws
 
-__all__ = ["OneMode", "different_otherwise", "different_within", "training_only"]
+__all__ = ["OneMode", "different_otherwise", "plain_attributes", "training_only"]
 
+_PLAIN = (bool, int, float, str, tuple, type(None))
 _DROPOUTS = nn.modules.dropout._DropoutNd
 _BATCH_NORMS = nn.modules.batchnorm._BatchNorm
-
-
-def different_otherwise(model: nn.Module, captured: Captured) -> dict[str, str]:
-    """What a model would compute otherwise in its other mode: operators of its graph, or modules of the model.
-
-    Each with the path of its module. A module may be in another mode than the model; it counts by its own.
-
-    Args:
-        model: in the mode in which it was captured.
-        captured: its graph.
-    """
-    if model.training:
-        return training_only(captured)
-    return {name: name for name, module in model.named_modules() if _differs(module)}
 
 
 def training_only(captured: Captured) -> dict[str, str]:
@@ -39,17 +26,23 @@ def training_only(captured: Captured) -> dict[str, str]:
     return {n.name: str(n.meta.get("module", "")) for n in captured.graph_module.graph.nodes if _trains(n)}
 
 
-def different_within(path: str, module: nn.Module, training: Mapping[str, str]) -> tuple[str, ...]:
-    """What of a module of the model would be different in its other mode.
+def different_otherwise(path: str, module: nn.Module, training: Mapping[str, str]) -> tuple[str, ...]:
+    """What a model, or a module of it, would compute otherwise in its other mode: operators of the graph, or modules.
 
     Args:
-        path: the module's.
+        path: the module's; empty for the model.
         module: it, in the mode in which it was captured.
-        training: what the graph does because it is in training, each with the path of its module.
+        training: see ``training_only``.
     """
     if module.training:
-        return tuple(name for name, place in training.items() if place == path or place.startswith(f"{path}."))
-    return tuple(f"{path}.{name}".rstrip(".") for name, each in module.named_modules() if _differs(each))
+        return tuple(name for name, place in training.items() if f"{place}.".startswith(f"{path}.") or not path)
+    return tuple(f"{path}.{name}".strip(".") for name, each in module.named_modules() if _differs(each))
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's own public attributes that are numbers, text and the like."""
+    own = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
+    return {name: value for name, value in own.items() if isinstance(value, _PLAIN)}
 
 
 def _differs(module: nn.Module) -> bool:
@@ -74,9 +67,19 @@ def _trains(node: fx.Node) -> bool:
 
 
 class OneMode(nn.Module):
-    """A module whose graph is of the mode in which its model was captured."""
+    """A module whose graph is of the mode in which its model was captured, and of the figures that it had."""
 
-    _different: Collection[str] = ()  # what `different_otherwise` found
+    _path = ""
+    _different: tuple[str, ...] = ()  # what `different_otherwise` found
+    _plain: Mapping[str, Any] = {}  # what `plain_attributes` found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._plain and not (type(value) is type(self._plain[name]) and value == self._plain[name]):
+            raise AutotpError(
+                f"{self._path or type(self).__name__}.{name} was {self._plain[name]!r} when the model was captured, and "
+                f"the graph stays so: it cannot become {value!r}. Set it on the model, and distribute that"
+            )
+        super().__setattr__(name, value)
 
     def train(self, mode: bool = True) -> Self:
         """As a module's own, where the graph is the same in both modes.
@@ -87,7 +90,7 @@ class OneMode(nn.Module):
             AutotpError: it is not; names what would differ.
         """
         if mode != self.training and self._different:
-            shown, more = ", ".join(list(self._different)[:4]), len(self._different) - 4
+            shown, more = ", ".join(self._different[:4]), len(self._different) - 4
             shown += f" and {more} more" if more > 0 else ""
             this, other, call = ("training", "evaluation", "eval") if self.training else ("evaluation", "training", "train")
             raise AutotpError(

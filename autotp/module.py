@@ -16,12 +16,12 @@ from torch.fx.graph import PythonCode
 
 from autotp.errors import AutotpError
 from autotp.materialise import distribute, state_of
-from autotp.modes import OneMode, different_otherwise, training_only
+from autotp.modes import OneMode, different_otherwise, plain_attributes, training_only
 from autotp.overlapped import Overlap, Schedules, compiled
 from autotp.plan import Plan
 from autotp.rewrite import Rewritten
 from autotp.side_by_side import guard, made_of
-from autotp.submodule import Submodule, plain_attributes, require_as_captured
+from autotp.submodule import Submodule
 from autotp.tracing import Event, recorded
 from passes import ops
 from passes.arranged import arranged
@@ -36,7 +36,7 @@ _WORLD = "autotp_world"
 _OWN_USES = 2
 #: What a `DistributedModule` has besides the model's state and its class's attributes.
 _OWN = (
-    *("_captured", "_different", "_graph", "_made_apart", "_made_of", "_overlapping", "_owners", "_plain", "_resting"),
+    *("_captured", "_different", "_graph", "_made_apart", "_made_of", "_overlapping", "_owners", "_resting"),
     *("_sharded", "_signature", "meta", "plan"),
 )
 
@@ -73,27 +73,23 @@ class DistributedModule(OneMode, fx.GraphModule):
             layouts[fqn] = rewritten.whole
         trainable = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
         persistent = set(model.state_dict(keep_vars=True))
-        kinds = dict(model.named_modules(remove_duplicate=False))
-        attach = functools.partial(_attach, kinds=kinds)
+        modules, training = dict(model.named_modules(remove_duplicate=False)), training_only(captured)
+        attach = functools.partial(_attach, root, lambda path: Submodule.like(path, modules.get(path), training))
         for fqn, tensor in state_of(model, initialise, seed):
             if captured.aliases.get(fqn, fqn) != fqn:
                 continue
             if fqn in layouts:
-                attach(root, fqn, nn.Parameter(distribute(tensor, layouts[fqn], mesh), trainable[fqn]))
+                attach(fqn, nn.Parameter(distribute(tensor, layouts[fqn], mesh), trainable[fqn]))
             else:
-                attach(root, fqn, tensor.detach().to(mesh.device_type, copy=True), fqn in persistent)
+                attach(fqn, tensor.detach().to(mesh.device_type, copy=True), fqn in persistent)
         for alias, fqn in captured.aliases.items():
-            attach(root, alias, _find(root, fqn))
+            attach(alias, _find(root, fqn))
         for name, constant in captured.constants.items():
-            _attach(root, f"autotp_constants.{name}", constant.to(mesh.device_type), False)
+            attach(f"autotp_constants.{name}", constant.to(mesh.device_type), False)
         graph = _bound(rewritten)
         for each in (graph, rewritten.graph_module.graph):
             place_constants(each, torch.device(mesh.device_type))
         _require_free_names(root)
-        training, held = training_only(captured), dict(root.named_modules(remove_duplicate=False))
-        for path, module in kinds.items():
-            if path and isinstance(held.get(path), Submodule):
-                held[path].adopt(path, module, training)
         super().__init__(root, graph, class_name="DistributedModule")
         for name, child in root.named_children():
             self.add_module(name, child)
@@ -103,7 +99,7 @@ class DistributedModule(OneMode, fx.GraphModule):
             self.register_buffer(name, buffer, name not in root._non_persistent_buffers_set)
         self.plan = plan
         self.training = model.training
-        self._different = different_otherwise(model, captured)
+        self._different = different_otherwise("", model, training)
         self._captured = captured
         self._signature = rewritten.signature
         # Finding each by its path at every step would take longer than all that is done with them.
@@ -116,11 +112,6 @@ class DistributedModule(OneMode, fx.GraphModule):
         self._plain = plain_attributes(model)
         self._overlapping = None if how is None else Schedules(rewritten.graph_module, world, how, compiled)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__.get("_plain", ()):
-            require_as_captured(type(self).__name__, self._plain, name, value)
-        super().__setattr__(name, value)
-
     def recompile(self) -> PythonCode:
         """The sharded graph as Python; what the module does when it is called, hooks and all, is ``_run``."""
         code = super().recompile()
@@ -132,9 +123,9 @@ class DistributedModule(OneMode, fx.GraphModule):
         """One forward pass of the model, with the model's own arguments and output structure."""
         captured = self._captured
         inputs = self._signature.flatten(args, kwargs)
-        self._require_own_parameters()
+        parameters = self._own_parameters()
         world = self.get_submodule(_WORLD)
-        results = self._overlapping.run(self._values(inputs)) if self._overlapping is not None else None
+        results = self._overlapping.run(self._values(parameters, inputs)) if self._overlapping is not None else None
         scheduled = results is not None
         if results is None and torch.is_grad_enabled():
             with ops.Regather(world):  # type: ignore[arg-type]
@@ -159,12 +150,15 @@ class DistributedModule(OneMode, fx.GraphModule):
         made.recompile()
         return made
 
-    def _require_own_parameters(self) -> None:
+    def _own_parameters(self) -> dict[str, Any]:
+        """The parameters of the sharded graph's placeholders, which rest as the plan says."""
+        found: dict[str, Any] = {}
         for name, layout in self._resting.items():
             owner, own = self._owners[name]
-            parameter: Any = owner._parameters[own]
+            parameter = found[name] = owner._parameters[own]
             if not isinstance(parameter, DTensor) or parameter._spec.placements != layout:
                 raise AutotpError(_foreign(self._captured.parameters[name], parameter, layout, self.plan))
+        return found
 
     def _owner(self, path: str) -> tuple[nn.Module, str]:
         """The module that holds a parameter or buffer, and its name there."""
@@ -192,11 +186,9 @@ class DistributedModule(OneMode, fx.GraphModule):
             finally:
                 found.update(before)
 
-    def _values(self, inputs: Sequence[Any]) -> dict[str, Tensor]:
+    def _values(self, parameters: Mapping[str, Any], inputs: Sequence[Any]) -> dict[str, Tensor]:
         """This device's part of what each placeholder of the sharded graph stands for."""
         captured = self._captured
-        owners = self._owners
-        parameters: dict[str, Any] = {name: owners[name][0]._parameters[owners[name][1]] for name in captured.parameters}
         values: dict[str, Tensor] = {name: parameter._local_tensor for name, parameter in parameters.items()}
         trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
         if trained and torch.is_grad_enabled():
@@ -205,7 +197,8 @@ class DistributedModule(OneMode, fx.GraphModule):
             values |= dict(zip(trained, parts, strict=True))
         # What the step updates may be saved for the backward pass as it was.
         for name in captured.buffers:
-            buffer: Any = owners[name][0]._buffers[owners[name][1]]
+            owner, own = self._owners[name]
+            buffer: Any = owner._buffers[own]
             values[name] = buffer.clone() if name in captured.mutations else buffer
         values |= {name: self.get_buffer(f"autotp_constants.{name}") for name in captured.constants}
         # Graphs are made for strides too, and all ranks must agree about when a new one is needed.
@@ -304,14 +297,12 @@ def local_part(parameter: Tensor, name: str) -> Tensor:
     return _LocalParts.apply((name,), False, parameter)[0]
 
 
-def _attach(
-    root: nn.Module, path: str, value: Tensor, persistent: bool = True, *, kinds: Mapping[str, nn.Module] | None = None
-) -> None:
+def _attach(root: nn.Module, make: Callable[[str], nn.Module], path: str, value: Tensor, persistent: bool = True) -> None:
     *parents, name = path.split(".")
     module = root
     for depth, parent in enumerate(parents, start=1):
         if parent not in module._modules:
-            module.add_module(parent, Submodule.like((kinds or {}).get(".".join(parents[:depth]))))
+            module.add_module(parent, make(".".join(parents[:depth])))
         module = module.get_submodule(parent)
     if isinstance(value, nn.Parameter):
         module.register_parameter(name, value)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autotp.errors import AutotpError
 from passes.disjoint import Disjoint
-from passes.ops import Parts
+from passes.ops import Parts, version_of
 
 if TYPE_CHECKING:
     from autotp.overlapped import Compiled
@@ -40,7 +40,7 @@ class _Pass(torch.autograd.Function):
         graphs = compiled.graphs
         results = list(compiled.forward([*_grouped(inputs, hosted), seed]))
         ctx.compiled, ctx.seed, ctx.hosted = compiled, seed, hosted
-        ctx.inputs, ctx.versions = inputs, [_version(tensor) for tensor in inputs]
+        ctx.inputs, ctx.versions = inputs, [version_of(tensor) for tensor in inputs]
         outputs, saved = results[: graphs.outputs], results[graphs.outputs :]
         given = {id(tensor) for tensor in inputs}
         flat: list[Any] = []
@@ -87,10 +87,6 @@ class _Pass(torch.autograd.Function):
         return None, None, None, *found
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _freed(ctx: Any) -> bool:
     """Whether what was saved for the backward pass was let go."""
     try:
@@ -103,7 +99,7 @@ def _differentiable(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor
     """The gradients of the inputs, with a graph of their own: of the sharded graph as it is, which is run again."""
     graphs, count = ctx.compiled.graphs, max(ctx.hosted, 1)
     assert ctx.saved_tensors is not None, "torch's own error, where they were let go"
-    changed = [i for i, (tensor, was) in enumerate(zip(ctx.inputs, ctx.versions, strict=True)) if _version(tensor) != was]
+    changed = [i for i, (tensor, was) in enumerate(zip(ctx.inputs, ctx.versions, strict=True)) if version_of(tensor) != was]
     if changed:
         names = ", ".join(dict.fromkeys(graphs.inputs[i // count] for i in changed))
         raise AutotpError(f"a gradient of a gradient needs {names} as in the forward pass; it was changed in place since")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
@@ -23,10 +23,24 @@ __all__ = ["AS_WRITTEN", "FORMAT", "Written", "decode_layout", "encode_layout", 
 #: Version of the JSON form; plans of another version are refused.
 FORMAT = 2
 
+
+def _one_of(names: Collection[str], name: str) -> str:
+    if name not in names:
+        raise ValueError(f"it should be one of {', '.join(names)}")
+    return name
+
+
+def _placement(item: Any) -> Any:
+    split = isinstance(item, list) and len(item) == 2 and all(type(number) is int for number in item)
+    if item in ("R", "P") or (split and item[0] >= 0 and item[1] >= 1):
+        return item
+    raise ValueError('it should be "R", "P" or [dim, blocks]')
+
+
 _Count = Annotated[int, Field(ge=1)]
-_Kind = Annotated[str, AfterValidator(lambda name: _one_of(name, CHUNKS))]
-_Optimizer = Annotated[str, AfterValidator(lambda name: _one_of(name, OPTIMIZERS))]
-_Placement = Annotated[Any, AfterValidator(lambda item: _placement(item))]
+_Kind = Annotated[str, AfterValidator(functools.partial(_one_of, CHUNKS))]
+_Optimizer = Annotated[str, AfterValidator(functools.partial(_one_of, OPTIMIZERS))]
+_Placement = Annotated[Any, AfterValidator(_placement)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +76,6 @@ class Written:
 AS_WRITTEN = tuple(
     field.name for field in fields(Written) if field.name not in ("format", "hash", "topology", "layouts", "memory_bound")
 )
-
-
-def _one_of(name: str, names: Iterable[str]) -> str:
-    if name not in names:
-        raise ValueError(f"it should be one of {', '.join(names)}")
-    return name
-
-
-def _placement(item: Any) -> Any:
-    split = isinstance(item, list) and len(item) == 2 and all(type(number) is int for number in item)
-    if item in ("R", "P") or (split and item[0] >= 0 and item[1] >= 1):
-        return item
-    raise ValueError('it should be "R", "P" or [dim, blocks]')
 
 
 @functools.cache

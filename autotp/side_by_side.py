@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from autotp.errors import AutotpError
+from passes.reach import above
 
 __all__ = ["guard", "made_of"]
 
@@ -32,21 +33,9 @@ def made_of(graph: fx.Graph, count: int) -> dict[int, frozenset[int]]:
     """
     leaves: Any = graph.output_node().args[0]
     nodes = [(i, leaf) for i, leaf in enumerate(leaves[:count]) if isinstance(leaf, fx.Node)]
-    reached = {i: _handing_on(leaf) for i, leaf in nodes}
+    reached = {i: above([leaf], _DETACHED) for i, leaf in nodes}
     found = {i: frozenset(j for j, _ in nodes if j != i and leaf in reached[j]) for i, leaf in nodes}
     return {i: others for i, others in found.items() if others}
-
-
-def _handing_on(leaf: fx.Node) -> set[fx.Node]:
-    """The nodes that a gradient of a node may flow to."""
-    found: set[fx.Node] = set()
-    pending = [leaf]
-    while pending:
-        node = pending.pop()
-        if node not in found and node.target not in _DETACHED:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
 
 
 def guard(outputs: Sequence[Any], others: Mapping[int, frozenset[int]]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autotp.durations import overlap_of
 from autotp.lockstep import assemble, collect, distribute, execute
-from autotp.modes import OneMode, different_otherwise
+from autotp.modes import OneMode, different_otherwise, training_only
 from autotp.overlapped import Compiled, Overlap, Schedules, in_lockstep
 from autotp.plan import Plan, overlapping
 from autotp.rewrite import Rewritten, rewrite
@@ -76,7 +76,7 @@ class Simulated(OneMode):
         if how is not None:
             schedules = Schedules(rewritten.graph_module, world, how, functools.partial(in_lockstep, even=rewritten.even))
         self.__dict__ |= {"rewritten": rewritten, "world": world, "_schedules": schedules}
-        self.__dict__["_different"] = different_otherwise(model, rewritten.captured)
+        self.__dict__["_different"] = different_otherwise("", model, training_only(rewritten.captured))
         self.__dict__["_made_of"] = made_of(rewritten.captured.graph_module.graph, rewritten.captured.outputs)
         self.__dict__["_compiled"] = {} if schedules is None else schedules.known
         device = next((p.device for p in model.parameters()), torch.device("cpu"))

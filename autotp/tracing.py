@@ -241,7 +241,7 @@ def _free_from(events: Sequence[Mapping[str, Any]]) -> list[float]:
     found = [0.0] * len(events)
     for place in sorted(range(len(events)), key=lambda i: events[i]["begin"] + events[i]["seconds"]):
         lane, end = str(events[place]["lane"]), events[place]["begin"] + events[place]["seconds"]
-        found[place] = min(ends.get(lane, 0.0), end)
+        found[place] = ends.get(lane, 0.0)
         ends[lane] = end
     return found
 

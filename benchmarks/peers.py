@@ -30,6 +30,8 @@ MODELS = ("decoder", "unet")
 PEERS = ("DDP", "FSDP2", "TP")
 #: DDP that does what `auto` does for a step's loss, so that the rest of the step is compared.
 ALIKE = "DDP, global loss"
+#: The columns, in order.
+SHOWN = ("DDP", ALIKE, "FSDP2", "TP")
 #: `auto` as planned for a run without overlap, and then run with it.
 SERIAL = "planned without"
 ROUNDS = 3
@@ -67,7 +69,7 @@ def measure(interconnect: str, models: Sequence[str]) -> list[Row]:
                 other.save(plans / f"{SERIAL}.json")
             out = place / f"{model}.json"
             words = ["-m", "benchmarks.peer_steps", model, str(plans), str(out), "--rounds", str(ROUNDS), "--peers"]
-            cluster.run([*words, "DDP", ALIKE, "FSDP2", *(["TP"] if model == "decoder" else [])], timeout=900)
+            cluster.run([*words, *(peer for peer in SHOWN if peer != "TP" or model == "decoder")], timeout=900)
             chunks = "".join(f", {count} chunks of {kind}" for kind, count in plan.chunks.items())
             said = f"{'×'.join(map(str, plan.mesh_shape))}{chunks}"
             rows.append(Row(interconnect, model, said, json.loads(out.read_text())))
@@ -115,7 +117,7 @@ def report(rows: Sequence[Row], over: Sequence[Sequence[str]]) -> str:
     shown = []
     for row in rows:
         times = row.times
-        ratios = [f"{times[peer] / times['auto']:.2f}" if peer in times else "" for peer in (PEERS[0], ALIKE, *PEERS[1:])]
+        ratios = [f"{times[peer] / times['auto']:.2f}" if peer in times else "" for peer in SHOWN]
         ratios.append(f"{times[SERIAL] / times['auto']:.2f}" if SERIAL in times else "same")
         shown.append([row.interconnect, row.model, row.plan, f"{times['auto']:.3f}", *ratios])
     header = ["interconnect", "model", "mesh that auto chose", "auto, s", "DDP", ALIKE, "FSDP2", "tensor parallel", SERIAL]

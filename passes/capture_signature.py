@@ -93,9 +93,8 @@ class CallSignature:
                     f"argument {leaf.path}: expected {list(leaf.shape)} of {leaf.dtype} as in the example "
                     f"call, got {list(value.shape)} of {value.dtype}; plan again with example inputs like these"
                 )
-            tensors.append(
-                value.resolve_conj().resolve_neg()
-            )  # as the example's: kernels that read real parts see no others
+            # as the example's: kernels that read real parts see no others
+            tensors.append(value.resolve_conj().resolve_neg())
         return tensors
 
     def with_shapes(self, shapes: Sequence[tuple[int, ...]]) -> CallSignature:

@@ -29,12 +29,8 @@ class Disjoint:
             self._take(tensor)
 
     def own(self, tensor: Tensor) -> Tensor:
-        """The tensor, or a copy of it where another has taken some of its memory; what is returned takes its own."""
-        if self._take(tensor):
-            return tensor
-        copy = tensor.clone()
-        self._take(copy)
-        return copy
+        """The tensor, which takes its memory, or a copy of it where another has taken some."""
+        return tensor if self._take(tensor) else tensor.clone()
 
     def _take(self, tensor: Tensor) -> bool:
         """Takes a tensor's memory, unless another has some of it."""

@@ -6,6 +6,8 @@ the parts of all devices of the mesh. Functions without a world are local and ru
 
 from __future__ import annotations
 
+import functools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,6 +35,7 @@ __all__ = [
     "reshard",
     "reshard_chunks",
     "seeded",
+    "version_of",
 ]
 
 
@@ -192,10 +195,6 @@ def gather(world: World, value: Any, forward: Sequence[Step], backward: Sequence
     return result
 
 
-#: Entries of what is saved as it is: the tensor, and its version.
-_AS_IT_IS = 2
-
-
 class Regather:
     """Keeps gathered parameters out of what autograd saves: the backward pass gathers them again.
 
@@ -206,30 +205,25 @@ class Regather:
     def __init__(self, world: World) -> None:
         self._world = world
         self._gathered: dict[int, tuple[weakref.ref, Tensor, tuple[Step, ...]]] = {}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, operator.call)
 
     def register(self, gathered: Tensor, source: Tensor, steps: tuple[Step, ...]) -> None:
         """Remembers that ``gathered`` came from ``source`` by ``steps``."""
         key = gathered.untyped_storage().data_ptr()
         self._gathered[key] = weakref.ref(gathered), source.detach(), steps
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         entry = self._gathered.get(tensor.untyped_storage().data_ptr())
         if entry is None or entry[0]() is None:
             # Detached: what is saved by the operator that makes it would hold that operator, and so itself, for ever.
-            return tensor.detach(), 0 if tensor.is_inference() else tensor._version
-        return entry[1], entry[2], tensor.size(), tensor.stride(), tensor.storage_offset()
+            return functools.partial(_unchanged, tensor.detach(), version_of(tensor))
+        _, source, steps = entry
+        start = int(tensor.storage_offset())
+        return functools.partial(self._gather, source, steps, tensor.size(), tensor.stride(), start)
 
-    def _unpack(self, saved: Any) -> Tensor:
-        if len(saved) == _AS_IT_IS:
-            tensor, version = saved
-            if not tensor.is_inference() and tensor._version != version:  # where hooks save, torch does not look
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version}"
-                )
-            return tensor
-        source, steps, size, stride, start = saved
+    def _gather(
+        self, source: Tensor, steps: tuple[Step, ...], size: torch.Size, stride: tuple[int, ...], start: int
+    ) -> Tensor:
         (gathered,) = self._world.run(steps, [source])
         return gathered.as_strided(size, stride, start)
 
@@ -242,6 +236,21 @@ class Regather:
         self._hooks.__exit__(*error)
         self._world.regather = None
         self._gathered.clear()
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place, as far as that is counted."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _unchanged(tensor: Tensor, version: int) -> Tensor:
+    """What was saved; where hooks save, torch does not look whether it was changed since."""
+    if version_of(tensor) != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version}"
+        )
+    return tensor
 
 
 def all_max(world: World, value: Any, axes: tuple[int, ...]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 from torch import fx
@@ -10,13 +10,18 @@ from torch import fx
 __all__ = ["above", "below"]
 
 
-def above(leaves: Iterable[Any]) -> set[fx.Node]:
-    """The leaves that are nodes, and the nodes that they depend on."""
+def above(leaves: Iterable[Any], without: Set[Any] = frozenset()) -> set[fx.Node]:
+    """The leaves that are nodes, and the nodes that they depend on.
+
+    Args:
+        leaves: of a graph.
+        without: targets of nodes that are left out, with what only they depend on.
+    """
     found: set[fx.Node] = set()
     pending = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
     while pending:
         node = pending.pop()
-        if node not in found:
+        if node not in found and node.target not in without:
             found.add(node)
             pending += node.all_input_nodes
     return found
