@@ -28,9 +28,16 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 class _Walk:
-    """Layouts on their way to others: many pairs at once, phase by phase; all arrays end in ``[axes]`` and broadcast."""
+    """Layouts on their way to others: many pairs at once, phase by phase; all arrays end in ``[axes]`` and broadcast.
 
-    def __init__(self, source: np.ndarray, goal: np.ndarray, contending: np.ndarray) -> None:
+    Args:
+        source, goal: coded layouts.
+        contending: which axes do (`passes.reshard.contended`).
+        even: all split every dim evenly, or none of the pairs does.
+    """
+
+    def __init__(self, source: np.ndarray, goal: np.ndarray, contending: np.ndarray, *, even: bool) -> None:
+        self.even = even
         self.source, self.goal = (np.broadcast_to(c, contending.shape) for c in (source, goal))
         self.contending = contending
         self.state = self.source.copy()
@@ -42,7 +49,7 @@ class _Walk:
         for a in self.axes:
             sliced = (source[..., a] == WHOLE) & (target[..., a] >= 0) & free[..., a]
             self.state[..., a] = np.where(sliced, target[..., a], self.state[..., a])
-        for a in self.axes:
+        for a in reversed(self.axes) if self.even else self.axes:
             scattered = (source[..., a] == SUM) & (target[..., a] >= 0) & free[..., a]
             self._go(visit, "reduce_scatter", (a,), scattered, target[..., a])
         for a in self.axes:
@@ -53,7 +60,7 @@ class _Walk:
             self._go(visit, "all_reduce", tuple(a for a in self.axes if chosen >> a & 1), summed == chosen, WHOLE)
         for a in self.axes:
             self._go(visit, "all_gather", (a,), (source[..., a] >= 0) & (target[..., a] < 0) & free[..., a], WHOLE)
-        for a in reversed(self.axes):
+        for a in self.axes if self.even else reversed(self.axes):
             self._go(visit, "all_gather", (a,), (source[..., a] >= 0) & ~free[..., a], WHOLE)
 
     def _go(self, visit: Callable, kind: str, chosen: tuple[int, ...], where: np.ndarray, result: np.ndarray | int) -> None:
@@ -114,7 +121,8 @@ class _Uneven:
             distinct, index = np.unique(shards, axis=0, return_inverse=True)
             found.append(_Step(kind, chosen, np.flatnonzero(where), distinct, index.ravel()))
 
-        _Walk(self.source, self.goal, (masks[:, None] >> np.arange(axes) & 1).astype(bool)).run(visit)
+        contending = (masks[:, None] >> np.arange(axes) & 1).astype(bool)
+        _Walk(self.source, self.goal, contending, even=False).run(visit)
         return found
 
 
@@ -273,7 +281,7 @@ def _walk(source: np.ndarray, goal: np.ndarray, masks: np.ndarray) -> _Found:
         shards = sum((layouts[..., a] >= 0) * (1 << a) for a in range(axes))
         steps.append(np.where(where, _feature(KINDS.index(kind), group, 0, axes) + shards, 0).astype(np.int16))
 
-    _Walk(source, goal, contending).run(visit)
+    _Walk(source, goal, contending, even=True).run(visit)
     return _distinct(steps, contending.shape[:-1], len(KINDS) << 2 * axes)
 
 

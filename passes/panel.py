@@ -85,16 +85,16 @@ class _Side:
     def gathered(self) -> bool:
         return bool(self.forward) and all(s.kind == "all_gather" for s in self.forward)
 
-    def operand(self, dim: int, absorbed: bool, cuts: int) -> Operand | None:
+    def operand(self, dim: int, absorbed: bool, cuts: int, mesh: tuple[int, ...]) -> Operand | None:
         """How the loop over ``dim`` (-1: the operand lacks it) gets this operand; None where it cannot."""
         if not absorbed:
             return Operand(dim, cuts)
         here = [s for s in self.forward if s.dim == dim]
         axes = {s.axes for s in here}
-        if any(s.size or s.blocks > 1 for s in here):
+        if any(s.size for s in here) or not _contiguous(here, mesh):
             return None
         back = [s for s in self.backward if s.dim == dim and s.axes in axes and s.kind in ("reduce_scatter", "slice")]
-        if {s.axes for s in back} != axes or len(back) != len(here) or any(s.blocks > 1 for s in back):
+        if {s.axes for s in back} != axes or len(back) != len(here) or not _contiguous(back[::-1], mesh):
             return None
         before = tuple(s for s in self.forward if s not in here)
         after = tuple(s for s in self.backward if s not in back)
@@ -102,6 +102,12 @@ class _Side:
 
     def owners(self, dim: int, mesh: tuple[int, ...]) -> int:
         return math.prod(mesh[s.axes[0]] for s in self.forward if s.dim == dim)
+
+
+def _contiguous(gathers: Sequence[Step], mesh: tuple[int, ...]) -> bool:
+    """Whether they join parts that are in one piece: the only blocks are what the ones before have joined."""
+    joined = [math.prod(mesh[s.axes[0]] for s in gathers[:i]) for i in range(len(gathers))]
+    return all(s.blocks in (1, ways) for s, ways in zip(gathers, joined, strict=True))
 
 
 def loops(
@@ -197,7 +203,7 @@ class _Finder:
             return None
         operands, gathered = [], 0.0
         for side, mine, dim, ways in zip(sides, absorbed, dims, owners, strict=True):
-            operand = side.operand(dim, mine, cuts // ways)
+            operand = side.operand(dim, mine, cuts // ways, self.mesh)
             if operand is None:
                 return None
             operands.append(operand)

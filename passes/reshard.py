@@ -1,8 +1,9 @@
 """Resharding: the collectives that take a tensor from one layout to another.
 
 ``steps`` gives the cheapest order known for moving between two layouts of one tensor: what shrinks the tensor goes first
-(local slices, reduce-scatter, all-to-all), what grows it last (all-reduce, all-gather). Nothing else in autotp decides
-which collective a change of layout needs.
+(local slices, reduce-scatter, all-to-all), what grows it last (all-reduce, all-gather). Of several axes the inner ones
+scatter first and gather last, so that the outer ones, whose links are slower, move what is smallest. Nothing else in autotp
+decides which collective a change of layout needs.
 """
 
 from __future__ import annotations
@@ -64,16 +65,18 @@ def moves(shape: tuple[int, ...], source: Layout, target: Layout, mesh: tuple[in
     if source == target:
         return ()
     have, want = codes([source]), codes([target])
-    contending = contended(have, want, is_even(shape, have, mesh) & is_even(shape, want, mesh), mesh)[0]
+    even = is_even(shape, have, mesh) & is_even(shape, want, mesh)
+    contending = contended(have, want, even, mesh)[0]
     walk = _Walk(shape, list(source), mesh)
     axes = range(len(mesh))
     plain = [a for a in axes if not contending[a]]
     for a in plain:
         if isinstance(source[a], Replicate) and is_shard(target[a]):
             walk.split("slice", a, target[a])
-    for a in plain:
-        if isinstance(source[a], Partial) and is_shard(target[a]):
-            walk.split("reduce_scatter", a, target[a])
+    scattered = [a for a in plain if isinstance(source[a], Partial) and is_shard(target[a])]
+    whole = tuple(target[a] if a in scattered else now for a, now in enumerate(walk.state))
+    for a in reversed(scattered) if even else scattered:  # what is cut unevenly has no equal blocks to go between
+        walk.split("reduce_scatter", a, target[a], whole if even else None)
     for a in plain:
         if is_shard(source[a]) and is_shard(target[a]) and source[a] != target[a]:
             walk.exchange(a, target[a])
@@ -83,9 +86,10 @@ def moves(shape: tuple[int, ...], source: Layout, target: Layout, mesh: tuple[in
     for a in plain:
         if is_shard(source[a]) and not is_shard(target[a]):
             walk.gather(a)
-    for a in reversed(axes):
+    whole = tuple(walk.state)
+    for a in axes if even else reversed(axes):
         if contending[a] and is_shard(source[a]):
-            walk.gather(a)
+            walk.gather(a, whole if even else None)
     walk.mask(a for a in axes if isinstance(target[a], Partial) and not isinstance(source[a], Partial))
     for a in axes:
         if contending[a] and is_shard(target[a]):
@@ -107,9 +111,13 @@ class _Walk:
     def _elements(self) -> int:
         return math.prod(local_shape(self.shape, tuple(self.state), self.mesh))
 
-    def _blocks(self, axis: int) -> int:
-        parts = splits(tuple(self.state), self.state[axis].dim, self.mesh)  # type: ignore[attr-defined]
-        return next(s.local_blocks for s in parts if s.axis == axis)
+    def _blocks(self, axis: int, whole: Layout | None = None) -> int:
+        """Blocks of the dim that ``axis`` splits on one device: of all cuts of ``whole``, without those not made now."""
+        now, dim = tuple(self.state), self.state[axis].dim  # type: ignore[attr-defined]
+        cuts = splits(whole or now, dim, self.mesh)
+        place = next(i for i, cut in enumerate(cuts) if cut.axis == axis)
+        made = {cut.axis for cut in splits(now, dim, self.mesh)}
+        return cuts[place].local_blocks * math.prod(self.mesh[c.axis] for c in cuts[:place] if c.axis not in made)
 
     def _go(self, axes: Iterable[int], placement: Placement) -> int:
         before = self._elements()
@@ -117,9 +125,10 @@ class _Walk:
             self.state[axis] = placement
         return max(before, self._elements())
 
-    def split(self, kind: str, axis: int, placement: Placement) -> None:
+    def split(self, kind: str, axis: int, placement: Placement, whole: Layout | None = None) -> None:
         elements = self._go([axis], placement)
-        self.found.append(Move(Step(kind, (axis,), placement.dim, self._blocks(axis)), elements))  # type: ignore[attr-defined]
+        step = Step(kind, (axis,), placement.dim, self._blocks(axis, whole))  # type: ignore[attr-defined]
+        self.found.append(Move(step, elements))
 
     def exchange(self, axis: int, placement: Placement) -> None:
         dim, blocks = self.state[axis].dim, self._blocks(axis)  # type: ignore[attr-defined]
@@ -137,8 +146,8 @@ class _Walk:
         if chosen:
             self.found.append(Move(Step("mask", chosen), self._go(chosen, Partial())))
 
-    def gather(self, axis: int) -> None:
-        dim, blocks = self.state[axis].dim, self._blocks(axis)  # type: ignore[attr-defined]
+    def gather(self, axis: int, whole: Layout | None = None) -> None:
+        dim, blocks = self.state[axis].dim, self._blocks(axis, whole)  # type: ignore[attr-defined]
         parts = splits(tuple(self.state), dim, self.mesh)
         step = Step("all_gather", (axis,), dim, blocks)
         if self.shape[dim] % math.prod(self.mesh[s.axis] for s in parts):
@@ -152,7 +161,7 @@ def contended(source: np.ndarray, target: np.ndarray, even: np.ndarray, mesh: tu
 
     Joining an inner axis to a dim that outer axes split already is simple, and so is removing it again; so is changing an
     axis that cuts the dim apart from where the others cut it, as digits of a number are apart. Contending axes are
-    gathered, innermost first, and sliced again at the end; so are all that share a dim with them.
+    gathered and sliced again at the end; so are all that share a dim with them.
 
     Args:
         source, target: coded layouts, which broadcast together.

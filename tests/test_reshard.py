@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate
 
 from passes.layout import describe, fits, local_shape, place, take
-from passes.reshard import steps
+from passes.reshard import moves, steps
 from passes.world import LocalWorld
 
 SHAPES = [(8, 12), (5, 7), (16, 6), (24,), (9, 4, 6)]
@@ -76,6 +76,16 @@ def test_any_layout_to_any_other(data):
 def test_which_collective_a_change_needs(source, target, kinds):
     mesh = (4,) if len(source) == 1 else (2, 2)
     assert [step.kind for step in steps((8, 8), source, target, mesh)] == kinds
+
+
+@pytest.mark.parametrize("layout", [(place(0), place(0)), (place(0), place(1))], ids=str)
+def test_the_outer_axis_moves_what_is_smallest(layout):
+    """As its links are the slow ones: what is sharded over two axes scatters within nodes first and joins between them first."""
+    partial, whole = (Partial(), Partial()), (Replicate(), Replicate())
+    scatter = [(m.step.kind, m.step.axes, m.elements) for m in moves((8, 8), partial, layout, (2, 4))]
+    assert scatter == [("reduce_scatter", (1,), 64), ("reduce_scatter", (0,), 16)]
+    gather = [(m.step.kind, m.step.axes, m.elements) for m in moves((8, 8), layout, whole, (2, 4))]
+    assert gather == [("all_gather", (0,), 16), ("all_gather", (1,), 64)]
 
 
 def test_blocks_that_do_not_line_up_do_not_exist():
