@@ -80,7 +80,7 @@ def test_which_collective_a_change_needs(source, target, kinds):
 
 @pytest.mark.parametrize("layout", [(place(0), place(0)), (place(0), place(1))], ids=str)
 def test_the_outer_axis_moves_what_is_smallest(layout):
-    """As its links are the slow ones: what is sharded over two axes scatters within nodes first and joins between them first."""
+    """Its links are the slow ones: what two axes shard is scattered within nodes first, and joined between them first."""
     partial, whole = (Partial(), Partial()), (Replicate(), Replicate())
     scatter = [(m.step.kind, m.step.axes, m.elements) for m in moves((8, 8), partial, layout, (2, 4))]
     assert scatter == [("reduce_scatter", (1,), 64), ("reduce_scatter", (0,), 16)]
