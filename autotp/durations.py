@@ -58,7 +58,7 @@ def overlap_of(plan: Plan, *, merge: bool = True) -> Overlap:
     prices = Prices(plan.topology, plan.mesh_shape)
     spare = max(_SPARE * plan.predicted.memory_bytes, _ALWAYS)
     merged = functools.partial(enough, prices=prices, spare=spare) if merge else None
-    return Overlap(functools.partial(work_of, prices=prices), merged)
+    return Overlap(functools.partial(work_of, prices=prices), merged, faster=prices.faster_staged)
 
 
 def work_of(node: fx.Node, prices: Prices) -> Work:

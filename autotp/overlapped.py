@@ -18,11 +18,12 @@ from autotp.lockstep import execute
 from autotp.one_pass import one_pass
 from passes import ops
 from passes.arranged import Arranged, as_traced
-from passes.bucket import Enough
+from passes.bucket import Buckets, Enough
 from passes.launches import HOSTED, launch, local
 from passes.ops import Parts, part_of
 from passes.overlap import Halves, Overlapped, halves
 from passes.schedule import Durations, Limits
+from passes.staged import Faster, Stages
 from passes.traced import Untraceable
 from passes.world import World
 
@@ -45,11 +46,18 @@ class Overlap:
         durations: of the nodes, predicted.
         enough: see `passes.bucket.buckets`; None: collectives are not merged.
         limits: of the schedule.
+        faster: see `passes.staged.stages`; None: every all_reduce is one collective.
     """
 
     durations: Durations
     enough: Enough | None = None
     limits: Limits = Limits()
+    faster: Faster | None = None
+
+    def decided(self, found: Halves) -> tuple[tuple[Buckets, Buckets], tuple[Stages, Stages]]:
+        """Which collectives of traced graphs are merged, and which then go in stages."""
+        chosen = found.buckets(self.enough)
+        return chosen, found.stages(chosen, self.faster)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +132,7 @@ def _plain(sharded: fx.GraphModule, world: World, seed: int, inputs: Sequence[Pa
 
 
 def _scheduled(mine: Halves, world: World, how: Overlap, plain: Plain) -> Compiled:
-    graphs = mine.overlapped(_from_first(lambda: mine.buckets(how.enough)))
+    graphs = mine.overlapped(*_from_first(lambda: how.decided(mine)))
     orders = _from_first(lambda: graphs.orders(graphs.slots(how.durations, how.limits)))
     forward, backward = map(Arranged, graphs.modules(orders, world))
     _log.info("%d and %d nodes scheduled, forward and backward", *map(len, orders))
@@ -240,8 +248,8 @@ def in_lockstep(
 
 
 def _all_scheduled(known: Mapping[Any, Halves], world: World, how: Overlap, plain: Plain, *, even: bool) -> Compiled:
-    chosen = next(iter(known.values())).buckets(how.enough)
-    made = {at: each.overlapped(chosen) for at, each in known.items()}
+    decided = how.decided(next(iter(known.values())))
+    made = {at: each.overlapped(*decided) for at, each in known.items()}
     first = made[None if even else world.hosted[0]]
     orders = first.orders(first.slots(how.durations, how.limits))
     modules = {at: each.modules(orders, world) for at, each in made.items()}

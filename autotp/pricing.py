@@ -25,6 +25,9 @@ from passes.virtual import sums_first
 
 __all__ = ["Price", "Prices", "flop_of", "kind_of"]
 
+#: An all_reduce goes in stages where it then takes at most this share of its time: there are more messages to wait for.
+_STAGED = 0.95
+
 
 class Price(tuple):
     """(compute seconds, communication seconds, bytes received, contended seconds) of one step on one device.
@@ -57,7 +60,7 @@ class Prices:
         chunks: in how many chunks devices do their work, one after the other: virtual axes behind the mesh's. What such an
             axis splits is paid for each chunk; what it joins or sums up, once and without a network.
         together: bytes of all parameters, which travel together as their gradients do, so that latency counts little
-            (`passes.bucket`); 0: each travels alone.
+            (`passes.bucket`), and all_reduces go in stages where that is faster (`passes.staged`); 0: each travels alone.
     """
 
     def __init__(
@@ -95,8 +98,31 @@ class Prices:
 
     def seconds(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
         """Seconds of a collective over ``axes`` for many sizes, in bytes of the larger tensor on one device."""
+        alone = self.alone(kind, axes, volumes)
+        if kind != "all_reduce" or len(axes) == 1 or not self.together:
+            return alone
+        staged = self._staged(axes, volumes)
+        return np.where(staged < _STAGED * alone, staged, alone)
+
+    def alone(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
+        """``seconds`` of one collective, not in stages."""
         link = self.topology.link(self.devices, axes, kind)
         return np.asarray(collectives.of_link(kind, volumes, link, self.topology.library))
+
+    def _staged(self, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
+        """Seconds of an all_reduce that goes over the last axis first; see `passes.staged`."""
+        rest, inner = axes[:-1], axes[-1:]
+        shares = volumes / self.mesh[inner[0]]
+        between = self.alone("all_reduce", rest, shares)
+        if len(rest) > 1:
+            between = np.minimum(between, self._staged(rest, shares))
+        within = self.alone("reduce_scatter", inner, volumes) + self.alone("all_gather", inner, volumes)
+        return np.asarray(within + between)
+
+    def faster_staged(self, axes: tuple[int, ...], volume: float) -> bool:
+        """Whether an all_reduce of so many bytes goes over the last of the axes first; see `passes.staged`."""
+        volumes = np.array([volume])
+        return bool(self._staged(axes, volumes)[0] < _STAGED * self.alone("all_reduce", axes, volumes)[0])
 
     def _moving(
         self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout, parameter: bool = False

@@ -116,7 +116,7 @@ def scheduled(captured: Captured, plan: Plan, parameters: Collection[str]) -> tu
         raise AutotpError(f"the graph has no schedule: {error}") from error
     if any(other.signature != mine.signature for other in others):
         raise AutotpError(f"the graph has no schedule: {DIFFERENT}")
-    return mine.overlapped(mine.buckets(how.enough)).slots(how.durations, how.limits)
+    return mine.overlapped(*how.decided(mine)).slots(how.durations, how.limits)
 
 
 def _parts(rewritten: Rewritten, at: tuple[int, ...]) -> dict[str, Tensor]:

@@ -2,8 +2,8 @@
 
 Convolutions are given their inputs as they read them best (`passes.memory_format`). Then the graph is traced
 (`passes.traced`), cut in two (`passes.partition`), sums of products joined (`passes.joined`), small collectives merged
-(`passes.bucket`), every collective a launch and a wait (`passes.launches`), and put in an order that hides them
-(`passes.schedule`). A backward pass from some of the outputs has a graph of its own (`passes.pruned`), and values lie in
+(`passes.bucket`), all_reduces over several levels of the network done level by level (`passes.staged`), every collective a
+launch and a wait (`passes.launches`), and put in an order that hides them (`passes.schedule`). A backward pass from some of the outputs has a graph of its own (`passes.pruned`), and values lie in
 memory as they were traced (`passes.arranged`).
 """
 
@@ -29,6 +29,7 @@ from passes.partition import Cut, cut
 from passes.primitives import COLLECTIVES
 from passes.pruned import pruned
 from passes.schedule import Durations, Limits, Slot, reordered, schedule
+from passes.staged import Faster, Stages, stage, stages
 from passes.traced import Joint, trace
 from passes.world import World
 
@@ -97,11 +98,13 @@ class Halves:
 
     Attributes:
         joint: what was traced.
+        mesh: sizes of the mesh axes.
         cut: its halves.
         constants: tensors that the graphs read by name.
     """
 
     joint: Joint
+    mesh: tuple[int, ...]
     cut: Cut
     constants: Mapping[str, Tensor]
 
@@ -129,14 +132,24 @@ class Halves:
             return (), ()
         return buckets(self.cut.forward, enough), buckets(self.cut.backward, enough)
 
-    def overlapped(self, chosen: tuple[Buckets, Buckets]) -> Overlapped:
-        """The graphs with merged collectives, which are launched and waited for."""
-        forward, backward = copy.deepcopy(self.cut.forward), copy.deepcopy(self.cut.backward)
-        for graph, sets in zip((forward, backward), chosen, strict=True):
-            merge(graph, sets)
+    def stages(self, chosen: tuple[Buckets, Buckets], faster: Faster | None) -> tuple[Stages, Stages]:
+        """Which all_reduces of the graphs with merged collectives go in stages, in either half; None: none does."""
+        if faster is None:
+            return (), ()
+        forward, backward = self._merged(chosen)
+        return stages(forward, self.mesh, faster), stages(backward, self.mesh, faster)
+
+    def overlapped(
+        self, chosen: tuple[Buckets, Buckets], staged: tuple[Stages, Stages] = ((), ())
+    ) -> Overlapped:
+        """The graphs with merged collectives and all_reduces in stages, which are launched and waited for."""
+        halves = self._merged(chosen)
+        for graph, places in zip(halves, staged, strict=True):
+            stage(graph, self.mesh, places)
+        forward, backward = map(launches, halves)
         return Overlapped(
-            launches(forward),
-            launches(backward),
+            forward,
+            backward,
             self.constants,
             self.joint.inputs,
             self.joint.trained,
@@ -144,6 +157,12 @@ class Halves:
             self.joint.tangents,
             self.joint.reached,
         )
+
+    def _merged(self, chosen: tuple[Buckets, Buckets]) -> tuple[fx.Graph, fx.Graph]:
+        forward, backward = copy.deepcopy(self.cut.forward), copy.deepcopy(self.cut.backward)
+        for graph, sets in zip((forward, backward), chosen, strict=True):
+            merge(graph, sets)
+        return forward, backward
 
 
 def halves(
@@ -175,4 +194,4 @@ def halves(
     dump("cut, backward", parts.backward)
     join_products(parts.backward)
     dump("sums of products joined, backward", parts.backward)
-    return Halves(joint, parts, {name: value.to(device) for name, value in joint.constants.items()})
+    return Halves(joint, mesh, parts, {name: value.to(device) for name, value in joint.constants.items()})

@@ -69,7 +69,7 @@ def shard(
 
 
 def used_groups(module: fx.GraphModule) -> set[tuple[int, ...]]:
-    """The sets of mesh axes over which the graph communicates."""
+    """The sets of mesh axes over which the graph communicates, and those that stages of it do (`passes.staged`)."""
     found: set[tuple[int, ...]] = set()
     real = len(module.world.mesh_shape)  # type: ignore[union-attr, arg-type]
     for node in module.graph.nodes:
@@ -82,7 +82,7 @@ def used_groups(module: fx.GraphModule) -> set[tuple[int, ...]]:
                 found |= {step.axes for stage in operand[2:] for step in stage}
         elif node.target is ops.all_sum or node.target is ops.all_reduce or node.target is ops.all_max:
             found.add(tuple(node.args[2]))
-    return found
+    return {part for axes in found for n in range(1, len(axes) + 1) for part in (axes[:n], axes[n - 1 : n])}
 
 
 def place_constants(graph: fx.Graph, device: torch.device) -> None:

@@ -33,7 +33,7 @@ def test_any_schedule_chunks_and_buckets(seed, strategy, batch, rows, in_flight,
     mesh = (2, 2) if strategy in ("tensor3d", "3d") else (2,)
     plan = dataclasses.replace(planned(model, args, strategy, mesh), chunks={"batch": batch, "rows": rows})
     merged = None if bytes_ is None else lambda kind, axes, total: bytes_
-    how = Overlap(random_durations(seed), merged, Limits(in_flight, slack=seed % 3 / 2))
+    how = Overlap(random_durations(seed), merged, Limits(in_flight, slack=seed % 3 / 2), lambda *_: seed % 2 == 0)
     same(model, Simulated(model, rewrite(model, plan, args), LocalWorld(mesh), how), args)
 
 

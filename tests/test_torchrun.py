@@ -35,8 +35,10 @@ def test_three_steps_equal_one_device(processes, model, strategy, mesh):
     assert "exact" in done.stdout
 
 
-@pytest.mark.parametrize("program", ["own_gradients.py", "as_eager.py"])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    ("processes", "program"),
+    [*((n, program) for n in (1, 2) for program in ("own_gradients.py", "as_eager.py")), (4, "staged.py")],
+)
 def test_training_scripts_mean_what_they_mean_with_eager_modules(processes, program):
     done = torchrun(processes, program)
     assert done.returncode == 0, done.stderr[-3000:]
