@@ -3,8 +3,8 @@
 Convolutions are given their inputs as they read them best (`passes.memory_format`). Then the graph is traced
 (`passes.traced`), cut in two (`passes.partition`), sums of products joined (`passes.joined`), small collectives merged
 (`passes.bucket`), all_reduces over several levels of the network done level by level (`passes.staged`), every collective a
-launch and a wait (`passes.launches`), and put in an order that hides them (`passes.schedule`). A backward pass from some of the outputs has a graph of its own (`passes.pruned`), and values lie in
-memory as they were traced (`passes.arranged`).
+launch and a wait (`passes.launches`), and put in an order that hides them (`passes.schedule`). A backward pass from some of
+the outputs has a graph of its own (`passes.pruned`), and values lie in memory as they were traced (`passes.arranged`).
 """
 
 from __future__ import annotations
@@ -139,9 +139,7 @@ class Halves:
         forward, backward = self._merged(chosen)
         return stages(forward, self.mesh, faster), stages(backward, self.mesh, faster)
 
-    def overlapped(
-        self, chosen: tuple[Buckets, Buckets], staged: tuple[Stages, Stages] = ((), ())
-    ) -> Overlapped:
+    def overlapped(self, chosen: tuple[Buckets, Buckets], staged: tuple[Stages, Stages] = ((), ())) -> Overlapped:
         """The graphs with merged collectives and all_reduces in stages, which are launched and waited for."""
         halves = self._merged(chosen)
         for graph, places in zip(halves, staged, strict=True):
