@@ -17,7 +17,7 @@ from passes.layout import Layout
 from passes.rules.shapes import operands_of, results_of
 from passes.strategy import SUM, Strategy, Want, whole_layout
 
-__all__ = ["Moved", "Priced", "Sums", "depth_of"]
+__all__ = ["Moved", "Pass", "Priced", "Sums", "depth_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,27 +40,73 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
+class Pass:
+    """Seconds of one pass on each device, by what may hide them (see `costmodel.overlap`).
+
+    Attributes:
+        compute: of computing.
+        activations: of communication that moves activations or their gradients.
+        parameters: of communication that moves parameters or their gradients.
+        contended_activations, contended_parameters: those of them that take the processors' time.
+    """
+
+    compute: float = 0.0
+    activations: float = 0.0
+    parameters: float = 0.0
+    contended_activations: float = 0.0
+    contended_parameters: float = 0.0
+
+    def plus(self, compute: float, communication: float, contended: float, *, parameter: bool) -> Pass:
+        """With so many seconds more, which move a parameter or its gradient, or something else."""
+        found = replace(self, compute=self.compute + compute)
+        if parameter:
+            more, taken = self.parameters + communication, self.contended_parameters + contended
+            return replace(found, parameters=more, contended_parameters=taken)
+        more, taken = self.activations + communication, self.contended_activations + contended
+        return replace(found, activations=more, contended_activations=taken)
+
+    def sides(self, depth: int, chunks: int, hidden: float) -> tuple[float, float]:
+        """Seconds of the pass if the processors limit it, and if the network does."""
+        seconds = self.compute, self.activations, self.parameters, hidden
+        shares = (
+            self.contended_activations / self.activations if self.activations else 0.0,
+            self.contended_parameters / self.parameters if self.parameters else 0.0,
+        )
+        device, network = overlap.sides(*seconds, depth, chunks, shares)
+        return float(device), float(network)
+
+
+@dataclass(frozen=True, slots=True)
 class Sums:
     """Seconds of a step on each device, by what may hide them (see `costmodel.overlap`).
 
     Attributes:
-        compute: of computing.
-        activations: of communication that moves activations and their gradients.
-        parameters: of communication that moves parameters and their gradients.
+        forward, backward: the passes.
         depth: operators with a weight.
-        contended_activations, contended_parameters: those of them that take the processors' time.
         chunks: in how many chunks this is done; 1 for none.
-        hidden: of activations' communication, behind other chunks.
+        hidden: seconds of activations' communication that other chunks hide, in both passes.
     """
 
-    compute: float
-    activations: float
-    parameters: float
+    forward: Pass
+    backward: Pass
     depth: int
-    contended_activations: float = 0.0
-    contended_parameters: float = 0.0
     chunks: int = 1
     hidden: float = 0.0
+
+    @property
+    def compute(self) -> float:
+        """All computing."""
+        return self.forward.compute + self.backward.compute
+
+    @property
+    def activations(self) -> float:
+        """All communication that moves activations and their gradients."""
+        return self.forward.activations + self.backward.activations
+
+    @property
+    def parameters(self) -> float:
+        """All communication that moves parameters and their gradients."""
+        return self.forward.parameters + self.backward.parameters
 
     @property
     def communication(self) -> float:
@@ -68,30 +114,28 @@ class Sums:
         return self.activations + self.parameters
 
     @property
-    def sides(self) -> tuple[float, float]:
-        """Seconds of a step if the processors limit it, and if the network does."""
-        seconds = self.compute, self.activations, self.parameters, self.hidden
-        shares = (
-            self.contended_activations / self.activations if self.activations else 0.0,
-            self.contended_parameters / self.parameters if self.parameters else 0.0,
-        )
-        device, network = overlap.sides(*seconds, self.depth, self.chunks, shares)
-        return float(device), float(network)
+    def sides(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Of either pass: seconds if the processors limit it, and if the network does."""
+        share = self.hidden / self.activations if self.activations else 0.0
+        first, second = (one.sides(self.depth, self.chunks, share * one.activations) for one in self.passes)
+        return first, second
+
+    @property
+    def passes(self) -> tuple[Pass, Pass]:
+        """Both passes."""
+        return self.forward, self.backward
 
     def plus(self, price: Price, *, parameter: bool = False, times: int = 1) -> Sums:
         """With so many times something of this price, which moves a parameter or its gradient, or something else."""
-        seconds, contended = times * price[1], times * price[3]
-        compute = self.compute + times * price[0]
-        if parameter:
-            whole, part = self.parameters + seconds, self.contended_parameters + contended
-            return replace(self, compute=compute, parameters=whole, contended_parameters=part)
-        whole, part = self.activations + seconds, self.contended_activations + contended
-        return replace(self, compute=compute, activations=whole, contended_activations=part)
+        compute, communication, _, contended, *behind = (times * figure for figure in price)
+        ahead = (whole - part for whole, part in zip((compute, communication, contended), behind, strict=True))
+        forward = self.forward.plus(*ahead, parameter=parameter)
+        return replace(self, forward=forward, backward=self.backward.plus(*behind, parameter=parameter))
 
     @property
     def step(self) -> float:
         """Seconds of a step, communication hidden behind computing."""
-        return max(self.sides)
+        return sum(map(max, self.sides))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +244,7 @@ class Priced:
             chunks: in which devices work.
             rows: names of the products whose rows the chunks are; None: they are the whole batch's.
         """
-        found, in_chunks = Sums(0.0, 0.0, 0.0, depth_of(self.model), chunks=chunks), 0.0
+        found, in_chunks = Sums(Pass(), Pass(), depth_of(self.model), chunks=chunks), 0.0
         own, real = self.operators(), len(self.prices.devices)
         near: dict[fx.Node, float] = defaultdict(float)
         for node in self.model.operators:

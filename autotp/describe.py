@@ -170,9 +170,8 @@ class _Description:
             if not charged:
                 unassigned += moved.price[1]
             for user in charged:
-                share, price = found[user], moved.price
-                parts = (each + whole / len(charged) for each, whole in zip(share[1:], price[1:], strict=True))
-                found[user] = Price(0.0, *parts)
+                share = Price(0.0, *(whole / len(charged) for whole in moved.price[1:4]))
+                found[user] = found[user].plus(share)
         return found, unassigned
 
     def priced(self) -> Priced:

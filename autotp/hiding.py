@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ortools.math_opt.python import mathopt
 from torch.distributed.tensor import Replicate
 
 from autotp.communication import Priced, Sums
@@ -19,7 +19,10 @@ from passes.shard import Sharding
 
 __all__ = ["Searched", "best_chunks", "chunked", "in_parts", "least_step", "sharding_of"]
 
-_ROUNDS = 6
+#: Of either pass, seconds if the processors limit it, and if the network does.
+Sides = tuple[tuple[float, float], tuple[float, float]]
+
+_ROUNDS = 8
 _COUNTS = (2, 4)
 #: What chunks must win of a step for the planner to ask for them: more than what predictions are off between plans.
 _WORTH = 0.03
@@ -50,12 +53,12 @@ def least_step(
         The best choice of all that were met, and the bound in seconds; what the first search found where nothing fits.
     """
     met: list[tuple[Sums, Searched]] = []
-    floor, share = 0.0, 1.0
+    floor, shares = 0.0, (1.0, 1.0)
     for _ in range(_ROUNDS):
         if met and time.perf_counter() > deadline:
             break
         try:
-            found = search(overlap.weights(share, depth))
+            found = search(overlap.weights(shares, depth))
         except TimeoutError:
             if not met:
                 raise
@@ -66,27 +69,26 @@ def least_step(
             break
         floor = max(floor, found.floor)
         met.append((sums(found.best), found))
-        following, ceiling = _next_share([each.sides for each, _ in met])
+        following, ceiling = _next_shares([each.sides for each, _ in met])
         if min(each.step for each, _ in met) <= floor * (1 + 1e-9) or ceiling <= floor * (1 + 1e-6):
             break
-        share = following
+        shares = following
     best = min(met, key=lambda each: each[0].step)
     return best[1], min(floor, best[0].step)
 
 
-def _next_share(lines: list[tuple[float, float]]) -> tuple[float, float]:
-    """(share, value) where the least of the lines share * device + (1 - share) * network is greatest."""
-
-    def least(share: float) -> float:
-        return min(share * device + (1 - share) * network for device, network in lines)
-
-    shares = [0.0, 1.0]
-    for (d1, n1), (d2, n2) in itertools.combinations(lines, 2):
-        slope = (d1 - n1) - (d2 - n2)
-        if slope and 0 < (n2 - n1) / slope < 1:
-            shares.append((n2 - n1) / slope)
-    best = max(shares, key=least)
-    return best, least(best)
+def _next_shares(lines: Sequence[Sides]) -> tuple[tuple[float, float], float]:
+    """(shares, value) where the least of the lines, the sums of share * device + (1 - share) * network, is greatest."""
+    model = mathopt.Model()
+    shares = [model.add_variable(lb=0.0, ub=1.0) for _ in range(2)]
+    least = model.add_variable(lb=0.0)
+    for line in lines:
+        terms = [mu * (device - network) + network for mu, (device, network) in zip(shares, line, strict=True)]
+        model.add_linear_constraint(least <= sum(terms))
+    model.maximize(least)
+    found = mathopt.solve(model, mathopt.SolverType.GLOP)
+    first, second = (min(1.0, max(0.0, found.variable_values(mu))) for mu in shares)
+    return (first, second), found.objective_value()
 
 
 def best_chunks(priced: Priced, whole: Sums) -> dict[str, int]:

@@ -32,21 +32,38 @@ _STAGED = 0.95
 class Price(tuple):
     """(compute seconds, communication seconds, bytes received, contended seconds) of one step on one device.
 
-    Contended are those of the communication's seconds that take the processors' time.
+    Contended are those of the communication's seconds that take the processors' time. Behind them is how much of the three
+    kinds of seconds belongs to the backward pass: (compute, communication, contended).
     """
 
     __slots__ = ()
 
     def __new__(
-        cls, compute_seconds: float, communication_seconds: float, received: float, contended: float = 0.0
+        cls,
+        compute_seconds: float,
+        communication_seconds: float,
+        received: float,
+        contended: float = 0.0,
+        *backward: float,
     ) -> Price:
-        """The four figures."""
-        return super().__new__(cls, (compute_seconds, communication_seconds, received, contended))
+        """The seven figures; those of the backward pass are 0 unless given."""
+        return super().__new__(
+            cls, (compute_seconds, communication_seconds, received, contended, *(backward or (0.0, 0.0, 0.0)))
+        )
 
     @property
     def seconds(self) -> float:
         """Compute and communication together."""
         return self[0] + self[1]
+
+    @property
+    def backward(self) -> Price:
+        """The same, all of it in the backward pass."""
+        return Price(*self[:4], self[0], self[1], self[3])
+
+    def plus(self, other: Price) -> Price:
+        """Both."""
+        return Price(*(mine + more for mine, more in zip(self, other, strict=True)))
 
 
 class Prices:
@@ -157,11 +174,11 @@ class Prices:
         shape, itemsize = tuple(value.shape), value.element_size()
         there = self.moving(shape, itemsize, have, want.layout, parameter)
         if self.train and regather and there[1]:
-            there = Price(*(2 * figure for figure in there))
+            there = there.plus(there.backward)
         if not (self.train and gradient):
             return there
         back = self.moving(shape, itemsize, want.gradient, gradient_of(have), parameter)
-        return Price(*(first + second for first, second in zip(there, back, strict=True)))
+        return there.plus(back.backward)
 
     def space(self, space: Space, flop: float, *, gradient: bool) -> tuple[np.ndarray, np.ndarray]:
         """``operator`` for all strategies at once: (compute seconds, seconds of collectives inside), each ``[S]``."""
@@ -170,7 +187,7 @@ class Prices:
         nothing = np.zeros(len(space.serves))
         if (not operands and not results) or (table is not None and table.view):
             return nothing, nothing
-        passes = 3.0 if self.train and gradient else 1.0
+        passes = self._passes(gradient)
         moved = nothing
         for tensor, rows in (*zip(operands, space.wants, strict=True), *zip(results, space.results, strict=True)):
             moved = moved + local_elements(tuple(tensor.shape), rows, self.mesh) * tensor.element_size()
@@ -186,8 +203,19 @@ class Prices:
         compute_seconds = self._compute(node, passes, work, moved, dtype, dims)
         return np.asarray(compute_seconds), self._inner_of(space, gradient)
 
+    def _passes(self, gradient: bool) -> float:
+        """Times an operator's work is done: forward, and as much again for each operand's gradient."""
+        return 3.0 if self.train and gradient else 1.0
+
+    def behind(self, node: fx.Node, *, gradient: bool) -> tuple[float, float]:
+        """Which shares of an operator's computing, and of the collectives inside it, belong to the backward pass."""
+        table = rule_of(node)
+        forward, backward = table.statistics if table is not None else (1, 0)
+        inner = backward / (forward + backward) if self.train and gradient and backward else 0.0
+        return 1 - 1 / self._passes(gradient), inner
+
     def _compute(self, node: fx.Node, passes: float, flop: Any, moved: Any, dtype: str, dims: Any) -> Any:
-        """Seconds of an operator's kernels: forward, and as much again for each operand's gradient."""
+        """Seconds of an operator's kernels."""
         device, kind = self.topology.device, kind_of(node)
         return compute.seconds(passes * flop, passes * moved, device, dtype, dims=dims, kind=kind, launches=passes)
 
@@ -227,7 +255,9 @@ class Prices:
         seconds = float(work.seconds(self.topology.device))
         inner, received, contended = self._inner(operator, strategy, gradient)
         times = self._times([factor is not None for factor in strategy.assignment[len(self.devices) :]])
-        return Price(times * seconds, times * inner, times * received, times * contended)
+        computing, inside = self.behind(operator.node, gradient=gradient)
+        here = times * seconds, times * inner, times * received, times * contended
+        return Price(*here, computing * here[0], inside * here[1], inside * here[3])
 
     def work(self, operator: Operator, strategy: Strategy, flop: float, *, gradient: bool) -> compute.Work | None:
         """What one device computes of an operator, forward and backward; None where there is nothing to do."""
@@ -235,7 +265,7 @@ class Prices:
         operands, results = operands_of(node), results_of(node)
         if (not operands and not results) or (table is not None and table.view):
             return None
-        passes = 3.0 if self.train and gradient else 1.0
+        passes = self._passes(gradient)
         moved = sum(self.bytes(n.meta["val"], w.layout) for n, w in zip(operands, strategy.wants, strict=True))
         moved += sum(self.bytes(t, layout) for t, layout in zip(results, strategy.results, strict=True))
         dtype = str((results or [operands[0].meta["val"]])[0].dtype).removeprefix("torch.")

@@ -6,6 +6,7 @@ Operators, parameters and the model's outputs are nodes; inputs, buffers and con
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from autotp.ilp import Node, Problem, Tensor, Use
 from autotp.pricing import Prices
 from autotp.resharding import Collective, Tariff
 from autotp.structure import Choice, Edge, Rest, Structure
-from costmodel.overlap import Weights
+from costmodel.overlap import Weight, Weights
 from passes.capture import Captured
 from passes.codes import SUM, WHOLE, decode, fitting, local_elements, restoring, ways
 from passes.factors import Operator, Value, value_of
@@ -83,11 +84,11 @@ class _Assembly:
 
     def run(self, memory_bound: float) -> Assembled:
         nodes = [self.node(node, choice, count) for node, choice, count in self.structure.nodes]
-        self.tariffs: dict[tuple[bool, float], Tariff] = {}
-        for parameter in (False, True):
+        self.tariffs: dict[tuple[bool, Weight, float], Tariff] = {}
+        for parameter, weight in itertools.product((False, True), {self.weights.forward, self.weights.backward}):
             sizes = list(dict.fromkeys(_size(edge) for edge in self.structure.edges if edge.parameter == parameter))
-            found = Tariff.of(sizes, self.mesh, self.pay(parameter)) if sizes else []
-            self.tariffs |= {(parameter, size): tariff for size, tariff in zip(sizes, found, strict=True)}
+            found = Tariff.of(sizes, self.mesh, self.pay(parameter, weight)) if sizes else []
+            self.tariffs |= {(parameter, weight, size): tariff for size, tariff in zip(sizes, found, strict=True)}
         tensors = [self.tensor(edge) for edge in self.structure.edges]
         for index, memory in self.kept.items():
             nodes[index] = Node(nodes[index].name, nodes[index].cost, nodes[index].memory + memory)
@@ -122,7 +123,11 @@ class _Assembly:
             first = operands_of(operator.node)[0].meta["val"]
             size = local_elements(tuple(first.shape), choice.space.wants[0], self.mesh) * first.element_size()
             memory += np.where(inside, rule.extra * size, 0.0)
-        return np.where(valid, self.weights.compute * compute + self.weights.activations * inner, np.inf), memory
+        late, inner_late = self.prices.behind(choice.space.operator.node, gradient=choice.gradient)
+        forward, backward = self.weights.forward, self.weights.backward
+        seconds = ((1 - late) * forward.compute + late * backward.compute) * compute
+        seconds = seconds + ((1 - inner_late) * forward.activations + inner_late * backward.activations) * inner
+        return np.where(valid, seconds, np.inf), memory
 
     def layouts(self, rest: Rest, pins: Sequence[Requirement]) -> tuple[np.ndarray, np.ndarray]:
         """Where something may rest, and the bytes of its state there."""
@@ -174,31 +179,36 @@ class _Assembly:
         uses = tuple(Use(index, want) for index, want in edge.uses)
         return Tensor(edge.name, edge.producer, edge.have, uses, cost, memory, temporary)
 
-    def pay(self, parameter: bool) -> Collective:
-        """What collectives cost, weighted, that move a parameter, or something else."""
-        prices, weights = self.prices, self.weights
+    def pay(self, parameter: bool, weight: Weight) -> Collective:
+        """What collectives of a pass cost, weighted, that move a parameter, or something else."""
+        prices = self.prices
 
         def seconds(kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
             if parameter:
-                weight = weights.of_parameters(prices.contention(axes))
-                return weight * prices.parameter_seconds(kind, axes, volumes)
-            return weights.activations * prices.seconds(kind, axes, volumes)
+                return weight.of_parameters(prices.contention(axes)) * prices.parameter_seconds(kind, axes, volumes)
+            return weight.activations * prices.seconds(kind, axes, volumes)
 
         return seconds
 
     def reshards(self, edge: Edge, regather: np.ndarray) -> np.ndarray:
         """Weighted seconds from every layout that a tensor has to every one wanted, with the gradient's way back."""
-        walks, shape, tariff = self.structure.walks, tuple(edge.value.shape), self.tariffs[edge.parameter, _size(edge)]
-        itemsize, pay = edge.value.element_size(), self.pay(edge.parameter)
-        seconds = walks.seconds(shape, itemsize, edge.rows, edge.wants, self.mesh, tariff, pay)
+        walks, shape, itemsize = self.structure.walks, tuple(edge.value.shape), edge.value.element_size()
+
+        def seconds(have: np.ndarray, want: np.ndarray, weight: Weight) -> np.ndarray:
+            tariff = self.tariffs[edge.parameter, weight, _size(edge)]
+            return walks.seconds(shape, itemsize, have, want, self.mesh, tariff, self.pay(edge.parameter, weight))
+
+        forward, backward = self.weights.forward, self.weights.backward
+        found = seconds(edge.rows, edge.wants, forward)
         if not self.prices.train:
-            return seconds
-        seconds = np.where(regather, 2 * seconds, seconds)
+            return found
+        if regather.any():
+            again = found if forward == backward else seconds(edge.rows, edge.wants, backward)
+            found = np.where(regather, found + again, found)
         if edge.trained:
             back = np.where(edge.rows == SUM, WHOLE, edge.rows)
-            gradients = walks.seconds(shape, itemsize, edge.gradients, back, self.mesh, tariff, pay)
-            seconds = seconds + gradients.T
-        return seconds
+            found = found + seconds(edge.gradients, back, backward).T
+        return found
 
 
 def _size(edge: Edge) -> float:

@@ -69,6 +69,7 @@ _depth = sympy.ceiling(log2(n))
 _ring = _share * V / beta + lambda_ring
 _doubling = _share * V / beta + lambda_tree
 _levels = sigma * V + lambda_levels
+_pairs = chi * V + lambda_pairs
 
 ALGORITHMS: Mapping[str, Mapping[str, sympy.Expr]] = MappingProxyType(
     {
@@ -79,8 +80,8 @@ ALGORITHMS: Mapping[str, Mapping[str, sympy.Expr]] = MappingProxyType(
             "hierarchical": 2 * _levels,
         },
         "all_gather": {"ring": _ring, "doubling": _doubling, "hierarchical": _levels},
-        "reduce_scatter": {"ring": _ring, "halving": _doubling, "hierarchical": _levels},
-        "all_to_all": {"pairwise": chi * V + lambda_pairs},
+        "reduce_scatter": {"reducing ring": _ring, "halving": _doubling, "hierarchical": _levels, "reducing pairs": _pairs},
+        "all_to_all": {"pairwise": _pairs},
         "broadcast": {
             "binomial": _depth * V / beta + lambda_tree,
             "scatter and all-gather": 2 * _share * V / beta + lambda_tree + lambda_ring,
@@ -93,12 +94,13 @@ _ALL = frozenset(name for found in ALGORITHMS.values() for name in found)
 
 LIBRARIES: Mapping[str, frozenset[str]] = MappingProxyType(
     {
-        "nccl": _ALL - {"halving-doubling", "doubling", "halving", "hierarchical"},
-        "gloo": _ALL - {"halving-doubling", "doubling", "halving", "hierarchical", "tree"},
+        "nccl": _ALL - {"halving-doubling", "doubling", "halving", "hierarchical", "reducing pairs"},
+        "gloo": _ALL - {"halving-doubling", "doubling", "halving", "hierarchical", "tree", "reducing ring"},
         "mpi": _ALL - {"tree"},
     }
 )
-"""Which algorithms each library has. NCCL: rings and, for all_reduce, trees. Gloo: rings. MPI: recursive ones as well."""
+"""Which algorithms each library has. NCCL: rings and, for all_reduce, trees. Gloo: rings; in place of its reduce_scatter,
+which is an all_reduce, parts are exchanged in pairs (`passes.process_world`). MPI: recursive ones as well."""
 
 TRAFFIC: Mapping[str, sympy.Expr] = MappingProxyType(
     {kind: (2 if kind == "all_reduce" else 1) * _share * V for kind in ALGORITHMS}

@@ -1,10 +1,11 @@
 """What a step takes when its communication goes on while something is computed.
 
-Symbols: **C** seconds of computing; **A** seconds of communication that moves activations and their gradients, which
-what follows has to wait for; **P** seconds of communication that moves parameters and their gradients, which may come
-early or late; **D** operators with a weight, the depth of the model; **c** chunks in which devices work; **H** seconds of A
-that other chunks hide; **k** and **j** the shares of A and of P that take the processors' time
-(`costmodel.Level.contention`, each second by the level that it is spent on).
+A step is two passes, one after the other: nothing of the backward pass, in which gradients travel, begins before the
+forward pass has ended. Symbols, each of one pass: **C** seconds of computing; **A** seconds of communication that moves
+activations or their gradients, which what follows has to wait for; **P** seconds of communication that moves parameters or
+their gradients, which may come early or late within the pass; **D** operators with a weight, the depth of the model; **c**
+chunks in which devices work; **H** seconds of A that other chunks hide; **k** and **j** the shares of A and of P that take
+the processors' time (`costmodel.Level.contention`, each second by the level that it is spent on).
 
 Either the processors are what limits, and wait for the first parameters and for what nothing hides (``DEVICE``), or the
 network is, and waits for the first thing to send (``NETWORK``): the pipeline's filling. Without chunks all activations are
@@ -13,10 +14,11 @@ computes, all the time but for the filling of one pipeline (``BATCH``). Chunks o
 pipeline in every product, which hides no more than the product takes: of its **a** seconds of communication and **w**
 seconds of work the shorter, but for one chunk (``ROWS``).
 
-    STEP = max(DEVICE, NETWORK) = max over 0 <= mu <= 1 of  mu DEVICE + (1 - mu) NETWORK
+    PASS = max(DEVICE, NETWORK) = max over 0 <= mu <= 1 of  mu DEVICE + (1 - mu) NETWORK
 
-so the least of any of these weighted sums over all plans, which the planner's integer program finds, is below the step of
-every plan (Lagrange), and the greatest of them is the bound that a plan is proven optimal by.
+and a step takes as long as both passes. So the least of any such weighted sum over all plans, which the planner's integer
+program finds for a mu of each pass, is below the step of every plan (Lagrange), and the greatest of them is the bound that
+a plan is proven optimal by.
 """
 
 from __future__ import annotations
@@ -36,14 +38,15 @@ __all__ = [
     "MERGED",
     "MESSAGES",
     "NETWORK",
+    "PASS",
     "ROWS",
-    "STEP",
     "A",
     "C",
     "D",
     "H",
     "P",
     "T",
+    "Weight",
     "Weights",
     "a",
     "c",
@@ -64,10 +67,10 @@ C, A, P, H, a, w, k, j, s, T, t0 = sympy.symbols("C A P H a w k j s T t0", nonne
 D, c = sympy.symbols("D c", positive=True)
 
 DEVICE: sympy.Expr = C + k * A + j * P + (1 - k) * (A - H) + (1 - j) * P / D
-"""Seconds of a step that its processors limit."""
+"""Seconds of a pass that its processors limit."""
 
 NETWORK: sympy.Expr = A + P + C / (D * c)
-"""Seconds of a step that the network limits."""
+"""Seconds of a pass that the network limits."""
 
 BATCH: sympy.Expr = sympy.Piecewise((A * (1 - 1 / (c * D)), c > 1), (0, True))
 """H for chunks of the whole batch, in seconds."""
@@ -75,9 +78,8 @@ BATCH: sympy.Expr = sympy.Piecewise((A * (1 - 1 / (c * D)), c > 1), (0, True))
 ROWS: sympy.Expr = (1 - 1 / c) * sympy.Min(a, w)
 """What chunks of one product add to H, in seconds."""
 
-STEP: sympy.Expr = sympy.Max(DEVICE, NETWORK)
-"""Seconds of a step."""
-
+PASS: sympy.Expr = sympy.Max(DEVICE, NETWORK)
+"""Seconds of a pass."""
 
 LATENCY_SHARE = 0.2
 """Collectives that wait for nobody travel together until their latency is this share of their time."""
@@ -93,8 +95,8 @@ MESSAGES: sympy.Expr = sympy.Max(1, sympy.sqrt((1 - k) * (T - t0) / t0))
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """What a second of each kind counts in a weighted sum; all 1: nothing is hidden.
+class Weight:
+    """What a second of each kind counts in a weighted sum over one pass; all 1: nothing is hidden.
 
     Attributes:
         compute: of computing.
@@ -112,6 +114,14 @@ class Weights:
         return (1 - contention) * self.parameters + contention * self.activations
 
 
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What a second of either pass counts."""
+
+    forward: Weight = Weight()
+    backward: Weight = Weight()
+
+
 def sides(
     compute: Number,
     activations: Number,
@@ -121,7 +131,7 @@ def sides(
     chunks: Number,
     contention: tuple[Number, Number],
 ) -> tuple[Number, Number]:
-    """(``DEVICE``, ``NETWORK``) with numbers.
+    """(``DEVICE``, ``NETWORK``) of one pass with numbers.
 
     Args:
         compute, activations, parameters: seconds, of all chunks together.
@@ -131,7 +141,7 @@ def sides(
         contention: the symbols k and j.
 
     Returns:
-        Seconds; a step takes the greater.
+        Seconds; the pass takes the greater.
     """
     numbers = compute, activations, parameters, hidden, depth, chunks, *contention
     return _compiled(DEVICE)(*numbers), _compiled(NETWORK)(*numbers)
@@ -157,10 +167,10 @@ def messages(alone: Number, latency: Number, contention: Number) -> Number:
     return _messages()(alone, latency, contention)
 
 
-def weights(share: float, depth: float) -> Weights:
-    """Those of ``share`` DEVICE + (1 - share) NETWORK, without chunks."""
-    rest = 1.0 - share
-    return Weights(share + rest / depth, 1.0, share / depth + rest)
+def weights(shares: tuple[float, float], depth: float) -> Weights:
+    """Those of ``share`` DEVICE + (1 - ``share``) NETWORK, without chunks, with a share for either pass."""
+    forward, backward = (Weight(mu + (1 - mu) / depth, 1.0, mu / depth + (1 - mu)) for mu in shares)
+    return Weights(forward, backward)
 
 
 @functools.cache

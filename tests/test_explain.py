@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import MODELS
 from test_planner import SLOW
+from torch.utils._pytree import tree_leaves
 
 import autotp
 from autotp.cli import main
@@ -71,7 +72,8 @@ def test_a_change_by_classes_costs_what_all_operators_summed_up_do(explained, sc
                 layouts |= {(copy, i): layout for i, layout in enumerate(chosen[copy.name].results)}
             whole = replace(priced, strategies=chosen, layouts=layouts).sums()
             quick = explainer.alike.changed(node, strategy)
-            assert dataclasses.astuple(quick) == pytest.approx(dataclasses.astuple(whole), rel=1e-9)
+            mine, theirs = (tree_leaves(dataclasses.astuple(sums)) for sums in (quick, whole))
+            assert len(mine) > 10 and mine == pytest.approx(theirs, rel=1e-9)
             tried.append(len(explainer.copies(node)))
         if len(tried) > 40:
             break
