@@ -76,7 +76,6 @@ def _measure(model: str, plan: Plan) -> list[list[Event]]:
 def _step(parallel: Any, args: Any, kwargs: Any) -> None:
     output = parallel(*args, **(kwargs or {}))
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if leaves:
-        leaves[0].float().mean().backward()
+    torch.autograd.backward(leaves, [torch.ones_like(leaf) for leaf in leaves])
     for parameter in parallel.parameters():
         parameter.grad = None

@@ -71,7 +71,8 @@ class DistributedModule(OneMode, fx.GraphModule):
         layouts = {fqn: sharding.resting[name] for name, fqn in captured.parameters.items()}
         for fqn in captured.unused:
             layouts[fqn] = rewritten.whole
-        trainable = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
+        learned = dict(model.named_parameters(remove_duplicate=False))
+        _refuse_hooks(learned)
         persistent = set(model.state_dict(keep_vars=True))
         modules, training = dict(model.named_modules(remove_duplicate=False)), training_only(captured)
         attach = functools.partial(_attach, root, lambda path: Submodule.like(path, modules.get(path), training))
@@ -79,7 +80,7 @@ class DistributedModule(OneMode, fx.GraphModule):
             if captured.aliases.get(fqn, fqn) != fqn:
                 continue
             if fqn in layouts:
-                attach(fqn, nn.Parameter(distribute(tensor, layouts[fqn], mesh), trainable[fqn]))
+                attach(fqn, _carrying(learned[fqn], distribute(tensor, layouts[fqn], mesh)))
             else:
                 attach(fqn, tensor.detach().to(mesh.device_type, copy=True), fqn in persistent)
         for alias, fqn in captured.aliases.items():
@@ -116,7 +117,8 @@ class DistributedModule(OneMode, fx.GraphModule):
         """The sharded graph as Python; what the module does when it is called, hooks and all, is ``_run``."""
         code = super().recompile()
         own: Any = type(self)
-        own._sharded, own.forward = own.forward, DistributedModule._run
+        # What runs is compiled already; torch.compile would look into how it is made.
+        own._sharded, own.forward = own.forward, torch.compiler.disable(DistributedModule._run)
         return code
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,17 +147,34 @@ class DistributedModule(OneMode, fx.GraphModule):
         shared = (self.get_submodule(_WORLD), self._captured, self._signature, self._overlapping, self.plan)
         memo |= {id(each): each for each in shared} | {id(self): made}
         for parameter in self.parameters():  # without its gradient, as torch copies a parameter
-            memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            memo[id(parameter)] = _carrying(parameter, parameter.detach().clone())
         made.__dict__ |= {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
         made.recompile()
         return made
+
+    def __copy__(self) -> DistributedModule:
+        """A module of the same parameters and buffers, as copying any module gives."""
+        made: Any = object.__new__(type(self))
+        made.__dict__ |= self.__dict__
+        return made
+
+    def __reduce__(self) -> Any:
+        """Refuses.
+
+        Raises:
+            AutotpError: always; process groups end with the job.
+        """
+        raise AutotpError(
+            "a distributed module belongs to a running job and cannot be pickled: save its state_dict() with "
+            "torch.distributed.checkpoint, and its plan with plan.save(), and distribute the model again"
+        )
 
     def _own_parameters(self) -> dict[str, Any]:
         """The parameters of the sharded graph's placeholders, which rest as the plan says."""
         found: dict[str, Any] = {}
         for name, layout in self._resting.items():
             owner, own = self._owners[name]
-            parameter = found[name] = owner._parameters[own]
+            parameter = found[name] = owner._parameters.get(own)
             if not isinstance(parameter, DTensor) or parameter._spec.placements != layout:
                 raise AutotpError(_foreign(self._captured.parameters[name], parameter, layout, self.plan))
         return found
@@ -248,13 +267,35 @@ def _own(gradient: Tensor) -> Tensor:
 
 def _foreign(name: str, parameter: Any, layout: Layout, plan: Plan) -> str:
     """Why a parameter is not one of the plan's."""
-    placements = parameter._spec.placements if isinstance(parameter, DTensor) else None
-    found = "a plain tensor" if placements is None else describe(placements, plan.mesh_axes)
+    if parameter is None:
+        return (
+            f"parameter {name} is gone: something took it away from its module, as parametrisations and pruning do. Do it "
+            "to the model, before it is distributed"
+        )
+    found = describe(parameter._spec.placements, plan.mesh_axes) if isinstance(parameter, DTensor) else "a plain tensor"
     return (
         f"parameter {name} rests as {describe(layout, plan.mesh_axes)} by the plan, and is now {found}: it was put in the "
         "place of the module's own, as load_state_dict(assign=True) does. Load without assign=True, or by "
         "torch.distributed.checkpoint.state_dict.set_model_state_dict"
     )
+
+
+def _refuse_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise AutotpError(
+                f"parameter {name} has a hook on its gradient, which the distributed module's would not have: register it "
+                "there, where gradients are DTensors, and remove it here"
+            )
+
+
+def _carrying(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """A parameter in another's place, with what scripts attach to one, such as a mark for the optimizer."""
+    made = nn.Parameter(data, parameter.requires_grad)
+    for name, value in vars(parameter).items():
+        if not hasattr(made, name):
+            setattr(made, name, value)
+    return made
 
 
 def _plain(part: Tensor, parameter: Any) -> DTensor:

@@ -3,7 +3,7 @@
 A collective of few bytes costs its latency; several of them in one message cost it once. Members of a bucket are
 neighbours in the order of the graph, up to a number of bytes that the cost model gives: beyond some size the latency is a
 small share of a collective's time, and several buckets are better than one, because computing, or a collective on another
-link, goes on while the next is filled.
+link, goes on while the next is filled. Collectives of which one sends on what the other has made have as many buckets.
 
 Nothing that something waits for is held up: of collectives that come amid products, such as those of two chunks, only
 those travel together whose operands the same products make.
@@ -14,18 +14,22 @@ from __future__ import annotations
 import heapq
 import math
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from passes.emit import emit
+from passes.memory import source_of
 from passes.primitives import COLLECTIVES, axes_of
 
 __all__ = ["Buckets", "Enough", "buckets", "merge"]
 
 _aten = torch.ops.aten
+
+_COPIES = frozenset({_aten.clone.default, _aten.cat.default, _aten.stack.default, _aten._to_copy.default})
 
 #: (kind, mesh axes, bytes of this device's parts in all collectives of a kind) -> from how many on one is no longer small.
 Enough = Callable[[str, tuple[int, ...], float], float]
@@ -78,14 +82,15 @@ def _buckets(nodes: Sequence[fx.Node], enough: Enough) -> list[list[fx.Node]]:
     """Sets of collectives to merge. Merging keeps the graph free of cycles, as each set is checked with those before it."""
     number = {node: i for i, node in enumerate(nodes)}
     amid = _amid(nodes)
-    candidates: dict[Hashable, list[fx.Node]] = {}
+    small: dict[Hashable, list[fx.Node]] = {}
+    large: dict[Hashable, list[fx.Node]] = {}
     for node in nodes:
-        if node.target in COLLECTIVES and _size(node) < enough(*_group(node), math.inf):
-            candidates.setdefault((_key(node), amid[node]), []).append(node)
+        if node.target in COLLECTIVES:
+            kind = small if _size(node) < enough(*_group(node), math.inf) else large
+            kind.setdefault((_key(node), amid[node]), []).append(node)
     behind = _Behind(nodes)
     found = []
-    for group in candidates.values():
-        limit = enough(*_group(group[0]), sum(map(_size, group)))
+    for group, limit in _limits(list(small.values()), list(large.values()), enough):
         open_: list[fx.Node] = []
         for node in group:
             fits = sum(map(_size, open_)) + _size(node) <= limit
@@ -99,6 +104,49 @@ def _buckets(nodes: Sequence[fx.Node], enough: Enough) -> list[list[fx.Node]]:
             found.append(open_)
             behind.merge(open_)
     return sorted(found, key=lambda members: number[members[-1]])
+
+
+def _limits(
+    small: Sequence[list[fx.Node]], large: Sequence[list[fx.Node]], enough: Enough
+) -> Iterator[tuple[list[fx.Node], float]]:
+    """Sets of small collectives, each with the bytes that travel together.
+
+    What one makes and another sends on, such as a gradient that is scattered within nodes and then reduced between them,
+    comes in as many messages as the one of them that has most: else the whole of one would wait for the whole of the other.
+    """
+    of = {node: i for i, group in enumerate((*small, *large)) for node in group}
+    together = list(range(len(small) + len(large)))  # a set's representative, by way of others
+
+    def first(i: int) -> int:
+        while together[i] != i:
+            i = together[i]
+        return i
+
+    for node, i in of.items():
+        for other in _next_collectives(node):
+            together[first(of[other])] = first(i)
+    most: dict[int, float] = defaultdict(lambda: 1.0)
+    limits = [(sum(map(_size, group)), enough(*_group(group[0]), sum(map(_size, group)))) for group in small]
+    counts = [min(len(group), total / limit) if limit else 1.0 for group, (total, limit) in zip(small, limits, strict=True)]
+    counts += map(len, large)
+    for i, count in enumerate(counts):
+        most[first(i)] = max(most[first(i)], count)
+    for i, (group, (total, limit)) in enumerate(zip(small, limits, strict=True)):
+        yield group, min(limit, total / most[first(i)])
+
+
+def _next_collectives(node: fx.Node) -> set[fx.Node]:
+    """The collectives that send on what one has made."""
+    found: set[fx.Node] = set()
+    seen, pending = {node}, [node]
+    while pending:
+        for user in pending.pop().users:
+            if user.target in COLLECTIVES:
+                found.add(user)
+            elif user not in seen and (user.target in _COPIES or source_of(user) is not None):
+                seen.add(user)
+                pending.append(user)
+    return found
 
 
 def _amid(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from costmodel.errors import AutotpError
 from passes.capture_build import CaptureError
 from passes.capture_signature import CallSignature, bind
+from passes.custom import Lost, kept_whole
 from passes.functionalise import functionalise
 from passes.functionalise_regions import inline_regions
 from passes.normalise import normalise
@@ -147,9 +148,17 @@ def _check_tying(model: Any) -> None:
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
     bind(inspect.signature(model.forward), args, kwargs)
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureError(
+                f"{type(model).__name__}: module {name!r} has a backward hook, which a captured graph does not call; "
+                "remove it, or register hooks on gradients at the distributed module"
+            )
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), kept_whole():
             return torch.export.export(model, args, kwargs, strict=False)
+    except Lost as error:
+        raise CaptureError(f"{type(model).__name__}: {error}") from error
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         essence = " ".join(lines[:3])[:400]

@@ -1,6 +1,7 @@
 """A distributed module in a training script: what eager modules do it does, or says that it does not."""
 
 import copy
+import pickle
 import resource
 
 import pytest
@@ -125,6 +126,41 @@ def parameters_of_others(model, x, schedule):
             parallel(x)
 
 
+def what_parameters_carry(model, x, schedule):
+    """Marks for the optimizer stay; a hook on a gradient, which would not be called, is refused; so is what loses one."""
+    marked = copy.deepcopy(model)
+    marked.first.bias.no_decay = True
+    how = {"strategy": "data", "mesh": (dist.get_world_size(),), "schedule": schedule}
+    parallel = autotp.parallelize(marked, None, (x,), **how)
+    assert parallel.first.bias.no_decay and not hasattr(parallel.first.weight, "no_decay")
+    assert copy.deepcopy(parallel).first.bias.no_decay
+    other = copy.copy(parallel)
+    assert type(other) is type(parallel) and other.plan is parallel.plan and other.first.bias is parallel.first.bias
+    torch.testing.assert_close(other(x)[1], model(x)[1])
+    with pytest.raises(autotp.AutotpError, match="cannot be pickled: save its state_dict"):
+        pickle.dumps(parallel)
+    nn.utils.parametrize.register_parametrization(parallel.second, "weight", nn.Identity())
+    with pytest.raises(autotp.AutotpError, match="parameter second.weight is gone"):
+        parallel(x)
+    for hooked in ("register_hook", "register_post_accumulate_grad_hook"):
+        other = copy.deepcopy(model)
+        getattr(other.second.bias, hooked)(lambda gradient: None)
+        with pytest.raises(autotp.AutotpError, match="parameter second.bias has a hook on its gradient"):
+            autotp.parallelize(other, None, (x,), **how)
+
+
+def compiled_by_torch(model, x, schedule):
+    """The graph is compiled already: ``torch.compile`` runs it as it is."""
+    plain, parallel = copy.deepcopy(model), distributed(model, x, schedule)
+    quick = torch.compile(parallel)
+    for each in (plain, quick):
+        each(x)[0].backward()
+    with torch.no_grad():
+        torch.testing.assert_close(quick(x)[1], plain(x)[1])
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(parallel.get_parameter(name).grad.full_tensor(), parameter.grad, rtol=1e-9, atol=1e-12)
+
+
 def memory_of_forward_passes(model, x, schedule):
     """A forward pass that no backward pass follows leaves nothing behind."""
     wide = nn.Sequential(nn.Linear(8, 512), nn.Sigmoid()).double()
@@ -151,6 +187,8 @@ def main():
         changes_before_the_backward_pass(model, x, schedule)
         submodules(model, x, schedule)
         parameters_of_others(model, x, schedule)
+        what_parameters_carry(model, x, schedule)
+        compiled_by_torch(model, x, schedule)
         memory_of_forward_passes(model, x, schedule)
     if dist.get_rank() == 0:
         print("passed")

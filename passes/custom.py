@@ -1,0 +1,161 @@
+"""Functions with gradients of their own, as operators of a captured graph.
+
+``torch.export`` looks into a ``torch.autograd.Function`` and keeps what its forward does; the gradient that the model wrote
+for it is lost, without a word. While a model is captured, `kept_whole` makes every such function one operator,
+``autotp::function``, which calls it: under autograd it has the model's gradient. It has no factors, so it is computed on
+every device alike.
+
+Torch's own functions and what ``vmap`` maps are looked into, and a checkpoint is what it runs. A function that is given a
+callable is refused: which parameters that reads, and what gradient they have, is out of sight.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import PyTree, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.checkpoint import CheckpointFunction
+
+from costmodel.errors import AutotpError
+
+__all__ = ["Lost", "kept_whole"]
+
+_LIBRARY = torch.library.Library("autotp", "FRAGMENT")
+
+
+class _Here:
+    """Stands where a tensor is."""
+
+    def __repr__(self) -> str:
+        return "tensor"
+
+
+_HERE = _Here()
+
+
+class Lost(AutotpError):
+    """Something of the model's backward pass that a captured graph cannot hold."""
+
+
+class _Call:
+    """A function with the arguments of one call, but for the tensors among them."""
+
+    def __init__(self, apply: Callable, function: type, args: Sequence[Any]) -> None:
+        leaves, self.spec = tree_flatten(list(args))
+        self.apply, self.function = apply, function
+        self.leaves = [_HERE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.returned: PyTree = None
+        self.checked = False
+
+    @property
+    def name(self) -> str:
+        """Of the function, with a digest of the arguments: the same on every process."""
+        text = re.sub(" at 0x[0-9a-f]+", "", repr((self.spec, self.leaves)))
+        return f"{_name(self.function)} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+    def same(self, other: _Call) -> bool:
+        """Whether both call one function with equal arguments."""
+        if self.function is not other.function or self.spec != other.spec:
+            return False
+        return all(a is b or (type(a) is type(b) and a == b) for a, b in zip(self.leaves, other.leaves, strict=True))
+
+    def __call__(self, operands: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that the function returns."""
+        given = iter(operands)
+        leaves = [next(given) if leaf is _HERE else leaf for leaf in self.leaves]
+        versions = [operand._version for operand in operands]
+        with nullcontext() if self.checked else _NoDraws(self.function):
+            returned = self.apply(*tree_unflatten(leaves, self.spec))
+        if versions != [operand._version for operand in operands]:
+            raise Lost(f"{self.function.__qualname__} changes its input in place; return a new tensor instead")
+        self.returned, self.checked = tree_map(lambda leaf: _HERE if isinstance(leaf, Tensor) else leaf, returned), True
+        return [result for result in tree_leaves(returned) if isinstance(result, Tensor)]
+
+    def whole(self, results: Sequence[Tensor]) -> PyTree:
+        """What the function returns, with these tensors."""
+        given = iter(results)
+        return tree_map(lambda leaf: next(given) if leaf is _HERE else leaf, self.returned)
+
+
+def _name(function: type) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+class _NoDraws(TorchDispatchMode):
+    """Refuses random operators: they would differ from device to device."""
+
+    def __init__(self, function: type) -> None:
+        super().__init__()
+        self.function = function
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise Lost(
+                f"{self.function.__qualname__} draws random numbers ({func}); draw them in the module and pass them to it"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+#: Every call that a captured graph may name.
+_CALLS: dict[str, _Call] = {}
+
+
+def _registered(call: _Call) -> str:
+    name, count = call.name, 1
+    while name in _CALLS and not call.same(_CALLS[name]):
+        count += 1
+        name = f"{call.name} {count}"
+    _CALLS.setdefault(name, call)
+    return name
+
+
+_LIBRARY.define("function(Tensor[] operands, str name) -> Tensor[]")
+# Composite: autograd, tracing and devices see what the function itself does.
+_LIBRARY.impl("function", lambda operands, name: _CALLS[name](operands), "CompositeImplicitAutograd")
+
+
+@contextmanager
+def kept_whole() -> Iterator[None]:
+    """Within it, functions with gradients of their own are one operator each, and hooks on gradients are refused.
+
+    Raises:
+        Lost: within it, where a captured graph would lose something that changes gradients.
+    """
+    base: Any = torch.autograd.function._SingleLevelFunction
+    register = Tensor.register_hook
+
+    def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
+        apply = super(base, cls).apply  # type: ignore[misc]
+        call = _Call(apply, cls, args)
+        if cls is CheckpointFunction:  # runs it without gradients, and again with them
+            run, _, *given = args
+            return run(*given)
+        if cls.__module__.partition(".")[0] == "torch" or _HERE not in call.leaves:
+            return apply(*args, **kwargs)
+        if any(callable(leaf) for leaf in call.leaves):
+            raise Lost(
+                f"{cls.__qualname__}, a torch.autograd.Function, is given a callable, whose gradient a captured graph does "
+                "not know; make checkpoints by torch.utils.checkpoint, and give functions tensors, numbers and strings"
+            )
+        name = _registered(call)
+        operands = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        return _CALLS[name].whole(torch.ops.autotp.function(operands, name))
+
+    def refused(tensor: Tensor, hook: Any) -> Any:
+        raise Lost(f"the model registers a hook on a tensor's gradient ({hook}), which a captured graph does not call")
+
+    # What ``Function.apply`` comes to, also where a model has taken ``apply`` from its function before.
+    base.apply = classmethod(applied)
+    Tensor.register_hook = refused  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        del base.apply
+        Tensor.register_hook = register  # type: ignore[method-assign]

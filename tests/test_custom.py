@@ -1,0 +1,205 @@
+"""Functions with gradients of their own, and hooks on gradients: what a captured graph holds, and what it refuses."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import autotp
+from autotp.errors import AutotpError
+from passes.capture import CaptureError, capture
+from passes.rules.table import name_of
+
+
+class Scaled(torch.autograd.Function):
+    """Several results, of which one has no gradient and one is no tensor, and a gradient that is not its forward's."""
+
+    @staticmethod
+    def forward(ctx, x, scale, weight, unused=None):
+        ctx.save_for_backward(x, weight)
+        ctx.scale = scale
+        largest = x.argmax(-1)
+        ctx.mark_non_differentiable(largest)
+        return x.sin() * weight, largest, scale
+
+    @staticmethod
+    def backward(ctx, gradient, *_):
+        x, weight = ctx.saved_tensors
+        return 3 * ctx.scale * gradient * weight * x.cos(), None, (gradient * x).flatten(0, -2).sum(0), None
+
+
+class Straight(torch.autograd.Function):
+    """In two parts, as torch's newer functions are."""
+
+    @staticmethod
+    def forward(x):
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Quantised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.weight = nn.Parameter(torch.randn(16))
+
+    def forward(self, x):
+        y, largest, scale = Scaled.apply(self.up(x), 0.7, self.weight)
+        y = Scaled.apply(y, 0.3, self.weight)[0]
+        return (scale * self.down(Straight.apply(4 * y))).square().mean() + 0.1 * largest.double().mean()
+
+
+def quantised():
+    torch.manual_seed(0)
+    return Quantised().double(), torch.randn(8, 4, 8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "chunks"),
+    [("data", (2,), {}), ("megatron-1d", (2,), {"batch": 2}), ("zero3", (2, 2), {}), ("3d", (2, 2, 2), {"rows": 2})],
+)
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+def test_a_function_has_the_gradient_that_the_model_wrote(strategy, mesh, chunks, schedule):
+    model, x = quantised()
+    loss = model(x)
+    wanted = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(gradient.abs().max() > 1e-6 for gradient in wanted)
+    devices = torch.tensor(mesh).prod().item()
+    plan = autotp.plan(model, autotp.Topology.flat(devices), (x,), strategy=strategy, mesh=mesh, chunks=chunks)
+    ours = autotp.simulate(model, plan, (x,), schedule=schedule)
+    found = ours(x)
+    torch.testing.assert_close(found, loss, rtol=1e-12, atol=1e-12)
+    for got, want in zip(torch.autograd.grad(found, list(model.parameters())), wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
+def test_a_plan_lists_it_and_is_the_same_for_another_instance():
+    (model, x), (other, _) = quantised(), quantised()
+    plan = autotp.plan(model, autotp.Topology.flat(2), (x,), strategy="auto", mesh=(2,))
+    graph = capture(other, (x,)).graph_module.graph
+    functions = [node for node in graph.nodes if "function" in name_of(node)]
+    names = [node.args[1] for node in functions]
+    assert len(functions) == 3 and names[0] != names[1], "the arguments that are no tensors belong to the call"
+    assert {node.name for node in functions} <= {op.name for op in plan.operators}
+    assert any("function" in str(name) for name in plan.replicated)
+    autotp.simulate(other, plan, (x,))(x).backward()
+
+
+def test_no_trace_is_left_of_the_capture():
+    base, register = torch.autograd.function._SingleLevelFunction, torch.Tensor.register_hook
+    model, x = quantised()
+    capture(model, (x,))
+    with pytest.raises(CaptureError):
+        capture(model, (torch.randn(3, 5, dtype=torch.float64),))
+    assert "apply" not in vars(base) and torch.Tensor.register_hook is register
+
+
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x + torch.randn_like(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class Calls(nn.Module):
+    """Does something with what a layer gives, before the next."""
+
+    def __init__(self, does):
+        super().__init__()
+        self.first, self.second, self.does = nn.Linear(8, 8), nn.Linear(8, 8), does
+
+    def forward(self, x):
+        return self.second(self.does(self.first(x)))
+
+
+def hooked(h):
+    h.register_hook(lambda gradient: 2 * gradient)
+    return h
+
+
+@pytest.mark.parametrize(
+    ("does", "message"),
+    [
+        (Noisy.apply, "Noisy draws random numbers"),
+        (lambda h: InPlace.apply(h + 1), "InPlace changes its input in place"),
+        (hooked, "registers a hook on a tensor's gradient"),
+    ],
+)
+def test_what_a_graph_would_lose_is_refused(does, message):
+    with pytest.raises(CaptureError, match=message):
+        capture(Calls(does), (torch.randn(4, 8),))
+
+
+def test_backward_hooks_of_modules_are_refused():
+    model = Calls(torch.tanh)
+    model.second.register_full_backward_hook(lambda module, inputs, outputs: None)
+    with pytest.raises(CaptureError, match="module 'second' has a backward hook"):
+        capture(model, (torch.randn(4, 8),))
+
+
+class Given(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, run, x):
+        return run(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, gradient
+
+
+def test_functions_that_are_given_a_callable_are_refused():
+    with pytest.raises(CaptureError, match="Given, a torch.autograd.Function, is given a callable"):
+        capture(Calls(lambda h: Given.apply(torch.tanh, h)), (torch.randn(4, 8),))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        h = self.first(x)
+        h = h + checkpoint(lambda t: self.second(t).tanh(), h, use_reentrant=self.reentrant)
+        return self.third(h).square().mean()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_in_a_model_is_what_it_runs(reentrant):
+    torch.manual_seed(0)
+    model, x = Checkpointed(reentrant).double(), torch.randn(4, 8, dtype=torch.float64)
+    plan = autotp.plan(model, autotp.Topology.flat(2), (x,), strategy="megatron-1d", mesh=(2,))
+    assert not plan.replicated
+    gradients = []
+    for each in (model, autotp.simulate(model, plan, (x,))):
+        model.zero_grad()
+        each(x).backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
+def test_a_message_names_the_model():
+    with pytest.raises(AutotpError, match="Calls: "):
+        capture(Calls(Noisy.apply), (torch.randn(4, 8),))
