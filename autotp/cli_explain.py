@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import sympy
 import typer
 from rich.console import Group
@@ -18,6 +19,7 @@ from autotp.cli_arguments import mesh_of
 from autotp.cli_explain_plan import explain_memory, explain_node
 from autotp.errors import AutotpError
 from autotp.plan import AXIS_NAMES
+from autotp.pricing import Prices
 from autotp.render import make_console
 from costmodel import COLLECTIVES, Link, Topology, collectives, format_quantity, parse_quantity
 
@@ -40,7 +42,8 @@ def explain_collective(
 
     Returns:
         The link's levels, the symbols' values (bytes, seconds, bytes/s), each algorithm's formula and seconds, and whether
-        the topology's library has it; the least of those that it has is what planning uses.
+        the topology's library has it; the least of those that it has is what planning uses. An all_reduce over several axes
+        is also done in stages, where its schedule hides communication.
 
     Raises:
         AutotpError: no collective is called so.
@@ -56,6 +59,9 @@ def explain_collective(
         whole = formula + collectives.omega if link.overhead else formula
         seconds = float(whole.subs(values, simultaneous=True)) if link.size > 1 else 0.0
         found.append({"algorithm": name, "formula": str(whole), "seconds": seconds, "available": name in known})
+    if kind == "all_reduce" and len(axes) > 1:
+        seconds = float(Prices(topology, mesh).in_stages(axes, np.array([volume]))[0])
+        found.append({"algorithm": "in stages", "formula": _stages(axes), "seconds": seconds, "available": True})
     least = min((e for e in found if e["available"]), key=lambda e: e["seconds"])
     return {
         "collective": kind,
@@ -69,6 +75,12 @@ def explain_collective(
         "chosen": least["algorithm"],
         "seconds": least["seconds"],
     }
+
+
+def _stages(axes: tuple[int, ...]) -> str:
+    """What autotp makes of an all_reduce over several axes where that is faster and it is scheduled (`passes.staged`)."""
+    *outer, inner = (AXIS_NAMES[axis] for axis in axes)
+    return f"reduce_scatter@{inner} + all_reduce@{','.join(outer)} + all_gather@{inner}"
 
 
 def _values(link: Link, volume: float) -> dict[sympy.Symbol, float]:

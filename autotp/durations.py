@@ -22,7 +22,7 @@ from passes.launches import launch, wait
 from passes.primitives import COLLECTIVES, axes_of, crop, laid_out, pad
 from passes.schedule import Work
 
-__all__ = ["enough", "lane_of", "overlap_of", "work_of"]
+__all__ = ["enough", "hiding", "lane_of", "overlap_of", "work_of"]
 
 _aten = torch.ops.aten
 #: A collective is worth merging with others while its latency is at least `LATENCY_SHARE` of its time,
@@ -58,7 +58,8 @@ def overlap_of(plan: Plan, *, merge: bool = True) -> Overlap:
     prices = Prices(plan.topology, plan.mesh_shape)
     spare = max(_SPARE * plan.predicted.memory_bytes, _ALWAYS)
     merged = functools.partial(enough, prices=prices, spare=spare) if merge else None
-    return Overlap(functools.partial(work_of, prices=prices), merged, faster=prices.faster_staged)
+    hides = functools.partial(hiding, prices=prices)
+    return Overlap(functools.partial(work_of, prices=prices), merged, faster=prices.faster_staged, hiding=hides)
 
 
 def work_of(node: fx.Node, prices: Prices) -> Work:
@@ -92,8 +93,7 @@ def enough(kind: str, axes: tuple[int, ...], total: float, prices: Prices, spare
         prices: of the mesh.
         spare: bytes of memory that joining may take.
     """
-    ways = math.prod(prices.mesh[a] for a in axes)
-    factor = ways if kind == "all_gather" else 1
+    factor = _factor(kind, axes, prices)
     most = min(_MOST, spare / factor / _COPIES)
     nothing = float(prices.collective(kind, axes, 1.0)[0])
     size = min(2.0**10, most)
@@ -103,6 +103,18 @@ def enough(kind: str, axes: tuple[int, ...], total: float, prices: Prices, spare
         return size
     alone = float(prices.collective(kind, axes, factor * total)[0])
     return min(size, total / float(messages(max(alone, nothing), nothing, prices.contention(axes))))
+
+
+def hiding(kind: str, axes: tuple[int, ...], total: float, prices: Prices) -> tuple[float, float]:
+    """Of sending so many bytes of one device's parts: seconds that computing could hide, and those of sending nothing."""
+    nothing = float(prices.collective(kind, axes, 1.0)[0])
+    alone = float(prices.collective(kind, axes, _factor(kind, axes, prices) * total)[0])
+    return (1 - prices.contention(axes)) * max(0.0, alone - nothing), nothing
+
+
+def _factor(kind: str, axes: tuple[int, ...], prices: Prices) -> int:
+    """How many times as many bytes as a device's part the larger of a collective's tensors has."""
+    return math.prod(prices.mesh[a] for a in axes) if kind == "all_gather" else 1
 
 
 def _collective(traced: fx.Node, prices: Prices) -> tuple[float, str]:

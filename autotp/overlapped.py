@@ -18,7 +18,7 @@ from autotp.lockstep import execute
 from autotp.one_pass import one_pass
 from passes import ops
 from passes.arranged import Arranged, as_traced
-from passes.bucket import Buckets, Enough
+from passes.bucket import Buckets, Enough, Hiding
 from passes.launches import HOSTED, launch, local
 from passes.ops import Parts, part_of
 from passes.overlap import Halves, Overlapped, halves
@@ -47,16 +47,18 @@ class Overlap:
         enough: see `passes.bucket.buckets`; None: collectives are not merged.
         limits: of the schedule.
         faster: see `passes.staged.stages`; None: every all_reduce is one collective.
+        hiding: see `passes.bucket.buckets`.
     """
 
     durations: Durations
     enough: Enough | None = None
     limits: Limits = Limits()
     faster: Faster | None = None
+    hiding: Hiding | None = None
 
     def decided(self, found: Halves) -> tuple[tuple[Buckets, Buckets], tuple[Stages, Stages]]:
         """Which collectives of traced graphs are merged, and which then go in stages."""
-        chosen = found.buckets(self.enough)
+        chosen = found.buckets(self.enough, self.hiding)
         return chosen, found.stages(chosen, self.faster)
 
 

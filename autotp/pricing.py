@@ -118,7 +118,7 @@ class Prices:
         alone = self.alone(kind, axes, volumes)
         if kind != "all_reduce" or len(axes) == 1 or not self.together:
             return alone
-        staged = self._staged(axes, volumes)
+        staged = self.in_stages(axes, volumes)
         return np.where(staged < _STAGED * alone, staged, alone)
 
     def alone(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
@@ -126,20 +126,20 @@ class Prices:
         link = self.topology.link(self.devices, axes, kind)
         return np.asarray(collectives.of_link(kind, volumes, link, self.topology.library))
 
-    def _staged(self, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
+    def in_stages(self, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
         """Seconds of an all_reduce that goes over the last axis first; see `passes.staged`."""
         rest, inner = axes[:-1], axes[-1:]
         shares = volumes / self.mesh[inner[0]]
         between = self.alone("all_reduce", rest, shares)
         if len(rest) > 1:
-            between = np.minimum(between, self._staged(rest, shares))
+            between = np.minimum(between, self.in_stages(rest, shares))
         within = self.alone("reduce_scatter", inner, volumes) + self.alone("all_gather", inner, volumes)
         return np.asarray(within + between)
 
     def faster_staged(self, axes: tuple[int, ...], volume: float) -> bool:
         """Whether an all_reduce of so many bytes goes over the last of the axes first; see `passes.staged`."""
         volumes = np.array([volume])
-        return bool(self._staged(axes, volumes)[0] < _STAGED * self.alone("all_reduce", axes, volumes)[0])
+        return bool(self.in_stages(axes, volumes)[0] < _STAGED * self.alone("all_reduce", axes, volumes)[0])
 
     def _moving(
         self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout, parameter: bool = False

@@ -21,11 +21,12 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from costmodel.overlap import messages
 from passes.emit import emit
 from passes.memory import source_of
 from passes.primitives import COLLECTIVES, axes_of
 
-__all__ = ["Buckets", "Enough", "buckets", "merge"]
+__all__ = ["Buckets", "Enough", "Hiding", "buckets", "merge"]
 
 _aten = torch.ops.aten
 
@@ -34,20 +35,24 @@ _COPIES = frozenset({_aten.clone.default, _aten.cat.default, _aten.stack.default
 #: (kind, mesh axes, bytes of this device's parts in all collectives of a kind) -> from how many on one is no longer small.
 Enough = Callable[[str, tuple[int, ...], float], float]
 
+#: (kind, mesh axes, bytes of this device's parts) -> seconds of sending them that computing could hide, of sending none.
+Hiding = Callable[[str, tuple[int, ...], float], tuple[float, float]]
+
 #: Sets of collectives, as their places among a graph's nodes.
 Buckets = tuple[tuple[int, ...], ...]
 
 
-def buckets(graph: fx.Graph, enough: Enough) -> Buckets:
+def buckets(graph: fx.Graph, enough: Enough, hiding: Hiding | None = None) -> Buckets:
     """Which small collectives of a traced graph to merge.
 
     Args:
         graph: collectives are operators of `passes.primitives`.
         enough: from how many bytes on a collective is sent by itself.
+        hiding: of collectives that send on what others have made; None: those have buckets of their own.
     """
     nodes = list(graph.nodes)
     number = {node: i for i, node in enumerate(nodes)}
-    return tuple(tuple(number[node] for node in members) for members in _buckets(nodes, enough))
+    return tuple(tuple(number[node] for node in members) for members in _buckets(nodes, enough, hiding))
 
 
 def merge(graph: fx.Graph, chosen: Buckets) -> None:
@@ -78,7 +83,7 @@ def _size(node: fx.Node) -> float:
     return float(value.nbytes)
 
 
-def _buckets(nodes: Sequence[fx.Node], enough: Enough) -> list[list[fx.Node]]:
+def _buckets(nodes: Sequence[fx.Node], enough: Enough, hiding: Hiding | None) -> list[list[fx.Node]]:
     """Sets of collectives to merge. Merging keeps the graph free of cycles, as each set is checked with those before it."""
     number = {node: i for i, node in enumerate(nodes)}
     amid = _amid(nodes)
@@ -90,7 +95,7 @@ def _buckets(nodes: Sequence[fx.Node], enough: Enough) -> list[list[fx.Node]]:
             kind.setdefault((_key(node), amid[node]), []).append(node)
     behind = _Behind(nodes)
     found = []
-    for group, limit in _limits(list(small.values()), list(large.values()), enough):
+    for group, limit in _limits(list(small.values()), list(large.values()), enough, hiding):
         open_: list[fx.Node] = []
         for node in group:
             fits = sum(map(_size, open_)) + _size(node) <= limit
@@ -107,15 +112,31 @@ def _buckets(nodes: Sequence[fx.Node], enough: Enough) -> list[list[fx.Node]]:
 
 
 def _limits(
-    small: Sequence[list[fx.Node]], large: Sequence[list[fx.Node]], enough: Enough
+    small: Sequence[list[fx.Node]], large: Sequence[list[fx.Node]], enough: Enough, hiding: Hiding | None
 ) -> Iterator[tuple[list[fx.Node], float]]:
     """Sets of small collectives, each with the bytes that travel together.
 
     What one makes and another sends on, such as a gradient that is scattered within nodes and then reduced between them,
-    comes in as many messages as the one of them that has most: else the whole of one would wait for the whole of the other.
+    comes in as many messages as both are worth: were it one, the whole of one would wait for the whole of the other.
     """
-    of = {node: i for i, group in enumerate((*small, *large)) for node in group}
-    together = list(range(len(small) + len(large)))  # a set's representative, by way of others
+    groups = [*small, *large]
+    totals = [sum(map(_size, group)) for group in groups]
+    chains = _chains(groups) if hiding is not None else [[i] for i in range(len(groups))]
+    for chain in chains:
+        figures = [hiding(*_group(groups[i][0]), totals[i]) for i in chain] if hiding is not None else []
+        hidden, latency = sum(figure[0] for figure in figures), sum(figure[1] for figure in figures)
+        for i in chain:
+            if i < len(small) and len(chain) == 1:
+                yield groups[i], enough(*_group(groups[i][0]), totals[i])
+            elif i < len(small):
+                count = float(messages(hidden + latency, latency, 0.0)) if latency else math.inf
+                yield groups[i], min(enough(*_group(groups[i][0]), math.inf), totals[i] / count)
+
+
+def _chains(groups: Sequence[Sequence[fx.Node]]) -> list[list[int]]:
+    """Which sets of collectives, by number, send on what others of them have made."""
+    of = {node: i for i, group in enumerate(groups) for node in group}
+    together = list(range(len(groups)))  # a set's representative, by way of others
 
     def first(i: int) -> int:
         while together[i] != i:
@@ -125,14 +146,10 @@ def _limits(
     for node, i in of.items():
         for other in _next_collectives(node):
             together[first(of[other])] = first(i)
-    most: dict[int, float] = defaultdict(lambda: 1.0)
-    limits = [(sum(map(_size, group)), enough(*_group(group[0]), sum(map(_size, group)))) for group in small]
-    counts = [min(len(group), total / limit) if limit else 1.0 for group, (total, limit) in zip(small, limits, strict=True)]
-    counts += map(len, large)
-    for i, count in enumerate(counts):
-        most[first(i)] = max(most[first(i)], count)
-    for i, (group, (total, limit)) in enumerate(zip(small, limits, strict=True)):
-        yield group, min(limit, total / most[first(i)])
+    found: dict[int, list[int]] = defaultdict(list)
+    for i in range(len(groups)):
+        found[first(i)].append(i)
+    return list(found.values())
 
 
 def _next_collectives(node: fx.Node) -> set[fx.Node]:

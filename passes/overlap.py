@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import _BoxedCodeGen
 
-from passes.bucket import Buckets, Enough, buckets, merge
+from passes.bucket import Buckets, Enough, Hiding, buckets, merge
 from passes.inplace import inplace
 from passes.joined import join_products
 from passes.launches import launches
@@ -126,11 +126,11 @@ class Halves:
         backward = pruned(self.cut.backward, len(self.joint.tangents), missing)
         return replace(self, cut=replace(self.cut, forward=forward, backward=backward))
 
-    def buckets(self, enough: Enough | None) -> tuple[Buckets, Buckets]:
+    def buckets(self, enough: Enough | None, hiding: Hiding | None = None) -> tuple[Buckets, Buckets]:
         """Which small collectives to merge, in either half; None: none is."""
         if enough is None:
             return (), ()
-        return buckets(self.cut.forward, enough), buckets(self.cut.backward, enough)
+        return buckets(self.cut.forward, enough, hiding), buckets(self.cut.backward, enough, hiding)
 
     def stages(self, chosen: tuple[Buckets, Buckets], faster: Faster | None) -> tuple[Stages, Stages]:
         """Which all_reduces of the graphs with merged collectives go in stages, in either half; None: none does."""
