@@ -72,7 +72,6 @@ class DistributedModule(OneMode, fx.GraphModule):
         for fqn in captured.unused:
             layouts[fqn] = rewritten.whole
         learned = dict(model.named_parameters(remove_duplicate=False))
-        _refuse_hooks(learned)
         persistent = set(model.state_dict(keep_vars=True))
         modules, training = dict(model.named_modules(remove_duplicate=False)), training_only(captured)
         attach = functools.partial(_attach, root, lambda path: Submodule.like(path, modules.get(path), training))
@@ -278,15 +277,6 @@ def _foreign(name: str, parameter: Any, layout: Layout, plan: Plan) -> str:
         "place of the module's own, as load_state_dict(assign=True) does. Load without assign=True, or by "
         "torch.distributed.checkpoint.state_dict.set_model_state_dict"
     )
-
-
-def _refuse_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
-    for name, parameter in parameters.items():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise AutotpError(
-                f"parameter {name} has a hook on its gradient, which the distributed module's would not have: register it "
-                "there, where gradients are DTensors, and remove it here"
-            )
 
 
 def _carrying(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:

@@ -75,6 +75,7 @@ def parallelize(
     captured, problem = None, None
     try:
         captured = capture(model, tuple(args), kwargs)
+        _refuse_hooks(model)
     except Exception as error:  # noqa: BLE001 - every rank must hear of it before it is raised
         problem = error
     options: dict[str, Any] = {"mode": mode, "memory": memory, "optimizer": optimizer, "panels": panels, "chunks": chunks}
@@ -111,6 +112,15 @@ def _join() -> None:
             "(autotp.plan and autotp.simulate need none)"
         )
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise AutotpError(
+                f"parameter {name} has a hook on its gradient, which the distributed module's would not have: register it "
+                "there, where gradients are DTensors, and remove it here"
+            )
 
 
 def _decide(

@@ -12,6 +12,7 @@ from test_buckets import traced
 from torch import nn
 
 import autotp
+from autotp.cli_explain import explain_collective
 from autotp.durations import overlap_of
 from autotp.overlapped import Overlap
 from autotp.pricing import Prices
@@ -97,3 +98,14 @@ def test_a_plan_is_run_in_the_stages_that_it_was_priced_with():
         plan = planned(model, args, (2, 2), slower)
         chosen, staged = overlap_of(plan, merge=False).decided(traced(model, args, plan))
         assert chosen == ((), ()) and bool(staged[1]) == (slower > 1)
+
+
+def test_explaining_a_collective_names_what_planning_takes():
+    seen = set()
+    for slower in (1.0, 1.5, 2.0, 3.0, 100.0):
+        machine = levels((2, 2), slower)
+        found = explain_collective("all_reduce", machine, (2, 2), (0, 1), 1e8)
+        taken = float(Prices(machine, (2, 2), together=1e9).seconds("all_reduce", (0, 1), np.array([1e8]))[0])
+        assert math.isclose(found["seconds"], taken, rel_tol=1e-9), slower
+        seen.add(found["chosen"] == "in stages")
+    assert seen == {True, False}
