@@ -8,7 +8,8 @@ from collections.abc import Hashable, Mapping
 from torch import fx
 
 from autotp.communication import Moved, Priced, Sums
-from autotp.pricing import Price, flop_of
+from autotp.price import Price
+from autotp.pricing import flop_of
 from passes.factors import Value, value_of
 from passes.layout import Layout
 from passes.rules.shapes import operands_of, results_of

@@ -62,7 +62,7 @@ def explain_collective(
     chosen = min((e for e in found if e["available"]), key=lambda e: e["seconds"])
     if kind == "all_reduce" and len(axes) > 1:
         prices = Prices(topology, mesh)
-        seconds = float(prices.in_stages(axes, np.array([volume]))[0])
+        seconds = float(prices.in_stages(axes, np.array([volume]))[0, 0])
         found.append({"algorithm": "in stages", "formula": _stages(axes), "seconds": seconds, "available": True})
         chosen = found[-1] if prices.faster_staged(axes, volume) else chosen
     return {

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate
 
-from autotp.pricing import Price, Prices, flop_of
+from autotp.price import Price
+from autotp.pricing import Prices, flop_of
 from autotp.structure import Model
 from costmodel import overlap
 from passes.factors import Value, value_of
@@ -48,6 +50,7 @@ class Pass:
         activations: of communication that moves activations or their gradients.
         parameters: of communication that moves parameters or their gradients.
         contended_activations, contended_parameters: those of them that take the processors' time.
+        levels: of either communication on each level of the network, innermost first.
     """
 
     compute: float = 0.0
@@ -55,25 +58,27 @@ class Pass:
     parameters: float = 0.0
     contended_activations: float = 0.0
     contended_parameters: float = 0.0
+    levels: tuple[float, ...] = ()
 
-    def plus(self, compute: float, communication: float, contended: float, *, parameter: bool) -> Pass:
-        """With so many seconds more, which move a parameter or its gradient, or something else."""
-        found = replace(self, compute=self.compute + compute)
+    def plus(self, figures: Sequence[float], *, parameter: bool) -> Pass:
+        """With a pass of a `Price` more, which moves a parameter or its gradient, or something else."""
+        compute, communication, contended, *levels = figures
+        every = tuple(mine + more for mine, more in itertools.zip_longest(self.levels, levels, fillvalue=0.0))
+        found = replace(self, compute=self.compute + compute, levels=every)
         if parameter:
             more, taken = self.parameters + communication, self.contended_parameters + contended
             return replace(found, parameters=more, contended_parameters=taken)
         more, taken = self.activations + communication, self.contended_activations + contended
         return replace(found, activations=more, contended_activations=taken)
 
-    def sides(self, depth: int, chunks: int, hidden: float) -> tuple[float, float]:
-        """Seconds of the pass if the processors limit it, and if the network does."""
+    def sides(self, depth: int, chunks: int, hidden: float) -> tuple[float, ...]:
+        """Seconds of the pass if the processors limit it, and if each level of the network does."""
         seconds = self.compute, self.activations, self.parameters, hidden
         shares = (
             self.contended_activations / self.activations if self.activations else 0.0,
             self.contended_parameters / self.parameters if self.parameters else 0.0,
         )
-        device, network = overlap.sides(*seconds, depth, chunks, shares)
-        return float(device), float(network)
+        return tuple(map(float, overlap.sides(*seconds, depth, chunks, shares, self.levels)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +119,8 @@ class Sums:
         return self.activations + self.parameters
 
     @property
-    def sides(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Of either pass: seconds if the processors limit it, and if the network does."""
+    def sides(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Of either pass: seconds if the processors limit it, and if each level of the network does."""
         share = self.hidden / self.activations if self.activations else 0.0
         first, second = (one.sides(self.depth, self.chunks, share * one.activations) for one in self.passes)
         return first, second
@@ -127,10 +132,12 @@ class Sums:
 
     def plus(self, price: Price, *, parameter: bool = False, times: int = 1) -> Sums:
         """With so many times something of this price, which moves a parameter or its gradient, or something else."""
-        compute, communication, _, contended, *behind = (times * figure for figure in price)
-        ahead = (whole - part for whole, part in zip((compute, communication, contended), behind, strict=True))
-        forward = self.forward.plus(*ahead, parameter=parameter)
-        return replace(self, forward=forward, backward=self.backward.plus(*behind, parameter=parameter))
+        forward, backward = price.times(times).passes
+        return replace(
+            self,
+            forward=self.forward.plus(forward, parameter=parameter),
+            backward=self.backward.plus(backward, parameter=parameter),
+        )
 
     @property
     def step(self) -> float:
@@ -250,20 +257,20 @@ class Priced:
         for node in self.model.operators:
             found = found.plus(own[node])
             if any(factor is not None for factor in self.strategies[node.name].assignment[real:]):
-                in_chunks += own[node][1]
+                in_chunks += own[node].communication
         for moved in self.reshards():
             found = found.plus(moved.price, parameter=moved.parameter)
             if moved.parameter:
                 continue
             if any(not isinstance(p, Replicate) for p in (*self.layouts[moved.value][real:], *moved.want.layout[real:])):
-                in_chunks += moved.price[1]
+                in_chunks += moved.price.communication
             beside = [n for n in (moved.value[0], *moved.users) if rows is not None and n.name in rows]
             for node in beside:
-                near[node] += moved.price[1] / len(beside)
+                near[node] += moved.price.communication / len(beside)
         if rows is None:
             hidden = float(overlap.hidden_by_batch(in_chunks, found.depth, chunks))
         else:
-            hidden = sum(float(overlap.hidden_by_rows(near[node], own[node][0], chunks)) for node in near)
+            hidden = sum(float(overlap.hidden_by_rows(near[node], own[node].compute, chunks)) for node in near)
         return replace(found, hidden=hidden)
 
 

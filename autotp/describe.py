@@ -14,7 +14,7 @@ from autotp.footprint import Footprint
 from autotp.ilp import Solution
 from autotp.panelling import choose_panels
 from autotp.plan import AXIS_NAMES, Plan, PlannedOperator, Predicted, fingerprint
-from autotp.pricing import Price, Prices
+from autotp.pricing import Prices
 from autotp.problem import Assembled
 from autotp.schemes import scheme
 from autotp.structure import Model
@@ -27,8 +27,6 @@ from passes.rules.table import name_of, rule_of
 from passes.strategy import SUM, Strategy, whole_layout
 
 __all__ = ["AXIS_NAMES", "Found", "describe_plan", "memory_of", "priced"]
-
-NOTHING = Price(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ class _Description:
             strategy = self.strategies[node.name]
             operands = operands_of(node)
             have = [self.layouts[value_of(n)] for n in operands]
-            communication = own[node][1] + moved[node][1]
+            communication = own[node].communication + moved[node][0]
             shown = [w.layout for w in strategy.wants] + list(strategy.results)
             used = sorted({f for f in strategy.assignment if f is not None and not f.startswith(SUM)})
             planned.append(
@@ -124,15 +122,15 @@ class _Description:
                     layouts=tuple(describe(layout, names) for layout in shown),
                     count=copies[model.stands[node]],
                     fold=model.stands[node].name,
-                    seconds=own[node][0] + communication,
+                    seconds=own[node].compute + communication,
                     communication_seconds=communication,
-                    bytes_moved=own[node][2] + moved[node][2],
+                    bytes_moved=own[node].received + moved[node][1],
                     bound_bytes=self.bound(node),
                     panels=panels.get(node.name, 1),
                     replicated=operator.rule is None and bool(operands),
                 )
             )
-        compute = sum(price[0] for price in own.values())
+        compute = sum(price.compute for price in own.values())
         communication = sum(op.communication_seconds for op in planned) + unassigned
         step = compute + communication
         if sums is not None:
@@ -162,16 +160,17 @@ class _Description:
         self.chosen_panels = dict(chosen)
         return chosen
 
-    def edges(self) -> tuple[dict[fx.Node, Price], float]:
-        """What each operator's reshards cost, and the seconds of those that belong to none."""
-        found: dict[fx.Node, Price] = defaultdict(lambda: NOTHING)
+    def edges(self) -> tuple[dict[fx.Node, tuple[float, float]], float]:
+        """Seconds and bytes received of each operator's reshards, and the seconds of those that belong to none."""
+        found: dict[fx.Node, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
         unassigned = 0.0
         for moved, charged in self.priced().charged():
+            price = moved.price
             if not charged:
-                unassigned += moved.price[1]
+                unassigned += price.communication
             for user in charged:
-                share = Price(0.0, *(whole / len(charged) for whole in moved.price[1:4]))
-                found[user] = found[user].plus(share)
+                seconds, received = found[user]
+                found[user] = seconds + price.communication / len(charged), received + price.received / len(charged)
         return found, unassigned
 
     def priced(self) -> Priced:

@@ -196,9 +196,9 @@ class Explainer:
             scheme=entry.scheme,
             layouts=entry.layouts,
             pin=self.pin(name, strategy),
-            compute_seconds=own[0],
-            inner_seconds=own[1],
-            reshard_seconds=sum(moved.price[1] / shared for moved, shared in charged),
+            compute_seconds=own.compute,
+            inner_seconds=own.communication,
+            reshard_seconds=sum(moved.price.communication / shared for moved, shared in charged),
             expression=str(compute.KERNEL) if work is not None else "0",
             values={str(symbol): float(value) for symbol, value in values.items()},
             reshards=tuple(

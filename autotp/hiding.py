@@ -19,8 +19,8 @@ from passes.shard import Sharding
 
 __all__ = ["Searched", "best_chunks", "chunked", "in_parts", "least_step", "sharding_of"]
 
-#: Of either pass, seconds if the processors limit it, and if the network does.
-Sides = tuple[tuple[float, float], tuple[float, float]]
+#: Of either pass, figures of the processors and of each level of the network: seconds if that limits it, or its share.
+Sides = tuple[tuple[float, ...], tuple[float, ...]]
 
 _ROUNDS = 8
 _COUNTS = (2, 4)
@@ -53,7 +53,8 @@ def least_step(
         The best choice of all that were met, and the bound in seconds; what the first search found where nothing fits.
     """
     met: list[tuple[Sums, Searched]] = []
-    floor, shares = 0.0, (1.0, 1.0)
+    shares: Sides = (1.0,), (1.0,)
+    floor = 0.0
     for _ in range(_ROUNDS):
         if met and time.perf_counter() > deadline:
             break
@@ -77,18 +78,25 @@ def least_step(
     return best[1], min(floor, best[0].step)
 
 
-def _next_shares(lines: Sequence[Sides]) -> tuple[tuple[float, float], float]:
-    """(shares, value) where the least of the lines, the sums of share * device + (1 - share) * network, is greatest."""
+def _next_shares(lines: Sequence[Sides]) -> tuple[Sides, float]:
+    """(shares, value) where the least of the lines, the sums of sides weighted by shares, is greatest."""
     model = mathopt.Model()
-    shares = [model.add_variable(lb=0.0, ub=1.0) for _ in range(2)]
+    shares = [[model.add_variable(lb=0.0, ub=1.0) for _ in one] for one in lines[0]]
+    for one in shares:
+        model.add_linear_constraint(sum(one) == 1.0)
     least = model.add_variable(lb=0.0)
     for line in lines:
-        terms = [mu * (device - network) + network for mu, (device, network) in zip(shares, line, strict=True)]
+        terms = [mu * side for one, sides in zip(shares, line, strict=True) for mu, side in zip(one, sides, strict=True)]
         model.add_linear_constraint(least <= sum(terms))
     model.maximize(least)
     found = mathopt.solve(model, mathopt.SolverType.GLOP)
-    first, second = (min(1.0, max(0.0, found.variable_values(mu))) for mu in shares)
+    first, second = (_normal([max(0.0, found.variable_values(mu)) for mu in one]) for one in shares)
     return (first, second), found.objective_value()
+
+
+def _normal(shares: Sequence[float]) -> tuple[float, ...]:
+    """With the sum 1, from which a solver may be a little off."""
+    return tuple(share / sum(shares) for share in shares)
 
 
 def best_chunks(priced: Priced, whole: Sums) -> dict[str, int]:

@@ -144,8 +144,9 @@ def inspect_plan(plan: Plan, priced: Priced) -> list[Row]:
                 operands=entry.layouts[: len(strategy.wants)],
                 results=entry.layouts[len(strategy.wants) :],
                 reshards=tuple(s for moved, shared in charged[node] for s in reshard_steps(plan, priced, moved, shared)),
-                compute_seconds=own[node][0],
-                communication_seconds=own[node][1] + sum(moved.price[1] / shared for moved, shared in charged[node]),
+                compute_seconds=own[node].compute,
+                communication_seconds=own[node].communication
+                + sum(moved.price.communication / shared for moved, shared in charged[node]),
                 flop=flop_of(node) / strategy.ways(plan.mesh_shape),
                 bytes=sum(prices.bytes(t, layout) for t, layout in zip(results, strategy.results, strict=True)),
                 replicated=entry.replicated,

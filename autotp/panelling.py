@@ -60,7 +60,7 @@ def loop_seconds(loop: Loop, operators: Mapping, strategies: Mapping[str, Strate
         operator: Operator = operators[node]
         one = prices.operator(operator, strategies[node.name], flop_of(node), gradient=False)
         launch = prices.topology.device.launch
-        work += (one[0] - launch) / panels + launch
+        work += (one.compute - launch) / panels + launch
     total = before + float(pipeline.seconds(fetch, work, panels))
     if prices.train:
         total += before + float(pipeline.seconds(fetch + scatter, 2 * work, panels)) + after

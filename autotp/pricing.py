@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Replicate
 
+from autotp.price import Price
 from costmodel import Topology, collectives, compute, memory, overlap
 from passes.codes import local_elements
 from passes.factors import Operator
@@ -23,47 +24,10 @@ from passes.space import Space
 from passes.strategy import Strategy, Want, gradient_of
 from passes.virtual import sums_first
 
-__all__ = ["Price", "Prices", "flop_of", "kind_of"]
+__all__ = ["Prices", "flop_of", "kind_of"]
 
 #: An all_reduce goes in stages where it then takes at most this share of its time: there are more messages to wait for.
 _STAGED = 0.95
-
-
-class Price(tuple):
-    """(compute seconds, communication seconds, bytes received, contended seconds) of one step on one device.
-
-    Contended are those of the communication's seconds that take the processors' time. Behind them is how much of the three
-    kinds of seconds belongs to the backward pass: (compute, communication, contended).
-    """
-
-    __slots__ = ()
-
-    def __new__(
-        cls,
-        compute_seconds: float,
-        communication_seconds: float,
-        received: float,
-        contended: float = 0.0,
-        *backward: float,
-    ) -> Price:
-        """The seven figures; those of the backward pass are 0 unless given."""
-        return super().__new__(
-            cls, (compute_seconds, communication_seconds, received, contended, *(backward or (0.0, 0.0, 0.0)))
-        )
-
-    @property
-    def seconds(self) -> float:
-        """Compute and communication together."""
-        return self[0] + self[1]
-
-    @property
-    def backward(self) -> Price:
-        """The same, all of it in the backward pass."""
-        return Price(*self[:4], self[0], self[1], self[3])
-
-    def plus(self, other: Price) -> Price:
-        """Both."""
-        return Price(*(mine + more for mine, more in zip(self, other, strict=True)))
 
 
 class Prices:
@@ -95,31 +59,71 @@ class Prices:
         self.collective = lru_cache(maxsize=None)(self._collective)
         self.moving = lru_cache(maxsize=None)(self._moving)
         self.contention = lru_cache(maxsize=None)(self._contention)
+        self.shares = lru_cache(maxsize=None)(self._shares)
+        self.latency = lru_cache(maxsize=None)(self._latency)
 
     def _contention(self, axes: tuple[int, ...]) -> float:
         """The share of communicating over ``axes`` that takes the processors' time."""
         return self.topology.link(self.devices, axes).contention
 
+    def _shares(self, axes: tuple[int, ...]) -> np.ndarray:
+        """Of a second of one collective over ``axes``: 1, its bytes' share of the processors' time, and of each level's."""
+        busy = self.topology.link(self.devices, axes).busy
+        return np.array([1.0, self.contention(axes), *(busy.get(level.name, 0.0) for level in self.topology.levels)])
+
+    def _latency(self, kind: str, axes: tuple[int, ...]) -> float:
+        """Seconds of a collective without any bytes, which is waiting and takes nobody's time."""
+        return float(self.alone(kind, axes, np.ones(1))[0])
+
     def _collective(self, kind: str, axes: tuple[int, ...], volume: float, parameter: bool = False) -> tuple[float, float]:
         """(seconds, bytes received) of one collective; ``volume`` is in bytes of the larger tensor on one device."""
-        ways = math.prod(self.mesh[a] for a in axes)
-        pay = self.parameter_seconds if parameter else self.seconds
-        return float(pay(kind, axes, np.array([volume]))[0]), float(collectives.bytes_moved(kind, ways, volume))
+        return float(self.spent(kind, axes, np.array([volume]), parameter)[0, 0]), self._received(kind, axes, volume)
 
-    def parameter_seconds(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
-        """``seconds`` of collectives that move parameters or their gradients."""
-        alone = self.seconds(kind, axes, volumes)
+    def _received(self, kind: str, axes: tuple[int, ...], volume: float) -> float:
+        return float(collectives.bytes_moved(kind, math.prod(self.mesh[a] for a in axes), volume))
+
+    def spent(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray, parameter: bool = False) -> np.ndarray:
+        """Seconds of a collective over ``axes`` for many sizes, and what they occupy.
+
+        Args:
+            kind, axes: of the collective.
+            volumes: in bytes of the larger tensor on one device.
+            parameter: they move parameters or their gradients, which may travel with others: copied into one message,
+                and out of it.
+
+        Returns:
+            ``[2 + levels, ...]`` seconds: of communicating; of those that take the processors' time; and for every level of
+            the network, innermost first, those in which it is occupied.
+        """
+        found = self.at_once(kind, axes, volumes)
         if not self.together:
-            return alone
-        return np.asarray(overlap.merged(alone, self.seconds(kind, axes, np.ones(1)), volumes / self.together))
+            return found
+        if kind == "all_reduce" and len(axes) > 1:
+            staged = self.in_stages(axes, volumes)
+            found = np.where(staged[0] < _STAGED * found[0], staged, found)
+        if not parameter:
+            return found
+        latency = self.spent(kind, axes, np.ones(1))[0]
+        merged = np.asarray(overlap.merged(found[0], latency, volumes / self.together))
+        share = np.divide(merged, found[0], out=np.ones_like(merged), where=found[0] > 0)
+        taken = found[1]  # fewer messages are no fewer bytes
+        found = found * share
+        found[1] = taken
+        bytes_copied = overlap.copied(kind, math.prod(self.mesh[a] for a in axes), volumes)
+        copying = np.where(share < 1, 2 * np.asarray(bytes_copied) / self.topology.device.memory_bandwidth, 0.0)
+        found[:2] += copying  # which keeps the processors busy, and no level
+        return np.asarray(found)
+
+    def at_once(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
+        """``spent`` by one collective, which neither goes in stages nor travels with others."""
+        alone = self.alone(kind, axes, volumes)
+        found = np.multiply.outer(self.shares(axes), alone)
+        found[1] = self.contention(axes) * np.maximum(0.0, alone - self.latency(kind, axes))
+        return np.asarray(found)
 
     def seconds(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
         """Seconds of a collective over ``axes`` for many sizes, in bytes of the larger tensor on one device."""
-        alone = self.alone(kind, axes, volumes)
-        if kind != "all_reduce" or len(axes) == 1 or not self.together:
-            return alone
-        staged = self.in_stages(axes, volumes)
-        return np.where(staged < _STAGED * alone, staged, alone)
+        return np.asarray(self.spent(kind, axes, volumes)[0])
 
     def alone(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
         """``seconds`` of one collective, not in stages."""
@@ -127,25 +131,26 @@ class Prices:
         return np.asarray(collectives.of_link(kind, volumes, link, self.topology.library))
 
     def in_stages(self, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
-        """Seconds of an all_reduce that goes over the last axis first; see `passes.staged`."""
+        """``spent`` by an all_reduce that goes over the last axis first; see `passes.staged`."""
         rest, inner = axes[:-1], axes[-1:]
         shares = volumes / self.mesh[inner[0]]
-        between = self.alone("all_reduce", rest, shares)
+        between = self.at_once("all_reduce", rest, shares)
         if len(rest) > 1:
-            between = np.minimum(between, self.in_stages(rest, shares))
-        within = self.alone("reduce_scatter", inner, volumes) + self.alone("all_gather", inner, volumes)
+            staged = self.in_stages(rest, shares)
+            between = np.where(staged[0] < between[0], staged, between)
+        within = self.at_once("reduce_scatter", inner, volumes) + self.at_once("all_gather", inner, volumes)
         return np.asarray(within + between)
 
     def faster_staged(self, axes: tuple[int, ...], volume: float) -> bool:
         """Whether an all_reduce of so many bytes goes over the last of the axes first; see `passes.staged`."""
         volumes = np.array([volume])
-        return bool(self.in_stages(axes, volumes)[0] < _STAGED * self.alone("all_reduce", axes, volumes)[0])
+        return bool(self.in_stages(axes, volumes)[0, 0] < _STAGED * self.alone("all_reduce", axes, volumes)[0])
 
     def _moving(
         self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout, parameter: bool = False
     ) -> Price:
         """Of the steps from one layout to another."""
-        compute_seconds = seconds = received = contended = 0.0
+        compute_seconds, received, spent = 0.0, 0.0, self._nothing()
         real, state = len(self.devices), list(source)
         found = {step: elements for step, elements in moves(shape, source, target, self.mesh)}
         for step in sums_first(found, real) if len(self.mesh) > real else found:
@@ -153,15 +158,24 @@ class Prices:
             volume = float(there * itemsize)
             if step.axes[0] < real and step.kind in COMMUNICATING:
                 times = self._times([not isinstance(p, Replicate) for p in state[real:]])
-                cost, size = self.collective(step.kind, step.axes, volume, parameter)
-                seconds, received = seconds + times * cost, received + times * size
-                contended += times * cost * self.contention(step.axes)
+                spent += times * self.spent(step.kind, step.axes, np.array([volume]), parameter)[:, 0]
+                received += times * self._received(step.kind, step.axes, volume)
             for axis in step.axes:
                 state[axis] = target[axis]
             if step.axes[0] >= real and step.kind in COMMUNICATING:  # read every chunk's, write one
                 read = math.prod(self.mesh[axis] for axis in step.axes)
                 compute_seconds += (read + 1) * volume / self.topology.device.memory_bandwidth
-        return Price(compute_seconds, seconds, received, contended)
+        return self._price(received, compute_seconds, spent)
+
+    def _nothing(self) -> np.ndarray:
+        return np.zeros(2 + len(self.topology.levels))
+
+    def _price(
+        self, received: float, compute: float, spent: np.ndarray, late: float = 0.0, spent_late: float = 0.0
+    ) -> Price:
+        """``spent`` as it is named above; which shares of computing and of it belong to the backward pass."""
+        ahead, behind = (1 - spent_late) * spent, spent_late * spent
+        return Price(received, [(1 - late) * compute, *ahead.tolist()], [late * compute, *behind.tolist()])
 
     def _times(self, splits: Sequence[bool]) -> int:
         """How often something is done, given which virtual axes split it."""
@@ -173,7 +187,7 @@ class Prices:
         """One tensor's reshard with its mirror; ``regather``: it is gathered again for the backward pass."""
         shape, itemsize = tuple(value.shape), value.element_size()
         there = self.moving(shape, itemsize, have, want.layout, parameter)
-        if self.train and regather and there[1]:
+        if self.train and regather and there.communication:
             there = there.plus(there.backward)
         if not (self.train and gradient):
             return there
@@ -182,13 +196,16 @@ class Prices:
 
     def space(self, space: Space, flop: float, *, gradient: bool) -> tuple[np.ndarray, np.ndarray]:
         """``operator`` for all strategies at once: (compute seconds, seconds of collectives inside), each ``[S]``."""
+        return self.computing(space, flop, gradient=gradient), self.inside(space, gradient=gradient)[0]
+
+    def computing(self, space: Space, flop: float, *, gradient: bool) -> np.ndarray:
+        """Seconds of computing for all strategies at once, ``[S]``."""
         node, table = space.operator.node, rule_of(space.operator.node)
         operands, results = [n.meta["val"] for n in operands_of(node)], results_of(node)
-        nothing = np.zeros(len(space.serves))
+        moved = np.zeros(len(space.serves))
         if (not operands and not results) or (table is not None and table.view):
-            return nothing, nothing
+            return moved
         passes = self._passes(gradient)
-        moved = nothing
         for tensor, rows in (*zip(operands, space.wants, strict=True), *zip(results, space.results, strict=True)):
             moved = moved + local_elements(tuple(tensor.shape), rows, self.mesh) * tensor.element_size()
         work = flop / np.where(space.factors(), np.array(self.mesh), 1).prod(axis=-1)
@@ -200,8 +217,7 @@ class Prices:
                 / np.where(space.axes_of(names), np.array(self.mesh), 1).prod(axis=-1)
                 for names in self._dims(space.operator)
             )
-        compute_seconds = self._compute(node, passes, work, moved, dtype, dims)
-        return np.asarray(compute_seconds), self._inner_of(space, gradient)
+        return np.asarray(self._compute(node, passes, work, moved, dtype, dims))
 
     def _passes(self, gradient: bool) -> float:
         """Times an operator's work is done: forward, and as much again for each operand's gradient."""
@@ -224,9 +240,10 @@ class Prices:
         """The factors that make up m, k and n of a product."""
         return tuple(frozenset(f.name for f in operator.factors.values() if f.kind == kind) for kind in "mkn")
 
-    def _inner_of(self, space: Space, gradient: bool) -> np.ndarray:
+    def inside(self, space: Space, *, gradient: bool) -> np.ndarray:
+        """``spent`` by collectives inside the operator for all strategies at once, ``[2 + levels, S]``."""
         rule, table = space.operator.rule, rule_of(space.operator.node)
-        found = np.zeros(len(space.serves))
+        found = np.zeros((len(self._nothing()), len(space.serves)))
         if rule is None or table is None or not rule.inner:
             return found
         inner = space.axes_of(rule.inner)
@@ -240,7 +257,7 @@ class Prices:
         groups = (inner * (1 << np.arange(len(self.mesh)))).sum(axis=-1)
         for group in np.unique(groups[groups > 0]):
             axes = tuple(a for a in range(len(self.mesh)) if group >> a & 1)
-            found = np.where(groups == group, times * self.seconds("all_reduce", axes, rows), found)
+            found = np.where(groups == group, times * self.spent("all_reduce", axes, rows), found)
         return found
 
     def bytes(self, value: torch.Tensor, layout: Layout) -> float:
@@ -251,13 +268,11 @@ class Prices:
         """One operator under one strategy: roofline compute, and the collectives of its lowering."""
         work = self.work(operator, strategy, flop, gradient=gradient)
         if work is None:
-            return Price(0.0, 0.0, 0.0)
+            return self._price(0.0, 0.0, self._nothing())
         seconds = float(work.seconds(self.topology.device))
-        inner, received, contended = self._inner(operator, strategy, gradient)
+        spent, received = self._inner(operator, strategy, gradient)
         times = self._times([factor is not None for factor in strategy.assignment[len(self.devices) :]])
-        computing, inside = self.behind(operator.node, gradient=gradient)
-        here = times * seconds, times * inner, times * received, times * contended
-        return Price(*here, computing * here[0], inside * here[1], inside * here[3])
+        return self._price(received, seconds, spent, *self.behind(operator.node, gradient=gradient)).times(times)
 
     def work(self, operator: Operator, strategy: Strategy, flop: float, *, gradient: bool) -> compute.Work | None:
         """What one device computes of an operator, forward and backward; None where there is nothing to do."""
@@ -279,13 +294,14 @@ class Prices:
         share = flop / strategy.ways(self.mesh)
         return compute.Work(passes * share, passes * moved, dtype, kind_of(node), dims, passes)
 
-    def _inner(self, operator: Operator, strategy: Strategy, gradient: bool) -> tuple[float, float, float]:
+    def _inner(self, operator: Operator, strategy: Strategy, gradient: bool) -> tuple[np.ndarray, float]:
+        """(``spent``, bytes received) of the collectives inside an operator."""
         rule, table = operator.rule, rule_of(operator.node)
         if rule is None or table is None or not rule.inner:
-            return 0.0, 0.0, 0.0
+            return self._nothing(), 0.0
         axes = strategy.axes(*rule.inner)
         if not axes:
-            return 0.0, 0.0, 0.0
+            return self._nothing(), 0.0
         operand = operands_of(operator.node)[0].meta["val"]
         rows = self.bytes(operand, strategy.wants[0].layout)
         for name in rule.inner:
@@ -293,8 +309,8 @@ class Prices:
             rows /= max(1, math.ceil(rule.sizes[name] / ways))
         forward, backward = table.statistics
         times = forward + (backward if self.train and gradient else 0)
-        seconds, received = self.collective("all_reduce", axes, rows)
-        return times * seconds, times * received, times * seconds * self.contention(axes)
+        spent = self.spent("all_reduce", axes, np.array([rows]))[:, 0]
+        return times * spent, times * self._received("all_reduce", axes, rows)
 
     def states(self, elements: np.ndarray, itemsize: int) -> np.ndarray:
         """Bytes of parameters of so many elements on one device, with gradient and optimizer state."""

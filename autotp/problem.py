@@ -112,7 +112,8 @@ class _Assembly:
             valid &= pin.allows(choice.space.serves, choice.space)
         if choice.best and valid.any():
             valid &= choice.score == choice.score[valid].max()
-        compute, inner = self.prices.space(choice.space, choice.flop, gradient=choice.gradient)
+        compute = self.prices.computing(choice.space, choice.flop, gradient=choice.gradient)
+        spent = self.prices.inside(choice.space, gradient=choice.gradient)
         memory = np.zeros(len(valid))
         if choice.saves and self.prices.train:
             for tensor, rows in zip(results_of(choice.space.operator.node), choice.space.results, strict=True):
@@ -126,7 +127,8 @@ class _Assembly:
         late, inner_late = self.prices.behind(choice.space.operator.node, gradient=choice.gradient)
         forward, backward = self.weights.forward, self.weights.backward
         seconds = ((1 - late) * forward.compute + late * backward.compute) * compute
-        seconds = seconds + ((1 - inner_late) * forward.activations + inner_late * backward.activations) * inner
+        seconds = seconds + (1 - inner_late) * forward.of(spent, parameter=False)
+        seconds = seconds + inner_late * backward.of(spent, parameter=False)
         return np.where(valid, seconds, np.inf), memory
 
     def layouts(self, rest: Rest, pins: Sequence[Requirement]) -> tuple[np.ndarray, np.ndarray]:
@@ -184,9 +186,7 @@ class _Assembly:
         prices = self.prices
 
         def seconds(kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
-            if parameter:
-                return weight.of_parameters(prices.contention(axes)) * prices.parameter_seconds(kind, axes, volumes)
-            return weight.activations * prices.seconds(kind, axes, volumes)
+            return weight.of(prices.spent(kind, axes, volumes, parameter), parameter=parameter)
 
         return seconds
 

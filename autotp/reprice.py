@@ -58,5 +58,5 @@ def _operators(plan: Plan, priced: Priced) -> Iterator[PlannedOperator]:
     nodes = {node.name: node for node in priced.model.operators}
     for operator in plan.operators:
         node = nodes[operator.name]
-        communication = own[node][1] + sum(moved.price[1] / shared for moved, shared in charges[node])
-        yield replace(operator, seconds=own[node][0] + communication, communication_seconds=communication)
+        communication = own[node].communication + sum(moved.price.communication / shared for moved, shared in charges[node])
+        yield replace(operator, seconds=own[node].compute + communication, communication_seconds=communication)

@@ -134,7 +134,7 @@ class _Mute:
     all_reduce_ = all_reduce
 
     def all_gather(self, parts: Any, axis: int) -> Pending:
-        return Pending([parts[0].expand(self.shape[axis], *parts[0].shape)])
+        return Pending([parts[0].expand(self.shape[axis], *parts[0].shape).contiguous()])
 
     def reduce_scatter(self, parts: Any, axis: int) -> Pending:
         return Pending([parts[0][0]])

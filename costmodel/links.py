@@ -242,8 +242,22 @@ class Link:
 
     @property
     def contention(self) -> float:
-        """Share of a collective's seconds that processors spend: of each level's, by how long the bytes take there."""
-        return min(1.0, sum(stage.contention * self.bandwidth / stage.bandwidth for stage in self._stages()))
+        """Share of a collective's seconds that processors spend, on average of the devices.
+
+        Of a ring's hops some cross one level and some another: each level's share counts by how many do, and by how long
+        the bytes take there. The hop that closes the ring crosses the outermost level.
+        """
+        stages = self._stages()
+        hops = [stage.steps + (stage is stages[-1]) for stage in stages]
+        shares = (
+            hop / sum(hops) * stage.contention * self.busy[stage.level] for hop, stage in zip(hops, stages, strict=True)
+        )
+        return min(1.0, sum(shares))
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """By level crossed, the share of a collective's seconds that the bytes take there."""
+        return {stage.level: self.bandwidth / stage.bandwidth for stage in self._stages()}
 
     @property
     def ring_latency(self) -> float:

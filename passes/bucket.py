@@ -237,13 +237,21 @@ def _merge(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
         pieces = emit(graph, _aten.split_with_sizes.default, sent, lengths, len(lead))
         for i, (node, shape) in enumerate(zip(members, shapes, strict=True)):
             piece = emit(graph, operator.getitem, pieces, i)
-            if lead:  # a piece is not contiguous, as what it replaces is
+            if lead and not _copied(node):  # a piece is not contiguous, as what it replaces is
                 piece = emit(graph, _aten.clone.default, piece)
                 piece.kwargs = {"memory_format": torch.contiguous_format}
             whole = emit(graph, _aten.view.default, piece, shape)
             node.replace_all_uses_with(whole)
     for node in members:
         graph.erase_node(node)
+
+
+def _copied(node: fx.Node) -> bool:
+    """Whether all that is done with what others sent is to put their parts together in another order."""
+    parts = [part for user in node.users for part in user.users]
+    return all(user.target is _aten.unbind.int for user in node.users) and all(
+        reader.target is _aten.cat.default for part in parts for reader in part.users
+    )
 
 
 def _sort(graph: fx.Graph) -> None:

@@ -268,7 +268,8 @@ class World(nn.Module):
         if blocks > 1:
             return torch.stack(tensor.unflatten(dim, (blocks, -1)).chunk(ways, dim + 1))
         chunk = even_chunk(tensor.shape[dim], ways)
-        return torch.stack(self.pad(tensor, dim, chunk * ways).split(chunk, dim))
+        padded = self.pad(tensor, dim, chunk * ways)
+        return padded.unflatten(0, (ways, chunk)) if dim == 0 else torch.stack(padded.split(chunk, dim))
 
 
 def _join_blocks(tensor: Tensor, dim: int) -> Tensor:
@@ -278,6 +279,8 @@ def _join_blocks(tensor: Tensor, dim: int) -> Tensor:
 
 def _join_dim(stacked: Tensor, dim: int, blocks: int) -> Tensor:
     """(ways, .., dim, ..) -> (.., dim, ..): the inverse of splitting every one of ``blocks`` blocks of ``dim``."""
+    if blocks == 1 and dim == 0:
+        return stacked.flatten(0, 1)
     parts = stacked.unbind(0)
     if blocks == 1:
         return torch.cat(parts, dim)
@@ -318,7 +321,7 @@ class LocalWorld(World):
         for group in self._groups((axis,)):
             stacked = _stacked(parts[i] for i in group)
             for i in group:
-                result[i] = stacked
+                result[i] = stacked.clone()
         return Pending(result)
 
     def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> Pending:

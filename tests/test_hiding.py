@@ -2,7 +2,9 @@
 
 import itertools
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -31,16 +33,18 @@ positive = st.floats(1e-3, 1e3)
 @given(positive, positive, positive, st.integers(1, 100), st.tuples(st.floats(0, 1), st.floats(0, 1)), st.floats(0, 1))
 def test_a_weighted_sum_of_both_sides_is_the_programs_objective(compute, activations, parameters, depth, contention, share):
     device, network = overlap.sides(compute, activations, parameters, 0.0, depth, 1, contention)
-    weight = overlap.weights((share, 1 - share), depth).forward
-    mixed = weight.compute * compute + weight.activations * activations
-    mixed += weight.of_parameters(contention[1]) * parameters
+    weight = overlap.weights(((share, 1 - share), (1.0,)), depth).forward
+    mixed = weight.compute * compute
+    for seconds, taken, parameter in ((activations, contention[0], False), (parameters, contention[1], True)):
+        mixed += float(weight.of(np.array([seconds, taken * seconds, seconds]), parameter=parameter))
     assert mixed == pytest.approx(share * device + (1 - share) * network, rel=1e-9)
     assert max(device, network) >= mixed * (1 - 1e-9)
     assert max(device, network) <= (compute + activations + parameters) * (1 + 1e-9), "hiding never costs"
 
 
 def test_limits_of_the_formula():
-    assert overlap.sides(3.0, 0.0, 1.0, 0.0, 1e9, 1, (0, 0))[0] == pytest.approx(3.0), "parameters hide under computing"
+    assert overlap.sides(3.0, 0.0, 1.0, 0.0, 1e9, 1, (0, 0))[0] == pytest.approx(3.1), "of parameters all but a tenth hides"
+    assert overlap.sides(3.0, 0.0, 1.0, 0.0, 2, 1, (0, 0))[0] == pytest.approx(3.5), "in a model of two layers half"
     assert overlap.sides(3.0, 2.0, 0.0, 0.0, 10, 1, (0, 0))[0] == pytest.approx(5.0), "activations are waited for"
     assert overlap.sides(3.0, 2.0, 1.0, 1.5, 1e9, 1, (1, 1))[0] == pytest.approx(6.0), "full contention hides nothing"
     assert overlap.hidden_by_batch(2.0, 10, 1) == 0 and overlap.hidden_by_batch(2.0, 10, 2) == pytest.approx(1.9)
@@ -60,8 +64,16 @@ def test_what_travels_together_costs_a_message_at_least_and_no_more_than_alone(m
 def test_the_step_equals_exhaustive_search_where_it_is_proven():
     proven = found = 0
     nothing, kinds = Weight(0, 0, 0), (Weight(1, 0, 0), Weight(0, 1, 0), Weight(0, 0, 1))
-    pure_weights = [*(Weights(kind, nothing) for kind in kinds), *(Weights(nothing, kind) for kind in kinds)]
-    for seed, model, mesh, prices, problem in small_problems():
+    levels = Weight(0, 0, 0, (1.0,)), Weight(0, 0, 0, (0.0, 1.0))
+    for seed, model, mesh, flat, problem in small_problems():
+        nodes = (
+            replace(flat.topology.levels[0], size=2, bandwidth=5e6, name="within"),
+            replace(flat.topology.levels[0], size=2, name="between"),
+        )
+        topology = replace(flat.topology, levels=nodes) if len(mesh) == 2 else flat.topology
+        prices = Prices(topology, mesh, together=model.parameter_bytes)
+        every = (*kinds, *levels[: len(topology.levels)])
+        pure_weights = [*(Weights(kind, nothing) for kind in every), *(Weights(nothing, kind) for kind in every)]
         pure = [
             assemble(
                 structure(model, family("auto").restrictions(len(mesh))[0], len(mesh)), prices, math.inf, weights=weights
@@ -83,7 +95,8 @@ def test_the_step_equals_exhaustive_search_where_it_is_proven():
         for choice in itertools.product(*(range(len(n.cost)) for n in problem.nodes)):
             if math.isfinite(evaluate(problem, choice).seconds):
                 sums = [evaluate(each.problem, choice).seconds for each in pure]
-                passes = (max(overlap.sides(*half, 0.0, depth, 1, (0, 0))) for half in (sums[:3], sums[3:]))
+                halves = sums[: len(every)], sums[len(every) :]
+                passes = (max(overlap.sides(*half[:3], 0.0, depth, 1, (0, 0), half[3:])) for half in halves)
                 least = min(least, sum(passes))
         assert plan.predicted.step_seconds >= least * (1 - 1e-9), seed
         assert plan.predicted.step_seconds * (1 - plan.gap) <= least * (1 + 1e-9), seed

@@ -135,9 +135,9 @@ def _costs(plan: Plan, priced: Priced) -> list[dict[str, Any]]:
     own = priced.operators()
     entries = {op.name: op for op in plan.operators}
     for node, price in own.items():
-        add(("computing", entries[node.name].target, "", False), 1, price[0], 0.0)
-        if price[1]:
-            add(("inside operators", "all_reduce", "", False), 1, price[1], price[2])
+        add(("computing", entries[node.name].target, "", False), 1, price.compute, 0.0)
+        if price.communication:
+            add(("inside operators", "all_reduce", "", False), 1, price.communication, price.received)
     for moved in priced.reshards():
         for step in reshard_steps(plan, priced, moved, 1):
             if step.seconds:
