@@ -229,7 +229,8 @@ def _merge(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
         flat = []
         for part in parts:
             lead = [part.meta["val"].shape[0]] if rows else []  # type: ignore[union-attr]
-            flat.append(emit(graph, _aten.reshape.default, part, [*lead, -1]))
+            plain = part.meta["val"].dim() == len(lead) + 1  # type: ignore[union-attr]
+            flat.append(part if plain else emit(graph, _aten.reshape.default, part, [*lead, -1]))
         joined = emit(graph, _aten.cat.default, flat, 1 if rows else 0)
         sent = emit(graph, members[0].target, joined, *members[0].args[1:])
         lead = [ways] if ways else [shapes[0][0]] if kind == "all_to_all" else []
@@ -240,8 +241,8 @@ def _merge(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
             if lead and not _copied(node):  # a piece is not contiguous, as what it replaces is
                 piece = emit(graph, _aten.clone.default, piece)
                 piece.kwargs = {"memory_format": torch.contiguous_format}
-            whole = emit(graph, _aten.view.default, piece, shape)
-            node.replace_all_uses_with(whole)
+            plain = len(shape) == len(lead) + 1
+            node.replace_all_uses_with(piece if plain else emit(graph, _aten.view.default, piece, shape))
     for node in members:
         graph.erase_node(node)
 

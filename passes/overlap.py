@@ -1,10 +1,11 @@
 """Overlap: a sharded graph becomes a forward and a backward graph whose collectives run while something is computed.
 
 Convolutions are given their inputs as they read them best (`passes.memory_format`). Then the graph is traced
-(`passes.traced`), cut in two (`passes.partition`), sums of products joined (`passes.joined`), small collectives merged
-(`passes.bucket`), all_reduces over several levels of the network done level by level (`passes.staged`), every collective a
-launch and a wait (`passes.launches`), and put in an order that hides them (`passes.schedule`). A backward pass from some of
-the outputs has a graph of its own (`passes.pruned`), and values lie in memory as they were traced (`passes.arranged`).
+(`passes.traced`), cut in two (`passes.partition`), sums of products joined (`passes.joined`), views that change nothing
+left out (`passes.tidy`), small collectives merged (`passes.bucket`), all_reduces over several levels of the network done
+level by level (`passes.staged`), every collective a launch and a wait (`passes.launches`), and put in an order that hides
+them (`passes.schedule`). A backward pass from some of the outputs has a graph of its own (`passes.pruned`), and values
+lie in memory as they were traced (`passes.arranged`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from passes.primitives import COLLECTIVES
 from passes.pruned import pruned
 from passes.schedule import Durations, Limits, Slot, reordered, schedule
 from passes.staged import Faster, Stages, stage, stages
+from passes.tidy import tidy
 from passes.traced import Joint, trace
 from passes.world import World
 
@@ -192,4 +194,6 @@ def halves(
     dump("cut, backward", parts.backward)
     join_products(parts.backward)
     dump("sums of products joined, backward", parts.backward)
+    for graph in (parts.forward, parts.backward):
+        tidy(graph)
     return Halves(joint, mesh, parts, {name: value.to(device) for name, value in joint.constants.items()})

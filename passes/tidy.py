@@ -1,0 +1,57 @@
+"""Views that change nothing are left out, and views of views are made of what they view.
+
+Tracing and sharding leave many: a reshape to the shape that is there already, a transpose of a transpose. None of them
+costs the device anything, but each is an operator that Python calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+__all__ = ["tidy"]
+
+_aten = torch.ops.aten
+_RESHAPING = frozenset({_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default})
+
+
+def tidy(graph: fx.Graph) -> None:
+    """Leaves out, in place, views that something else is as good as.
+
+    What a graph gives stays what it is: an output that is a view of another, or of an input, is not made the same tensor.
+
+    Args:
+        graph: of operators, with a fake tensor for each in ``meta["val"]``.
+    """
+    for node in list(graph.nodes):
+        if node.target in _RESHAPING:
+            _look_through(node)
+        same = _same(node)
+        if same is not None and not any(user.op == "output" for user in node.users):
+            node.replace_all_uses_with(same)
+    for node in reversed(list(graph.nodes)):
+        if not node.users and (node.target in _RESHAPING or node.target is _aten.t.default):
+            graph.erase_node(node)
+
+
+def _look_through(node: fx.Node) -> None:
+    """Reshapes what an operand is a view of, where that lies in memory in order, so that it can be viewed in any shape."""
+    operand: Any = node.args[0]
+    if operand.target in _RESHAPING and operand.args[0].meta["val"].is_contiguous():
+        node.replace_input_with(operand, operand.args[0])
+
+
+def _same(node: fx.Node) -> fx.Node | None:
+    """An earlier node with the same elements, shape and strides, in the same memory."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    operand = node.args[0]
+    if node.target is _aten.t.default and operand.target is _aten.t.default:
+        return operand.args[0]  # type: ignore[return-value]
+    if node.target in _RESHAPING:
+        old, new = operand.meta["val"], node.meta["val"]
+        if isinstance(old, Tensor) and old.shape == new.shape and old.stride() == new.stride():
+            return operand
+    return None
