@@ -25,11 +25,10 @@ from passes.schedule import Work
 __all__ = ["enough", "hiding", "lane_of", "overlap_of", "work_of"]
 
 _aten = torch.ops.aten
-#: A collective is worth merging with others while its latency is at least `LATENCY_SHARE` of its time,
-#: but only up to so many bytes: joining and parting are copies.
+#: Collectives are merged up to so many bytes: joining and parting are copies.
 _MOST = 32 * 2**20
-#: ... and to this share of a device's memory that is in use, or so many bytes, which no device misses.
-_SPARE, _ALWAYS = 0.08, 8 * 2**20
+#: ... and to this share of a device's memory that is in use, or this one of all it has, which no device misses.
+_SPARE, _ALWAYS = 0.08, 0.01
 _COPIES = 2
 #: Operators that cost as many FLOP as others, which torch counts.
 _COUNTED_AS = {
@@ -56,7 +55,7 @@ def overlap_of(plan: Plan, *, merge: bool = True) -> Overlap:
         merge: whether small collectives are merged.
     """
     prices = Prices(plan.topology, plan.mesh_shape)
-    spare = max(_SPARE * plan.predicted.memory_bytes, _ALWAYS)
+    spare = max(_SPARE * plan.predicted.memory_bytes, _ALWAYS * plan.topology.device.memory)
     merged = functools.partial(enough, prices=prices, spare=spare) if merge else None
     hides = functools.partial(hiding, prices=prices)
     return Overlap(functools.partial(work_of, prices=prices), merged, faster=prices.faster_staged, hiding=hides)
@@ -84,25 +83,25 @@ def work_of(node: fx.Node, prices: Prices) -> Work:
 
 
 def enough(kind: str, axes: tuple[int, ...], total: float, prices: Prices, spare: float = math.inf) -> float:
-    """Bytes of one device's part from which on a collective is sent by itself: where its latency matters little.
+    """Bytes of one device's part from which on a collective is sent by itself.
 
     Args:
         kind, axes: of the collective.
-        total: bytes of one device's parts that such collectives send altogether; in as many messages as are worth their
-            latencies (`costmodel.overlap.MESSAGES`).
+        total: bytes of one device's parts that such collectives send altogether, in as many messages as are worth their
+            latencies (`costmodel.overlap.MESSAGES`); infinite: unknown, and latency is to be a small share of the time.
         prices: of the mesh.
         spare: bytes of memory that joining may take.
     """
     factor = _factor(kind, axes, prices)
     most = min(_MOST, spare / factor / _COPIES)
     nothing = float(prices.collective(kind, axes, 1.0)[0])
+    if nothing and not math.isinf(total):
+        alone = float(prices.collective(kind, axes, factor * total)[0])
+        return min(most, total / float(messages(max(alone, nothing), nothing, prices.contention(axes))))
     size = min(2.0**10, most)
     while size < most and nothing > LATENCY_SHARE * float(prices.collective(kind, axes, factor * size)[0]):
         size *= 2
-    if math.isinf(total) or not nothing:
-        return size
-    alone = float(prices.collective(kind, axes, factor * total)[0])
-    return min(size, total / float(messages(max(alone, nothing), nothing, prices.contention(axes))))
+    return size
 
 
 def hiding(kind: str, axes: tuple[int, ...], total: float, prices: Prices) -> tuple[float, float]:

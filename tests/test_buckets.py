@@ -27,7 +27,8 @@ def test_buckets_are_as_many_as_are_worth_their_latency(contention, count):
     total = 18 * nothing / (prices.collective("all_reduce", (0,), 1e9)[0] - nothing) * 1e9
     largest = enough("all_reduce", (0,), math.inf, prices)
     assert total / 18 < largest < total
-    assert enough("all_reduce", (0,), total, prices) == pytest.approx(min(largest, total / count), rel=1e-5)
+    assert enough("all_reduce", (0,), total, prices) == pytest.approx(total / count, rel=1e-5)
+    assert enough("all_reduce", (0,), total, prices, spare=total / 10) == pytest.approx(total / 20)
 
 
 def prepared(strategy, chunks):
