@@ -55,9 +55,10 @@ def overlap_of(plan: Plan, *, merge: bool = True) -> Overlap:
         merge: whether small collectives are merged.
     """
     prices = Prices(plan.topology, plan.mesh_shape)
-    spare = max(_SPARE * plan.predicted.memory_bytes, _ALWAYS * plan.topology.device.memory)
+    most = min(plan.memory_bound, plan.topology.device.memory)
+    spare = max(_SPARE * plan.predicted.memory_bytes, _ALWAYS * most)
     merged = functools.partial(enough, prices=prices, spare=spare) if merge else None
-    hides = functools.partial(hiding, prices=prices)
+    hides = functools.partial(hiding, prices=prices, spare=spare)
     return Overlap(functools.partial(work_of, prices=prices), merged, faster=prices.faster_staged, hiding=hides)
 
 
@@ -92,23 +93,30 @@ def enough(kind: str, axes: tuple[int, ...], total: float, prices: Prices, spare
         prices: of the mesh.
         spare: bytes of memory that joining may take.
     """
-    factor = _factor(kind, axes, prices)
-    most = min(_MOST, spare / factor / _COPIES)
+    factor, most = _factor(kind, axes, prices), _most(kind, axes, prices, spare)
     nothing = float(prices.collective(kind, axes, 1.0)[0])
     if nothing and not math.isinf(total):
         alone = float(prices.collective(kind, axes, factor * total)[0])
-        return min(most, total / float(messages(max(alone, nothing), nothing, prices.contention(axes))))
+        return min(most, total / float(messages(max(alone, nothing), nothing, prices.contention(kind, axes))))
     size = min(2.0**10, most)
     while size < most and nothing > LATENCY_SHARE * float(prices.collective(kind, axes, factor * size)[0]):
         size *= 2
     return size
 
 
-def hiding(kind: str, axes: tuple[int, ...], total: float, prices: Prices) -> tuple[float, float]:
-    """Of sending so many bytes of one device's parts: seconds that computing could hide, and those of sending nothing."""
+def hiding(
+    kind: str, axes: tuple[int, ...], total: float, prices: Prices, spare: float = math.inf
+) -> tuple[float, float, float]:
+    """Of sending so many bytes of one device's parts: see `passes.bucket.Hiding`, and `enough` for the arguments."""
     nothing = float(prices.collective(kind, axes, 1.0)[0])
     alone = float(prices.collective(kind, axes, _factor(kind, axes, prices) * total)[0])
-    return (1 - prices.contention(axes)) * max(0.0, alone - nothing), nothing
+    hidden = (1 - prices.contention(kind, axes)) * max(0.0, alone - nothing)
+    return hidden, nothing, _most(kind, axes, prices, spare)
+
+
+def _most(kind: str, axes: tuple[int, ...], prices: Prices, spare: float) -> float:
+    """Bytes of one device's part that may travel in one message."""
+    return min(_MOST, spare / _factor(kind, axes, prices) / _COPIES)
 
 
 def _factor(kind: str, axes: tuple[int, ...], prices: Prices) -> int:

@@ -5,7 +5,8 @@ goes on behind them is slowed down. So some work is timed alone, collectives tha
 then both at once. Where nothing is taken, both take what the longer one takes; where everything is, the sum.
 
 On a processor the seconds of a core that collectives take are known besides, whatever else the machine does: what is taken
-is no less than they leave no idle core for.
+is no less than they leave no idle core for. Latency, in which nothing is taken, is counted too: it is a small part
+where so many bytes move, and several collectives are under way.
 """
 
 from __future__ import annotations

@@ -62,14 +62,14 @@ class Prices:
         self.shares = lru_cache(maxsize=None)(self._shares)
         self.latency = lru_cache(maxsize=None)(self._latency)
 
-    def _contention(self, axes: tuple[int, ...]) -> float:
-        """The share of communicating over ``axes`` that takes the processors' time."""
-        return self.topology.link(self.devices, axes).contention
+    def _contention(self, kind: str, axes: tuple[int, ...]) -> float:
+        """The share of a collective's seconds over ``axes`` that takes the processors' time."""
+        return self.topology.link(self.devices, axes, kind).contention
 
-    def _shares(self, axes: tuple[int, ...]) -> np.ndarray:
-        """Of a second of one collective over ``axes``: 1, its bytes' share of the processors' time, and of each level's."""
-        busy = self.topology.link(self.devices, axes).busy
-        return np.array([1.0, self.contention(axes), *(busy.get(level.name, 0.0) for level in self.topology.levels)])
+    def _shares(self, kind: str, axes: tuple[int, ...]) -> np.ndarray:
+        """Of a second of a collective over ``axes``: 1, its bytes' share of the processors' time, and of each level's."""
+        busy = self.topology.link(self.devices, axes, kind).busy
+        return np.array([1.0, self.contention(kind, axes), *(busy.get(level.name, 0.0) for level in self.topology.levels)])
 
     def _latency(self, kind: str, axes: tuple[int, ...]) -> float:
         """Seconds of a collective without any bytes, which is waiting and takes nobody's time."""
@@ -95,11 +95,11 @@ class Prices:
             ``[2 + levels, ...]`` seconds: of communicating; of those that take the processors' time; and for every level of
             the network, innermost first, those in which it is occupied.
         """
-        found = self.at_once(kind, axes, volumes)
+        found = self.at_once(kind, axes, volumes, parameter)
         if not self.together:
             return found
         if kind == "all_reduce" and len(axes) > 1:
-            staged = self.in_stages(axes, volumes)
+            staged = self.in_stages(axes, volumes, parameter)
             found = np.where(staged[0] < _STAGED * found[0], staged, found)
         if not parameter:
             return found
@@ -114,11 +114,15 @@ class Prices:
         found[:2] += copying  # which keeps the processors busy, and no level
         return np.asarray(found)
 
-    def at_once(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
-        """``spent`` by one collective, which neither goes in stages nor travels with others."""
+    def at_once(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray, parameter: bool = False) -> np.ndarray:
+        """``spent`` by one collective, which neither goes in stages nor travels with others.
+
+        What moves parameters is hidden in few messages, of which only the bytes take the processors' time. Chunks hide
+        activations in many, for each of which every device has to wake: their latency counts like bytes.
+        """
         alone = self.alone(kind, axes, volumes)
-        found = np.multiply.outer(self.shares(axes), alone)
-        found[1] = self.contention(axes) * np.maximum(0.0, alone - self.latency(kind, axes))
+        found = np.multiply.outer(self.shares(kind, axes), alone)
+        found[1] = self.contention(kind, axes) * np.maximum(0.0, alone - (self.latency(kind, axes) if parameter else 0.0))
         return np.asarray(found)
 
     def seconds(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
@@ -130,15 +134,15 @@ class Prices:
         link = self.topology.link(self.devices, axes, kind)
         return np.asarray(collectives.of_link(kind, volumes, link, self.topology.library))
 
-    def in_stages(self, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
+    def in_stages(self, axes: tuple[int, ...], volumes: np.ndarray, parameter: bool = False) -> np.ndarray:
         """``spent`` by an all_reduce that goes over the last axis first; see `passes.staged`."""
         rest, inner = axes[:-1], axes[-1:]
         shares = volumes / self.mesh[inner[0]]
-        between = self.at_once("all_reduce", rest, shares)
+        between = self.at_once("all_reduce", rest, shares, parameter)
         if len(rest) > 1:
-            staged = self.in_stages(rest, shares)
+            staged = self.in_stages(rest, shares, parameter)
             between = np.where(staged[0] < between[0], staged, between)
-        within = self.at_once("reduce_scatter", inner, volumes) + self.at_once("all_gather", inner, volumes)
+        within = sum(self.at_once(kind, inner, volumes, parameter) for kind in ("reduce_scatter", "all_gather"))
         return np.asarray(within + between)
 
     def faster_staged(self, axes: tuple[int, ...], volume: float) -> bool:
@@ -193,10 +197,6 @@ class Prices:
             return there
         back = self.moving(shape, itemsize, want.gradient, gradient_of(have), parameter)
         return there.plus(back.backward)
-
-    def space(self, space: Space, flop: float, *, gradient: bool) -> tuple[np.ndarray, np.ndarray]:
-        """``operator`` for all strategies at once: (compute seconds, seconds of collectives inside), each ``[S]``."""
-        return self.computing(space, flop, gradient=gradient), self.inside(space, gradient=gradient)[0]
 
     def computing(self, space: Space, flop: float, *, gradient: bool) -> np.ndarray:
         """Seconds of computing for all strategies at once, ``[S]``."""

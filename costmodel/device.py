@@ -42,7 +42,7 @@ class Device:
         efficiency: share of the peak rate that large matrix products reach.
         half_size: a matrix product with one dim of this size runs at half that rate: small shards are slower. 0: never.
         slowdown: kind of operator (one of `KINDS`) -> its seconds over those of the roofline, measured.
-        contention: share of a second of communicating that is taken from what is computed meanwhile: 0 where collectives
+        contention: share of a second in which bytes move that is taken from what is computed meanwhile: 0 where collectives
             need nothing of the device, 1 where it can do only one at a time. A level may have its own.
         idle_power, busy_power: watts that the device draws waiting and computing, with its share of the node; 0: not known.
         price: of one device-hour, in any currency; 0: not known.

@@ -64,8 +64,8 @@ class Level:
         matrix: for irregular machines, bytes/s between any two of the groups that this level joins, 0 for no direct
             link; then ``bandwidth`` is not looked at. Groups without a link reach each other through others.
         measured: collective -> its own figures, which replace the level's.
-        contention: share of a second of communicating over this level that is taken from what is computed meanwhile: 0
-            where it needs nothing of the devices, 1 where they can do only one at a time. Left out, it is the device's.
+        contention: share of a second in which bytes move over this level that is taken from what is computed meanwhile: 0
+            where they need nothing of the devices, 1 where they can do only one at a time. Left out, it is the device's.
 
     Raises:
         TopologyError: a figure is not finite, the size or the bandwidth is not positive, the latency is

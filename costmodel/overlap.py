@@ -95,7 +95,8 @@ PASS: sympy.Expr = sympy.Max(DEVICE, NETWORK)
 """Seconds of a pass, N on the level that is occupied longest."""
 
 LATENCY_SHARE = 0.2
-"""Collectives that wait for nobody travel together until their latency is this share of their time."""
+"""Collectives that wait for nobody are counted as sent in messages of which latency is this share. In fewer messages
+(``MESSAGES``) it may be less, where more is waited for at the end."""
 
 MERGED: sympy.Expr = sympy.Min(T, sympy.Max((T - t0) / (1 - LATENCY_SHARE), T - t0 + s * t0))
 """Seconds of a collective that may travel with others: **T** seconds by itself, **t0** of them without any bytes; it is the
@@ -105,7 +106,8 @@ COPIED: Mapping[str, sympy.Expr] = MappingProxyType(
     {"all_reduce": V, "all_gather": V + V / n, "reduce_scatter": V, "all_to_all": 2 * V}
 )
 """Bytes of **V** on one of **n** devices that are copied where collectives travel together: into the message, and out of
-it. What an all_reduce or a reduce_scatter gives is read where it lies."""
+it. What an all_reduce or a reduce_scatter gives is read where it lies. What is gathered along another dim than the first is
+put together by a copy in any case; that is not told apart here."""
 
 MESSAGES: sympy.Expr = sympy.Max(1, sympy.sqrt((1 - k) * (T - t0) / t0))
 """In how many messages something is sent best: **T** seconds in one, **t0** of them without any bytes, of which the share

@@ -1,9 +1,9 @@
 """Bucketing: small collectives of one kind, group and dtype become one, where none depends on another.
 
-A collective of few bytes costs its latency; several of them in one message cost it once. Members of a bucket are
-neighbours in the order of the graph, up to a number of bytes that the cost model gives: beyond some size the latency is a
-small share of a collective's time, and several buckets are better than one, because computing, or a collective on another
-link, goes on while the next is filled. Collectives of which one sends on what the other has made have as many buckets.
+A collective of few bytes costs its latency; several of them in one message cost it once. Members of a bucket are neighbours
+in the order of the graph, up to a number of bytes that the cost model gives: several buckets may be better than one,
+because computing, or a collective on another link, goes on while the next is filled. Collectives of which one sends on what
+the other has made have as many buckets.
 
 Nothing that something waits for is held up: of collectives that come amid products, such as those of two chunks, only
 those travel together whose operands the same products make.
@@ -35,8 +35,9 @@ _COPIES = frozenset({_aten.clone.default, _aten.cat.default, _aten.stack.default
 #: (kind, mesh axes, bytes of this device's parts in all collectives of a kind) -> from how many on one is no longer small.
 Enough = Callable[[str, tuple[int, ...], float], float]
 
-#: (kind, mesh axes, bytes of this device's parts) -> seconds of sending them that computing could hide, of sending none.
-Hiding = Callable[[str, tuple[int, ...], float], tuple[float, float]]
+#: (kind, mesh axes, bytes of this device's parts) -> seconds of sending them that computing could hide, those of sending
+#: none, and the bytes that may travel in one message.
+Hiding = Callable[[str, tuple[int, ...], float], tuple[float, float, float]]
 
 #: Sets of collectives, as their places among a graph's nodes.
 Buckets = tuple[tuple[int, ...], ...]
@@ -130,7 +131,7 @@ def _limits(
                 yield groups[i], enough(*_group(groups[i][0]), totals[i])
             elif i < len(small):
                 count = float(messages(hidden + latency, latency, 0.0)) if latency else math.inf
-                yield groups[i], min(enough(*_group(groups[i][0]), math.inf), totals[i] / count)
+                yield groups[i], min(figures[chain.index(i)][2], totals[i] / count)
 
 
 def _chains(groups: Sequence[Sequence[fx.Node]]) -> list[list[int]]:

@@ -60,14 +60,26 @@ class _Reshard(torch.autograd.Function):
         ctx: Any, world: World, forward: Sequence[Step], backward: Sequence[Step], *parts: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.world, ctx.forward_steps, ctx.steps = world, forward, backward
-        results = world.run(forward, parts)
-        return tuple(r.view_as(r) if r is p else r for r, p in zip(results, parts, strict=True))
+        return tuple(_apart(r, parts) for r in world.run(forward, parts))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():  # what the gradient came by is how the gradient of a gradient goes back
             return None, None, None, *_Reshard.apply(ctx.world, ctx.steps, ctx.forward_steps, *gradients)
         return None, None, None, *ctx.world.run(ctx.steps, gradients)
+
+
+def _apart(result: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """What a function of autograd may give: no tensor that it was given or gives already, and one to change in place.
+
+    A view that is made in such a function cannot be changed in place outside; what arrived belongs to nobody else.
+    """
+    if any(result is other for other in others):
+        return result.view_as(result)
+    base = result._base
+    if base is None or any(base is other or base is other._base for other in others):
+        return result
+    return result.detach()
 
 
 def _apply(function: Callable[[list], Sequence], value: Any) -> Any:
@@ -109,12 +121,10 @@ class _ReshardChunks(torch.autograd.Function):
         ctx.world, ctx.forward_steps, ctx.steps = world, forward, backward
         ctx.spread, ctx.kept, ctx.given = spread, kept, len(flat) // count
         results = world.run(forward, [flat[i * count + d] for i in spread for d in range(count)])
-        seen = {id(part) for part in flat}
-        found = []
+        found: list[Tensor] = []
         for i in kept:
             for part in results[i * count : (i + 1) * count]:
-                found.append(part.view_as(part) if id(part) in seen else part)
-                seen.add(id(part))
+                found.append(_apart(part, [*flat, *found]))
         return tuple(found)
 
     @staticmethod

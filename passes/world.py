@@ -125,7 +125,7 @@ class World(nn.Module):
 
     @abstractmethod
     def all_gather(self, parts: Sequence[Tensor], axis: int) -> Pending:
-        """Every device gets the group's tensors, stacked in a new dim 0."""
+        """Every device gets the group's tensors, stacked in a new dim 0: memory of its own, of which views are given."""
 
     @abstractmethod
     def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> Pending:

@@ -96,6 +96,21 @@ def test_collectives_of_two_groups_travel_apart():
     assert len(reduced) > 1, "this test could not tell"
 
 
+def test_what_is_sent_on_travels_in_one_message_where_nothing_hides():
+    """Gradients that are scattered within nodes and then between them, and as many as memory allows."""
+    model, args = tokens()
+    found = traced(model, args, planned(model, args, "zero3", (2, 2)))
+    nodes = list(found.cut.backward.nodes)
+    sent = [n for n in nodes if COLLECTIVES.get(n.target) == "reduce_scatter"]
+    assert len(sent) > 8 and len({axes_of(n.target, n.args) for n in sent}) == 2
+
+    def most(bytes_):
+        sets = found.buckets(lambda *_: 1e6, lambda *_: (0.0, 1.0, bytes_))[1]
+        return [sum(nodes[i].args[0].meta["val"].nbytes for i in members) for members in sets]
+
+    assert max(most(2**12)) <= 2**12 < max(most(1e9))
+
+
 def test_buckets_do_not_hold_up_what_another_chunk_waits_for():
     for chunks in ({}, {"batch": 2}):
         found = prepared("megatron-1d", chunks)

@@ -13,6 +13,8 @@ import autotp
 from autotp.explain import priced_plan
 from autotp.pricing import Prices
 from costmodel import Level, Topology
+from costmodel.links import Measured
+from costmodel.overlap import copied
 from passes.bucket import merge
 from passes.capture import capture
 from passes.primitives import all_gather, reduce_scatter
@@ -36,12 +38,13 @@ def test_a_ring_takes_of_each_level_what_its_hops_take():
     assert machine.link((4,), (0,)).contention == pytest.approx(0.5 * 1.0 * 0.25 + 0.5 * 0.2)
 
 
-def test_of_a_collective_its_bytes_take_the_processors_time_and_not_its_latency():
+def test_of_a_parameters_collective_its_bytes_take_the_processors_time_and_not_its_latency():
     flat = Prices(Topology("flat", DEVICE, (Level("all", 4, RATE, LATENCY),)), (4,))
     volumes = np.array([1.0, 1e6, 1e9])
-    seconds, taken, occupied = flat.spent("all_gather", (0,), volumes)
+    seconds, taken, occupied = flat.spent("all_gather", (0,), volumes, parameter=True)
     latency = flat.seconds("all_gather", (0,), np.ones(1))[0]
     assert np.allclose(occupied, seconds) and taken[0] == 0
+    assert np.allclose(flat.spent("all_gather", (0,), volumes)[1], 0.5 * seconds), "of activations' many messages"
     assert np.allclose(taken, 0.5 * (seconds - latency)) and latency >= 3 * LATENCY
 
 
@@ -51,7 +54,21 @@ def test_stages_occupy_one_level_after_the_other():
     within = prices.seconds("reduce_scatter", (1,), volumes) + prices.seconds("all_gather", (1,), volumes)
     between = prices.seconds("all_reduce", (0,), volumes / 2)
     assert (node, network) == (pytest.approx(within[0]), pytest.approx(between[0]))
-    assert seconds == pytest.approx(node + network) and taken < node + 0.2 * network
+    assert seconds == pytest.approx(node + network)
+    assert taken == pytest.approx(1.0 * node + 0.2 * network)
+
+
+def test_each_collective_occupies_levels_by_what_it_reaches_there():
+    """Gathering is limited between nodes, and summing within them."""
+    gathers, sums = Measured(2e9, 0.0), Measured(0.4e9, 0.0)
+    between = {"all_gather": Measured(0.5e9, 0.0), "all_reduce": Measured(0.5e9, 0.0)}
+    inner = Level("node", 2, 2e9, 0.0, measured={"all_gather": gathers, "all_reduce": sums}, contention=1.0)
+    outer = Level("network", 2, 0.5e9, 0.0, measured=between, contention=0.0, shared=False)
+    prices = Prices(Topology("nodes", DEVICE, (inner, outer)), (4,))
+    for kind, node, network in (("all_gather", 0.25, 1.0), ("all_reduce", 1.0, 0.8)):
+        seconds, taken, *busy = prices.spent(kind, (0,), np.array([1e8]))[:, 0]
+        assert busy == pytest.approx([node * seconds, network * seconds])
+        assert taken == pytest.approx(0.5 * node * seconds, rel=1e-6), "two of four hops stay within nodes"
 
 
 def test_levels_work_at_the_same_time():
@@ -75,7 +92,8 @@ def test_what_travels_together_is_copied_and_what_travels_alone_is_not():
     for kind in ("all_reduce", "all_gather", "reduce_scatter"):
         merged, whole = (together.spent(kind, (1,), v, True)[:, 0] for v in (small, large))
         first, second = (alone.spent(kind, (1,), v, True)[:, 0] for v in (small, large))
-        assert merged[1] > first[1], "copying takes the processors' time"
+        copying = 2 * copied(kind, 2, 1e5) / DEVICE.memory_bandwidth
+        assert merged[1] - first[1] == pytest.approx(copying) and copying > 0, "which takes the processors' time"
         assert merged[2] < first[2], "and the network has fewer messages"
         assert np.allclose(whole, second)
 

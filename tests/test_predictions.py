@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 import autotp
 from autotp.pricing import Prices, flop_of, kind_of
 from benchmarks.predictions import INTERCONNECTS, PLANS, Point, emulated, kendall, report
-from costmodel import KINDS, compute
+from costmodel import KINDS, Level, compute
 from passes.capture import capture
 from passes.factors import analyse
 from passes.space import space
@@ -42,17 +43,19 @@ def operators():
 
 
 def test_prices_of_all_strategies_are_those_of_each():
-    topology = autotp.Topology.flat(4, device=DEVICE)
-    prices = Prices(topology, (2, 2))
+    levels = Level("node", 2, 1e9, 1e-5, contention=0.7), Level("network", 2, 1e8, 1e-4, contention=0.3)
+    prices = Prices(autotp.Topology("nodes", DEVICE, levels), (2, 2))
     kinds = set()
     for node, operator in operators().items():
         kinds.add(kind_of(node))
         every = space(operator, 2)
-        together, _ = prices.space(every, flop_of(node), gradient=True)
+        together, inside = prices.computing(every, flop_of(node), gradient=True), prices.inside(every, gradient=True)
         for row in range(len(together)):
             if every.valid((2, 2))[row]:
                 one = prices.operator(operator, every.strategy(row), flop_of(node), gradient=True)
                 assert together[row] == pytest.approx(one.compute, rel=1e-12), (node, row)
+                spent = np.array(one.passes).sum(0)[1:]
+                assert inside[:, row] == pytest.approx(spent, rel=1e-12), "communicating, the processors' time, each level"
     assert kinds <= set(KINDS) and {"product", "convolution", "norm", "softmax", "gather", "copy"} <= kinds
 
 

@@ -57,15 +57,23 @@ def test_outputs_stay_tensors_of_their_own():
     assert len(set(outputs)) == 3 and not any(node.op == "placeholder" for node in outputs)
 
 
-@pytest.mark.parametrize("strategy", ["data", "zero3", "tensor3d"])
-def test_scheduled_graphs_have_none_left(strategy):
-    found = prepared(strategy, {})
+@pytest.mark.parametrize("strategy", ["data", "tensor3d"])
+def test_scheduled_graphs_have_none_left(strategy, monkeypatch):
+    assert left(prepared(strategy, {})) == 0
+    monkeypatch.setattr("passes.overlap.tidy", lambda graph: None)
+    assert left(prepared(strategy, {})) > 0, "there are some before"
+
+
+def left(found):
+    """How many views of traced graphs give what they are given."""
+    count = 0
     for graph in (found.cut.forward, found.cut.backward):
         given = {node for node in graph.output_node().all_input_nodes}
         for node in graph.nodes:
             if node.target in VIEWS and node not in given:
                 old, new = node.args[0].meta["val"], node.meta["val"]
-                assert (old.shape, old.stride()) != (new.shape, new.stride())
+                count += (old.shape, old.stride()) == (new.shape, new.stride())
+    return count
 
 
 class Odd(nn.Module):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import autotp
 
@@ -80,6 +81,19 @@ def changes_before_the_backward_pass(model, x, schedule):
             found = parallel.get_parameter(name).grad.full_tensor()
             torch.testing.assert_close(found, parameter.grad, rtol=1e-9, atol=1e-9)
     assert refused
+
+
+def outputs_changed_in_place(model, x, schedule):
+    """Outputs may be changed where gradients are recorded, as the model's may."""
+    found = []
+    for each in (copy.deepcopy(model), distributed(model, x, schedule)):
+        loss, hidden, _ = each(x)
+        hidden /= 2
+        loss *= 3
+        hidden.square().sum().backward()
+        gradient = each.get_parameter("first.weight").grad
+        found.append(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
 
 
 def submodules(model, x, schedule):
@@ -187,6 +201,7 @@ def main():
         hooks_on_what_others_are_made_of(model, x, schedule)
         hooks_on_what_others_are_made_of(split, x, schedule)
         changes_before_the_backward_pass(model, x, schedule)
+        outputs_changed_in_place(model, x, schedule)
         submodules(model, x, schedule)
         parameters_of_others(model, x, schedule)
         what_parameters_carry(model, x, schedule)
