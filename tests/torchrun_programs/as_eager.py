@@ -201,7 +201,7 @@ def main():
         hooks_on_what_others_are_made_of(model, x, schedule)
         hooks_on_what_others_are_made_of(split, x, schedule)
         changes_before_the_backward_pass(model, x, schedule)
-        outputs_changed_in_place(model, x, schedule)
+        outputs_changed_in_place(split, x, schedule)
         submodules(model, x, schedule)
         parameters_of_others(model, x, schedule)
         what_parameters_carry(model, x, schedule)
