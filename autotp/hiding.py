@@ -25,7 +25,7 @@ Sides = tuple[tuple[float, ...], tuple[float, ...]]
 _ROUNDS = 8
 _COUNTS = (2, 4)
 #: What chunks must win of a step for the planner to ask for them: more than what predictions are off between plans.
-_WORTH = 0.03
+_WORTH = 0.08
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,8 @@ __all__ = ["Prices", "flop_of", "kind_of"]
 
 #: An all_reduce goes in stages where it then takes at most this share of its time: there are more messages to wait for.
 _STAGED = 0.95
+#: Libraries whose collectives processors drive from beginning to end.
+_DRIVEN = ("gloo", "mpi")
 
 
 class Prices:
@@ -118,11 +120,14 @@ class Prices:
         """``spent`` by one collective, which neither goes in stages nor travels with others.
 
         What moves parameters is hidden in few messages, of which only the bytes take the processors' time. Chunks hide
-        activations in many, for each of which every device has to wake: their latency counts like bytes.
+        activations in many; where processors drive them, they have to wake for each, and its latency is their time.
         """
         alone = self.alone(kind, axes, volumes)
         found = np.multiply.outer(self.shares(kind, axes), alone)
-        found[1] = self.contention(kind, axes) * np.maximum(0.0, alone - (self.latency(kind, axes) if parameter else 0.0))
+        latency = np.minimum(alone, self.latency(kind, axes))
+        found[1] = self.contention(kind, axes) * (alone - latency)
+        if not parameter and self.topology.library in _DRIVEN:
+            found[1] += latency
         return np.asarray(found)
 
     def seconds(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
