@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import sys
 import time
@@ -54,14 +55,18 @@ def main() -> None:
 def medians(
     steps: Mapping[str, Callable[[], Any]], rounds: int, timed_steps: int = TIMED, first: bool = True
 ) -> dict[str, float]:
-    """Seconds of each step, which take turns of so many timed steps; ``first``, before those, one of none."""
+    """Seconds of each step, which take turns of so many timed steps; ``first``, before those, one of none.
+
+    Turns are in another order every time, the same on all ranks: what a step leaves behind, as memory that has been given
+    back or is held, would else always fall on the same one after it.
+    """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(0 if first else 1, 1 + rounds):
-        for name, step in steps.items():
+        for name in random.Random(number).sample(list(steps), len(steps)):
             for _ in range(WARM_UP):
-                timed(step)
+                timed(steps[name])
             for _ in range(timed_steps if number else 0):
-                times[name].append(timed(step))
+                times[name].append(timed(steps[name]))
     return {name: statistics.median(found) for name, found in times.items()}
 
 
