@@ -116,12 +116,13 @@ def compiled(
     except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it, and the graph runs as it is
         reason = _why(error)
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (mine.signature if mine is not None else "", reason))
-    if len(set(found)) > 1 or mine is None:
-        _log.warning("no overlap of computing and communicating: %s", next((why for _, why in found if why), DIFFERENT))
+    dist.all_gather_object(found, (mine.signature, mine.sizes, "") if mine is not None else ("", "", reason))
+    if len({signature for signature, _, _ in found}) > 1 or mine is None:
+        _log.warning("no overlap of computing and communicating: %s", next((why for *_, why in found if why), DIFFERENT))
         return None
+    alike = len({sizes for _, sizes, _ in found}) == 1
     try:
-        return _scheduled(mine, world, how, functools.partial(_plain, sharded, world))
+        return _scheduled(mine, world, how, functools.partial(_plain, sharded, world), alike=alike)
     except NoOrder as error:
         _log.warning("no overlap of computing and communicating: %s", error)
         return None
@@ -133,17 +134,20 @@ def _plain(sharded: fx.GraphModule, world: World, seed: int, inputs: Sequence[Pa
         return execute(sharded.graph, world, dict(zip(names, inputs, strict=True)))
 
 
-def _scheduled(mine: Halves, world: World, how: Overlap, plain: Plain) -> Compiled:
-    graphs = mine.overlapped(*_from_first(lambda: how.decided(mine)))
+def _scheduled(mine: Halves, world: World, how: Overlap, plain: Plain, *, alike: bool) -> Compiled:
+    graphs = mine.overlapped(*_from_first(lambda: how.decided(mine)), alike=alike)
     orders = _from_first(lambda: graphs.orders(graphs.slots(how.durations, how.limits)))
     forward, backward = map(Arranged, graphs.modules(orders, world))
     _log.info("%d and %d nodes scheduled, forward and backward", *map(len, orders))
 
     @functools.cache
     def without(missing: frozenset[int]) -> Runner:
-        return _scheduled(mine.without(missing), world, how, plain).backward
+        return _scheduled(mine.without(missing), world, how, plain, alike=alike).backward
 
-    return Compiled(graphs, forward, backward, without, plain, lambda other: _scheduled(mine, world, other, plain))
+    def again(other: Overlap) -> Compiled:
+        return _scheduled(mine, world, other, plain, alike=alike)
+
+    return Compiled(graphs, forward, backward, without, plain, again)
 
 
 def _why(error: Exception) -> str:
@@ -251,7 +255,8 @@ def in_lockstep(
 
 def _all_scheduled(known: Mapping[Any, Halves], world: World, how: Overlap, plain: Plain, *, even: bool) -> Compiled:
     decided = how.decided(next(iter(known.values())))
-    made = {at: each.overlapped(*decided) for at, each in known.items()}
+    alike = len({each.sizes for each in known.values()}) == 1
+    made = {at: each.overlapped(*decided, alike=alike) for at, each in known.items()}
     first = made[None if even else world.hosted[0]]
     orders = first.orders(first.slots(how.durations, how.limits))
     modules = {at: each.modules(orders, world) for at, each in made.items()}

@@ -116,7 +116,8 @@ def scheduled(captured: Captured, plan: Plan, parameters: Collection[str]) -> tu
         raise AutotpError(f"the graph has no schedule: {error}") from error
     if any(other.signature != mine.signature for other in others):
         raise AutotpError(f"the graph has no schedule: {DIFFERENT}")
-    return mine.overlapped(*how.decided(mine)).slots(how.durations, how.limits)
+    alike = all(other.sizes == mine.sizes for other in others)
+    return mine.overlapped(*how.decided(mine), alike=alike).slots(how.durations, how.limits)
 
 
 def _parts(rewritten: Rewritten, at: tuple[int, ...]) -> dict[str, Tensor]:

@@ -121,6 +121,13 @@ class Halves:
                 digest.update(f"{node.op} {node.target} {rest} {[number[n] for n in node.all_input_nodes]}\n".encode())
         return digest.hexdigest()[:16]
 
+    @property
+    def sizes(self) -> str:
+        """The same for graphs of one signature whose tensors have the same sizes."""
+        nodes = (node for graph in (self.cut.forward, self.cut.backward) for node in graph.nodes)
+        shapes = [tuple(node.meta["val"].shape) for node in nodes if isinstance(node.meta.get("val"), Tensor)]
+        return hashlib.sha256(str(shapes).encode()).hexdigest()[:16]
+
     def without(self, missing: frozenset[int]) -> Halves:
         """A backward graph for when these of the outputs that may have a gradient have none; the forward graph is empty."""
         forward = fx.Graph()
@@ -141,11 +148,19 @@ class Halves:
         forward, backward = self._merged(chosen)
         return stages(forward, self.mesh, faster), stages(backward, self.mesh, faster)
 
-    def overlapped(self, chosen: tuple[Buckets, Buckets], staged: tuple[Stages, Stages] = ((), ())) -> Overlapped:
-        """The graphs with merged collectives and all_reduces in stages, which are launched and waited for."""
+    def overlapped(
+        self, chosen: tuple[Buckets, Buckets], staged: tuple[Stages, Stages] = ((), ()), *, alike: bool = True
+    ) -> Overlapped:
+        """The graphs with merged collectives and all_reduces in stages, which are launched and waited for.
+
+        Args:
+            chosen: see ``buckets``.
+            staged: see ``stages``.
+            alike: whether all devices' graphs have the same ``sizes``.
+        """
         halves = self._merged(chosen)
         for graph, places in zip(halves, staged, strict=True):
-            stage(graph, self.mesh, places)
+            stage(graph, self.mesh, places, alike=alike)
         forward, backward = map(launches, halves)
         return Overlapped(
             forward,

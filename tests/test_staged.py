@@ -64,6 +64,27 @@ def test_a_number_of_elements_that_the_devices_do_not_divide():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-12)
 
 
+def test_devices_whose_parts_are_not_alike_have_the_same_nodes():
+    """Of seven columns one device has four and the other three, which two devices of the inner axes do not divide."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 7), nn.GELU(), nn.Linear(7, 10)).double()
+    args = (torch.randn(8, 10, dtype=torch.float64),)
+    mesh = (2, 2, 2)
+    plan = autotp.plan(model, levels(mesh), args, strategy="megatron-1d", mesh=mesh, panels=1, chunks={})
+    ours = Simulated(
+        model, rewrite(model, plan, args), LocalWorld(mesh), Overlap(random_durations(0), faster=lambda *_: True)
+    )
+    assert not ours.rewritten.even
+    ours(*args).square().sum().backward()
+    graphs = next(iter(ours._compiled.values())).graphs
+    assert any(node.target is torch.ops.aten.constant_pad_nd.default for node in graphs.backward.nodes)
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model(*args).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-12)
+
+
 def test_what_crosses_the_slow_links_is_what_one_device_of_a_node_has():
     model, args = tokens()
     found = traced(model, args, planned(model, args, (2, 4)))
