@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -97,8 +98,7 @@ def parallelize(
     dist.all_gather_object(reports, (settled.hash, None if problem is None else f"{type(problem).__name__}: {problem}"))
     _agree(reports, problem)
     assert rewritten is not None
-    device = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend()) else "cpu"
-    device_mesh = init_device_mesh(device, settled.mesh_shape, mesh_dim_names=settled.mesh_axes)
+    device_mesh = init_device_mesh(_kind_of_device(model), settled.mesh_shape, mesh_dim_names=settled.mesh_axes)
     how = overlap_of(settled) if overlapping(schedule or settled.schedule) else None
     return DistributedModule(model, settled, rewritten, device_mesh, initialise, agreed[0][1], how)
 
@@ -112,6 +112,12 @@ def _join() -> None:
             "(autotp.plan and autotp.simulate need none)"
         )
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def _kind_of_device(model: nn.Module) -> str:
+    """Where the module runs: on GPUs if the processes' library is for these, or if it knows both and the model is there."""
+    there = any(tensor.device.type == "cuda" for tensor in itertools.chain(model.parameters(), model.buffers()))
+    return "cuda" if torch.cuda.is_available() and (there or "nccl" in str(dist.get_backend())) else "cpu"
 
 
 def _refuse_hooks(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from autotp.overlapped import Overlap
 from autotp.rewrite import rewrite
 from autotp.simulate import Simulated
 from autotp.tracing import predicted
-from passes.launches import launch
+from passes.launches import launch, wait
 from passes.schedule import Limits
 from passes.world import LocalWorld
 
@@ -329,6 +329,28 @@ def test_an_all_reduce_writes_where_its_operand_was_only_if_nobody_reads_that_an
     assert made(["sum"]) == ["all_reduce_"]
     assert made(["scatter", "sum"]) == ["reduce_scatter", "all_reduce_"], "waited for before the next begins"
     assert made(["sum", "scatter"]) == ["all_reduce", "reduce_scatter"]
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_what_is_sent_is_not_written_to_until_it_has_arrived(between):
+    """A sum may be written over what was sent once nobody reads that, and the network reads it until the wait."""
+    from passes.inplace import inplace
+    from passes.launches import launches
+    from passes.primitives import reduce_scatter
+
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    sent = graph.call_function(torch.ops.aten.mul.Tensor, (x, 2.0))
+    scattered = graph.call_function(reduce_scatter, (sent, 0))
+    total = graph.call_function(torch.ops.aten.add.Tensor, (sent, x))
+    graph.output((scattered, total))
+    for node in graph.nodes:
+        node.meta["val"] = torch.ones(4)
+    found = launches(graph)
+    waiting, adding = (next(n for n in found.nodes if n.target is target) for target in (wait, torch.ops.aten.add.Tensor))
+    (waiting.prepend if between else waiting.append)(adding)
+    inplace(found)
+    assert adding.target is (torch.ops.aten.add.Tensor if between else torch.ops.aten.add_.Tensor)
 
 
 def test_bad_chunks_and_schedules_are_refused():

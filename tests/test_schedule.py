@@ -104,3 +104,18 @@ def test_a_collective_that_there_is_no_memory_for_holds_nothing_else_up():
     slots = {slot.node.name: slot for slot in schedule(backward_of(6, True), durations, Limits(slack=0.1))}
     assert slots["gather"].begin >= slots["last"].end, "nothing may be held beside what `last` reads"
     assert slots["outer_0"].begin <= 3.0
+
+
+def test_what_is_sent_takes_memory_until_it_has_arrived():
+    """Another collective begins before its time only if there is room for it beside what is under way."""
+    graph = fx.Graph()
+    sent = graph.call_function(torch.sin, (graph.placeholder("x"),), name="sent")
+    first = graph.call_function(launch, (sent,), name="gather")
+    short = graph.call_function(torch.sum, (sent,), name="short")
+    one = graph.call_function(wait, (first,), name="arrived")
+    other = graph.call_function(wait, (graph.call_function(launch, (short,), name="outer"),))
+    graph.output((graph.call_function(torch.add, (one, other), name="last"),))
+    durations = by_name({"gather": 5.0, "outer": 5.0}, {"sent": 10.0, "gather": 1.0, "outer": 10.0})
+    for slack, early in ((0.0, False), (1.0, True)):
+        order = [slot.node.name for slot in schedule(graph, durations, Limits(slack=slack))]
+        assert (order.index("outer") < order.index("arrived")) == early, order

@@ -7,13 +7,18 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from autotp.parallelize import _kind_of_device
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.distributed
 
 
-def torchrun(processes, program, *arguments, timeout=150):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parent}:{HERE}", "CUDA_VISIBLE_DEVICES": ""}
+def torchrun(processes, program, *arguments, timeout=150, gpus=False):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parent}:{HERE}"}
+    environment |= {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command += [str(HERE / "torchrun_programs" / program), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
@@ -31,6 +36,30 @@ def torchrun(processes, program, *arguments, timeout=150):
 )
 def test_three_steps_equal_one_device(processes, model, strategy, mesh):
     done = torchrun(processes, "train.py", model, strategy, mesh)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "exact" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("backend", "model_on", "runs_on"),
+    [("gloo", "cpu", "cpu"), ("gloo", "cuda", "cuda"), ("nccl", "cpu", "cuda"), ("cpu:gloo,cuda:nccl", "meta", "cuda")],
+)
+def test_a_module_runs_on_gpus_if_its_processes_do_or_the_model_is_there(backend, model_on, runs_on, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
+    with FakeTensorMode():
+        model = torch.nn.ParameterList([torch.empty(2, device=model_on)])
+    assert _kind_of_device(model) == runs_on
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize(("processes", "backend"), [(1, "nccl"), (2, "gloo")])
+@pytest.mark.parametrize(("model", "strategy"), [("llama", "zero3"), ("unet", "megatron-1d")])
+def test_three_steps_on_gpus(processes, backend, model, strategy):
+    """Several processes share one GPU, which gloo lets them and NCCL does not."""
+    done = torchrun(
+        processes, "train.py", model, strategy, str(processes), "--backend", backend, "--device", "cuda", gpus=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "exact" in done.stdout
 

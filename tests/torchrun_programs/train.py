@@ -1,12 +1,12 @@
-"""Three AdamW steps of a distributed model beside the plain one, in float64: MODEL STRATEGY MESH [PANELS]."""
+"""Three AdamW steps of a distributed model beside the plain one, in float64."""
 
-import sys
+import argparse
 
 import torch
 import torch.distributed as dist
 from float64 import double, float64_mode
 from models import MODELS
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import autotp
 
@@ -21,15 +21,18 @@ def close(got, want, scale, told):
     assert error <= 1e-9 * scale, f"{told}: off by {error:.3g} at scale {scale:.3g}"
 
 
-def main(name, strategy, mesh, panels=None):
-    dist.init_process_group("gloo")
+def main(name, strategy, mesh, panels, backend, device):
+    dist.init_process_group(backend)
     with float64_mode():
         plain, args, kwargs = double(MODELS[name])
         model, _, _ = double(MODELS[name])
+        plain, model = plain.to(device), model.to(device)
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
         parallel = autotp.parallelize(model, None, args, kwargs, strategy=strategy, mesh=mesh, panels=panels)
         assert isinstance(parallel, torch.fx.GraphModule)
         assert panels is None or sum(op.panels == panels for op in parallel.plan.operators) >= 2
-        assert any(op.scheme != "replicated" for op in parallel.plan.operators)
+        assert dist.get_world_size() == 1 or any(op.scheme != "replicated" for op in parallel.plan.operators)
+        assert {p.to_local().device.type for p in parallel.parameters()} == {device}
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (plain, parallel)]
         for step in range(3):
             outputs = []
@@ -58,4 +61,11 @@ def main(name, strategy, mesh, panels=None):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], tuple(int(n) for n in sys.argv[3].split("x")), *map(int, sys.argv[4:]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name")
+    parser.add_argument("strategy")
+    parser.add_argument("mesh", type=lambda text: tuple(int(n) for n in text.split("x")))
+    parser.add_argument("panels", type=int, nargs="?")
+    parser.add_argument("--backend", default="gloo")
+    parser.add_argument("--device", default="cpu")
+    main(**vars(parser.parse_args()))
