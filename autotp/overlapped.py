@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from passes.staged import Faster, Stages
 from passes.traced import Untraceable
 from passes.world import World
 
-__all__ = ["Compiled", "Overlap", "Schedules", "compiled", "in_lockstep"]
+__all__ = ["Compiled", "Overlap", "Schedules", "compiled", "first_alike", "in_lockstep"]
 
 _log = logging.getLogger("autotp.schedule")
 
@@ -116,16 +116,23 @@ def compiled(
     except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it, and the graph runs as it is
         reason = _why(error)
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (mine.signature, mine.sizes, "") if mine is not None else ("", "", reason))
-    if len({signature for signature, _, _ in found}) > 1 or mine is None:
+    choices = mine.choices if mine is not None else ()
+    dist.all_gather_object(found, ([each.signature for each in choices], [each.sizes for each in choices], reason))
+    agreed = first_alike([signatures for signatures, _, _ in found])
+    if agreed is None:
         _log.warning("no overlap of computing and communicating: %s", next((why for *_, why in found if why), DIFFERENT))
         return None
-    alike = len({sizes for _, sizes, _ in found}) == 1
+    alike = len({sizes[agreed] for _, sizes, _ in found}) == 1
     try:
-        return _scheduled(mine, world, how, functools.partial(_plain, sharded, world), alike=alike)
+        return _scheduled(choices[agreed], world, how, functools.partial(_plain, sharded, world), alike=alike)
     except NoOrder as error:
         _log.warning("no overlap of computing and communicating: %s", error)
         return None
+
+
+def first_alike(signatures: Iterable[Sequence[str]]) -> int | None:
+    """The first choice whose graphs are alike on all devices, by each one's signatures; None where none is."""
+    return next((i for i, each in enumerate(zip(*signatures, strict=False)) if len(set(each)) == 1), None)
 
 
 def _plain(sharded: fx.GraphModule, world: World, seed: int, inputs: Sequence[Parts]) -> Sequence[Any]:
@@ -247,9 +254,11 @@ def in_lockstep(
     except Exception as error:  # noqa: BLE001 - as in ``compiled``
         _log.warning("no overlap of computing and communicating: %s", _why(error))
         return None
-    if len({each.signature for each in known.values()}) > 1:
+    agreed = first_alike([choice.signature for choice in each.choices] for each in known.values())
+    if agreed is None:
         _log.warning("no overlap of computing and communicating: %s", DIFFERENT)
         return None
+    known = {at: each.choices[agreed] for at, each in known.items()}
     return _all_scheduled(known, world, how, functools.partial(_plain, sharded, world), even=even)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from autotp.durations import lane_of, overlap_of
 from autotp.errors import AutotpError
-from autotp.overlapped import DIFFERENT, Compiled
+from autotp.overlapped import DIFFERENT, Compiled, first_alike
 from autotp.plan import Plan
 from autotp.rewrite import Rewritten, apply
 from costmodel.toml_out import write_atomically
@@ -111,11 +111,13 @@ def scheduled(captured: Captured, plan: Plan, parameters: Collection[str]) -> tu
     places = [(0,) * len(plan.mesh_shape)] if rewritten.even else sorted(corners)
     graph = rewritten.graph_module
     try:
-        mine, *others = (halves(graph, plan.mesh_shape, at, _parts(rewritten, at), trained) for at in places)
+        found = [halves(graph, plan.mesh_shape, at, _parts(rewritten, at), trained) for at in places]
     except Untraceable as error:
         raise AutotpError(f"the graph has no schedule: {error}") from error
-    if any(other.signature != mine.signature for other in others):
+    agreed = first_alike([choice.signature for choice in each.choices] for each in found)
+    if agreed is None:
         raise AutotpError(f"the graph has no schedule: {DIFFERENT}")
+    mine, *others = (each.choices[agreed] for each in found)
     alike = all(other.sizes == mine.sizes for other in others)
     return mine.overlapped(*how.decided(mine), alike=alike).slots(how.durations, how.limits)
 

@@ -102,13 +102,20 @@ class Halves:
         joint: what was traced.
         mesh: sizes of the mesh axes.
         cut: its halves.
+        rough: the same as they were cut, before anything was decided by sizes.
         constants: tensors that the graphs read by name.
     """
 
     joint: Joint
     mesh: tuple[int, ...]
     cut: Cut
+    rough: Cut
     constants: Mapping[str, Tensor]
+
+    @property
+    def choices(self) -> tuple[Halves, Halves]:
+        """As it is, and as it was cut: where dims are split unevenly, other devices may have other products joined."""
+        return self, replace(self, cut=self.rough)
 
     @property
     def signature(self) -> str:
@@ -207,8 +214,9 @@ def halves(
     parts = cut(joint)
     dump("cut, forward", parts.forward)
     dump("cut, backward", parts.backward)
+    rough = replace(parts, forward=copy.deepcopy(parts.forward), backward=copy.deepcopy(parts.backward))
     join_products(parts.backward)
     dump("sums of products joined, backward", parts.backward)
     for graph in (parts.forward, parts.backward):
         tidy(graph)
-    return Halves(joint, mesh, parts, {name: value.to(device) for name, value in joint.constants.items()})
+    return Halves(joint, mesh, parts, rough, {name: value.to(device) for name, value in joint.constants.items()})

@@ -60,6 +60,22 @@ def test_uneven_shards_are_scheduled_too():
     assert all(found is not None for found in ours._compiled.values())
 
 
+def test_products_are_not_joined_where_only_some_devices_would():
+    """Of ten columns two devices have four, with which a joined product pays, and the last two, with which it does not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 10), nn.GELU(), nn.Linear(10, 16)).double()
+    args = (torch.randn(4, 16, dtype=torch.float64),)
+    plan = dataclasses.replace(planned(model, args, "megatron-1d", (3,)), chunks={"batch": 2})
+    ours = autotp.simulate(model, plan, args, schedule="overlap")
+    same_gradients = gradients(model, ours(*args).square().sum())
+    (found,) = ours._compiled.values()
+    assert found is not None
+    products = [n for n in found.graphs.backward.nodes if n.target is torch.ops.aten.mm.default]
+    assert len(products) == 6, "of either layer's weight and chunk, and of the activations between them"
+    for name, gradient in gradients(model, model(*args).square().sum()).items():
+        torch.testing.assert_close(same_gradients[name], gradient, rtol=1e-9, atol=1e-12)
+
+
 def test_frozen_parameters_and_inference():
     model, args = tokens()
     plan = planned(model, args)
