@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,13 @@ from passes.arranged import Arranged, as_traced
 from passes.bucket import Buckets, Enough, Hiding
 from passes.launches import HOSTED, launch, local
 from passes.ops import Parts, part_of
-from passes.overlap import Halves, Overlapped, halves
+from passes.overlap import Halves, Overlapped, agreed, first_alike, halves
 from passes.schedule import Durations, Limits
 from passes.staged import Faster, Stages
 from passes.traced import Untraceable
 from passes.world import World
 
-__all__ = ["Compiled", "Overlap", "Schedules", "compiled", "first_alike", "in_lockstep"]
+__all__ = ["Compiled", "Overlap", "Schedules", "compiled", "in_lockstep"]
 
 _log = logging.getLogger("autotp.schedule")
 
@@ -109,30 +109,24 @@ def compiled(
         None, on every process, where one of them cannot be traced, they differ or there is no order: the sharded graph
         then runs as it is.
     """
-    mine: Halves | None = None
+    choices: Sequence[Halves] = ()
     reason = ""
     try:
-        mine = halves(sharded, world.mesh_shape, world.hosted[0], inputs, trained)
+        choices = halves(sharded, world.mesh_shape, world.hosted[0], inputs, trained).choices()
     except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it, and the graph runs as it is
         reason = _why(error)
     found: list[Any] = [None] * dist.get_world_size()
-    choices = mine.choices if mine is not None else ()
     dist.all_gather_object(found, ([each.signature for each in choices], [each.sizes for each in choices], reason))
-    agreed = first_alike([signatures for signatures, _, _ in found])
-    if agreed is None:
+    which = first_alike(signatures for signatures, _, _ in found)
+    if which is None:
         _log.warning("no overlap of computing and communicating: %s", next((why for *_, why in found if why), DIFFERENT))
         return None
-    alike = len({sizes[agreed] for _, sizes, _ in found}) == 1
+    alike = len({sizes[which] for _, sizes, _ in found}) == 1
     try:
-        return _scheduled(choices[agreed], world, how, functools.partial(_plain, sharded, world), alike=alike)
+        return _scheduled(choices[which], world, how, functools.partial(_plain, sharded, world), alike=alike)
     except NoOrder as error:
         _log.warning("no overlap of computing and communicating: %s", error)
         return None
-
-
-def first_alike(signatures: Iterable[Sequence[str]]) -> int | None:
-    """The first choice whose graphs are alike on all devices, by each one's signatures; None where none is."""
-    return next((i for i, each in enumerate(zip(*signatures, strict=False)) if len(set(each)) == 1), None)
 
 
 def _plain(sharded: fx.GraphModule, world: World, seed: int, inputs: Sequence[Parts]) -> Sequence[Any]:
@@ -245,20 +239,20 @@ def in_lockstep(
     even: bool,
 ) -> Compiled | None:
     """``compiled`` for all devices of a mesh in one process; with ``even`` parts, all have one pair of graphs."""
-    known: dict[Any, Halves] = {}
+    choices: dict[Any, Sequence[Halves]] = {}
     try:
         for index, at in enumerate(world.hosted):
-            if (None if even else at) not in known:
+            if (None if even else at) not in choices:
                 mine = {name: parts[index] for name, parts in inputs.items()}
-                known[None if even else at] = halves(sharded, world.mesh_shape, at, mine, trained)
+                choices[None if even else at] = halves(sharded, world.mesh_shape, at, mine, trained).choices()
     except Exception as error:  # noqa: BLE001 - as in ``compiled``
         _log.warning("no overlap of computing and communicating: %s", _why(error))
         return None
-    agreed = first_alike([choice.signature for choice in each.choices] for each in known.values())
-    if agreed is None:
+    alike = agreed(choices.values())
+    if alike is None:
         _log.warning("no overlap of computing and communicating: %s", DIFFERENT)
         return None
-    known = {at: each.choices[agreed] for at, each in known.items()}
+    known = dict(zip(choices, alike, strict=True))
     return _all_scheduled(known, world, how, functools.partial(_plain, sharded, world), even=even)
 
 

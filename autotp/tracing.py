@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from autotp.durations import lane_of, overlap_of
 from autotp.errors import AutotpError
-from autotp.overlapped import DIFFERENT, Compiled, first_alike
+from autotp.overlapped import DIFFERENT, Compiled
 from autotp.plan import Plan
 from autotp.rewrite import Rewritten, apply
 from costmodel.toml_out import write_atomically
@@ -30,7 +30,7 @@ from passes.arranged import Arranged, Boxed, as_traced
 from passes.capture import Captured, capture
 from passes.launches import called, launch, wait
 from passes.layout import local_shape
-from passes.overlap import halves
+from passes.overlap import agreed, halves
 from passes.primitives import axes_of
 from passes.schedule import Slot
 from passes.shard import place_constants
@@ -111,13 +111,13 @@ def scheduled(captured: Captured, plan: Plan, parameters: Collection[str]) -> tu
     places = [(0,) * len(plan.mesh_shape)] if rewritten.even else sorted(corners)
     graph = rewritten.graph_module
     try:
-        found = [halves(graph, plan.mesh_shape, at, _parts(rewritten, at), trained) for at in places]
+        choices = [halves(graph, plan.mesh_shape, at, _parts(rewritten, at), trained).choices() for at in places]
     except Untraceable as error:
         raise AutotpError(f"the graph has no schedule: {error}") from error
-    agreed = first_alike([choice.signature for choice in each.choices] for each in found)
-    if agreed is None:
+    found = agreed(choices)
+    if found is None:
         raise AutotpError(f"the graph has no schedule: {DIFFERENT}")
-    mine, *others = (each.choices[agreed] for each in found)
+    mine, *others = found
     alike = all(other.sizes == mine.sizes for other in others)
     return mine.overlapped(*how.decided(mine), alike=alike).slots(how.durations, how.limits)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,7 +35,7 @@ from passes.tidy import tidy
 from passes.traced import Joint, trace
 from passes.world import World
 
-__all__ = ["Halves", "Orders", "Overlapped", "halves"]
+__all__ = ["Halves", "Orders", "Overlapped", "agreed", "first_alike", "halves"]
 
 #: The places, in a graph's first order, of its nodes: those of the forward graph, then those of the backward graph.
 Orders = tuple[tuple[int, ...], tuple[int, ...]]
@@ -102,20 +102,26 @@ class Halves:
         joint: what was traced.
         mesh: sizes of the mesh axes.
         cut: its halves.
-        rough: the same as they were cut, before anything was decided by sizes.
         constants: tensors that the graphs read by name.
     """
 
     joint: Joint
     mesh: tuple[int, ...]
     cut: Cut
-    rough: Cut
     constants: Mapping[str, Tensor]
 
-    @property
     def choices(self) -> tuple[Halves, Halves]:
-        """As it is, and as it was cut: where dims are split unevenly, other devices may have other products joined."""
-        return self, replace(self, cut=self.rough)
+        """Refined, and as it is: where dims are split unevenly, other devices may have other products joined."""
+        return self.refined(), self
+
+    def refined(self) -> Halves:
+        """With sums of products joined and views that change nothing left out, which sizes decide."""
+        forward, backward = copy.deepcopy(self.cut.forward), copy.deepcopy(self.cut.backward)
+        join_products(backward)
+        dump("sums of products joined, backward", backward)
+        for graph in (forward, backward):
+            tidy(graph)
+        return replace(self, cut=replace(self.cut, forward=forward, backward=backward))
 
     @property
     def signature(self) -> str:
@@ -214,9 +220,15 @@ def halves(
     parts = cut(joint)
     dump("cut, forward", parts.forward)
     dump("cut, backward", parts.backward)
-    rough = replace(parts, forward=copy.deepcopy(parts.forward), backward=copy.deepcopy(parts.backward))
-    join_products(parts.backward)
-    dump("sums of products joined, backward", parts.backward)
-    for graph in (parts.forward, parts.backward):
-        tidy(graph)
-    return Halves(joint, mesh, parts, rough, {name: value.to(device) for name, value in joint.constants.items()})
+    return Halves(joint, mesh, parts, {name: value.to(device) for name, value in joint.constants.items()})
+
+
+def first_alike(signatures: Iterable[Iterable[str]]) -> int | None:
+    """The first choice whose graphs are alike on all devices, by each one's signatures; None where none is."""
+    return next((i for i, each in enumerate(zip(*signatures, strict=False)) if len(set(each)) == 1), None)
+
+
+def agreed(choices: Collection[Sequence[Halves]]) -> list[Halves] | None:
+    """Of every device's choices, the first with which all are alike; None where none is."""
+    which = first_alike((choice.signature for choice in each) for each in choices)
+    return None if which is None else [each[which] for each in choices]

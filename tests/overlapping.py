@@ -99,7 +99,7 @@ def prepared(strategy="megatron-1d", mesh=(2,), chunks=None, enough=None, raw=Fa
         from passes.layout import take
 
         parts = {n: take(t.detach(), made.sharding.resting.get(n, made.whole), mesh, at) for n, t in whole.items()}
-        found = halves(made.graph_module, mesh, at, parts, frozenset(made.captured.parameters))
+        found = halves(made.graph_module, mesh, at, parts, frozenset(made.captured.parameters)).refined()
         return found if raw else found.overlapped(found.buckets(enough))
 
     return graphs, plan

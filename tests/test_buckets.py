@@ -44,7 +44,7 @@ def traced(model, args, plan):
     whole = {name: state[fqn].detach() for name, fqn in made.captured.parameters.items()}
     whole |= dict(zip(made.captured.inputs, args, strict=True))
     parts = {n: take(value, made.sharding.resting.get(n, made.whole), mesh, first) for n, value in whole.items()}
-    return halves(made.graph_module, mesh, first, parts, frozenset(made.captured.parameters))
+    return halves(made.graph_module, mesh, first, parts, frozenset(made.captured.parameters)).refined()
 
 
 def test_buckets_keep_dependent_collectives_apart():

@@ -97,7 +97,7 @@ def test_nothing_is_laid_out_between_convolutions():
     module, captured = made.graph_module, made.captured
     inputs = {n.name: torch.empty(n.meta["val"].shape) for n in captured.graph_module.graph.nodes if n.op == "placeholder"}
     inputs[captured.inputs[0]] = torch.empty(1, 4, 16, 16)
-    found = halves(module, (2,), (0,), inputs, frozenset(captured.parameters))
+    found = halves(module, (2,), (0,), inputs, frozenset(captured.parameters)).refined()
     copies = [n for n in found.cut.forward.nodes if n.target is laid_out and work_of(n, prices).seconds]
     assert [n.args[1] for n in copies] == [torch.channels_last], "the image"
     backwards = [n for n in found.cut.backward.nodes if n.target is _aten.convolution_backward.default]
