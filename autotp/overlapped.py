@@ -109,21 +109,12 @@ def compiled(
         None, on every process, where one of them cannot be traced, they differ or there is no order: the sharded graph
         then runs as it is.
     """
-    choices: Sequence[Halves] = ()
-    reason = ""
+
+    def choices() -> Sequence[Halves]:
+        return halves(sharded, world.mesh_shape, world.hosted[0], inputs, trained).choices()
+
     try:
-        choices = halves(sharded, world.mesh_shape, world.hosted[0], inputs, trained).choices()
-    except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it, and the graph runs as it is
-        reason = _why(error)
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, ([each.signature for each in choices], [each.sizes for each in choices], reason))
-    which = first_alike(signatures for signatures, _, _ in found)
-    if which is None:
-        _log.warning("no overlap of computing and communicating: %s", next((why for *_, why in found if why), DIFFERENT))
-        return None
-    alike = len({sizes[which] for _, sizes, _ in found}) == 1
-    try:
-        return _scheduled(choices[which], world, how, functools.partial(_plain, sharded, world), alike=alike)
+        return _scheduled(choices, world, how, functools.partial(_plain, sharded, world))
     except NoOrder as error:
         _log.warning("no overlap of computing and communicating: %s", error)
         return None
@@ -135,7 +126,9 @@ def _plain(sharded: fx.GraphModule, world: World, seed: int, inputs: Sequence[Pa
         return execute(sharded.graph, world, dict(zip(names, inputs, strict=True)))
 
 
-def _scheduled(mine: Halves, world: World, how: Overlap, plain: Plain, *, alike: bool) -> Compiled:
+def _scheduled(make: Callable[[], Sequence[Halves]], world: World, how: Overlap, plain: Plain) -> Compiled:
+    choices, which, alike = _alike_everywhere(make)
+    mine = choices[which]
     graphs = mine.overlapped(*_from_first(lambda: how.decided(mine)), alike=alike)
     orders = _from_first(lambda: graphs.orders(graphs.slots(how.durations, how.limits)))
     forward, backward = map(Arranged, graphs.modules(orders, world))
@@ -143,12 +136,32 @@ def _scheduled(mine: Halves, world: World, how: Overlap, plain: Plain, *, alike:
 
     @functools.cache
     def without(missing: frozenset[int]) -> Runner:
-        return _scheduled(mine.without(missing), world, how, plain, alike=alike).backward
+        return _scheduled(lambda: choices[-1].without(missing).choices(), world, how, plain).backward
 
     def again(other: Overlap) -> Compiled:
-        return _scheduled(mine, world, other, plain, alike=alike)
+        return _scheduled(lambda: choices, world, other, plain)
 
     return Compiled(graphs, forward, backward, without, plain, again)
+
+
+def _alike_everywhere(make: Callable[[], Sequence[Halves]]) -> tuple[Sequence[Halves], int, bool]:
+    """This process's choices, the place of the first that is alike on all, and whether its sizes are.
+
+    Raises:
+        NoOrder: on every process, where one cannot make its choices, or none is alike.
+    """
+    choices: Sequence[Halves] = ()
+    reason = ""
+    try:
+        choices = make()
+    except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
+        reason = _why(error)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, ([each.signature for each in choices], [each.sizes for each in choices], reason))
+    which = first_alike(signatures for signatures, _, _ in found)
+    if which is None:
+        raise NoOrder(next((why for *_, why in found if why), DIFFERENT))
+    return choices, which, len({sizes[which] for _, sizes, _ in found}) == 1
 
 
 def _why(error: Exception) -> str:
@@ -157,21 +170,21 @@ def _why(error: Exception) -> str:
 
 def _from_first(decide: Callable[[], Any]) -> Any:
     """Rank 0's decision, on every rank; where it fails to decide, its error."""
-    agreed: list[Any] = [None, ""]
+    decided: list[Any] = [None, ""]
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            agreed[0] = decide()
+            decided[0] = decide()
         except Exception as error:  # noqa: BLE001 - the others wait to hear of it
-            agreed[1], failure = f"rank 0 found no schedule ({type(error).__name__}: {error})", error
-    dist.broadcast_object_list(agreed, src=0)
-    if agreed[1]:
-        raise NoOrder(agreed[1]) from failure
-    return agreed[0]
+            decided[1], failure = f"rank 0 found no schedule ({type(error).__name__}: {error})", error
+    dist.broadcast_object_list(decided, src=0)
+    if decided[1]:
+        raise NoOrder(decided[1]) from failure
+    return decided[0]
 
 
 class NoOrder(AutotpError):
-    """Rank 0 found no schedule; raised on every rank."""
+    """Graphs that are not alike on all devices, or that rank 0 found no schedule for; raised on every rank."""
 
 
 class Schedules:
@@ -248,15 +261,20 @@ def in_lockstep(
     except Exception as error:  # noqa: BLE001 - as in ``compiled``
         _log.warning("no overlap of computing and communicating: %s", _why(error))
         return None
-    alike = agreed(choices.values())
-    if alike is None:
-        _log.warning("no overlap of computing and communicating: %s", DIFFERENT)
+    try:
+        return _all_scheduled(choices, world, how, functools.partial(_plain, sharded, world), even=even)
+    except NoOrder as error:
+        _log.warning("no overlap of computing and communicating: %s", error)
         return None
-    known = dict(zip(choices, alike, strict=True))
-    return _all_scheduled(known, world, how, functools.partial(_plain, sharded, world), even=even)
 
 
-def _all_scheduled(known: Mapping[Any, Halves], world: World, how: Overlap, plain: Plain, *, even: bool) -> Compiled:
+def _all_scheduled(
+    choices: Mapping[Any, Sequence[Halves]], world: World, how: Overlap, plain: Plain, *, even: bool
+) -> Compiled:
+    chosen = agreed(choices.values())
+    if chosen is None:
+        raise NoOrder(DIFFERENT)
+    known = dict(zip(choices, chosen, strict=True))
     decided = how.decided(next(iter(known.values())))
     alike = len({each.sizes for each in known.values()}) == 1
     made = {at: each.overlapped(*decided, alike=alike) for at, each in known.items()}
@@ -268,11 +286,11 @@ def _all_scheduled(known: Mapping[Any, Halves], world: World, how: Overlap, plai
 
     @functools.cache
     def without(missing: frozenset[int]) -> Runner:
-        some = {at: each.without(missing) for at, each in known.items()}
+        some = {at: each[-1].without(missing).choices() for at, each in choices.items()}
         return _all_scheduled(some, world, how, plain, even=even).backward
 
     def again(other: Overlap) -> Compiled:
-        return _all_scheduled(known, world, other, plain, even=even)
+        return _all_scheduled(choices, world, other, plain, even=even)
 
     return Compiled(first, forward, backward, without, plain, again)
 

@@ -28,7 +28,7 @@ from passes.logs import dump
 from passes.memory_format import channels_last, quicker, worthwhile
 from passes.partition import Cut, cut
 from passes.primitives import COLLECTIVES
-from passes.pruned import pruned
+from passes.pruned import drop_zeros, pruned
 from passes.schedule import Durations, Limits, Slot, reordered, schedule
 from passes.staged import Faster, Stages, stage, stages
 from passes.tidy import tidy
@@ -115,8 +115,9 @@ class Halves:
         return self.refined(), self
 
     def refined(self) -> Halves:
-        """With sums of products joined and views that change nothing left out, which sizes decide."""
+        """Without sums of zeros, with sums of products joined and views that change nothing left out: sizes decide."""
         forward, backward = copy.deepcopy(self.cut.forward), copy.deepcopy(self.cut.backward)
+        drop_zeros(backward)
         join_products(backward)
         dump("sums of products joined, backward", backward)
         for graph in (forward, backward):
@@ -142,7 +143,10 @@ class Halves:
         return hashlib.sha256(str(shapes).encode()).hexdigest()[:16]
 
     def without(self, missing: frozenset[int]) -> Halves:
-        """A backward graph for when these of the outputs that may have a gradient have none; the forward graph is empty."""
+        """A backward graph for when these of the outputs that may have a gradient have none; the forward graph is empty.
+
+        Only of what is not refined: of joined products nothing can be left out.
+        """
         forward = fx.Graph()
         forward.output(())
         backward = pruned(self.cut.backward, len(self.joint.tangents), missing)

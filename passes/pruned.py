@@ -1,5 +1,8 @@
 """A backward graph for when only some outputs have gradients: what the others' would flow through is not run.
 
+Which nodes stay depends on the graph's edges alone, so that all devices' graphs stay alike; sums that are then of one thing
+and zeros are left out by ``drop_zeros``, which looks at sizes.
+
 A gradient of zeros would not do. Where a function has an infinite slope, zero times that is not zero.
 """
 
@@ -12,7 +15,7 @@ from torch import Tensor, fx
 
 from passes.reach import below
 
-__all__ = ["pruned"]
+__all__ = ["drop_zeros", "pruned"]
 
 _aten = torch.ops.aten
 
@@ -46,14 +49,19 @@ def pruned(backward: fx.Graph, outputs: int, missing: frozenset[int]) -> fx.Grap
             gradients: Any = node.args[0]
             result.output(tuple(values[g] if isinstance(g, fx.Node) and g not in nothing else None for g in gradients))
         elif node not in nothing:
-            left = [n for n in node.all_input_nodes if n not in nothing]
-            sum_of_one = node.target is _aten.add.Tensor and len(left) == 1 < len(node.all_input_nodes) and not node.kwargs
-            if sum_of_one and _alike(left[0], node):
-                values[node] = values[left[0]]
-            else:
-                values[node] = result.node_copy(node, value)
+            values[node] = result.node_copy(node, value)
     result.eliminate_dead_code()
     return result
+
+
+def drop_zeros(graph: fx.Graph) -> None:
+    """Leaves out, in place, sums of something and zeros where the sum is of the same shape, type and strides."""
+    for node in list(graph.nodes):
+        if node.target is _aten.add.Tensor and not node.kwargs and all(isinstance(a, fx.Node) for a in node.args):
+            left = [n for n in node.all_input_nodes if n.target is not _aten.zeros.default]
+            if len(left) == 1 < len(node.all_input_nodes) and _alike(left[0], node):
+                node.replace_all_uses_with(left[0])
+    graph.eliminate_dead_code()
 
 
 def _alike(one: fx.Node, other: fx.Node) -> bool:
