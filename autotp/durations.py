@@ -19,7 +19,7 @@ from autotp.pricing import Prices
 from costmodel import compute
 from costmodel.overlap import LATENCY_SHARE, messages
 from passes.launches import launch, wait
-from passes.primitives import COLLECTIVES, axes_of, crop, laid_out, pad
+from passes.primitives import COLLECTIVES, axes_of, crop, in_one_format, laid_out, pad, within
 from passes.schedule import Work
 
 __all__ = ["enough", "hiding", "lane_of", "overlap_of", "work_of"]
@@ -143,7 +143,13 @@ def _viewing(target: Any) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    if node.target in (laid_out, crop, pad):  # nothing is to be done where the elements are in order already, and all there
+    if node.target in (
+        laid_out,
+        in_one_format,
+        within,
+        crop,
+        pad,
+    ):  # nothing is to be done where the elements are in order already, and all there
         old, new = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
         return bool(new.shape == old.shape and new.stride() == old.stride())
     return _viewing(node.target)

@@ -29,6 +29,8 @@ _HOSTED = frozenset(
         ops.all_reduce,
         ops.all_max,
         ops.offset,
+        ops.in_one_format,
+        ops.within,
         ops.seeded,
         ops.next_seed,
         panelled,

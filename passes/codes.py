@@ -120,11 +120,13 @@ def _fitting(shape: tuple[int, ...], data: bytes, dtype: np.dtype, mesh: tuple[i
         if not here.any():
             continue
         blocked = (here & (blocks > 1)).any(axis=-1)
-        length, contiguous = np.full(len(rows), size, dtype=np.int64), np.ones(len(rows), bool)
+        lengths, contiguous = np.full((len(rows), 1), size, dtype=np.int64), np.ones(len(rows), bool)
         for axis, n in enumerate(mesh):
-            chunk = -(-length // n)
-            contiguous &= ~here[:, axis] | (chunk * (n - 1) < length)
-            length = np.where(here[:, axis], length - chunk * (n - 1), length)
+            cut = here[:, axis, None]
+            chunks = np.where(cut, -(-lengths // n), lengths)
+            last = np.where(cut, lengths - chunks * (n - 1), lengths)
+            contiguous &= (last > 0).all(axis=-1)
+            lengths = chunks if (chunks == last).all() else np.concatenate([chunks, last], axis=-1)
         nested = size % ways(rows, d, mesh) == 0
         inner = np.where(here & (blocks == INNER), sizes, 1).prod(axis=-1)
         for a in range(len(mesh) if blocked.any() else 0):

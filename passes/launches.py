@@ -42,7 +42,7 @@ def wait(launched: _Launched) -> Any:
 
 
 def local(world: World, name: str, value: Tensor, *args: Any, index: int = 0) -> Tensor:
-    """``own``, ``mask``, ``pad``, ``crop`` or ``laid_out`` of `passes.primitives` for one hosted device."""
+    """What `passes.primitives` names so, for one hosted device: what is done on it alone."""
     return _LOCAL[name](world, value, index, *args)
 
 
@@ -52,6 +52,8 @@ _LOCAL: Mapping[str, Any] = {
     "pad": lambda world, x, i, dim, length: world.pad(x, dim, length).contiguous(),
     "crop": lambda world, x, i, dim, length: world.crop(x, dim, length),
     "laid_out": lambda world, x, i, order: x.contiguous(memory_format=order),
+    "in_one_format": lambda world, x, i: world.in_one_format(x),
+    "within": lambda world, x, i, outside, message: world.within(x, outside, message),
 }
 
 

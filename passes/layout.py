@@ -27,6 +27,7 @@ __all__ = [
     "even_chunk",
     "extent",
     "fits",
+    "in_one_format",
     "is_shard",
     "local_shape",
     "place",
@@ -124,18 +125,21 @@ def fits(shape: tuple[int, ...], layout: Layout, mesh: tuple[int, ...]) -> bool:
         if not parts:
             continue
         blocked = any(blocks_of(layout[s.axis]) > 1 for s in parts)
-        length = size
+        lengths = {size}
         for axis, local_blocks in parts:
             ways = mesh[axis]
             if blocked:
+                (length,) = lengths
                 if local_blocks == 0 or length % local_blocks or (length // local_blocks) % ways:
                     return False
-                length //= ways
+                lengths = {length // ways}
             else:
-                chunk = even_chunk(length, ways)
-                if chunk * (ways - 1) >= length:
+                # All chunks but the last are alike. Each must split further: of 5, three chunks of 2 are none for a fourth
+                # device, though of 4 there are four.
+                chunks = {length: even_chunk(length, ways) for length in lengths}
+                if any(chunk * (ways - 1) >= length for length, chunk in chunks.items()):
                     return False
-                length -= chunk * (ways - 1)  # the last chunk is the shortest: it must still split further
+                lengths = {*chunks.values(), *(length - chunk * (ways - 1) for length, chunk in chunks.items())}
     return all(not is_shard(p) or p.dim < len(shape) for p in layout)  # type: ignore[attr-defined]
 
 
@@ -170,6 +174,24 @@ def take(tensor: torch.Tensor, layout: Layout, mesh: tuple[int, ...], coordinate
         for axis, local_blocks in splits(layout, dim, mesh):
             tensor = take_block(tensor, dim, local_blocks, mesh[axis], coordinates[axis])
     return tensor
+
+
+def in_one_format(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with its channels last, if it lies so beyond doubt, else contiguous, with the strides of a new tensor.
+
+    The strides of a dim of size 1 mean nothing, so a tensor with such a dim can be of two memory formats at once. Some of
+    torch's kernels ask for one operand's format, find the other format for a second operand, and read it in a wrong
+    order: batch norm's backward on CPU does, and so do float64 convolutions (docs/upstream.md has a minimal program).
+    """
+    last = _CHANNELS_LAST.get(tensor.dim()) if min(tensor.shape, default=1) > 1 else None
+    if last is not None and tensor.is_contiguous(memory_format=last):
+        return tensor
+    tensor = tensor.contiguous()
+    strides = [math.prod(tensor.shape[d + 1 :]) for d in range(tensor.dim())]
+    return tensor if tensor.numel() == 0 else tensor.as_strided(tensor.shape, strides, tensor.storage_offset())
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def describe(layout: Layout, names: Sequence[str]) -> str:

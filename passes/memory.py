@@ -25,6 +25,10 @@ _SHARING = frozenset(
         _aten.unsafe_chunk.default,
     }
 )
+#: Primitives that give what they are given, where nothing is to be done.
+_PRIMITIVES = frozenset(
+    {primitives.crop, primitives.pad, primitives.mask, primitives.laid_out, primitives.in_one_format, primitives.within}
+)
 
 
 def source_of(node: fx.Node) -> fx.Node | None:
@@ -35,7 +39,7 @@ def source_of(node: fx.Node) -> fx.Node | None:
         return node.args[2]  # type: ignore[return-value]
     if node.target is _aten.copy.default:
         return node.args[1]  # type: ignore[return-value]
-    if node.target in (primitives.crop, primitives.pad, primitives.mask, primitives.laid_out):
+    if node.target in _PRIMITIVES:
         return node.args[0]  # type: ignore[return-value]
     schema = getattr(node.target, "_schema", None)
     viewing = schema is not None and any(r.alias_info is not None for r in schema.returns)

@@ -29,6 +29,7 @@ __all__ = [
     "all_sum",
     "chunked",
     "gather",
+    "in_one_format",
     "next_seed",
     "offset",
     "part_of",
@@ -36,6 +37,7 @@ __all__ = [
     "reshard_chunks",
     "seeded",
     "version_of",
+    "within",
 ]
 
 
@@ -266,6 +268,36 @@ def _unchanged(tensor: Tensor, version: int) -> Tensor:
 def all_max(world: World, value: Any, axes: tuple[int, ...]) -> Any:
     """The maximum over ``axes``; no gradient (its users subtract it again)."""
     return _apply(lambda parts: world.all_reduce([p.detach() for p in parts], axes, "max").wait(), value)
+
+
+class _InOneFormat(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, world: World, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.world = world
+        return _apart(world.in_one_format(x), [x])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+        return None, _InOneFormat.apply(ctx.world, gradient)
+
+
+def in_one_format(world: World, value: Any) -> Any:
+    """``value`` and its gradient as a kernel cannot misread them; see `passes.layout.in_one_format`."""
+    return _apply(lambda parts: [_InOneFormat.apply(world, part) for part in parts], value)
+
+
+def within(world: World, value: Any, outside: Any, message: str) -> Any:
+    """``value``, a tensor of ids, if none of them is ``outside``.
+
+    Raises:
+        IndexError: on every device where ``outside`` is not 0; the first of the two tensors is what others then read, so
+            that the check is not left out.
+    """
+    return (
+        Parts(map(world.within, value, outside, [message] * len(value)))
+        if isinstance(value, Parts)
+        else world.within(value, outside, message)
+    )
 
 
 def offset(world: World, size: int, axes: tuple[int, ...], like: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from passes.memory import held
-from passes.primitives import COLLECTIVES, crop, own, pad
+from passes.primitives import COLLECTIVES, crop, in_one_format, own, pad
 from passes.reach import above, below
 from passes.traced import Joint
 
@@ -52,7 +52,7 @@ _MOVES = frozenset(
     ]
 )
 
-_PLACED = frozenset({own, pad, crop})
+_PLACED = frozenset({own, pad, crop, in_one_format})
 
 
 @dataclass(frozen=True, slots=True)

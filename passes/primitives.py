@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from passes import layout
 from passes.layout import take_block
 
 __all__ = ["COLLECTIVES", "axes_of"]
@@ -27,6 +28,10 @@ def _define(schema: str, shape: Any) -> Any:
     # Autograd sees them only inside functions with gradients of their own, or where there is none to pass on.
     _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     return getattr(torch.ops.autotp, name).default
+
+
+def _as(x: Tensor) -> dict[str, Any]:
+    return {"dtype": x.dtype, "device": x.device}
 
 
 def _like(x: Tensor, *_: Any) -> Tensor:
@@ -59,6 +64,12 @@ crop = _define("crop(Tensor x, int dim, int length) -> Tensor", _resized)
 laid_out = _define(
     "laid_out(Tensor x, MemoryFormat order) -> Tensor", lambda x, order: torch.empty_like(x, memory_format=order)
 )
+#: In a memory format that leaves no doubt; the tensor itself, where it lies so.
+in_one_format = _define(
+    "in_one_format(Tensor x) -> Tensor", lambda x: torch.empty_strided(x.shape, layout.in_one_format(x).stride(), **_as(x))
+)
+#: The tensor, if ``outside`` is 0; else an IndexError.
+within = _define("within(Tensor ids, Tensor outside, str message) -> Tensor", lambda ids, *_: torch.empty_like(ids))
 #: Where this device's part of a dim begins, a tensor without dims.
 offset = _define(
     "offset(int size, int[] axes, Tensor like) -> Tensor",

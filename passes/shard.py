@@ -15,15 +15,16 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor import Partial
 
 from passes import ops
-from passes.capture_build import arguments_of
+from passes.capture_build import arguments_of, where
 from passes.differentiable import differentiable
 from passes.factors import Operator, Value, value_of
-from passes.layout import Layout, even_chunk, local_shape, splits
+from passes.layout import Layout, even_chunk, is_shard, local_shape, splits
 from passes.panelled import Operand, panelled
 from passes.reshard import Step, steps
-from passes.rules.shapes import operands_of
+from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import Rule, rule_of
 from passes.strategy import SUM, Strategy, Want, gradient_of, whole_layout
 from passes.world import LocalWorld
@@ -113,7 +114,10 @@ class _Rewriter:
         self.nodes: dict[fx.Node, fx.Node] = {}
         self.layouts: dict[Value, Layout] = {}
         self.edges: dict[tuple[Value, Want], fx.Node] = {}
+        #: Partial sums of a single number, before they are rounded to a half.
+        self.wide: dict[Value, fx.Node] = {}
         self.seed: fx.Node | None = None
+        self.checked: set[tuple[Value, int, int | None]] = set()
         self.salt = 0
 
     def run(self) -> fx.GraphModule:
@@ -147,14 +151,17 @@ class _Rewriter:
         backward = steps(shape, want.gradient, gradient_of(have), self.mesh) if differentiable(node.meta["val"]) else ()
         if not forward and not backward:
             return self.nodes[node]
+        wide = None if any(isinstance(p, Partial) for p in want.layout) else self.wide.get(value)
         key = value, want
         if key not in self.edges:
             parameter = value[0].name in self.sharding.parameters
             regather = parameter and any(step.kind == "all_gather" for step in forward)
             target = ops.gather if regather else ops.reshard
-            args: Any = (self.world, self.nodes[node], tuple(map(tuple, forward)), tuple(map(tuple, backward)))
+            args: Any = (self.world, wide or self.nodes[node], tuple(map(tuple, forward)), tuple(map(tuple, backward)))
             self.edges[key] = self.graph.call_function(target, args)
             self.edges[key].meta = {"tensor": node.name, "have": have, "want": want, "val": node.meta["val"]}
+            if wide is not None:
+                self.edges[key] = self.graph.call_method("to", (self.edges[key], node.meta["val"].dtype))
         return self.edges[key]
 
     def operator(self, node: fx.Node) -> None:
@@ -166,6 +173,7 @@ class _Rewriter:
             return
         strategy = self.sharding.strategies[node.name]
         operands = operands_of(node)
+        self._check(node, operands, strategy)
         local = {}
         wanted = iter(zip(operands, strategy.wants, strict=True))
 
@@ -207,7 +215,48 @@ class _Rewriter:
             args[table.shape] = self._local_sizes(node, strategy.results[0])
         if table.random and draws(node):
             return self.random(node.target, at.sharded, args, kwargs)
+        if table.misreads is not None and table.misreads(node):
+            return self._in_one_format(node, args, kwargs)
         return self._call(node.target, args, kwargs)
+
+    def _in_one_format(self, node: fx.Node, args: list, kwargs: dict) -> fx.Node:
+        """The operator between operands, and a gradient of its first result, that its kernel cannot misread."""
+
+        def clear(argument: Any, value: Any) -> Any:
+            image = isinstance(value, torch.Tensor) and value.dim() > 2
+            return self._call(ops.in_one_format, [self.world, argument], {}) if image else argument
+
+        given = [clear(new, n.meta.get("val") if isinstance(n, fx.Node) else None) for new, n in zip(args, node.args)]  # noqa: B905
+        result = self._call(node.target, given, kwargs)
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor):
+            return clear(result, value)
+        items = [self._call(operator.getitem, [result, i], {}) for i in range(len(value))]
+        return self._call(_pack, [clear(items[0], value[0]), *items[1:]], {})
+
+    def _check(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> None:
+        """Puts a check before indices into a factor that no device has whole: each would look up its own ones only.
+
+        It is made where the indices are produced. Those of a batch that every device is given are whole there, so that all
+        devices come to the same end without a word.
+        """
+        rule = rule_of(node)
+        at = _At(self, node, strategy)
+        for position, factor in (rule.bounded or {}).items() if rule is not None else ():
+            ids = operands[position]
+            size = at.size(factor)
+            ignored = arguments_of(node, node.args, node.kwargs).get("ignore_index")
+            key = value_of(ids), size, ignored
+            if not at.axes(factor) or key in self.checked:
+                continue
+            self.checked.add(key)
+            sharded = tuple(axis for axis, placement in enumerate(self.layouts[value_of(ids)]) if is_shard(placement))
+            outside = self._call(_outside, [self.nodes[ids], size, ignored], {})
+            if sharded:
+                outside = self._call(ops.all_max, [self.world, outside, sharded], {})
+            message = f"{where(node)}: index out of range: an operand has others than 0 to {size - 1}"
+            self.nodes[ids] = self._call(ops.within, [self.world, self.nodes[ids], outside, message], {})
+            self.nodes[ids].meta = {"tensor": ids.name, "val": ids.meta["val"]}
 
     def _proxy(self, argument: Any) -> Any:
         return fx.Proxy(argument, self.tracer) if isinstance(argument, fx.Node) else argument
@@ -253,6 +302,14 @@ class _Rewriter:
 
 def _pack(*values: Any) -> tuple:
     return values
+
+
+def _outside(ids: torch.Tensor, size: int, ignored: int | None) -> torch.Tensor:
+    """1 if some of ``ids`` are neither below ``size`` nor ``ignored``, else 0."""
+    outside = (ids < 0) | (ids >= size)
+    if ignored is not None:
+        outside = outside & (ids != ignored)
+    return outside.any().to(torch.int64)
 
 
 def draws(node: fx.Node) -> bool:
@@ -320,6 +377,26 @@ class _At:
 
     def whole(self, operand: int) -> tuple[int, ...]:
         return tuple(operands_of(self._node)[operand].meta["val"].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.promote_types(self._result.dtype, torch.float32)
+
+    @property
+    def _result(self) -> torch.Tensor:
+        return results_of(self._node)[0]
+
+    def wide(self, value: fx.Proxy) -> fx.Proxy:
+        return value if operands_of(self._node)[0].meta["val"].dtype == self.dtype else value.to(self.dtype)
+
+    def rounded(self, value: fx.Proxy) -> fx.Proxy:
+        return value if self._result.dtype == self.dtype else value.to(self._result.dtype)
+
+    def partial(self, value: fx.Proxy) -> fx.Proxy:
+        rounded = self.rounded(value)
+        if rounded is not value and self._result.numel() == 1:
+            self._rewriter.wide[(self._node, 0)] = value.node
+        return rounded
 
     def _collective(self, op: Any, value: fx.Proxy, axes: tuple[int, ...]) -> fx.Proxy:
         if not axes:

@@ -72,6 +72,12 @@ class _TracedWorld(World):
     def masked(self, tensor: Tensor, axes: Sequence[int], index: int) -> Tensor:
         return primitives.mask(tensor, list(axes))
 
+    def in_one_format(self, tensor: Tensor) -> Tensor:
+        return primitives.in_one_format(tensor)
+
+    def within(self, ids: Tensor, outside: Tensor, message: str) -> Tensor:
+        return primitives.within(ids, outside, message)
+
     def seeded(
         self, seed: Any, salt: int, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any
     ) -> Any:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from costmodel.errors import AutotpError
 from passes.drawn import DRAWN
-from passes.layout import even_chunk, extent, take_block
+from passes.layout import even_chunk, extent, in_one_format, take_block
 from passes.reshard import Step
 
 __all__ = ["LocalWorld", "Pending", "World", "reduced"]
@@ -184,6 +184,18 @@ class World(nn.Module):
     def crop(self, tensor: Tensor, dim: int, length: int) -> Tensor:
         """The inverse of ``pad``."""
         return tensor.narrow(dim, 0, length).contiguous()
+
+    def in_one_format(self, tensor: Tensor) -> Tensor:
+        """``tensor`` in a memory format that its strides leave no doubt about; see `passes.layout.in_one_format`."""
+        return in_one_format(tensor)
+
+    def within(self, ids: Tensor, outside: Tensor, message: str) -> Tensor:
+        """``ids``, if ``outside`` is 0; see `passes.ops.within`."""
+        if outside.is_cuda:  # as torch's own lookups: the processor does not wait for the device to find out
+            torch._assert_async(outside == 0, message)
+        elif outside:
+            raise IndexError(message)
+        return ids
 
     def seeded(
         self, seed: Any, salt: int, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any

@@ -3,7 +3,8 @@
 Each function receives ``at`` (which axes shard which factor, and the collectives) and the operator's own arguments,
 with tensors replaced by proxies of their local parts; it writes the sharded form into the graph by computing with them.
 Statistics are reduced over the axes that shard the normalised dim; each device's gradient of a statistic is partial, so
-``at.sum`` reduces in the backward pass too.
+``at.sum`` reduces in the backward pass too. As torch's own kernels do, they compute with halves in float32 and round once,
+at the end: a sum of squares would overflow in float16, and sums of sums would lose digits.
 """
 
 from __future__ import annotations
@@ -46,6 +47,19 @@ class At(Protocol):
     def whole(self, operand: int) -> tuple[int, ...]:
         """The whole shape of a tensor operand."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What to compute in: the result's dtype, float32 for halves."""
+
+    def wide(self, value: Any) -> Any:
+        """An operand, or what has its dtype, in ``dtype``."""
+
+    def rounded(self, value: Any) -> Any:
+        """The result, computed in ``dtype``, in its own."""
+
+    def partial(self, value: Any) -> Any:
+        """``rounded`` for what may be a partial sum: where that is a single number, it is rounded when it is whole."""
+
     def sum(self, value: Any, axes: tuple[int, ...]) -> Any:
         """All-reduce whose gradient is all-reduced too."""
 
@@ -70,6 +84,7 @@ class At(Protocol):
 
 
 def _normalise(at: At, x: Any, dims: list[int], count: int, axes: tuple[int, ...], eps: float) -> Any:
+    x = at.wide(x)
     mean = at.sum(x.sum(dims, keepdim=True), axes) / count
     centred = x - mean
     variance = at.sum((centred * centred).sum(dims, keepdim=True), axes) / count
@@ -88,7 +103,7 @@ def layer_norm(at: At, x: Any, shape: list[int], weight: Any = None, bias: Any =
     for n in shape:
         count *= n
     out, _mean, _variance = _normalise(at, x, [i - len(shape) for i in range(len(shape))], count, at.axes(*names), eps)
-    return _affine(out, weight, bias)
+    return at.rounded(_affine(out, weight, bias))
 
 
 def rms_norm(at: At, x: Any, shape: list[int], weight: Any = None, eps: float | None = None) -> Any:
@@ -98,12 +113,10 @@ def rms_norm(at: At, x: Any, shape: list[int], weight: Any = None, eps: float | 
     for n in shape:
         count *= n
     dims = [i - len(shape) for i in range(len(shape))]
+    x = at.wide(x)
     square = at.sum((x * x).sum(dims, keepdim=True), at.axes(*names)) / count
-    return _affine(x * at.call(_inverse_root, square, eps), weight, None)
-
-
-def _inverse_root(square: Tensor, eps: float | None) -> Tensor:
-    return torch.rsqrt(square + (torch.finfo(square.dtype).eps if eps is None else eps))
+    eps = torch.finfo(at.dtype).eps if eps is None else eps
+    return at.rounded(_affine(x * torch.rsqrt(square + eps), weight, None))
 
 
 def group_norm(at: At, x: Any, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
@@ -117,7 +130,7 @@ def group_norm(at: At, x: Any, groups: int, weight: Any = None, bias: Any = None
     channels = [1, -1] + [1] * (len(shape) - 2)
     out = at.call(torch.reshape, out, x.shape)
     weight = None if weight is None else weight.view(channels)
-    return _affine(out, weight, None if bias is None else bias.view(channels))
+    return at.rounded(_affine(out, weight, None if bias is None else bias.view(channels)))
 
 
 def _group(x: Tensor, groups: int) -> Tensor:
@@ -136,7 +149,7 @@ def batch_norm(
     out, mean, variance = _normalise(at, x, dims, count, at.axes("n"), eps)
     channels = [1, -1] + [1] * (len(shape) - 2)
     weight = None if weight is None else weight.view(channels)
-    out = _affine(out, weight, None if bias is None else bias.view(channels))
+    out = at.rounded(_affine(out, weight, None if bias is None else bias.view(channels)))
     if running_mean is None:
         return out, None, None
     new_mean = at.call(_track, running_mean, mean, momentum, 1.0)
@@ -144,25 +157,26 @@ def batch_norm(
 
 
 def _track(running: Tensor, batch: Tensor, momentum: float, unbias: float) -> Tensor:
-    return (1 - momentum) * running + momentum * unbias * batch.detach().reshape(-1).to(running.dtype)
+    batch = batch.detach().reshape(-1).to(torch.promote_types(batch.dtype, running.dtype))
+    return ((1 - momentum) * running + momentum * unbias * batch).to(running.dtype)
 
 
 def softmax(at: At, x: Any, dim: int, dtype: Any = None, *_: Any) -> Any:
     """softmax along a sharded dim."""
     shifted, axes = _shift(at, x, dim, dtype)
     weights = torch.exp(shifted)
-    return weights / at.sum(weights.sum(dim, keepdim=True), axes)
+    return at.rounded(weights / at.sum(weights.sum(dim, keepdim=True), axes))
 
 
 def log_softmax(at: At, x: Any, dim: int, dtype: Any = None, *_: Any) -> Any:
     """log_softmax along a sharded dim."""
     shifted, axes = _shift(at, x, dim, dtype)
-    return shifted - torch.log(at.sum(torch.exp(shifted).sum(dim, keepdim=True), axes))
+    return at.rounded(shifted - torch.log(at.sum(torch.exp(shifted).sum(dim, keepdim=True), axes)))
 
 
 def _shift(at: At, x: Any, dim: int, dtype: Any) -> tuple[Any, tuple[int, ...]]:
     axes = at.axes(f"v{dim % len(at.whole(0))}")
-    x = x.to(dtype) if isinstance(dtype, torch.dtype) else x
+    x = at.wide(x.to(dtype) if isinstance(dtype, torch.dtype) else x)
     return x - at.max(x.amax(dim, keepdim=True), axes), axes
 
 
@@ -178,6 +192,7 @@ def cross_entropy(
     """cross_entropy with tokens and / or classes sharded: a mean divides by the tokens of all devices."""
     vocabulary, tokens = at.axes("v"), at.axes("m")
     if vocabulary:
+        logits = at.wide(logits)
         largest = at.max(logits.amax(1, keepdim=True), vocabulary)
         shifted = logits - largest
         total = at.reduce(torch.exp(shifted).sum(1), vocabulary)
@@ -187,12 +202,12 @@ def cross_entropy(
     else:
         losses = at.call(_token_losses, logits, target, weight, ignore_index, label_smoothing)
     if reduction == 0:
-        return losses
-    loss = losses.sum()
+        return at.rounded(losses)
+    loss = at.wide(losses).sum()
     if reduction == 2:
-        return loss
-    count = at.call(_token_weight, target, weight, ignore_index, losses)
-    return loss / (at.sum(count, tokens) if tokens else count)
+        return at.partial(loss)
+    count = at.call(_token_weight, target, weight, ignore_index, at.dtype)
+    return at.partial(loss / (at.sum(count, tokens) if tokens else count))
 
 
 def _pick(shifted: Tensor, target: Tensor, start: int) -> Tensor:
@@ -210,11 +225,11 @@ def _token_losses(logits: Tensor, target: Tensor, weight: Tensor | None, ignore_
     return F.cross_entropy(logits, target, weight, reduction="none", ignore_index=ignore_index, label_smoothing=smoothing)
 
 
-def _token_weight(target: Tensor, weight: Tensor | None, ignore_index: int, like: Tensor) -> Tensor:
+def _token_weight(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
     counted = target != ignore_index
     if weight is None:
-        return counted.sum().to(like.dtype)
-    return torch.where(counted, weight[torch.where(counted, target, 0)], torch.zeros_like(like)).sum()
+        return counted.sum().to(dtype)
+    return torch.where(counted, weight[torch.where(counted, target, 0)], 0).sum(dtype=dtype)
 
 
 def embedding(at: At, weight: Any, ids: Any, padding_idx: int = -1, *_: Any) -> Any:
@@ -239,8 +254,8 @@ def mean(at: At, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any =
     count = 1
     for d in {d % len(shape) for d in chosen}:
         count *= shape[d]
-    x = x.to(dtype) if isinstance(dtype, torch.dtype) else x
-    return (x.sum() if dim is None else x.sum(list(chosen), keepdim=keepdim)) / count
+    x = at.wide(x.to(dtype) if isinstance(dtype, torch.dtype) else x)
+    return at.partial((x.sum() if dim is None else x.sum(list(chosen), keepdim=keepdim)) / count)
 
 
 def mean_loss(at: At, x: Any, target: Any, reduction: int = 1, *args: Any) -> Any:
@@ -248,8 +263,8 @@ def mean_loss(at: At, x: Any, target: Any, reduction: int = 1, *args: Any) -> An
     count = 1
     for n in at.whole(0):
         count *= n
-    total = at.call(at.target, x, target, 2, *args)
-    return total / count if reduction == 1 else total
+    total = at.call(at.target, at.wide(x), at.wide(target), 2, *args)
+    return at.partial(total / count if reduction == 1 else total)
 
 
 def attention(

@@ -42,6 +42,10 @@ class Rule:
         saves: what the backward pass keeps: "operands"; "others", each operand for the others' gradients; "result"; "".
         extra: how many tensors of the first operand's size a lowering over inner axes keeps besides.
         view: moves no data.
+        misreads: whether the node's kernel may take an operand, or its gradient, for one of another memory format where
+            dims of size 1 leave that open: it is then given those in one that is beyond doubt.
+        bounded: operand of indices -> the factor that they are indices into, checked by the operator itself unless that
+            factor is sharded.
     """
 
     form: str | Callable[[fx.Node], OpRule | str | None]
@@ -58,6 +62,8 @@ class Rule:
     saves: str = "operands"
     extra: int = 0
     view: bool = False
+    misreads: Callable[[fx.Node], bool] | None = None
+    bounded: Mapping[int, str] | None = None
 
 
 def name_of(node: fx.Node) -> str:
@@ -278,7 +284,16 @@ def _exists(name: str) -> bool:
     return "Tensor" in takes and [str(r.type) for r in schema.returns] == ["Tensor"] and "Device" not in takes[:1]
 
 
-_CONVOLUTION = Rule(_convolution, divide={6: "g"}, flop=_contraction(1))
+def _always(_: fx.Node) -> bool:
+    return True
+
+
+def _in_float64(node: fx.Node) -> bool:
+    """On CPU, oneDNN computes convolutions of other dtypes, and takes any format."""
+    return by.results_of(node)[0].dtype == torch.float64
+
+
+_CONVOLUTION = Rule(_convolution, divide={6: "g"}, flop=_contraction(1), misreads=_in_float64)
 
 RULES: Mapping[str, Rule] = {
     **_elementwise(),
@@ -306,20 +321,20 @@ RULES: Mapping[str, Rule] = {
     "aten.layer_norm.default": Rule(_layer_norm, lower=low.layer_norm, extra=1),
     "aten.rms_norm.default": Rule(_layer_norm, lower=low.rms_norm, extra=1, statistics=(1, 1)),
     "aten.group_norm.default": Rule(_group_norm, lower=low.group_norm, extra=1, divide={1: "g"}),
-    "passes.functional.batch_norm_train": Rule(_batch_norm, inner=("n",), lower=low.batch_norm, extra=1),
-    "aten.batch_norm.default": Rule("n c *, c, c, c, c -> n c *"),
+    "passes.functional.batch_norm_train": Rule(_batch_norm, inner=("n",), lower=low.batch_norm, extra=1, misreads=_always),
+    "aten.batch_norm.default": Rule("n c *, c, c, c, c -> n c *", misreads=_always),
     "aten.softmax.int": Rule(_softmax, lower=low.softmax, extra=1, statistics=(2, 1), saves="result"),
     "aten.log_softmax.int": Rule(_softmax, lower=low.log_softmax, extra=1, statistics=(2, 1), saves="result"),
     "aten._softmax.default": Rule(_softmax, lower=low.softmax, extra=1, statistics=(2, 1), saves="result"),
     "aten._log_softmax.default": Rule(_softmax, lower=low.log_softmax, extra=1, statistics=(2, 1), saves="result"),
     "aten.cross_entropy_loss.default": Rule(
-        _cross_entropy, lower=low.cross_entropy, extra=2, statistics=(3, 0), contiguous=("v",)
+        _cross_entropy, lower=low.cross_entropy, extra=2, statistics=(3, 0), contiguous=("v",), bounded={1: "v"}
     ),
     "aten.mse_loss.default": Rule(_loss, lower=low.mean_loss),
     "aten.l1_loss.default": Rule(_loss, lower=low.mean_loss),
     "aten.smooth_l1_loss.default": Rule(_loss, lower=low.mean_loss),
     # lookup
-    "aten.embedding.default": Rule(_embedding, lower=low.embedding, contiguous=("v",), saves=""),
+    "aten.embedding.default": Rule(_embedding, lower=low.embedding, contiguous=("v",), saves="", bounded={1: "v"}),
     "aten.gather.default": Rule(by.gather),
     "aten.index.Tensor": Rule(by.index),
     # reductions
