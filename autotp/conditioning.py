@@ -15,11 +15,7 @@ from torch import Tensor
 from autotp.comparing import difference, largest
 from passes.differentiable import differentiable
 
-__all__ = ["ROUNDING", "apart", "moved", "nudged"]
-
-#: Up to so many times the move of a result is rounding. A move rounds every weight once; summing in another order rounds
-#: every operator's result and its partial sums, so it may move results several times as far, but by no order more.
-ROUNDING = 16.0
+__all__ = ["apart", "moved", "nudged", "rounding"]
 
 
 def moved(
@@ -80,3 +76,13 @@ def apart(given: Tensor, expected: Tensor, least: float = 0.0) -> float:
     if not differentiable(expected):
         return 0.0 if torch.equal(given, expected) else 1.0
     return difference(given, expected, max(largest(expected), least)) if expected.numel() else 0.0
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """How many times its move a result may be off by rounding.
+
+    A move rounds every weight once. Summing in another order rounds every operator's result again, and its partial sums: in
+    the test models in float64 and float32 that is about as much (0.6 times in the median), and at most 11 times, where one
+    sum is over a vocabulary of 50,257. Kernels sum halves in float32, so there the order does less.
+    """
+    return 4.0 if dtype in (torch.float16, torch.bfloat16) else 16.0

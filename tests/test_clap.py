@@ -26,7 +26,8 @@ def clap():
     }  # fmt: skip
     text = {
         "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1,
-        "max_position_embeddings": 40, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "projection_dim": 16,
+        "max_position_embeddings": 40, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+        "projection_dim": 16,
     }  # fmt: skip
     model = transformers.ClapModel(transformers.ClapConfig(audio_config=audio, text_config=text, projection_dim=16))
     norm = model.audio_model.audio_encoder.batch_norm
