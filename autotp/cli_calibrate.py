@@ -23,7 +23,8 @@ from autotp.calibrate import Calibration, calibrate, shape_of_job
 from autotp.errors import AutotpError
 from autotp.render import bytes_of, make_console, time_of
 from costmodel import format_quantity
-from costmodel.toml_out import topology_toml, write_atomically
+from costmodel.files import check_writable, write_atomically
+from costmodel.toml_out import topology_toml
 
 __all__ = ["calibrate_command", "calibration_table", "calibration_toml"]
 
@@ -105,12 +106,13 @@ def _refusal(output: Path, force: bool, name: str) -> str:
         return "--name '': give the topology a name"
     if output.is_dir():
         return f"--output {output}: is a directory; name a file, such as cluster.toml"
-    if output.exists() and not force:
+    # What is no file, such as /dev/stdout, is written to and not replaced.
+    if output.is_file() and not force:
         return f"--output {output}: is there already; give another name, or --force to replace it"
-    if not output.absolute().parent.is_dir():
-        return f"--output {output}: there is no directory {output.parent}"
-    if not os.access(output.absolute().parent, os.W_OK):
-        return f"--output {output}: the directory {output.absolute().parent} cannot be written to"
+    try:
+        check_writable(output)
+    except OSError as error:
+        return f"--output {output}: cannot be written ({error.strerror})"
     return ""
 
 

@@ -32,7 +32,8 @@ def verify_command(
 ) -> None:
     """Run a plan for all of its devices in this process, and compare every value and gradient with the model's.
 
-    Exits with 1 where they differ, and says at which operator that begins.
+    Exits with 1 where they differ, and says at which operator that begins. What rounding alone moves as far is told, and is
+    no difference.
     """
     loaded = Plan.load(plan)
     with working("comparing"):
@@ -52,7 +53,7 @@ def _shown(found: Verification) -> RenderableType:
     errors = [(f"output {name}", error) for name, error in found.outputs.items()]
     errors += [(f"gradient of {name}", error) for name, error in worst]
     for name, error in errors:
-        colour = "green" if error <= found.tolerance else "red"
+        colour = "green" if error <= found.tolerance else "yellow" if name in found.ill_conditioned else "red"
         table.add_row(escape(name), f"[{colour}]{error:.2e}[/]")
     if found.departure is None:
         said = f"[green]right[/]: {found.compared} values and gradients agree to {found.tolerance:.0e}"
@@ -60,4 +61,16 @@ def _shown(found: Verification) -> RenderableType:
         at = found.departure
         place = " ".join(filter(None, (f"in {at.module}" if at.module else "", f"({at.source})" if at.source else "")))
         said = f"[red]wrong[/]: at [bold]{escape(at.operator)}[/] {escape(place)} {escape(at.where)} (error {at.error:.2e})"
-    return Group(table, said)
+    return Group(table, *_ill_conditioned(found), said)
+
+
+def _ill_conditioned(found: Verification) -> list[str]:
+    if not found.ill_conditioned:
+        return []
+    worst = sorted(found.ill_conditioned.items(), key=lambda entry: -entry[1])
+    named = [f"{escape(name)} ({move:.1e})" for name, move in worst[:_SHOWN]]
+    more = [f"and {len(worst) - _SHOWN} more"] if len(worst) > _SHOWN else []
+    return [
+        "[yellow]ill-conditioned[/]: moving weights and inputs by one unit in the last place moves these in the model "
+        f"itself as far as the plan does: {', '.join(named + more)}"
+    ]

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from passes.differentiable import differentiable
+
 __all__ = ["difference", "largest", "listen"]
 
 
 def largest(tensor: Tensor) -> float:
     """The largest magnitude of what is finite; 0 for none, and for integers."""
-    if not tensor.is_floating_point() or not tensor.numel():
+    if not differentiable(tensor) or not tensor.numel():
         return 0.0
     found = float(tensor.abs().max())
     return found if math.isfinite(found) else float(tensor.masked_fill(~tensor.isfinite(), 0.0).abs().max())

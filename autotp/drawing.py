@@ -13,7 +13,7 @@ from autotp.errors import AutotpError
 from autotp.inspection import Row
 from autotp.plan import Plan
 from autotp.structure import Model
-from costmodel.toml_out import write_atomically
+from costmodel.files import write_atomically
 from passes.factors import value_of
 from passes.rules.shapes import operands_of
 

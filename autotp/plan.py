@@ -16,7 +16,7 @@ from autotp.errors import AutotpError, PlanMismatchError
 from autotp.plan_file import AS_WRITTEN, FORMAT, decode_layout, encode_layout, read
 from autotp.planned import PlannedOperator, Predicted
 from costmodel import Topology
-from costmodel.toml_out import write_atomically
+from costmodel.files import write_atomically
 from passes.capture import Captured
 from passes.chunk import CHUNKS
 from passes.layout import Layout, describe

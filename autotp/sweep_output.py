@@ -18,7 +18,7 @@ from rich.text import Text
 from autotp.errors import AutotpError
 from autotp.sweep import Point
 from costmodel import format_quantity
-from costmodel.toml_out import write_atomically
+from costmodel.files import write_atomically
 
 __all__ = ["PLOTS", "check_plot", "sweep_csv", "sweep_json", "sweep_table", "write_file", "write_plot"]
 

@@ -25,7 +25,7 @@ from autotp.errors import AutotpError
 from autotp.overlapped import DIFFERENT, Compiled
 from autotp.plan import Plan
 from autotp.rewrite import Rewritten, apply
-from costmodel.toml_out import write_atomically
+from costmodel.files import write_atomically
 from passes.arranged import Arranged, Boxed, as_traced
 from passes.capture import Captured, capture
 from passes.launches import called, launch, wait

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autotp.comparing import difference, largest
+from autotp.conditioning import apart
 from passes.capture import Captured
-from passes.differentiable import differentiable
 
 __all__ = ["compared_with_model"]
 
@@ -25,7 +24,7 @@ def compared_with_model(
     weights: Mapping[int, Tensor],
     gradients: Mapping[str, Tensor],
     least: Mapping[str, float],
-) -> Iterator[tuple[str, str, float]]:
+) -> Iterator[tuple[str, str, float, bool]]:
     """Runs the model beside its captured graph; neither the model nor its inputs are changed.
 
     Args:
@@ -38,7 +37,8 @@ def compared_with_model(
         least: name of the parameter -> what its gradient counts as no smaller than.
 
     Yields:
-        (a node's or parameter's name, what it is, its largest difference over the largest magnitude).
+        (a node's or parameter's name, what it is, its largest difference over the largest magnitude, whether that is of a
+        gradient).
     """
     state = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
@@ -49,12 +49,12 @@ def compared_with_model(
     loss: list[Tensor] = []
     for number, (node, result) in enumerate(zip(given[: captured.outputs], results, strict=True)):
         if isinstance(node, fx.Node) and isinstance(result, Tensor):
-            yield node.name, f"output {number}", _error(values[node.name], result)
+            yield node.name, f"output {number}", _error(values[node.name], result), False
             if number in weights:
                 loss.append((result * weights[number]).sum().double())
     for name, node in zip(captured.mutations, given[captured.outputs :], strict=True):
         fqn = captured.buffers[name]
-        yield node.name, f"the new value of buffer {fqn}", _error(values[node.name], buffers[fqn])
+        yield node.name, f"the new value of buffer {fqn}", _error(values[node.name], buffers[fqn]), False
     if not any(part.requires_grad for part in loss):
         return
     trained = {name: leaf for name, leaf in state.items() if leaf.requires_grad}
@@ -64,13 +64,11 @@ def compared_with_model(
         if gradient is not None or mine is not None:
             zero = torch.zeros_like(trained[name])
             both = zero if mine is None else mine, zero if gradient is None else gradient
-            yield name, f"the gradient of {name}", _error(*both, least.get(name, 0.0))
+            yield name, f"the gradient of {name}", _error(*both, least.get(name, 0.0)), True
 
 
 def _error(mine: Tensor, models: Tensor, least: float = 0.0) -> float:
     mine, models = mine.detach(), models.detach()
     if mine.shape != models.shape or mine.dtype != models.dtype:
         return torch.inf
-    if not differentiable(mine):
-        return 0.0 if torch.equal(mine, models) else torch.inf
-    return difference(mine, models, max(largest(models), least)) if mine.numel() else 0.0
+    return apart(mine, models, least)

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.cluster import Cluster
-from costmodel.toml_out import write_atomically
+from costmodel.files import write_atomically
 
 __all__ = ["answered", "asking"]
 

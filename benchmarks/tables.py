@@ -7,9 +7,10 @@ import logging
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from costmodel.files import write_atomically
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -59,8 +60,4 @@ def write(file: str, text: str) -> None:
     """Replaces a file in docs/, whole or not at all."""
     target = DOCS / file
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
-    with os.fdopen(handle, "w") as stream:
-        stream.write(text)
-    os.chmod(temporary, 0o644)
-    os.replace(temporary, target)
+    write_atomically(target, text)

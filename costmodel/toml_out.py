@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from .topology import Topology
 from .units import Quantity, format_quantity
 
-__all__ = ["topology_toml", "write_atomically"]
+__all__ = ["topology_toml"]
 
 _QUANTITIES: Mapping[str, Quantity] = {
     "memory": "memory",
@@ -45,26 +42,6 @@ def topology_toml(
     for level in data["levels"]:
         lines += ["", "[[levels]]", *_table(level, ("levels", level["name"]), notes, prefix="levels.")]
     return "\n".join(lines) + "\n"
-
-
-def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Writes a file whole or not at all, with the permissions of any new file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _table(

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from costmodel import COLLECTIVES, Device, Level, Link, Measured, Topology, collectives
+from costmodel.files import write_atomically
 from costmodel.fit import fit_link, fit_products, robust
-from costmodel.toml_out import topology_toml, write_atomically
+from costmodel.toml_out import topology_toml
 
 VOLUMES = [1024.0 * 4**k for k in range(8)]
 DIMS = [(m, k, n) for m in (32, 128, 512, 1024) for k in (32, 256, 1024) for n in (64, 512)]

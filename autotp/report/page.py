@@ -11,7 +11,7 @@ from typing import Any
 
 from autotp.errors import AutotpError
 from autotp.report.content import encode
-from costmodel.toml_out import write_atomically
+from costmodel.files import write_atomically
 
 __all__ = ["page", "save_report"]
 

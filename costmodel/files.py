@@ -1,0 +1,119 @@
+"""Files that are written where their path leads, and appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import sys
+import tempfile
+from pathlib import Path
+
+__all__ = ["check_writable", "write_atomically"]
+
+
+def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Writes a file whole or not at all, where its path leads.
+
+    Links are followed, a dangling one to the file that it names. A file that is there keeps its permissions, and its owner
+    where the process may set it; a new one has those of any new file. What is no file is not replaced: a character device,
+    a pipe that is read, and this process's own output are written to.
+
+    Args:
+        path: where to.
+        content: text is written as UTF-8.
+
+    Raises:
+        OSError: it cannot be written, or is a directory, a block device, a socket, or a pipe that nobody reads.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    before = _status(path)
+    own = None if before is None else _own_output(before)
+    if own is not None:
+        # The name may have come by /dev/stdout: what replaced the file would lose what is printed before and after.
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        _write_to(os.dup(own), data)
+    elif before is None or stat.S_ISREG(before.st_mode):
+        _replace(Path(os.path.realpath(path)), data, before)
+    else:
+        _write_to(_opened(path, before), data)
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Refuses what ``write_atomically`` could not write to, before the work whose result it would hold; writes nothing.
+
+    Raises:
+        OSError: as ``write_atomically`` would.
+    """
+    before = _status(path)
+    if before is None or stat.S_ISREG(before.st_mode):
+        folder = os.path.dirname(os.path.realpath(path))
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(errno.ENOENT, f"there is no directory {folder}", os.fspath(path))
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, f"the directory {folder} cannot be written to", os.fspath(path))
+    elif _own_output(before) is None:
+        os.close(_opened(path, before))
+
+
+def _status(path: str | os.PathLike[str]) -> os.stat_result | None:
+    """What the path leads to; None where nothing is there yet."""
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        return None
+
+
+def _own_output(status: os.stat_result) -> int | None:
+    """The descriptor of stdout or stderr, if that is what was found."""
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(status, os.fstat(descriptor)):
+                return descriptor
+    return None
+
+
+def _replace(target: Path, data: bytes, before: os.stat_result | None) -> None:
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        if before is None:
+            mask = os.umask(0)
+            os.umask(mask)
+            os.chmod(temporary, 0o666 & ~mask)
+        else:
+            # First the owner: a change of owner takes permissions away.
+            with contextlib.suppress(PermissionError):
+                os.chown(temporary, before.st_uid, before.st_gid)
+            os.chmod(temporary, stat.S_IMODE(before.st_mode))
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _opened(path: str | os.PathLike[str], status: os.stat_result) -> int:
+    """A descriptor of what is no regular file, without waiting for one who reads it."""
+    mode, name = status.st_mode, os.fspath(path)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a directory", name)
+    if not stat.S_ISCHR(mode) and not stat.S_ISFIFO(mode):
+        kind = {stat.S_IFBLK: "a block device", stat.S_IFSOCK: "a socket"}.get(stat.S_IFMT(mode), "no file")
+        raise OSError(errno.EINVAL, f"it is {kind}", name)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        if error.errno == errno.ENXIO and stat.S_ISFIFO(mode):
+            raise OSError(errno.ENXIO, "it is a pipe that nobody reads", name) from error
+        raise
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def _write_to(descriptor: int, data: bytes) -> None:
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
