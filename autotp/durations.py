@@ -143,13 +143,8 @@ def _viewing(target: Any) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    if node.target in (
-        laid_out,
-        in_one_format,
-        within,
-        crop,
-        pad,
-    ):  # nothing is to be done where the elements are in order already, and all there
+    # nothing is to be done where the elements are in order already, and all there
+    if node.target in (laid_out, in_one_format, within, crop, pad):
         old, new = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
         return bool(new.shape == old.shape and new.stride() == old.stride())
     return _viewing(node.target)

@@ -35,6 +35,8 @@ def batch_norm_train(
     out = torch.nn.functional.batch_norm(x, None, None, weight, bias, True, momentum, eps)
     if running_mean is None or running_var is None:
         return out, running_mean, running_var
+    if x.numel() == 0:  # there is nothing to learn from
+        return out, running_mean.clone(), running_var.clone()
     dims = [d for d in range(x.dim()) if d != 1]
     # torch accumulates half-precision statistics in the running statistics' own (wider) dtype.
     wide = x.detach().to(torch.promote_types(x.dtype, running_mean.dtype))
