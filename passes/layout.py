@@ -179,9 +179,10 @@ def take(tensor: torch.Tensor, layout: Layout, mesh: tuple[int, ...], coordinate
 def in_one_format(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` with its channels last, if it lies so beyond doubt, else contiguous, with the strides of a new tensor.
 
-    The strides of a dim of size 1 mean nothing, so a tensor with such a dim can be of two memory formats at once. Some of
-    torch's kernels ask for one operand's format, find the other format for a second operand, and read it in a wrong
-    order: batch norm's backward on CPU does, and so do float64 convolutions (docs/upstream.md has a minimal program).
+    Some of torch's kernels read a tensor as if it lay as another one does, and are wrong where it does not. Strides of dims
+    of size 1 mean nothing, so a tensor with such a dim can be of two memory formats at once, and kernels that ask for one
+    operand's format may find the other for a second: batch norm's backward on CPU does, and so do convolutions in
+    float64. Batch norm's also takes a weight for contiguous. docs/upstream.md has minimal programs.
     """
     last = _CHANNELS_LAST.get(tensor.dim()) if min(tensor.shape, default=1) > 1 else None
     if last is not None and tensor.is_contiguous(memory_format=last):

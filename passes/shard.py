@@ -223,8 +223,8 @@ class _Rewriter:
         """The operator between operands, and a gradient of its first result, that its kernel cannot misread."""
 
         def clear(argument: Any, value: Any) -> Any:
-            image = isinstance(value, torch.Tensor) and value.dim() > 2
-            return self._call(ops.in_one_format, [self.world, argument], {}) if image else argument
+            tensor = isinstance(value, torch.Tensor)
+            return self._call(ops.in_one_format, [self.world, argument], {}) if tensor else argument
 
         given = [clear(new, n.meta.get("val") if isinstance(n, fx.Node) else None) for new, n in zip(args, node.args)]  # noqa: B905
         result = self._call(node.target, given, kwargs)

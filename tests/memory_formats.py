@@ -1,0 +1,88 @@
+"""Tensors of the same numbers in other places in memory, and an operator whose operands and gradients are such."""
+
+from __future__ import annotations
+
+import operator
+import random
+
+import torch
+from torch import Tensor, fx
+
+__all__ = ["FORMATS", "laid", "scatter_formats"]
+
+#: ``open`` leaves dims of size 1 the strides that views may leave them; ``expanded`` has a dim of stride 0.
+FORMATS = ("contiguous", "reversed", "channels last", "every second", "open", "open, channels last", "expanded")
+
+
+def laid(tensor: Tensor, form: str, rng: random.Random) -> Tensor:
+    """A tensor of the same numbers, in another form of memory; ``expanded`` wants numbers that are alike along dim 0."""
+    rank = tensor.dim()
+    if form == "reversed":
+        return _in_order(tensor, list(reversed(range(rank))))
+    if form in ("channels last", "open, channels last") and rank > 2:
+        tensor = _in_order(tensor, [0, *range(2, rank), 1])
+    elif form == "every second" and rank:
+        wider = tensor.new_empty([2 * n + 1 for n in tensor.shape])
+        return wider[tuple(slice(1, None, 2) for _ in range(rank))].copy_(tensor)
+    elif form == "expanded" and rank and len(tensor):
+        return tensor[:1].clone(memory_format=torch.contiguous_format).expand(tensor.shape)
+    else:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    if form.startswith("open") and tensor.numel():
+        strides = [
+            rng.choice([1, 7, 1024, tensor.numel()]) if n == 1 else stride
+            for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        ]
+        return tensor.as_strided(tensor.shape, strides, tensor.storage_offset())
+    return tensor
+
+
+def _in_order(tensor: Tensor, order: list[int]) -> Tensor:
+    back = [order.index(d) for d in range(len(order))]
+    return tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+
+
+class _Laid(torch.autograd.Function):
+    """A tensor in one form; its gradient in another."""
+
+    @staticmethod
+    def forward(ctx, x, form, gradient, seed):
+        ctx.gradient, ctx.seed = gradient, seed
+        return laid(x, form, random.Random(seed))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return laid(gradient, ctx.gradient, random.Random(ctx.seed + 1)), None, None, None
+
+
+def scatter_formats(graph: fx.Graph, target: fx.Node, operands: dict[str, str], gradient: str, seed: int) -> None:
+    """Gives an operator of a sharded graph operands in these forms, and gradients of its results in this one.
+
+    Args:
+        graph: a sharded graph.
+        target: the captured operator.
+        operands: name of a placeholder -> form.
+        gradient: form.
+        seed: for strides that may be anything.
+    """
+    for number, node in enumerate(list(graph.nodes)):
+        form = operands.get(node.name if node.op == "placeholder" else node.meta.get("tensor", ""))
+        result = node.meta.get("operator") == target.name
+        if form is None and not result:
+            continue
+        items = [user for user in node.users if result and user.target is operator.getitem]
+        for place in items or [node]:
+            with graph.inserting_after(place):
+                back = gradient if result or gradient != "expanded" else "contiguous"
+                copy = graph.call_function(_relaid, (place, form or "contiguous", back, seed + number))
+            copy.meta = {k: v for k, v in place.meta.items() if k != "want"}
+            place.replace_all_uses_with(copy)
+            copy.update_arg(0, place)
+
+
+def _relaid(value, form, gradient, seed):
+    if not isinstance(value, Tensor):
+        return value
+    if not value.is_floating_point():
+        return laid(value, form, random.Random(seed))
+    return _Laid.apply(value, form, gradient, seed)
