@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,13 +26,20 @@ from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of, saved_by
 from passes.strategy import Strategy, gradient_of, whole_layout
 
-__all__ = ["Footprint"]
+__all__ = ["Footprint", "Moment"]
 
 Key = tuple[Value, Layout]
 
 
+class Moment(NamedTuple):
+    """When something is held: at the turn of the operator of this number, forward or backward."""
+
+    at: int
+    backward: bool
+
+
 class Footprint:
-    """A plan's step on one device.
+    """A plan's step on one device; ``held`` has the most bytes at every moment, once it has run.
 
     Args:
         model: the captured model, analysed.
@@ -60,6 +68,8 @@ class Footprint:
         self.sizes: dict[tuple, float] = {}
         self.live: dict[Key, float] = {}
         self.total = self.peak = 0.0
+        self.now = Moment(0, False)
+        self.held: dict[Moment, float] = {}
         self.watched = math.inf
         self.worst: list[tuple[str, str, float]] = []
         self.roots: dict[Value, Value] = {}
@@ -75,7 +85,8 @@ class Footprint:
         ends: dict[fx.Node, list[Key]] = defaultdict(list)
         for key, node in self.last.items():
             ends[node].append(key)
-        for node in nodes:
+        for at, node in enumerate(nodes):
+            self.now = Moment(at, False)
             self.forward(node)
             for key in ends[node]:
                 if not self.holders[key] and key[0] not in leaves and self.temporary(key[0]):
@@ -85,7 +96,8 @@ class Footprint:
             for leaf in self.outputs():
                 if value_of(leaf) in self.model.trained:
                     self.grow(value_of(leaf), self.whole, leaf.meta["val"])
-            for node in reversed(nodes):
+            for at, node in reversed(list(enumerate(nodes))):
+                self.now = Moment(at, True)
                 self.backward(node)
         return self.peak
 
@@ -122,6 +134,7 @@ class Footprint:
     def reach(self, passing: float = 0.0) -> None:
         """Looks whether this moment, with bytes that pass, is the worst yet."""
         self.peak = max(self.peak, self.total + passing)
+        self.held[self.now] = max(self.held.get(self.now, 0.0), self.total + passing)
         if self.total + passing >= self.watched:
             self.watched, self.worst = math.inf, self.holding(passing)
 
