@@ -319,7 +319,8 @@ class Contest:
             return None
         moments = Moments(assembled, self._prices(candidate.mesh), candidate.panels != 1)
         deadline = max(self.deadline, time.perf_counter() + _EXPLAINING)
-        found = smallest(moments, lambda choice: self._held(candidate, assembled, choice), start, deadline)
+        problem = replace(assembled.problem, memory_bound=math.inf)
+        found = smallest(problem, moments, lambda choice: self._held(candidate, assembled, choice), start, deadline)
         return Least(candidate, assembled, moments, found)
 
     def _held(self, candidate: Candidate, assembled: Assembled, choice: tuple[int, ...]) -> dict[Moment, float]:

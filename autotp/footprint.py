@@ -9,6 +9,7 @@ use inside (workspaces) is not known here.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
@@ -26,16 +27,24 @@ from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of, saved_by
 from passes.strategy import Strategy, gradient_of, whole_layout
 
-__all__ = ["Footprint", "Moment"]
+__all__ = ["Footprint", "Moment", "Turn"]
 
 Key = tuple[Value, Layout]
 
 
+class Turn(enum.IntEnum):
+    """What goes on: an operator runs, the gradients of its results arrive, or its backward pass runs."""
+
+    FORWARD = 0
+    ARRIVAL = 1
+    BACKWARD = 2
+
+
 class Moment(NamedTuple):
-    """When something is held: at the turn of the operator of this number, forward or backward."""
+    """When something is held: at which turn of the operator of this number."""
 
     at: int
-    backward: bool
+    turn: Turn
 
 
 class Footprint:
@@ -68,7 +77,7 @@ class Footprint:
         self.sizes: dict[tuple, float] = {}
         self.live: dict[Key, float] = {}
         self.total = self.peak = 0.0
-        self.now = Moment(0, False)
+        self.now = Moment(0, Turn.FORWARD)
         self.held: dict[Moment, float] = {}
         self.watched = math.inf
         self.worst: list[tuple[str, str, float]] = []
@@ -86,7 +95,7 @@ class Footprint:
         for key, node in self.last.items():
             ends[node].append(key)
         for at, node in enumerate(nodes):
-            self.now = Moment(at, False)
+            self.now = Moment(at, Turn.FORWARD)
             self.forward(node)
             for key in ends[node]:
                 if not self.holders[key] and key[0] not in leaves and self.temporary(key[0]):
@@ -97,7 +106,7 @@ class Footprint:
                 if value_of(leaf) in self.model.trained:
                     self.grow(value_of(leaf), self.whole, leaf.meta["val"])
             for at, node in reversed(list(enumerate(nodes))):
-                self.now = Moment(at, True)
+                self.now = Moment(at, Turn.ARRIVAL)
                 self.backward(node)
         return self.peak
 
@@ -272,6 +281,7 @@ class Footprint:
         for i, tensor in enumerate(self.results[node]):
             if (node, i) in self.model.trained:
                 self.bring((node, i), tensor)
+        self.now = self.now._replace(turn=Turn.BACKWARD)
         for operand, want in zip(self.operands[node], strategy.wants, strict=True):
             value = value_of(operand)
             moved = want.layout != self.layouts[value]

@@ -2,9 +2,9 @@
 
 `autotp.footprint` walks through a step of one plan. Here all plans are seen at once, at one moment: every operator,
 parameter and tensor says what it holds then, under each of its strategies and layouts. That is a table for each node and
-each tensor, as the seconds of the integer program are, so that the plan which holds the least at a moment, or on average over
-moments, is found as the fastest one is. Where a storage has several names (views), and where layouts are wanted by several
-readers at different times, the tables are close and not exact: footprints have the last word.
+each tensor, as the seconds of the integer program are, so that the plan which holds the least at a moment, or on average
+over moments, is found as the fastest one is. Where a storage has several names (views), and where layouts are wanted by
+several readers at different times, the tables are close and not exact: footprints have the last word.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
-from autotp.footprint import Moment
+from autotp.footprint import Moment, Turn
 from autotp.ilp import Node, Problem, Tensor, Use
 from autotp.pricing import Prices
 from autotp.problem import Assembled
@@ -24,7 +24,7 @@ from autotp.structure import Edge
 from passes.codes import local_elements
 from passes.factors import Value, value_of
 from passes.panel import data_position
-from passes.rules.shapes import operands_of
+from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of, saved_by
 
 __all__ = ["Moments"]
@@ -80,7 +80,9 @@ class Moments:
     def usual(self) -> list[Moment]:
         """Where the worst moment mostly is: as the backward pass begins, and as it ends."""
         last = len(self.order) - 1
-        return [Moment(last, True), Moment(0, True)] if self.prices.train else [Moment(last, False), Moment(0, False)]
+        return (
+            [Moment(last, Turn.BACKWARD), Moment(0, Turn.BACKWARD)] if self.prices.train else [Moment(last, Turn.FORWARD)]
+        )
 
     def program(self, shares: Mapping[Moment, float]) -> Problem:
         """The integer program whose seconds are the bytes that moments hold, weighted."""
@@ -180,7 +182,7 @@ class Moments:
     def _reader(self, value: Value, user: fx.Node, position: int) -> _Reader:
         if user not in self.order:
             return _Reader(len(self.order), False, False, False)
-        trained = any((user, i) in self.model.trained for i in range(len(user.users) + 1))
+        trained = any((user, i) in self.model.trained for i in range(len(results_of(user))))
         real = value[0].op != "placeholder" and operands_of(user)[position].meta["val"].dtype.is_floating_point
         saves = self.prices.train and trained and real and saved_by(user) == "operands"
         data = self.panelled and data_position(user) == position
@@ -214,31 +216,35 @@ class _Sum:
             self.tensors[key] = self.tensors.get(key, 0.0) + table
 
     def parameter(self, number: int, edge: Edge, life: _Life, count: int, moment: Moment, panelled: bool) -> None:
+        """Its state, what it is gathered to, and its gradient from its last reader's turn on."""
         own, wanted, back, stays = self.sizes[number]
-        elements, itemsize = own / edge.value.element_size(), edge.value.element_size()
         trained = edge.trained and self.prices.train
-        state = self.prices.states(elements, itemsize) - (own if self.prices.train else 0.0)
-        there = trained and moment.backward and moment.at < life.last
-        self.own(edge, count * (state + (own if there else 0.0)))
+        state = self.prices.states(own / edge.value.element_size(), edge.value.element_size())
+        forward = moment.turn is Turn.FORWARD
+        come = trained and not forward and moment.at < max(reader.at for reader in life.readers)
+        self.own(edge, count * (state - (own if self.prices.train else 0.0) + (own if come else 0.0)))
+        moved = np.where(stays, 0.0, wanted[None, :] / (_PANELS if panelled else 1))
         now = [use for use, reader in enumerate(life.readers) if reader.at == moment.at]
-        copies = np.where(stays, 0.0, wanted[None, :] / (_PANELS if panelled else 1))
-        if moment.backward:
-            copies = copies + (np.where(stays & (back == wanted)[None, :], own[:, None], back[None, :] + own[:, None]))
-            copies = copies if trained else np.where(stays, 0.0, wanted[None, :])
-        between = [use for use, r in enumerate(life.readers) if r.at >= moment.at] if not moment.backward else now
-        begun = any(reader.at <= moment.at for reader in life.readers)
-        self.held(number, between if begun else [], count * copies)
+        if forward:
+            begun = any(reader.at <= moment.at for reader in life.readers)
+            later = [use for use, reader in enumerate(life.readers) if reader.at >= moment.at]
+            self.held(number, later if begun else [], count * moved)
+        elif moment.turn is Turn.BACKWARD:
+            self.held(number, now, count * (moved + back[None, :] if trained else moved))
 
     def activation(self, number: int, edge: Edge, life: _Life, count: int, moment: Moment) -> None:
-        own, wanted, back, stays = self.sizes[number]
-        at, readers = moment.at, list(enumerate(life.readers))
+        """The tensor, copies of it, and its gradient."""
+        own, wanted, _, stays = self.sizes[number]
+        at, readers, forward = moment.at, list(enumerate(life.readers)), moment.turn is Turn.FORWARD
         given = life.made < 0
-        if given and not edge.parameter:
+        if given:
             self.own(edge, count * own)
-        elif life.made > at and not moment.backward:
+        elif life.made > at:
+            if not forward and life.returned and not life.view:
+                self.own(edge, count * own)
             return
-        in_use = not moment.backward and life.made <= at <= life.last
-        whole = given or life.returned or in_use or (life.kept and life.made <= at)
+        in_use = forward and life.made <= at <= life.last
+        whole = given or life.returned or in_use or life.kept
         if whole and not given and not life.view:
             self.own(edge, count * own)
         moved = np.where(stays, 0.0, wanted[None, :])
@@ -247,21 +253,35 @@ class _Sum:
         rests = [use for use, r in readers if r.saves and r.panelled and r.at <= at]
         self.held(number, saved, count * kept)
         if rests and not whole:
-            # Kept once, however many want it: it is shared out among them.
-            self.own(edge, count * own) if not saved else self.held(
-                number, rests, count * np.where(stays, 0.0, own[:, None])
-            )
-        now = [use for use, r in readers if r.at == at and not r.saves]
+            if saved:
+                self.held(number, rests, count * np.where(stays, 0.0, own[:, None]))
+            else:  # kept once, however many want it
+                self.own(edge, count * own)
         panels = [use for use, r in readers if r.at == at and r.panelled]
-        if not moment.backward:
-            self.held(number, [use for use in now if use not in panels], count * moved)
+        if forward:
+            now = [use for use, r in readers if r.at == at and not r.saves and not r.panelled]
+            self.held(number, now, count * moved)
             # The result of a view is a storage of its own only where the operand had to move.
             views = [use for use, r in readers if r.view and r.at <= at <= life.last]
             self.held(number, views, count * moved)
-        self.held(number, panels, count * moved / _PANELS)
-        if moment.backward and edge.trained and life.made <= at:
-            late = [use for use, r in readers if r.at >= at]
-            self.held(number, late, count * np.broadcast_to(back[None, :], stays.shape))
+        if moment.turn is not Turn.ARRIVAL:
+            self.held(number, panels, count * moved / _PANELS)
+        if not forward and edge.trained and not given:
+            self.gradient(number, edge, life, count, moment)
+
+    def gradient(self, number: int, edge: Edge, life: _Life, count: int, moment: Moment) -> None:
+        """In the layouts in which readers return it, until all of it comes to that of the tensor."""
+        own, _, back, stays = self.sizes[number]
+        every = np.broadcast_to(back[None, :], stays.shape)
+        later = [use for use, r in enumerate(life.readers) if r.at > moment.at]
+        if life.made < moment.at:
+            self.held(number, later, count * every)
+            if moment.turn is Turn.BACKWARD:  # beside what is there, to be added to it
+                self.held(number, [use for use, r in enumerate(life.readers) if r.at == moment.at], count * every)
+        elif moment.turn is Turn.ARRIVAL:
+            self.held(number, later, count * np.where(stays & (back[None, :] == own[:, None]), every, every + own[:, None]))
+        elif not life.view:
+            self.own(edge, count * own)
 
 
 def _tensor(tensor: Tensor, uses: tuple[Use, ...], cost: np.ndarray) -> Tensor:

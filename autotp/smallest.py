@@ -4,10 +4,11 @@ Of the moments of a step the worst one counts, and which one that is depends on 
 
     least bytes  =  min over plans  max over moments  bytes            (1)
 
-is at least  max over shares of moments  min over plans  of the bytes weighted by the shares. The inner minimum is an integer
-program without a bound on memory, which is easy (`autotp.ilp.eliminate`), and the shares are found by cutting planes, as those
-of processors and network are in `autotp.hiding`: every plan met adds a line, and its worst moment another share. What is met
-is measured by its footprint. Nothing here depends on the bound that is asked for, so the same plan is found for all of them.
+is at least  max over shares of moments  min over plans  of the bytes weighted by the shares. The inner minimum is an
+integer program without a bound on memory, which is easy (`autotp.ilp.eliminate`), and the shares are found by cutting
+planes, as those of processors and network are in `autotp.hiding`: every plan met adds a line, and its worst moment another
+share. Seconds at a low price settle what bytes leave open, and lead to other plans close by. What is met is measured by its
+footprint. Nothing here depends on the bound that is asked for, so the same plan is found for all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 from ortools.math_opt.python import mathopt
 
 from autotp.footprint import Moment
-from autotp.ilp import Problem, cheapest
+from autotp.ilp import Problem, cheapest, evaluate
 from autotp.moments import Moments
 
 __all__ = ["Smallest", "quicker", "smallest"]
@@ -28,11 +29,13 @@ Choice = tuple[int, ...]
 
 _ROUNDS = 24
 _PRICES = 10
+#: What the seconds of a step may count beside its bytes.
+_TRADES = (1e-6, 0.01, 0.1)
 
 
 @dataclass(frozen=True, slots=True)
 class Smallest:
-    """The choice that takes the least memory of all that were met: its bytes, and the shares of moments it is the least of."""
+    """The choice with the least memory of all that were met, its bytes, and the shares of moments with which it was met."""
 
     choice: Choice
     used: float
@@ -40,12 +43,17 @@ class Smallest:
 
 
 def smallest(
-    moments: Moments, measure: Callable[[Choice], Mapping[Moment, float]], start: Choice, deadline: float
+    problem: Problem,
+    moments: Moments,
+    measure: Callable[[Choice], Mapping[Moment, float]],
+    start: Choice,
+    deadline: float,
 ) -> Smallest:
     """The choice with the least memory.
 
     Args:
-        moments: of the steps of all plans.
+        problem: what choices cost, without a bound.
+        moments: of the steps of its choices.
         measure: bytes of a choice at every moment.
         start: a choice.
         deadline: on the performance counter, beyond which nothing else is tried.
@@ -54,18 +62,23 @@ def smallest(
     shares = [1.0 / len(seen)] * len(seen)
     met = {start: measure(start)}
     best = Smallest(start, max(met[start].values()), dict(zip(seen, shares, strict=True)))
+    unit = best.used / max(evaluate(problem, start).seconds, 1e-12)
     for _ in range(_ROUNDS):
         weights = dict(zip(seen, shares, strict=True))
-        choice = cheapest(moments.program(weights))
-        news = choice not in met
-        if news:
+        program = moments.program(weights)
+        news = False
+        for share in _TRADES:
+            choice = cheapest(_dearer(program, problem, share * unit))
+            if choice in met:
+                continue
+            news = True
             met[choice] = measure(choice)
-        worst = max(met[choice], key=lambda moment: met[choice][moment])
-        if met[choice][worst] < best.used:
-            best = Smallest(choice, met[choice][worst], weights)
-        if worst not in seen:
-            seen.append(worst)
-        elif not news or time.perf_counter() > deadline:
+            worst = max(met[choice], key=met[choice].__getitem__)
+            if met[choice][worst] < best.used:
+                best = Smallest(choice, met[choice][worst], weights)
+            if worst not in seen:
+                seen.append(worst)
+        if not news or time.perf_counter() > deadline:
             break
         shares = _next_shares([[held.get(moment, 0.0) for moment in seen] for held in met.values()])
     return best
