@@ -286,8 +286,12 @@ class Contest:
         """The plan that takes the least memory on any mesh; None where there is no plan at all."""
         key = tuple(meshes)
         if key not in self.leasts:
-            found = [self._least_of(candidate) for candidate in self._all(meshes)]
-            self.leasts[key] = min((each for each in found if each is not None), key=lambda each: each.used, default=None)
+            best: Least | None = None
+            for candidate in self._all(meshes):
+                found = self._least_of(candidate, math.inf if best is None else best.used)
+                if best is None or (found is not None and found.used < best.used):
+                    best = found
+            self.leasts[key] = best
         return self.leasts[key]
 
     def fastest_within(self, least: Least) -> Found:
@@ -308,8 +312,8 @@ class Contest:
                 for count in self._variants():
                     yield Candidate(mesh, restriction, count)
 
-    def _least_of(self, candidate: Candidate) -> Least | None:
-        """The choice of a candidate that takes the least memory."""
+    def _least_of(self, candidate: Candidate, known: float) -> Least | None:
+        """The choice of a candidate that takes the least memory, unless that is far above what is known."""
         try:
             assembled, start = self._ask(candidate, cheapest)
         except BatchError as error:
@@ -320,7 +324,7 @@ class Contest:
         moments = Moments(assembled, self._prices(candidate.mesh), candidate.panels != 1)
         deadline = max(self.deadline, time.perf_counter() + _EXPLAINING)
         problem = replace(assembled.problem, memory_bound=math.inf)
-        found = smallest(problem, moments, lambda choice: self._held(candidate, assembled, choice), start, deadline)
+        found = smallest(problem, moments, lambda choice: self._held(candidate, assembled, choice), start, deadline, known)
         return Least(candidate, assembled, moments, found)
 
     def _held(self, candidate: Candidate, assembled: Assembled, choice: tuple[int, ...]) -> dict[Moment, float]:

@@ -181,8 +181,8 @@ def _fitting(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Conte
 
     The program counts gradients beside all saved activations, as when gradients of several batches are added up. A step has
     a worst moment, which may take more or less: what it takes more is kept free, and where nothing fits by the sum, a plan
-    may fit by the step. Where programs with less memory and with more come to nothing, the plan with the least memory decides
-    whether there is any, and with it begins the search for one.
+    may fit by the step. Where programs with less memory and with more come to nothing, the plan with the least memory
+    decides whether there is any, and with it begins the search for one.
     """
     try:
         contest, found = _fitting_by_sum(contest, meshes)
