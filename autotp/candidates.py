@@ -18,12 +18,28 @@ from typing import TypeVar
 
 import numpy as np
 
-from autotp.describe import Found, memory_of
+from autotp.describe import Found, held_of, memory_of
 from autotp.errors import BatchError
 from autotp.families import Family, Restriction
-from autotp.ilp import Infeasible, Problem, Pruned, Solution, estimate, glance, least_memory, settle, solve
+from autotp.footprint import Moment
+from autotp.ilp import (
+    Infeasible,
+    Problem,
+    Pruned,
+    Solution,
+    cheapest,
+    estimate,
+    evaluate,
+    glance,
+    least_memory,
+    settle,
+    solution_at,
+    solve,
+)
+from autotp.moments import Moments
 from autotp.pricing import Prices
 from autotp.problem import EVEN, Assembled, assemble
+from autotp.smallest import Smallest, quicker, smallest
 from autotp.structure import Choice, Model, Structure, structure
 from costmodel import Topology
 from costmodel.overlap import Weights
@@ -33,7 +49,7 @@ __all__ = ["Candidate", "Contest"]
 T = TypeVar("T")
 _log = logging.getLogger("autotp.plan")
 _LEAST_SECONDS = 0.1
-_EXPLAINING = 10.0  # seconds to find out how much memory would do
+_EXPLAINING = 10.0  # seconds, beyond the deadline, to find out how much memory would do
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +68,21 @@ class Open:
     bound: float
     candidate: Candidate
     price: float
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """What takes the least memory of all candidates: which one, the choice, and its bytes at the worst moment."""
+
+    candidate: Candidate
+    assembled: Assembled
+    moments: Moments
+    found: Smallest
+
+    @property
+    def used(self) -> float:
+        """Bytes on each device at the worst moment."""
+        return self.found.used
 
 
 @dataclass(slots=True)
@@ -76,6 +107,7 @@ class Contest:
         assembling, solving: seconds in building integer programs, and in the solver.
         open: candidates that are not settled.
         prices: seconds that a byte was worth when last looked at, by panels.
+        leasts: what takes the least memory, once somebody asked; the same for all bounds and weights.
     """
 
     model: Model
@@ -98,6 +130,7 @@ class Contest:
     prices: dict[int | None, float] = field(default_factory=dict)
     loosened: set[Candidate] = field(default_factory=set)
     structures: dict[tuple[Restriction, int], Structure] = field(default_factory=dict)
+    leasts: dict[tuple[tuple[int, ...], ...], Least | None] = field(default_factory=dict)
 
     @property
     def cutoff(self) -> float:
@@ -118,21 +151,21 @@ class Contest:
 
     def of(self, model: Model) -> Contest:
         """A contest that has not begun, for other constraints."""
-        return replace(self.anew(self.allowed), model=model, structures={})
+        return replace(self.anew(self.allowed), model=model, structures={}, leasts={})
 
     def admits(self, meshes: Sequence[tuple[int, ...]]) -> bool:
         """Whether there is a choice at all on some mesh, as far as layouts and a bound of its memory tell."""
-        for mesh in meshes:
-            for restriction in self.chosen.restrictions(len(mesh)):
-                for count in self._variants():
-                    problem = self._assemble(Candidate(mesh, restriction, count), math.inf).problem
-                    with suppress(Infeasible):
-                        if least_memory(problem, sweeps=5) <= self.allowed:
-                            return True
-        return False
+        for candidate in self._all(meshes):
+            problem = self._assemble(candidate, math.inf).problem
+            with suppress(Infeasible):
+                if least_memory(problem, sweeps=5) <= self.allowed:
+                    return True
+        return self._some_fits(meshes)
 
     def run(self, meshes: Sequence[tuple[int, ...]]) -> None:
         """Looks at every mesh, then settles what is open, by rising bound, until it cannot win.
+
+        Where the plan with the least memory does not fit, nothing is settled.
 
         Raises:
             TimeoutError: when the time passed before any choice was found.
@@ -144,6 +177,8 @@ class Contest:
                     self.open.append(Open(bound, candidate, 0.0))
                 elif not self._look(candidate):
                     break
+        if self.best is None and not self._some_fits(meshes):
+            return
         late: list[Open] = []
         unfound: TimeoutError | None = None
         self.open.sort(key=lambda entry: entry.bound)
@@ -157,6 +192,10 @@ class Contest:
         self.open = [entry for entry in late if entry.bound < self.cutoff]
         if self.best is None and unfound is not None:
             raise unfound
+
+    def _some_fits(self, meshes: Sequence[tuple[int, ...]]) -> bool:
+        least = self.least(meshes)
+        return least is not None and least.used <= self.allowed
 
     def _promising(self, meshes: Sequence[tuple[int, ...]]) -> Iterator[tuple[float, tuple[int, ...], Restriction]]:
         """Meshes with the roles of their axes, balanced ones first; where memory is short, by what a glance promises."""
@@ -243,24 +282,57 @@ class Contest:
         self.best = found
         return True
 
-    def least_memory(self, meshes: Sequence[tuple[int, ...]]) -> float:
-        """The fewest bytes on each device of any plan: by a bound for each candidate, then the most promising exactly."""
-        tried = []
+    def least(self, meshes: Sequence[tuple[int, ...]]) -> Least | None:
+        """The plan that takes the least memory on any mesh; None where there is no plan at all."""
+        key = tuple(meshes)
+        if key not in self.leasts:
+            best: Least | None = None
+            for candidate in self._all(meshes):
+                found = self._least_of(candidate, math.inf if best is None else best.used)
+                if best is None or (found is not None and found.used < best.used):
+                    best = found
+            self.leasts[key] = best
+        return self.leasts[key]
+
+    def fastest_within(self, least: Least) -> Found:
+        """The best plan met on the way from the one with the least memory, which fits, to faster ones."""
+        assembled = self._assemble(least.candidate, math.inf)
+        choice = quicker(
+            assembled.problem,
+            least.moments,
+            least.found,
+            lambda choice: evaluate(assembled.problem, choice).seconds,
+            lambda choice: max(self._held(least.candidate, assembled, choice).values()) <= self.allowed,
+        )
+        return self._found(least.candidate, assembled, choice)
+
+    def _all(self, meshes: Sequence[tuple[int, ...]]) -> Iterator[Candidate]:
         for mesh in meshes:
             for restriction in self.chosen.restrictions(len(mesh)):
                 for count in self._variants():
-                    candidate = Candidate(mesh, restriction, count)
-                    problem = self._assemble(candidate, math.inf).problem
-                    tried.append((least_memory(problem, sweeps=5), candidate))
-        least, begun = math.inf, time.perf_counter()
-        tried.sort(key=lambda entry: entry[0])
-        for floor, candidate in tried:
-            if floor >= least or time.perf_counter() > begun + _EXPLAINING:
-                break
-            with suppress(Infeasible):
-                problem = self._assemble(candidate, math.inf).problem
-                least = min(least, least_memory(problem, time_limit=_EXPLAINING))
-        return least if math.isfinite(least) else tried[0][0]
+                    yield Candidate(mesh, restriction, count)
+
+    def _least_of(self, candidate: Candidate, known: float) -> Least | None:
+        """The choice of a candidate that takes the least memory, unless that is far above what is known."""
+        try:
+            assembled, start = self._ask(candidate, cheapest)
+        except BatchError as error:
+            self.indivisible = error
+            return None
+        if start is None:
+            return None
+        moments = Moments(assembled, self._prices(candidate.mesh), candidate.panels != 1)
+        deadline = max(self.deadline, time.perf_counter() + _EXPLAINING)
+        problem = replace(assembled.problem, memory_bound=math.inf)
+        found = smallest(problem, moments, lambda choice: self._held(candidate, assembled, choice), start, deadline, known)
+        return Least(candidate, assembled, moments, found)
+
+    def _held(self, candidate: Candidate, assembled: Assembled, choice: tuple[int, ...]) -> dict[Moment, float]:
+        return held_of(self.model, self._found(candidate, assembled, choice))
+
+    def _found(self, candidate: Candidate, assembled: Assembled, choice: tuple[int, ...]) -> Found:
+        solution = solution_at(assembled.problem, choice, 0.0, "footprint")
+        return Found(assembled, solution, self._prices(candidate.mesh), candidate.panels)
 
     def _ask(
         self, candidate: Candidate, ask: Callable[[Problem], T], *, either: float | None = None

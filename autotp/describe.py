@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from autotp.communication import Priced, Sums
-from autotp.footprint import Footprint
+from autotp.footprint import Footprint, Moment
 from autotp.ilp import Solution
 from autotp.panelling import choose_panels
 from autotp.plan import AXIS_NAMES, Plan, PlannedOperator, Predicted, fingerprint
@@ -26,7 +26,7 @@ from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import name_of, rule_of
 from passes.strategy import SUM, Strategy, whole_layout
 
-__all__ = ["AXIS_NAMES", "Found", "describe_plan", "memory_of", "priced"]
+__all__ = ["AXIS_NAMES", "Found", "describe_plan", "held_of", "memory_of", "priced"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,16 @@ def priced(model: Model, found: Found) -> tuple[Priced, bool]:
 
 def memory_of(model: Model, found: Found) -> float:
     """Bytes on each device at the worst moment of a step (see ``autotp.footprint``)."""
+    return max(held_of(model, found).values())
+
+
+def held_of(model: Model, found: Found) -> dict[Moment, float]:
+    """Bytes on each device at every moment of a step (see ``autotp.footprint``)."""
     description = _Description(model, found)
     description.panels()
-    return description.memory()
+    footprint = description.footprint()
+    footprint.run()
+    return footprint.held
 
 
 class _Description:
@@ -183,7 +190,11 @@ class _Description:
 
     def memory(self) -> float:
         """See ``memory_of``."""
-        return Footprint(self.model, self.prices, self.strategies, self.layouts, self.chosen_panels, self.again()).run()
+        return self.footprint().run()
+
+    def footprint(self) -> Footprint:
+        """A step, not walked through yet."""
+        return Footprint(self.model, self.prices, self.strategies, self.layouts, self.chosen_panels, self.again())
 
     def bound(self, node: fx.Node) -> float:
         """Bytes that a matrix product with a weight must move at least, forward and backward."""

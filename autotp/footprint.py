@@ -9,9 +9,11 @@ use inside (workspaces) is not known here.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,13 +27,28 @@ from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of, saved_by
 from passes.strategy import Strategy, gradient_of, whole_layout
 
-__all__ = ["Footprint"]
+__all__ = ["Footprint", "Moment", "Turn"]
 
 Key = tuple[Value, Layout]
 
 
+class Turn(enum.IntEnum):
+    """What goes on: an operator runs, the gradients of its results arrive, or its backward pass runs."""
+
+    FORWARD = 0
+    ARRIVAL = 1
+    BACKWARD = 2
+
+
+class Moment(NamedTuple):
+    """When something is held: at which turn of the operator of this number."""
+
+    at: int
+    turn: Turn
+
+
 class Footprint:
-    """A plan's step on one device.
+    """A plan's step on one device; ``held`` has the most bytes at every moment, once it has run.
 
     Args:
         model: the captured model, analysed.
@@ -60,6 +77,8 @@ class Footprint:
         self.sizes: dict[tuple, float] = {}
         self.live: dict[Key, float] = {}
         self.total = self.peak = 0.0
+        self.now = Moment(0, Turn.FORWARD)
+        self.held: dict[Moment, float] = {}
         self.watched = math.inf
         self.worst: list[tuple[str, str, float]] = []
         self.roots: dict[Value, Value] = {}
@@ -75,7 +94,8 @@ class Footprint:
         ends: dict[fx.Node, list[Key]] = defaultdict(list)
         for key, node in self.last.items():
             ends[node].append(key)
-        for node in nodes:
+        for at, node in enumerate(nodes):
+            self.now = Moment(at, Turn.FORWARD)
             self.forward(node)
             for key in ends[node]:
                 if not self.holders[key] and key[0] not in leaves and self.temporary(key[0]):
@@ -85,7 +105,8 @@ class Footprint:
             for leaf in self.outputs():
                 if value_of(leaf) in self.model.trained:
                     self.grow(value_of(leaf), self.whole, leaf.meta["val"])
-            for node in reversed(nodes):
+            for at, node in reversed(list(enumerate(nodes))):
+                self.now = Moment(at, Turn.ARRIVAL)
                 self.backward(node)
         return self.peak
 
@@ -122,6 +143,7 @@ class Footprint:
     def reach(self, passing: float = 0.0) -> None:
         """Looks whether this moment, with bytes that pass, is the worst yet."""
         self.peak = max(self.peak, self.total + passing)
+        self.held[self.now] = max(self.held.get(self.now, 0.0), self.total + passing)
         if self.total + passing >= self.watched:
             self.watched, self.worst = math.inf, self.holding(passing)
 
@@ -259,6 +281,7 @@ class Footprint:
         for i, tensor in enumerate(self.results[node]):
             if (node, i) in self.model.trained:
                 self.bring((node, i), tensor)
+        self.now = self.now._replace(turn=Turn.BACKWARD)
         for operand, want in zip(self.operands[node], strategy.wants, strict=True):
             value = value_of(operand)
             moved = want.layout != self.layouts[value]

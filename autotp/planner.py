@@ -20,6 +20,7 @@ from autotp.errors import AutotpError, ConstraintError, MemoryBoundError, TimeLi
 from autotp.families import Family, family
 from autotp.folding import fold
 from autotp.hiding import Searched, best_chunks, chunked, in_parts, least_step, sharding_of
+from autotp.ilp import NO_LAYOUT
 from autotp.plan import Plan, check_chunks, overlapping
 from autotp.problem import EVEN, trained_values
 from autotp.structure import Model
@@ -180,8 +181,29 @@ def _fitting(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Conte
 
     The program counts gradients beside all saved activations, as when gradients of several batches are added up. A step has
     a worst moment, which may take more or less: what it takes more is kept free, and where nothing fits by the sum, a plan
-    may fit by the step.
+    may fit by the step. Where programs with less memory and with more come to nothing, the plan with the least memory
+    decides whether there is any, and with it begins the search for one.
     """
+    try:
+        contest, found = _fitting_by_sum(contest, meshes)
+    except TimeoutError:
+        least = contest.least(meshes)
+        if least is None or least.used > contest.allowed:
+            raise
+        return contest, Searched(contest.fastest_within(least), 0.0, least.used)
+    if found.best is not None:
+        return contest, found
+    least = contest.least(meshes)
+    if least is None or least.used > contest.allowed:
+        return contest, replace(found, used=math.inf if least is None else least.used)
+    best = contest.fastest_within(least)
+    free = contest.anew(math.inf)
+    free.run(meshes)
+    return contest, Searched(best, min(free.bound, best.solution.seconds), memory_of(contest.model, best))
+
+
+def _fitting_by_sum(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contest, Searched]:
+    """The last of the contests whose programs have about as much memory as is allowed."""
     contest.run(meshes)
     if contest.best is None and not math.isinf(contest.needed):
         contest = contest.anew(_HOPE * contest.allowed)
@@ -246,7 +268,7 @@ def plan_captured(
         raise TimeLimitError(f"{error} (it is {time_limit:g} s)") from error
     best = found.best
     if best is None:
-        raise _conflict(contest, meshes, asked) or _nothing_fits(contest, meshes, found.used)
+        raise _conflict(contest, meshes, asked) or _nothing_fits(contest, found.used)
     sums, least = None, best.solution.seconds
     told: dict[str, Any] = {}
     if hides or chunks:
@@ -335,13 +357,11 @@ def _conflict(contest: Contest, meshes: Sequence[tuple[int, ...]], asked: Sequen
     return minimal(asked, feasible) if asked and feasible(()) else None
 
 
-def _nothing_fits(contest: Contest, meshes: Sequence[tuple[int, ...]], used: float) -> AutotpError:
-    """Why there is no plan."""
-    if contest.indivisible is not None and math.isinf(contest.needed):
-        return contest.indivisible
+def _nothing_fits(contest: Contest, needed: float) -> AutotpError:
+    """Why there is no plan, the smallest of which needs so many bytes."""
+    if math.isinf(needed):
+        return contest.indivisible or AutotpError(f"strategy {contest.chosen.name!r} has no plan: {NO_LAYOUT}")
     bound, name = contest.allowed, contest.chosen.name
-    least = contest.least_memory(meshes)
-    needed = least if least > bound else max(used, contest.needed if math.isfinite(contest.needed) else 0.0, bound)
     others = [other for other in ("auto", "zero3") if other != name]
     return MemoryBoundError(
         f"no plan of strategy {name!r} fits {bound / 1e9:.3g} GB on each device: the smallest needs "

@@ -109,7 +109,7 @@ class Edge:
         wants, gradients: the layouts that readers want, and in which they return the gradient.
         saved: wanted tensors that a reader keeps for its backward pass.
         products: wanted tensors that products read as data.
-        count: how many such tensors the model has.
+        copies: the tensors of the model that it stands for.
         parameter: it is a parameter.
         trained: a gradient comes back.
         keeps: what readers save of it is an activation's.
@@ -125,10 +125,15 @@ class Edge:
     gradients: np.ndarray
     saved: np.ndarray
     products: np.ndarray
-    count: int
+    copies: tuple[Value, ...]
     parameter: bool
     trained: bool
     keeps: bool
+
+    @property
+    def count(self) -> int:
+        """How many such tensors the model has."""
+        return len(self.copies)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -269,7 +274,7 @@ class _Builder:
         return found
 
     def edges(self, output: fx.Node) -> list[Edge]:
-        grouped: dict[tuple, int] = defaultdict(int)
+        grouped: dict[tuple, list[Value]] = defaultdict(list)
         example: dict[tuple, fx.Node] = {}
         readers: dict[Value, list[tuple[fx.Node, int]]] = defaultdict(list)
         named: dict[Value, fx.Node] = {}
@@ -283,11 +288,11 @@ class _Builder:
                 named[value_of(leaf)] = leaf
         for (producer, result), uses in readers.items():
             key = (self.stand(producer), result, tuple(sorted(uses, key=lambda u: (self.index[u[0]], u[1]))))
-            grouped[key] += 1
+            grouped[key].append((producer, result))
             example.setdefault(key, named[(producer, result)])
-        return [self.edge(example[key], key, count) for key, count in grouped.items()]
+        return [self.edge(example[key], key, tuple(copies)) for key, copies in grouped.items()]
 
-    def edge(self, node: fx.Node, key: tuple, count: int) -> Edge:
+    def edge(self, node: fx.Node, key: tuple, copies: tuple[Value, ...]) -> Edge:
         producer, result, uses = key
         parameter = producer.name in self.captured.parameters
         trained = (producer, result) in self.model.trained
@@ -325,7 +330,7 @@ class _Builder:
             gradients=np.ascontiguousarray(wants.array[:, self.axes :]),
             saved=mask[0],
             products=mask[1],
-            count=count,
+            copies=copies,
             parameter=parameter,
             trained=trained,
             keeps=not parameter and producer.op != "placeholder" and value.dtype.is_floating_point,

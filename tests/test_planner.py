@@ -273,3 +273,64 @@ def test_parameters_rest_as_torch_can_put_them_together(strategy, mesh):
     layouts = {name: plan.resting(name) for name, _ in layer.named_parameters()}
     assert all(restorable(layout, mesh) for layout in layouts.values()), layouts
     assert any(blocks_of(p) == 3 for layout in layouts.values() for p in layout if is_shard(p)), "there are blocks"
+
+
+def memory_models():
+    """Models in which other moments are the worst: parameters, activations, a large result, attention, convolutions."""
+    torch.manual_seed(0)
+    yield "parameters", Deep(3), torch.randn(8, 16)
+    yield "activations", Deep(2), torch.randn(512, 16)
+    yield "result", nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 128)), torch.randn(256, 16)
+    yield "attention", nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True), torch.randn(4, 32, 16)
+    yield "images", nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1)), torch.randn(8, 3, 8, 8)
+
+
+@pytest.mark.parametrize(("name", "model", "x"), [pytest.param(*each, id=each[0]) for each in memory_models()])
+def test_what_is_needed_is_what_the_plan_with_the_least_memory_takes(name, model, x):
+    """Refused with a figure, no plan that is known takes less; and with that figure, that plan is found, on every mesh.
+
+    Tests of bounds had asked whether a plan keeps one, and compared what is needed with the integer program's sum of bytes,
+    which is not the worst moment of a step: no plan was asked for with the bytes that another plan takes.
+    """
+    topology = autotp.Topology.load("dgx-h100").resized(4)
+    captured = capture(model, (x,))
+
+    def planned(memory, strategy="auto", mesh=None):
+        return plan_captured(captured, topology, family(strategy), mesh=mesh, memory=memory)
+
+    def needed(mesh):
+        with pytest.raises(autotp.MemoryBoundError) as refused:
+            planned(1.0, mesh=mesh)
+        return refused.value.needed
+
+    meshes = [(4,), (2, 2)]
+    known = {
+        (strategy, plan.mesh_shape): plan.predicted.memory_bytes
+        for strategy in ("auto", "data", "zero3", "megatron-1d", "summa-2d")
+        for plan in (planned(1e12, strategy, mesh) for mesh in meshes if strategy != "summa-2d" or len(mesh) > 1)
+    }
+    least = {mesh: needed(mesh) for mesh in meshes}
+    assert needed(None) == min(least.values())
+    for mesh in meshes:
+        there = {key: taken for key, taken in known.items() if key[1] == mesh}
+        assert least[mesh] <= min(there.values()), there
+        assert planned(least[mesh], mesh=mesh).predicted.memory_bytes == least[mesh]
+        for taken in there.values():
+            assert planned(taken, mesh=mesh).predicted.memory_bytes <= taken
+    for factor in (1.0, 1.02, 1.1, 1.4):
+        bound = factor * needed(None)
+        assert planned(bound).predicted.memory_bytes <= bound
+    with pytest.raises(autotp.MemoryBoundError):
+        planned(0.999 * needed(None))
+
+
+def test_what_a_family_needs_is_found():
+    """With families, too, whose plans may be none of the program's cheapest in bytes."""
+    topology = autotp.Topology.load("dgx-h100").resized(4)
+    for strategy in ("zero3", "megatron-1d", "summa-2d"):
+        with pytest.raises(autotp.MemoryBoundError) as refused:
+            autotp.plan(Deep(2), topology, (torch.randn(64, 16),), strategy=strategy, memory=1.0)
+        needed = refused.value.needed
+        plan = autotp.plan(Deep(2), topology, (torch.randn(64, 16),), strategy=strategy, memory=needed)
+        assert plan.predicted.memory_bytes == needed
+        assert not plan.optimal or plan.gap == 0

@@ -2,9 +2,10 @@
 
 from autotp.ilp.estimate import Estimate, estimate, glance
 from autotp.ilp.problem import Evaluation, Node, Problem, Tensor, Use, evaluate
-from autotp.ilp.solve import Infeasible, Pruned, Solution, least_memory, settle, solve
+from autotp.ilp.solve import NO_LAYOUT, Infeasible, Pruned, Solution, cheapest, least_memory, settle, solution_at, solve
 
 __all__ = [
+    "NO_LAYOUT",
     "Estimate",
     "Evaluation",
     "Infeasible",
@@ -14,10 +15,12 @@ __all__ = [
     "Solution",
     "Tensor",
     "Use",
+    "cheapest",
     "estimate",
     "evaluate",
     "glance",
     "least_memory",
     "settle",
+    "solution_at",
     "solve",
 ]

@@ -20,6 +20,7 @@ __all__ = [
     "Infeasible",
     "Pruned",
     "Solution",
+    "cheapest",
     "least_memory",
     "settle",
     "solution_at",
@@ -135,6 +136,19 @@ def settle(problem: Problem, *, time_limit: float, cutoff: float, price: float, 
     if search.value >= cutoff and search.bound >= cutoff - 1e-9 * abs(cutoff):
         return Pruned(True)
     return replace(solution_of(problem, search), bound_binds=True, price=search.price)
+
+
+def cheapest(problem: Problem, *, time_limit: float = 60.0) -> tuple[int, ...]:
+    """The cheapest assignment, whatever memory it takes, of a well-formed problem.
+
+    Raises:
+        Infeasible: the layouts admit no assignment.
+        TimeoutError: none was found within the time limit.
+    """
+    found = unbounded(problem, Settings(time.monotonic() + time_limit))
+    if found.choice is None:
+        raise TimeoutError(f"no assignment of {len(problem.nodes)} nodes was found within the time limit; raise time_limit")
+    return found.choice
 
 
 def unbounded(problem: Problem, settings: Settings) -> Search:
