@@ -14,22 +14,12 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
-    "Case",
-    "Leaf",
-    "Options",
-    "Ref",
-    "Step",
-    "build",
-    "execute",
-    "leaf_value",
-    "lines_of",
-    "refs_of",
-    "source",
-    "statement",
-    "value_of",
-]
+    "Case", "Leaf", "Options", "Ref", "Step", "build", "execute", "leaf_value", "lines_of", "refs_of", "renamed", "source",
+    "statement", "value_of",
+]  # fmt: skip
 
 _FILES = itertools.count()
+_CASTS = tuple(f"torch.ops.aten.{cast}." for cast in ("to", "_to_copy", "type_as"))
 _DRAW = """def draw(seed, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 """
@@ -158,6 +148,15 @@ def refs_of(value: Any) -> list[str]:
     return []
 
 
+def renamed(value: Any, names: dict[str, str]) -> Any:
+    """An argument with values under other names."""
+    if isinstance(value, Ref):
+        return Ref(names.get(value.name, value.name))
+    if isinstance(value, list):
+        return [renamed(v, names) for v in value]
+    return tuple(renamed(v, names) for v in value) if isinstance(value, tuple) else value
+
+
 def value_of(value: Any, known: Mapping[str, Any] | None = None) -> str:
     """An argument as source text; names are replaced by ``known``."""
     if isinstance(value, Ref):
@@ -230,6 +229,11 @@ def _widened(step: Step, dtype: torch.dtype | None) -> Step:
     return replace(step, args=tuple(map(wide, step.args)), kwargs={k: wide(v) for k, v in step.kwargs.items()})
 
 
+def _copied(step: Step, dtype: torch.dtype | None) -> str:
+    """A cast makes a copy, to be written to; where all numbers are of one dtype it would not."""
+    return ".clone()" if dtype is not None and step.call.startswith(_CASTS) else ""
+
+
 def source(case: Case, dtype: torch.dtype | None = None) -> str:
     """The module and its inputs as text; with ``dtype``, all floating-point numbers in that one."""
     held = [leaf for leaf in case.leaves if leaf.role != "input"]
@@ -249,7 +253,7 @@ def source(case: Case, dtype: torch.dtype | None = None) -> str:
             lines.append(f'        self.register_buffer("{leaf.name}", {_leaf(leaf, dtype)})')
     known = {leaf.name: f"self.{leaf.name}" for leaf in held}
     lines += ["", f"    def forward({', '.join(['self', *(leaf.name for leaf in case.inputs)])}):"]
-    lines += [f"        {statement(_widened(step, dtype), known)}" for step in case.steps]
+    lines += [f"        {statement(_widened(step, dtype), known)}{_copied(step, dtype)}" for step in case.steps]
     lines.append(f"        return {', '.join(known.get(name, name) for name in case.outputs)}")
     lines += ["", "", "def build():", f"    model = M().train({case.options.training})"]
     for leaf in case.inputs:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-__all__ = ["Draw", "Operand", "Seeded", "ids", "mask", "real", "unit"]
+__all__ = ["Arguments", "Builder", "Draw", "Operand", "Seeded", "ids", "mask", "real", "shaped", "sizes", "some", "unit"]
 
 T = TypeVar("T")
 
@@ -82,3 +82,22 @@ class Seeded:
     def size(self) -> int:
         """A size of the palette."""
         return self.rng.choice(self.palette)
+
+
+Arguments = tuple[list[Any], dict[str, Any]]
+Builder = Callable[[Draw], Any]
+
+
+def sizes(draw: Draw, count: int) -> list[int]:
+    """So many sizes."""
+    return [draw.size() for _ in range(count)]
+
+
+def shaped(make: Callable[..., list[Any]], count: int) -> Builder:
+    """A builder whose arguments follow from so many sizes."""
+    return lambda draw: make(*sizes(draw, count))
+
+
+def some(draw: Draw, least: int = 1, most: int = 4) -> list[int]:
+    """A shape of some rank."""
+    return sizes(draw, draw.pick(range(least, most + 1)))

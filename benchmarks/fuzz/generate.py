@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.fuzz.case import Case, Leaf, Ref, Step, leaf_value, refs_of, statement
+from benchmarks.fuzz.case import Case, Leaf, Ref, Step, leaf_value, refs_of, renamed, statement
 from benchmarks.fuzz.draws import Operand, Seeded
 from benchmarks.fuzz.operators import arguments
 from benchmarks.fuzz.options import random_options
@@ -42,9 +42,13 @@ def generate(seed: int, number: int) -> Case:
             break
     else:
         grown.attempt(lambda: grown.operator("aten.linear.default"))
+    if rng.random() < 0.3:  # so that the gradient, too, lies otherwise than the kernel would have it
+        grown.attempt(grown.look)
     for _ in range(rng.choice([0, 1, 2, 2, 3, 4, 5, 7])):
         action = rng.random()
-        if action < 0.15:
+        if action < 0.04:
+            grown.attempt(grown.layers)
+        elif action < 0.15:
             grown.attempt(grown.write)
         elif action < 0.3:
             grown.attempt(grown.view)
@@ -222,6 +226,39 @@ class _Growing:
             raise Reject
         name = self.rng.choice(names)
         disguised(self.emit, self.rng, Ref(name), tuple(self.value(name).shape), always=True)
+
+    def look(self) -> None:
+        """The last value, transposed."""
+        shape = self.value(self.steps[-1].result).shape
+        self.emit(".transpose", Ref(self.steps[-1].result), self.rng.randrange(len(shape)), len(shape) - 1)
+
+    def layers(self) -> None:
+        """The last few steps once more, with other parameters, on what they gave: layers that are folded into one."""
+        block = self.steps[-self.rng.randint(1, 4) :]
+        if any(step.writes or step.call == "[]" for step in block):
+            raise Reject
+        inside = {step.result for step in block}
+        outside = [name for step in block for name in refs_of([*step.args]) if name not in inside]
+        last = self.value(block[-1].result)
+        begins = [n for n in outside if self.value(n).shape == last.shape and self.value(n).dtype == last.dtype]
+        if not begins:
+            raise Reject
+        leaves = {leaf.name: leaf for leaf in self.leaves}
+        for _ in range(self.rng.choice([1, 2])):
+            names = {begins[0]: block[-1].result}
+            for name in outside:
+                if name in leaves and leaves[name].role == "parameter" and name not in names:
+                    old = leaves[name]
+                    new = replace(old, name=self.fresh("p"), seed=self.count, same=None)
+                    self.leaves.append(new)
+                    self.hold(new)
+                    names[name] = new.name
+            block = [self.once_more(step, names) for step in block]
+
+    def once_more(self, step: Step, names: dict[str, str]) -> Step:
+        found = self.emit(step.call, *(renamed(a, names) for a in step.args), **step.kwargs)
+        names[step.result] = found.name
+        return self.steps[-1]
 
     def write(self) -> None:
         """Writes into a value, or into a view of it; also into buffers."""

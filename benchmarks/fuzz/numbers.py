@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.fuzz.case import Case, build
 
-__all__ = ["TOLERANCES", "Worst", "apart", "ill_conditioned", "step", "worst"]
+__all__ = ["TOLERANCES", "Numbers", "Worst", "apart", "exactly", "ill_conditioned", "plain", "step", "worst"]
 
 #: Largest difference over largest magnitude.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -69,7 +69,7 @@ def _magnitude(tensor: Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def worst(case: Case, ours: Numbers, theirs: Numbers) -> Worst:
+def worst(case: Case, ours: Numbers, theirs: Numbers, exact: Numbers | None) -> Worst:
     """Which quantity is off the most, by how many times what is allowed: above 1 is wrong unless it is ill-conditioned.
 
     A gradient that is the sum of others that cancel out is compared at a millionth of the largest gradient at least.
@@ -77,7 +77,6 @@ def worst(case: Case, ours: Numbers, theirs: Numbers) -> Worst:
     dtype = case.dtype
     largest = max((_magnitude(t) for name, t in theirs.items() if name.startswith("gradient")), default=0.0)
     found: Worst = ("", 0.0)
-    exact = None if dtype in TOLERANCES else step(*_built(case, torch.float64), not case.options.inference)
     if ours.keys() != theirs.keys():
         return f"names {sorted(ours.keys() ^ theirs.keys())}", math.inf
     for name, want in theirs.items():
@@ -101,9 +100,12 @@ def _halves(ours: Tensor, theirs: Tensor, exact: Tensor, scale: float, eps: floa
     return errors[0] / (_WORSE * errors[1] + _PLACES * eps) if math.isfinite(errors[0]) else 0.0
 
 
-def _built(case: Case, dtype: torch.dtype | None = None) -> tuple[nn.Module, nn.Module, tuple[Tensor, ...]]:
-    model, args = build(case, dtype)
-    return model, model, args
+def exactly(case: Case) -> Numbers | None:
+    """The numbers of the plain model in float64, which halves are compared with; None for a model without halves."""
+    if case.dtype in TOLERANCES:
+        return None
+    model, args = build(case, torch.float64)
+    return step(model, model, args, not case.options.inference)
 
 
 def plain(case: Case, change: Callable[[nn.Module, tuple[Tensor, ...]], None] | None = None) -> Numbers:

@@ -1,23 +1,20 @@
 """Arguments for every operator of the rule table: name of the rule -> builder.
 
-A builder takes a source of choices (`benchmarks.fuzz.draws.Draw`) and returns ``(args, kwargs)`` for the operator itself, with
-an ``Operand`` for every tensor. Tests that run one operator make these tensors; the fuzzer finds them among the values of
-a model. Operators that are not in the table are element-wise: their arguments are read off torch's schema.
+A builder takes a source of choices (`benchmarks.fuzz.draws.Draw`) and returns ``(args, kwargs)`` for the operator itself,
+with an ``Operand`` for every tensor. Tests that run one operator make these tensors; the fuzzer finds them among the
+values of a model. Operators that are not in the table are element-wise: their arguments are read off torch's schema.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.fuzz.draws import Draw, Operand, ids, mask, real, unit
+from benchmarks.fuzz.draws import Arguments, Builder, Draw, Operand, ids, mask, real, shaped, sizes, some
 from benchmarks.fuzz.elementwise import elementwise
-from passes.rules.table import RULES
+from benchmarks.fuzz.images import batch_norm, convolution, group_norm, image, pooled, same, transposed
 
-__all__ = ["BUILDERS", "Arguments", "Builder", "arguments"]
-
-Arguments = tuple[list[Any], dict[str, Any]]
-Builder = Callable[[Draw], Any]
+__all__ = ["BUILDERS", "arguments"]
 
 
 def arguments(name: str, draw: Draw) -> Arguments:
@@ -26,20 +23,6 @@ def arguments(name: str, draw: Draw) -> Arguments:
         return elementwise(name, draw)
     built = BUILDERS[name](draw)
     return built if isinstance(built, tuple) else (built, {})
-
-
-def sizes(draw: Draw, count: int) -> list[int]:
-    return [draw.size() for _ in range(count)]
-
-
-def shaped(make: Callable[..., list[Any]], count: int) -> Builder:
-    """A builder whose arguments follow from so many sizes."""
-    return lambda draw: make(*sizes(draw, count))
-
-
-def some(draw: Draw, least: int = 1, most: int = 4) -> list[int]:
-    """A shape of some rank."""
-    return sizes(draw, draw.pick(range(least, most + 1)))
 
 
 def linear(draw: Draw) -> list[Any]:
@@ -78,40 +61,6 @@ def einsum(draw: Draw) -> list[Any]:
     return [equation, [real(*left), real(*right)]]
 
 
-def convolution(rank: int) -> Builder:
-    def build(draw: Draw) -> list[Any]:
-        groups = draw.pick([1, 1, 2, 4])
-        i, o = groups * draw.pick([1, 2, 4]), groups * draw.pick([1, 2, 3])
-        lead = draw.pick([[draw.size()], [draw.size()], []])
-        step, padding, kernel = draw.pick([1, 1, 2]), draw.pick([0, 1]), draw.pick([1, 3])
-        x, w = real(*lead, i, *[5] * rank), real(o, i // groups, *[kernel] * rank)
-        return [x, w, draw.pick([None, real(o)]), [step] * rank, [padding] * rank, [1] * rank, groups]
-
-    return build
-
-
-def same(rank: int) -> Builder:
-    def build(draw: Draw) -> list[Any]:
-        x, w, bias, _, _, dilation, groups = convolution(rank)(draw)
-        return [x, w, bias, [1] * rank, draw.pick(["same", "valid"]), dilation, groups]
-
-    return build
-
-
-def transposed(rank: int) -> Builder:
-    def build(draw: Draw) -> list[Any]:
-        groups = draw.pick([1, 1, 2, 4])
-        i, o = draw.pick([1, 2, 3]), draw.pick([1, 2, 4])
-        lead = draw.pick([[draw.size()], []])
-        x, w = real(*lead, groups * i, *[4] * rank), real(groups * i, o, *[3] * rank)
-        stride, dilation = draw.pick([1, 2]), draw.pick([1, 2])
-        outer = draw.pick([0, stride - 1])
-        bias = draw.pick([None, real(groups * o)])
-        return [x, w, bias, [stride] * rank, [1] * rank, [outer] * rank, groups, [dilation] * rank]
-
-    return build
-
-
 def attention(draw: Draw) -> Arguments:
     b, s, d, e = draw.size(), draw.pick([1, 4, 6, 8]), draw.pick([2, 4]), draw.pick([3, 4])
     kv, group = draw.pick([(4, 1), (2, 2), (1, 4), (3, 1), (2, 1)])
@@ -136,27 +85,6 @@ def rms_norm(draw: Draw) -> list[Any]:
     return [x, shape, weight, draw.pick([None, 1e-6])]
 
 
-def group_norm(draw: Draw) -> list[Any]:
-    n, g, c = draw.size(), draw.pick([1, 2, 4]), draw.pick([1, 2, 4, 3])
-    channels = draw.pick([None, real(g * c)])
-    return [real(n, g * c, *draw.pick([(3,), (), (2, 3)])), g, channels, channels, 1e-5, False]
-
-
-def batch_norm(training: bool) -> Builder:
-    """Reached by ``aten.batch_norm``, which is given a name of its own in training."""
-
-    def build(draw: Draw) -> list[Any]:
-        n, c = sizes(draw, 2)
-        running = Operand((c,), "unit", constant=True)
-        kept = draw.pick([True, not training])
-        weight, bias = draw.pick([(real(c), real(c)), (real(c), real(c)), (None, None)])
-        space = draw.pick([(3,), (2, 2), (), (draw.size(), draw.size())])
-        statistics = [running, running] if kept else [None, None]
-        return [real(n, c, *space), weight, bias, *statistics, training, draw.pick([0.1, 0.3]), 1e-5, False]
-
-    return build
-
-
 def cross_entropy(draw: Draw) -> list[Any]:
     m, v = draw.pick([3, 4, 6, 8, 9]), draw.pick([5, 7, 8, 12])
     space = draw.pick([(), (), (2,)])
@@ -175,10 +103,6 @@ def reduce_dims(draw: Draw) -> list[Any]:
     shape = some(draw, 1, 4)
     dims = draw.pick([[0], [-1], [len(shape) // 2], sorted({0, len(shape) - 1})])
     return [real(*shape), dims, draw.pick([True, False])]
-
-
-def mean_dims(draw: Draw) -> list[Any]:
-    return reduce_dims(draw)
 
 
 def one_dim(draw: Draw) -> list[Any]:
@@ -304,20 +228,6 @@ def alike(count: int, *extra: Any) -> Builder:
     return build
 
 
-def pooled(spatial: int, *choices: list[Any]) -> Builder:
-    """Batched or not, to another size or to the same."""
-
-    def build(draw: Draw) -> list[Any]:
-        lead = sizes(draw, draw.pick([1, 2, 2]))
-        return [real(*lead, *[8] * spatial), *draw.pick(choices)]
-
-    return build
-
-
-def image(*extra: Any) -> Builder:
-    return shaped(lambda n, c: [real(n, c, 4, 4), *extra], 2)
-
-
 def fresh(*extra: Any) -> Builder:
     def build(draw: Draw) -> list[Any]:
         return [real(*some(draw, 1, 2)), draw.pick([[3, 4], [draw.size(), draw.size()]]), *extra]
@@ -408,6 +318,3 @@ BUILDERS: Mapping[str, Builder] = {
     "aten.new_zeros.default": fresh(),
     "aten.new_full.default": fresh(0.5),
 }
-
-assert set(BUILDERS) <= set(RULES), set(BUILDERS) - set(RULES)
-assert unit

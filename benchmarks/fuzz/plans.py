@@ -152,7 +152,7 @@ def _rest(shape: tuple[int, ...], mesh: tuple[int, ...], rng: random.Random) -> 
 
 
 def use_of(operator: Operator, name: str | None) -> Use:
-    """What serving ``name`` is called: a factor's name in the rule, without sizes, and whether a cut made it a minor part."""
+    """What serving ``name`` is called: a factor's name in the rule, and whether it is a minor part of a cut one."""
     rule = name_of(operator.node)
     if name is None:
         return rule, "replicated"

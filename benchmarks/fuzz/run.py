@@ -12,7 +12,7 @@ import autotp
 from autotp.errors import AutotpError, PlanMismatchError
 from autotp.plan import Plan
 from benchmarks.fuzz.case import Case, build
-from benchmarks.fuzz.numbers import ill_conditioned, plain, step, worst
+from benchmarks.fuzz.numbers import Numbers, exactly, ill_conditioned, plain, step, worst
 from benchmarks.fuzz.plans import Use, planned, uses_of
 from passes.capture import CaptureError
 
@@ -75,7 +75,7 @@ def run(case: Case) -> Outcome:
 
 def _run(case: Case) -> Outcome:
     try:
-        theirs = plain(case)
+        theirs, exact = plain(case), exactly(case)
     except Exception as error:  # noqa: BLE001 - whatever torch says: it is not a model
         return Outcome("not a model", _essence(str(error)))
     model, args = build(case)
@@ -86,13 +86,13 @@ def _run(case: Case) -> Outcome:
     except Exception as error:  # noqa: BLE001 - what is no refusal is a finding
         return refusal(error)
     uses = uses_of(captured, plan)
-    outcome = judged(case, ours, theirs)
+    outcome = judged(case, ours, theirs, exact)
     return Outcome(outcome.kind, outcome.told, uses.offered, uses.taken, plan)
 
 
-def judged(case: Case, ours: dict, theirs: dict) -> Outcome:
+def judged(case: Case, ours: Numbers, theirs: Numbers, exact: Numbers | None) -> Outcome:
     """Right, ill-conditioned or wrong."""
-    name, ratio = worst(case, ours, theirs)
+    name, ratio = worst(case, ours, theirs, exact)
     if ratio <= 1:
         return Outcome("ok")
     told = f"{name.split()[0]} off, {case.dtype}"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.fuzz.case import Case, Leaf, Ref, Step, build, refs_of
+from benchmarks.fuzz.case import Case, Leaf, Step, build, refs_of, renamed
 
 __all__ = ["shrink"]
 
@@ -15,29 +15,20 @@ Tells = Callable[[Case], bool]
 
 def shrink(case: Case, tells: Tells, tries: int = 400) -> Case:
     """The smallest case found that ``tells`` says the same of, in so many tries."""
-    left = tries
-    progress = True
+    left, progress = tries, True
     while progress and left > 0:
         progress = False
-        for simpler in _simpler(case):
-            if left <= 0:
-                break
-            left -= 1
-            if tells(simpler):
-                case, progress = simpler, True
-                break
+        for simpler in _WAYS:
+            found = True
+            while found and left > 0:
+                found = False
+                for one in simpler(case):
+                    left -= 1
+                    if tells(one):
+                        case, found, progress = one, True, True
+                    if found or left <= 0:
+                        break
     return case
-
-
-def _simpler(case: Case) -> Iterator[Case]:
-    """Simpler cases, the boldest first."""
-    yield from _fewer_outputs(case)
-    yield from _without_steps(case)
-    yield from _values_as_inputs(case)
-    yield from _plainer_options(case)
-    yield from _plainer_leaves(case)
-    yield from _fewer_served(case)
-    yield from _smaller(case)
 
 
 def tidy(case: Case) -> Case:
@@ -60,18 +51,10 @@ def _fewer_outputs(case: Case) -> Iterator[Case]:
             yield tidy(replace(case, outputs=tuple(o for o in case.outputs if o != name)))
 
 
-def _renamed(value: Any, names: dict[str, str]) -> Any:
-    if isinstance(value, Ref):
-        return Ref(names.get(value.name, value.name))
-    if isinstance(value, list):
-        return [_renamed(v, names) for v in value]
-    return tuple(_renamed(v, names) for v in value) if isinstance(value, tuple) else value
-
-
 def _with(case: Case, gone: Step, names: dict[str, str]) -> Case:
     """The case without a step, whose value goes by other names."""
     steps = [
-        replace(s, args=_renamed(s.args, names), kwargs={k: _renamed(v, names) for k, v in s.kwargs.items()})
+        replace(s, args=renamed(s.args, names), kwargs={k: renamed(v, names) for k, v in s.kwargs.items()})
         for s in case.steps
         if s is not gone
     ]
@@ -198,3 +181,15 @@ def _resized(case: Case, size: int, less: int, *, products: bool) -> Case:
         replace(step, args=tuple(change(a) if isinstance(a, list) else a for a in step.args)) for step in case.steps
     )
     return replace(case, leaves=leaves, steps=steps)
+
+
+#: Ways to make a case simpler, in the order in which they are tried.
+_WAYS = (
+    _fewer_outputs,
+    _plainer_options,
+    _without_steps,
+    _values_as_inputs,
+    _fewer_served,
+    _plainer_leaves,
+    _smaller,
+)

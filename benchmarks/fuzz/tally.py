@@ -21,7 +21,7 @@ class Tally:
     Attributes:
         kinds: kind of outcome -> cases.
         told: (kind, what was said) -> cases.
-        offered, taken: what an axis could do for an operator, in any case, and what it did in a case whose numbers were right.
+        offered, taken: what an axis could do for an operator, in any case, and did in a case that was right.
         written: rules whose operator stood in the module of such a case.
     """
 

@@ -62,7 +62,7 @@ def _narrowed(have: Shape, want: Shape) -> Shape:
 
 def disguised(emit: Emit, rng: random.Random, value: Ref, shape: Shape, *, always: bool = False) -> Ref:
     """The same values lying otherwise in memory; ``always`` for any view, whatever its shape."""
-    if not shape or (not always and rng.random() < 0.75):
+    if not shape or (not always and rng.random() < 0.6):
         return value
     last = len(shape) - 1
     a, b = rng.randrange(len(shape)), rng.randrange(len(shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import torch
 
@@ -13,22 +14,62 @@ from benchmarks.fuzz.plans import machine, planned
 
 __all__ = ["as_test"]
 
-_HEAD = """import dataclasses
-import logging
-import math
+_IMPORTS = {
+    "dataclasses": "import dataclasses",
+    "math": "import math",
+    "os": "import os",
+    "Any": "from typing import Any",
+    "torch": "\nimport torch",
+    "nn": "from torch import Tensor, nn",
+    "Shard": "from torch.distributed.tensor import Replicate, Shard",
+    "_StridedShard": "from torch.distributed.tensor.placement_types import _StridedShard",
+    "autotp": "\nimport autotp",
+}
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
-from typing import Any
 
-import autotp
+_RUN = """
+def rank(number, devices, port, check):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(number), "WORLD_SIZE": str(devices)}
+    os.environ |= {"LOCAL_RANK": str(number)}
+    torch.distributed.init_process_group("gloo")
+    check()
+    torch.distributed.destroy_process_group()
 """
 
 
-def as_test(case: Case, name: str, told: str) -> str:
-    """The text of a module with one test, which fails as the case does."""
+def as_test(case: Case, name: str, told: str, *, processes: bool = False) -> str:
+    """The text of a module with one test, which fails as the case does; with ``processes`` it starts some."""
+    train = ", train=False" * case.options.inference
+    made = "autotp.parallelize(model, topology, args, plan=plan)"
+    ours = [f"    ours = step(autotp.simulate(model, plan, args, schedule=plan.schedule), model, args{train})"]
+    if processes:
+        ours = [f"    parallel = {made}", f"    ours = step(parallel, parallel, args{train})"]
+    body = [
+        f"def {'check' if processes else f'test_{name}'}():",
+        f'    """{told}."""',
+        *_planning(case),
+        *ours,
+        "    model, args = build()",
+        f"    theirs = step(model, model, args{train})",
+        "    for name, want in theirs.items():",
+        *_assertion(case),
+    ]
+    parts = [source(case), inspect.getsource(numbers.step), inspect.getsource(numbers.apart)]
+    if case.dtype not in numbers.TOLERANCES:
+        wide = source(case, torch.float64)
+        parts.append("def exactly():\n" + "".join(f"    {line}\n" if line else "\n" for line in wide.splitlines()))
+        parts[-1] += "    return build()\n"
+    parts.append("\n".join(body))
+    if processes:
+        devices = case.options.devices
+        start = f'torch.multiprocessing.start_processes(rank, ({devices}, "29517", check), {devices}, start_method="fork")'
+        parts += [_RUN.strip(), f"def test_{name}():\n    {start}"]
+    text = "\n\n".join(part.rstrip() + "\n" for part in parts)
+    imports = [line for word, line in _IMPORTS.items() if re.search(rf"\b{word}\b", text)]
+    return "\n".join(imports) + "\n\n\n" + text
+
+
+def _planning(case: Case) -> list[str]:
     options = case.options
     given = [f"mesh={options.mesh}", f"strategy={options.family!r}", f"schedule={options.schedule!r}"]
     given += [f"chunks={dict(options.chunks)}"]
@@ -37,26 +78,12 @@ def as_test(case: Case, name: str, told: str) -> str:
     given += [f"memory={options.memory}"] * (options.memory is not None)
     given += ['mode="inference"'] * options.inference
     free = ', bandwidth="1000000 GB/s", latency="0.000001 us"' if options.free else ""
-    body = [
-        f"def test_{name}():",
-        f'    """{told}."""',
+    return [
         "    model, args = build()",
         f"    topology = autotp.Topology.flat({machine(case).devices}{free})",
         f"    plan = autotp.plan(model, topology, args, {', '.join(given)})",
         *_decisions(case),
-        "    ours = step(autotp.simulate(model, plan, args, schedule=plan.schedule), model, args"
-        f"{', train=False' * options.inference})",
-        "    model, args = build()",
-        f"    theirs = step(model, model, args{', train=False' * options.inference})",
-        "    for name, want in theirs.items():",
-        *_assertion(case),
     ]
-    parts = [_HEAD, source(case), inspect.getsource(numbers.step), inspect.getsource(numbers.apart)]
-    if case.dtype not in numbers.TOLERANCES:
-        wide = source(case, torch.float64)
-        parts.append("def exactly():\n" + "".join(f"    {line}\n" if line else "\n" for line in wide.splitlines()))
-        parts[-1] += "    return build()\n"
-    return "\n\n".join(part.rstrip() + "\n" for part in [*parts, "\n".join(body)])
 
 
 def _assertion(case: Case) -> list[str]:
