@@ -280,6 +280,9 @@ class _Growing:
             return
         if call in ("add_", "mul_", "sub_", "copy_", "[]="):
             given = self.fitting(shape, dtype) or self.leaf(Operand(shape))
+            memory = {self.value(each.name).untyped_storage().data_ptr() for each in (given, into)}
+            if len(memory) == 1:  # what is read while it is written: torch leaves open what that gives
+                given = self.emit(".clone", given)
             if call == "[]=":
                 self.emit("[]=", into, (slice(None),) * len(shape) if shape else ..., given)
             else:
