@@ -1,0 +1,128 @@
+"""Case after case, until the time is over: counted, and what is found shrunk and written as tests."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.fuzz.case import Case
+from benchmarks.fuzz.generate import generate
+from benchmarks.fuzz.plans import decided
+from benchmarks.fuzz.processes import Job, alone, prepared, run_processes
+from benchmarks.fuzz.run import Outcome, run
+from benchmarks.fuzz.shrink import shrink
+from benchmarks.fuzz.tally import Tally
+from benchmarks.fuzz.written import as_test
+from passes.capture import CaptureError
+
+__all__ = ["case_of", "fuzz", "fuzz_processes", "shrunk"]
+
+_OF_ONE_KIND = 2
+_BATCH = 40
+_LAUNCHES = 30
+
+
+def case_of(seed: int, number: int) -> Case:
+    """A case; half of them have strategies at random."""
+    case, rng = generate(seed, number), random.Random(f"{seed}/{number}/strategies")
+    if rng.random() < 0.5:
+        try:
+            return decided(case, rng)
+        except CaptureError:
+            pass
+    return case
+
+
+@dataclass
+class _Campaign:
+    seed: int
+    minutes: float
+    tries: int
+    folder: Path | None
+    run: Callable[[Case], Outcome] = run
+    processes: bool = False
+    tally: Tally = field(default_factory=Tally)
+    found: dict[str, str] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
+    told: float = field(default_factory=time.monotonic)
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() - self.started > 60 * self.minutes
+
+    def add(self, number: int, case: Case, outcome: Outcome) -> None:
+        self.tally.add(case, outcome)
+        if outcome.found:
+            self.show(number, case, outcome)
+        if time.monotonic() - self.told > 60:
+            self.told = time.monotonic()
+            print(f"{(self.told - self.started) / 60:.0f} min: {self.tally.line()}", flush=True)
+
+    def show(self, number: int, case: Case, outcome: Outcome) -> None:
+        key = f"{outcome.kind}: {outcome.told}"
+        print(f"case {number} of seed {self.seed}: {key}", flush=True)
+        if sum(k.startswith(key) for k in self.found) >= _OF_ONE_KIND:
+            return
+        name = f"seed_{self.seed}_case_{number}"
+        lone = self.processes and not run(case).found  # what lockstep shows too is shrunk there, which is fast
+        text = shrunk(case, outcome, name, self.run if lone else run, _LAUNCHES if lone else self.tries, processes=lone)
+        self.found[f"{key} ({number})"] = text
+        print(text, flush=True)
+        if self.folder is not None:
+            (self.folder / f"{name}.py").write_text(text)
+
+
+def shrunk(
+    case: Case,
+    outcome: Outcome,
+    name: str,
+    again: Callable[[Case], Outcome] = run,
+    tries: int = 300,
+    *,
+    processes: bool = False,
+) -> str:
+    """The test of the smallest case that shows the same."""
+    kind = outcome.told if outcome.kind == "crash" else ""
+
+    def tells(simpler: Case) -> bool:
+        told = again(simpler)
+        return told.kind == outcome.kind and (not kind or told.told == kind)
+
+    return as_test(shrink(case, tells, tries), name, f"{outcome.kind}: {outcome.told}", processes=processes)
+
+
+def fuzz(
+    seed: int, minutes: float, first: int = 0, last: int | None = None, *, tries: int = 300, folder: Path | None = None
+) -> tuple[Tally, dict[str, str]]:
+    """Runs cases in lockstep until the time or the numbers are over; what it found, as tests, by kind."""
+    campaign, number = _Campaign(seed, minutes, tries, folder), first
+    while not campaign.over and (last is None or number <= last):
+        case = case_of(seed, number)
+        campaign.add(number, case, run(case))
+        number += 1
+    return campaign.tally, campaign.found
+
+
+def fuzz_processes(
+    seed: int, minutes: float, first: int = 0, last: int | None = None, *, tries: int = 300, folder: Path | None = None
+) -> tuple[Tally, dict[str, str]]:
+    """The same with processes, for cases of two to four devices."""
+    campaign, number = _Campaign(seed, minutes, tries, folder, alone, processes=True), first
+    waiting: dict[int, list[Job]] = {2: [], 3: [], 4: []}
+    while not campaign.over and (last is None or number <= last):
+        case = case_of(seed, number)
+        if case.options.devices in waiting:
+            job = prepared(number, case)
+            if isinstance(job, Outcome):
+                campaign.add(number, case, job)
+            else:
+                waiting[case.options.devices].append(job)
+        number += 1
+        for devices, jobs in waiting.items():
+            if len(jobs) >= _BATCH or (last is not None and number > last):
+                run_processes(jobs, devices, lambda job, outcome: campaign.add(job.number, job.case, outcome))
+                waiting[devices] = []
+    return campaign.tally, campaign.found

@@ -1,0 +1,285 @@
+"""A case: a small module as data, from which its source text and its values are made, and how it is to be run.
+
+The module that is run is the one that is printed: ``source`` gives the text, ``build`` executes it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "Case", "Leaf", "Options", "Ref", "Step", "build", "execute", "leaf_value", "lines_of", "refs_of", "renamed", "source",
+    "statement", "value_of",
+]  # fmt: skip
+
+_FILES = itertools.count()
+_CASTS = tuple(f"torch.ops.aten.{cast}." for cast in ("to", "_to_copy", "type_as"))
+_DRAW = """def draw(seed, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A value by its name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor that the module starts from.
+
+    Attributes:
+        name: of it.
+        role: "input", "parameter" or "buffer".
+        shape, dtype: of it.
+        kind: "real", "unit" (inside (0, 1)), "ids" (below ``high``) or "mask".
+        seed: of its values.
+        form: how it lies in memory: "plain", "permuted", "strided" or "expanded".
+        high: of ids.
+        same: name of the parameter that it is tied to.
+        trained: an input that wants a gradient.
+    """
+
+    name: str
+    role: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: str = "real"
+    seed: int = 0
+    form: str = "plain"
+    high: int = 0
+    same: str | None = None
+    trained: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One line of ``forward``.
+
+    Attributes:
+        result: name of its value, or of the line where it only writes.
+        call: ``torch.ops.aten.add.Tensor``, a method (``.add_``), ``[]`` (an item or a slice) or ``[]=``.
+        args, kwargs: numbers, lists, ``Ref``.
+    """
+
+    result: str
+    call: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def writes(self) -> bool:
+        """Whether it writes into its first argument and gives nothing."""
+        return self.call == "[]=" or (self.call.startswith(".") and self.call.endswith("_"))
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a case is planned and run.
+
+    Attributes:
+        family, mesh, schedule, chunks, panels, constraints, memory: as of ``autotp.plan``.
+        free: communication costs nothing on the machine, so that much of it pays.
+        training: the module's mode; ``inference`` plans and runs without gradients.
+        served: (step, number of the operator among the step's) -> what each mesh axis serves, instead of what was planned.
+        rests: parameter -> its resting layout, encoded, instead of what was planned.
+    """
+
+    family: str = "auto"
+    mesh: tuple[int, ...] = (2,)
+    schedule: str = "none"
+    chunks: Mapping[str, int] = field(default_factory=dict)
+    panels: int | None = None
+    constraints: tuple[str, ...] = ()
+    memory: float | None = None
+    free: bool = True
+    training: bool = True
+    inference: bool = False
+    served: Mapping[tuple[str, int], tuple[str | None, ...]] = field(default_factory=dict)
+    rests: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return int(torch.Size(self.mesh).numel())
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A module, its inputs, and how it is run."""
+
+    leaves: tuple[Leaf, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[str, ...]
+    options: Options = field(default_factory=Options)
+
+    @property
+    def inputs(self) -> tuple[Leaf, ...]:
+        """What ``forward`` is called with."""
+        return tuple(leaf for leaf in self.leaves if leaf.role == "input")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The least precise floating-point dtype that is named anywhere in it."""
+        found = {leaf.dtype for leaf in self.leaves}
+        found |= {a for step in self.steps for a in (*step.args, *step.kwargs.values()) if isinstance(a, torch.dtype)}
+        floating = [dtype for dtype in found if dtype.is_floating_point]
+        return max(floating, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+
+    def where(self, **changes: Any) -> Case:
+        """The same with other options."""
+        return replace(self, options=replace(self.options, **changes))
+
+
+def refs_of(value: Any) -> list[str]:
+    """The names in a step's argument."""
+    if isinstance(value, Ref):
+        return [value.name]
+    if isinstance(value, (list, tuple)):
+        return [name for item in value for name in refs_of(item)]
+    return []
+
+
+def renamed(value: Any, names: dict[str, str]) -> Any:
+    """An argument with values under other names."""
+    if isinstance(value, Ref):
+        return Ref(names.get(value.name, value.name))
+    if isinstance(value, list):
+        return [renamed(v, names) for v in value]
+    return tuple(renamed(v, names) for v in value) if isinstance(value, tuple) else value
+
+
+def value_of(value: Any, known: Mapping[str, Any] | None = None) -> str:
+    """An argument as source text; names are replaced by ``known``."""
+    if isinstance(value, Ref):
+        return str((known or {}).get(value.name, value.name))
+    if isinstance(value, list):
+        return "[" + ", ".join(value_of(v, known) for v in value) + "]"
+    if isinstance(value, torch.device):
+        return f'torch.device("{value}")'
+    if isinstance(value, slice):
+        start, stop, step = ("" if v is None else str(v) for v in (value.start, value.stop, value.step))
+        return f"{start}:{stop}" + (f":{step}" if step else "")
+    if isinstance(value, float) and not torch.isfinite(torch.tensor(value)):
+        return f'float("{value}")'
+    return repr(value)
+
+
+def statement(step: Step, known: Mapping[str, str] | None = None) -> str:
+    """A step as a line of source text."""
+    first, *rest = [value_of(a, known) for a in step.args]
+    named = [f"{key}={value_of(value, known)}" for key, value in step.kwargs.items()]
+    target = "" if step.writes else f"{step.result} = "
+    if step.call in ("[]", "[]="):
+        place = step.args[1]
+        where = ", ".join(value_of(p, known) for p in place) if isinstance(place, tuple) else rest[0]
+        return f"{target}{first}[{where}]" if step.call == "[]" else f"{first}[{where}] = {rest[-1]}"
+    if step.call.startswith("."):
+        return f"{target}{first}{step.call}({', '.join([*rest, *named])})"
+    return f"{target}{step.call}({', '.join([first, *rest, *named])})"
+
+
+def _leaf(leaf: Leaf, dtype: torch.dtype | None) -> str:
+    """An expression that makes a leaf; ``dtype`` widens what is a floating-point number."""
+    shape = list(leaf.shape)
+    order = list(range(len(shape)))[::-1]
+    if leaf.form == "permuted":
+        shape = shape[::-1]
+    elif leaf.form == "strided":
+        shape[-1] *= 2
+    elif leaf.form == "expanded":
+        shape[0] = 1
+    text = f"draw({', '.join(map(str, [leaf.seed, *shape]))})"
+    if leaf.kind in ("unit", "above"):
+        text += ".sigmoid()" + " + 1" * (leaf.kind == "above")
+    elif leaf.kind == "ids":
+        text = f"({text}.abs() * 1000).long() % {leaf.high}"
+    elif leaf.kind == "mask":
+        text += " > 0"
+    if leaf.kind == "above":
+        text = f"({text})"
+    if leaf.dtype.is_floating_point and leaf.dtype != torch.float64:
+        text += f".to({leaf.dtype})"
+    if dtype is not None and leaf.dtype.is_floating_point:
+        text += f".to({dtype})"
+    tail = {"permuted": f".permute({order})", "strided": "[..., ::2]", "expanded": f".expand({list(leaf.shape)})"}
+    if leaf.form in tail:
+        text = f"({text}){tail[leaf.form]}" if leaf.kind in ("ids", "mask") else text + tail[leaf.form]
+    return text
+
+
+def leaf_value(leaf: Leaf) -> Tensor:
+    """A leaf's tensor."""
+    draw = execute(_DRAW)["draw"]
+    return eval(_leaf(leaf, None), {"draw": draw, "torch": torch})  # noqa: S307
+
+
+def _widened(step: Step, dtype: torch.dtype | None) -> Step:
+    def wide(value: Any) -> Any:
+        return dtype if dtype is not None and isinstance(value, torch.dtype) and value.is_floating_point else value
+
+    return replace(step, args=tuple(map(wide, step.args)), kwargs={k: wide(v) for k, v in step.kwargs.items()})
+
+
+def _copied(step: Step, dtype: torch.dtype | None) -> str:
+    """A cast makes a copy, to be written to; where all numbers are of one dtype it would not."""
+    return ".clone()" if dtype is not None and step.call.startswith(_CASTS) else ""
+
+
+def source(case: Case, dtype: torch.dtype | None = None) -> str:
+    """The module and its inputs as text; with ``dtype``, all floating-point numbers in that one."""
+    held = [leaf for leaf in case.leaves if leaf.role != "input"]
+    lines = [
+        *_DRAW.splitlines(),
+        "",
+        "",
+        "class M(nn.Module):",
+        "    def __init__(self):",
+        "        super().__init__()",
+    ]
+    for leaf in held:
+        if leaf.role == "parameter":
+            made = f"self.{leaf.same}" if leaf.same else f"nn.Parameter({_leaf(leaf, dtype)})"
+            lines.append(f"        self.{leaf.name} = {made}")
+        else:
+            lines.append(f'        self.register_buffer("{leaf.name}", {_leaf(leaf, dtype)})')
+    known = {leaf.name: f"self.{leaf.name}" for leaf in held}
+    lines += ["", f"    def forward({', '.join(['self', *(leaf.name for leaf in case.inputs)])}):"]
+    lines += [f"        {statement(_widened(step, dtype), known)}{_copied(step, dtype)}" for step in case.steps]
+    lines.append(f"        return {', '.join(known.get(name, name) for name in case.outputs)}")
+    lines += ["", "", "def build():", f"    model = M().train({case.options.training})"]
+    for leaf in case.inputs:
+        grad = ".requires_grad_()" if leaf.trained and not case.options.inference else ""
+        made = _leaf(leaf, dtype)
+        lines.append(f"    {leaf.name} = {f'({made}){grad}' if grad and leaf.form == 'plain' else made + grad}")
+    names = "".join(f"{leaf.name}, " for leaf in case.inputs)
+    return "\n".join([*lines, f"    return model, ({names.rstrip()})", ""])
+
+
+def execute(text: str) -> dict[str, Any]:
+    """The names that a source text defines; its lines can be told from each other in graphs that are captured."""
+    file = f"<fuzz {next(_FILES)}>"
+    names: dict[str, Any] = {"torch": torch, "nn": nn, "__name__": "fuzz"}
+    exec(compile(text, file, "exec"), names)  # noqa: S102 - the text is made above
+    return names
+
+
+def build(case: Case, dtype: torch.dtype | None = None) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """The module and its inputs."""
+    model, args = execute(source(case, dtype))["build"]()
+    return model, args
+
+
+def lines_of(case: Case) -> Mapping[int, str]:
+    """Number of a line of the source text -> the step that it is."""
+    lines = source(case).splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("    def forward")) + 2
+    return {first + i: step.result for i, step in enumerate(case.steps)}

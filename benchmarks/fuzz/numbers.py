@@ -1,0 +1,137 @@
+"""The numbers of a step, and whether two devices' worth of them are one model's.
+
+``step`` and ``apart`` are printed with what is found, so they stand alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.fuzz.case import Case, build
+
+__all__ = ["TOLERANCES", "Numbers", "Worst", "apart", "exactly", "ill_conditioned", "plain", "step", "worst"]
+
+#: Largest difference over largest magnitude.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+_MOVES = 6
+_FACTOR = 16.0
+#: Halves: this times the plain model's own error, and so many last places.
+_WORSE, _PLACES = 1.1, 4.0
+
+Numbers = Mapping[str, Tensor]
+#: The quantity that is off the most, and by how many times what is allowed.
+Worst = tuple[str, float]
+
+
+def step(model: Any, held: nn.Module, args: Any, train: bool = True) -> dict[str, Tensor]:
+    """Outputs of ``model``, gradients of the parameters and buffers that ``held`` has, and of the inputs."""
+    with torch.set_grad_enabled(train):
+        found = model(*args)
+    outputs = list(found) if isinstance(found, (tuple, list)) else [found]
+    numbers = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
+    seen = torch.Generator().manual_seed(0)
+    losses = [(o * torch.rand(o.shape, generator=seen).to(o)).sum().double() for o in outputs if train and o.requires_grad]
+    if losses:
+        sum(losses).backward()
+        leaves = {**dict(held.named_parameters()), **{f"input {i}": a for i, a in enumerate(args) if a.requires_grad}}
+        for name, leaf in leaves.items():
+            given = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            numbers[f"gradient of {name}"] = given.full_tensor() if hasattr(given, "full_tensor") else given
+    return numbers | {f"buffer {name}": b.detach().clone() for name, b in held.named_buffers()}
+
+
+def apart(ours: Tensor, theirs: Tensor, scale: float) -> float:
+    """The largest difference over ``scale``; what is not finite must be the same."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return math.inf
+    if not theirs.numel():
+        return 0.0
+    if not theirs.is_floating_point():
+        return 0.0 if torch.equal(ours, theirs) else math.inf
+    ours, theirs = ours.double(), theirs.double()
+    finite = theirs.isfinite()
+    odd = torch.where(finite, 0.0, theirs).nan_to_num(nan=1.5), torch.where(finite, 0.0, ours).nan_to_num(nan=1.5)
+    if not torch.equal(ours.isfinite(), finite) or not torch.equal(*odd):
+        return math.inf
+    most = float((ours - theirs)[finite].abs().max()) if finite.any() else 0.0
+    return most / scale if most else 0.0
+
+
+def _magnitude(tensor: Tensor) -> float:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0.0
+    finite = tensor.double().abs()[tensor.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def worst(case: Case, ours: Numbers, theirs: Numbers, exact: Numbers | None) -> Worst:
+    """Which quantity is off the most, by how many times what is allowed: above 1 is wrong unless it is ill-conditioned.
+
+    A gradient that is the sum of others that cancel out is compared at a millionth of the largest gradient at least.
+    """
+    dtype = case.dtype
+    largest = max((_magnitude(t) for name, t in theirs.items() if name.startswith("gradient")), default=0.0)
+    found: Worst = ("", 0.0)
+    if ours.keys() != theirs.keys():
+        return f"names {sorted(ours.keys() ^ theirs.keys())}", math.inf
+    for name, want in theirs.items():
+        floor = 1e-6 * largest if name.startswith("gradient") else 0.0
+        scale = max(_magnitude(want), floor, 1e-30)
+        off = apart(ours[name], want, scale)
+        if exact is None:
+            ratio = off / TOLERANCES[dtype]
+        elif not math.isfinite(off) or not off:
+            ratio = off
+        else:
+            ratio = _halves(ours[name], want, exact[name], scale, torch.finfo(dtype).eps)
+        if ratio > found[1]:
+            found = name, ratio
+    return found
+
+
+def _halves(ours: Tensor, theirs: Tensor, exact: Tensor, scale: float, eps: float) -> float:
+    """Our error over what is allowed: a little more than the plain model's, both against float64, and a few last places."""
+    errors = [apart(t.double(), exact.double(), scale) for t in (ours, theirs)]
+    return errors[0] / (_WORSE * errors[1] + _PLACES * eps) if math.isfinite(errors[0]) else 0.0
+
+
+def exactly(case: Case) -> Numbers | None:
+    """The numbers of the plain model in float64, which halves are compared with; None for a model without halves."""
+    if case.dtype in TOLERANCES:
+        return None
+    model, args = build(case, torch.float64)
+    return step(model, model, args, not case.options.inference)
+
+
+def plain(case: Case, change: Callable[[nn.Module, tuple[Tensor, ...]], None] | None = None) -> Numbers:
+    """The plain model's numbers; ``change`` is made to its weights and inputs before."""
+    model, args = build(case)
+    if change is not None:
+        change(model, args)
+    return step(model, model, args, not case.options.inference)
+
+
+def ill_conditioned(case: Case, name: str, ours: Numbers, theirs: Numbers) -> bool:
+    """Whether the plain model's own quantity moves about as much when weights and inputs move in their last place."""
+    scale = max(_magnitude(theirs[name]), 1e-30) if name in theirs else 1.0
+    off = apart(ours[name], theirs[name], scale) if name in ours and name in theirs else math.inf
+    moved = [apart(plain(case, lambda m, a, i=i: _move(m, a, i))[name], theirs[name], scale) for i in range(_MOVES)]
+    most = max(moved)
+    return off <= _FACTOR * most if math.isfinite(off) else not math.isfinite(most)
+
+
+def _move(model: nn.Module, args: tuple[Tensor, ...], seed: int) -> None:
+    """Moves every floating-point number up, down or not at all, by its last place."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers(), *args):
+            if not tensor.is_floating_point():
+                continue
+            tensor = tensor if tensor.is_contiguous() or 0 not in tensor.stride() else tensor[:1]
+            way = torch.randint(-1, 2, tensor.shape, generator=generator).to(tensor)
+            tensor.copy_(torch.where(way == 0, tensor, torch.nextafter(tensor, tensor + way)))

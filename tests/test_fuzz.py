@@ -1,0 +1,134 @@
+"""The fuzzer: its cases are the same again, right plans run clean, and a wrong lowering is found and shrunk to a test."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.fuzz.campaign import case_of, fuzz, shrunk
+from benchmarks.fuzz.case import Case, Leaf, Options, Ref, Step, build, source
+from benchmarks.fuzz.draws import Operand, Seeded
+from benchmarks.fuzz.numbers import ill_conditioned, plain, worst
+from benchmarks.fuzz.operators import arguments
+from benchmarks.fuzz.run import run
+from benchmarks.fuzz.written import as_test
+from passes.rules import table
+from passes.rules.table import RULES
+
+F64 = torch.float64
+
+
+def test_every_rule_has_arguments():
+    rng = random.Random(0)
+    for name in RULES:
+        args, _ = arguments(name, Seeded(rng, (2, 4)))
+        assert any(isinstance(a, (Operand, list)) for a in args), name
+
+
+def test_a_seed_gives_the_same_cases():
+    for number in range(3):
+        case = case_of(7, number)
+        assert case == case_of(7, number)
+        for (_, ours), (_, theirs) in zip(
+            build(case)[0].named_parameters(), build(case)[0].named_parameters(), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+    assert len({source(case_of(7, number)) for number in range(3)}) == 3
+
+
+def test_right_plans_run_clean():
+    tally, found = fuzz(0, minutes=1, first=0, last=5)
+    assert not found and tally.kinds["ok"] >= 3
+    assert len(tally.taken) >= 10 and tally.taken <= tally.offered
+    assert all(rule in RULES for rule in tally.reached)
+
+
+def softmax_of(dim_served):
+    """A sharded softmax in the company of other operators."""
+    steps = (
+        Step("v1", "torch.ops.aten.mul.Tensor", (Ref("x"), Ref("p"))),
+        Step("v2", ".transpose", (Ref("v1"), 0, 1)),
+        Step("v3", "torch.ops.aten.softmax.int", (Ref("v2"), 0)),
+        Step("v4", "torch.ops.aten.tanh.default", (Ref("v3"),)),
+        Step("v5", "torch.ops.aten.sum.default", (Ref("v1"),)),
+    )
+    leaves = (Leaf("x", "input", (4, 12), F64, seed=1, form="strided"), Leaf("p", "parameter", (4, 12), F64, seed=2))
+    return Case(leaves, steps, ("v4", "v5"), Options(mesh=(2, 2), served={("v3", 0): (dim_served, None)}))
+
+
+def test_a_wrong_lowering_is_found_and_shrunk_to_a_test(monkeypatch):
+    case, rule = softmax_of("v0"), RULES["aten.softmax.int"]
+    assert run(case).kind == "ok"
+
+    def broken(at, x, dim, *_):  # forgets what the other devices have
+        weights = torch.exp(x)
+        return weights / weights.sum(dim, keepdim=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "RULES", {**RULES, "aten.softmax.int": replace(rule, lower=broken)})
+        outcome = run(case)
+        assert outcome.kind == "wrong"
+        text = shrunk(case, outcome, "softmax")
+        assert text.count("        v") == 1 and "softmax" in text and "mesh=(2,)" in text
+        names = {"__name__": "found"}
+        exec(compile(text, "<found>", "exec"), names)
+        with pytest.raises(AssertionError, match="output 0"):
+            names["test_softmax"]()
+    names["test_softmax"]()
+
+
+def test_what_crashes_is_told_from_what_is_refused(monkeypatch):
+    case = softmax_of(None)
+    assert run(case.where(family="data", mesh=(3,), served={})).kind == "refused"
+    assert run(replace(case, steps=(Step("v4", ".nothing", (Ref("x"),)),), outputs=("v4",))).kind == "not a model"
+
+    def fails(*_):
+        raise KeyError("lost")
+
+    rule = replace(RULES["aten.softmax.int"], lower=fails)
+    monkeypatch.setattr(table, "RULES", {**RULES, "aten.softmax.int": rule})
+    outcome = run(softmax_of("v0"))
+    assert outcome.kind == "crash" and "KeyError" in outcome.told
+
+
+def cancelling():
+    """A difference of equal sums: what is left of it is rounding."""
+    steps = (
+        Step("v1", ".sum", (Ref("x"),)),
+        Step("v2", ".sum", (Ref("x"), 0)),
+        Step("v3", ".sum", (Ref("v2"),)),
+        Step("v4", "torch.ops.aten.sub.Tensor", (Ref("v1"), Ref("v3"))),
+    )
+    return Case((Leaf("x", "input", (37, 53), F64, seed=1, trained=True),), steps, ("v4", "v2"))
+
+
+def test_rounding_is_told_from_errors():
+    case = cancelling()
+    theirs = plain(case)
+    noise = {**theirs, "output 0": theirs["output 0"] + 1e-15}
+    name, ratio = worst(case, noise, theirs, None)
+    assert name == "output 0" and ratio > 1 and ill_conditioned(case, name, noise, theirs)
+    wrong = {**theirs, "output 1": theirs["output 1"] * (1 + 1e-6)}
+    name, ratio = worst(case, wrong, theirs, None)
+    assert name == "output 1" and ratio > 1 and not ill_conditioned(case, name, wrong, theirs)
+
+
+def test_halves_are_compared_with_float64():
+    leaf = Leaf("x", "input", (64, 64), torch.bfloat16, seed=3)
+    case = Case((leaf,), (Step("v1", ".cumsum", (Ref("x"), 0)),), ("v1",))
+    theirs = plain(case)
+    exact = {"output 0": build(case, F64)[0](*build(case, F64)[1])}
+    assert worst(case, theirs, theirs, exact)[1] == 0
+    double = {"output 0": (2 * (theirs["output 0"].double() - exact["output 0"]) + exact["output 0"]).bfloat16()}
+    coarse = {"output 0": exact["output 0"].mul(1.1).bfloat16()}
+    assert worst(case, {"output 0": exact["output 0"].bfloat16()}, theirs, exact)[1] <= 1
+    assert worst(case, coarse, theirs, exact)[1] > 1 > worst(case, double, theirs, exact)[1] / 2
+
+
+def test_a_printed_test_has_what_operators_serve():
+    text = as_test(softmax_of("v0"), "served", "as it is")
+    assert "served = {" in text and "('v0', None)" in text
+    names = {"__name__": "found"}
+    exec(compile(text, "<found>", "exec"), names)
+    names["test_served"]()
