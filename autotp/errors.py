@@ -19,6 +19,9 @@ class MemoryBoundError(AutotpError):
         super().__init__(message)
         self.needed, self.available = needed, available
 
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(self), (str(self), self.needed, self.available)
+
 
 class BatchError(AutotpError):
     """A strategy splits the batch, and the batch of the example inputs does not divide so."""
@@ -34,6 +37,9 @@ class ConstraintError(AutotpError):
     def __init__(self, message: str, conflict: tuple[str, ...]) -> None:
         super().__init__(message)
         self.conflict = conflict
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(self), (str(self), self.conflict)
 
 
 class TimeLimitError(AutotpError):

@@ -1,6 +1,7 @@
 """Bad input: each error names the place and the remedy."""
 
 import json
+import pickle
 from importlib import resources
 
 import pytest
@@ -205,3 +206,12 @@ def test_the_command_line_says_it_in_one_line(arguments, message, tmp_path, caps
     error = capsys.readouterr().err
     assert message in error.replace("\n", " ")
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "error", [autotp.MemoryBoundError("none fits", 2.0, 1.0), autotp.ConstraintError("none holds", ("a", "b"))], ids=str
+)
+def test_an_error_is_the_same_on_other_ranks(error):
+    """Rank 0 plans and sends its error to the others, which could not unpickle those with attributes."""
+    sent = pickle.loads(pickle.dumps(error))
+    assert (type(sent), str(sent), vars(sent)) == (type(error), str(error), vars(error))

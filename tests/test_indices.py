@@ -1,0 +1,77 @@
+"""Indices and labels out of range raise wherever their dim is sharded, as they do in the plain model.
+
+Tests had looked up what is there alone: a device takes an index that is another's for one to skip, and an index that is
+nobody's was skipped by all of them.
+"""
+
+import pytest
+import torch
+from test_torchrun import torchrun
+from torch import nn
+from torch.nn import functional as F
+
+import autotp
+
+WORDS = 32
+
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(WORDS, 16), nn.Linear(16, WORDS, bias=False)
+
+    def forward(self, ids, labels):
+        return F.cross_entropy(self.out(self.table(ids)).flatten(0, 1), labels.flatten())
+
+
+#: The vocabulary over one axis and, where there is another, tokens over that.
+SHARDED = ["embedding=v@y", "linear=n@y", "cross_entropy_loss=v@y"]
+
+
+@pytest.fixture(scope="module")
+def sentences():
+    torch.manual_seed(0)
+    return torch.randint(WORDS, (4, 8)), torch.randint(WORDS, (4, 8))
+
+
+def changed(tensor, value):
+    return torch.cat([tensor.flatten()[:-1], torch.tensor([value])]).view_as(tensor)
+
+
+@pytest.fixture(scope="module", params=["none", "overlap", "chunks"])
+def distributed(request, sentences):
+    model = Language().double()
+    chunks = {"batch": 2} if request.param == "chunks" else {}
+    plan = autotp.plan(model, autotp.Topology.flat(4), sentences, mesh=(2, 2), constraints=SHARDED, chunks=chunks)
+    assert all("v" in plan.assignments[name] for name in ("embedding", "cross_entropy_loss"))
+    schedule = "none" if request.param == "none" else "overlap"
+    return model, autotp.simulate(model, plan, sentences, schedule=schedule)
+
+
+@pytest.mark.parametrize("index", [WORDS, 10**9, -1])
+def test_an_index_or_label_out_of_range_raises(distributed, sentences, index):
+    ids, labels = sentences
+    for given in ((changed(ids, index), labels), (ids, changed(labels, index))):
+        for model in distributed:
+            with pytest.raises(IndexError):
+                model(*given)
+
+
+def test_the_operator_and_its_range_are_named(distributed, sentences):
+    ids, labels = sentences
+    with pytest.raises(IndexError, match=r"'embedding' in module 'table' .*: index out of range: .* 0 to 31"):
+        distributed[1](changed(ids, WORDS), labels)
+
+
+def test_ignored_labels_are_in_range(distributed, sentences):
+    ids, labels = sentences
+    model, simulated = distributed
+    torch.testing.assert_close(simulated(ids, changed(labels, -100)), model(ids, changed(labels, -100)))
+
+
+@pytest.mark.distributed
+def test_all_ranks_raise():
+    """Also where each has its own part of the batch, and the index is in one of them."""
+    done = torchrun(4, "indices.py")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("raised on rank") == 8

@@ -1,0 +1,26 @@
+"""An index out of range raises on every rank, also one that a single rank is given."""
+
+import torch
+import torch.distributed as dist
+from test_indices import SHARDED, Language, changed
+
+import autotp
+
+torch.manual_seed(0)
+model = Language().double()
+ids, labels = torch.randint(32, (4, 8)), torch.randint(32, (4, 8))
+constraints = [*SHARDED, "embedding=m2@x"]
+for inputs in ("global", "local"):
+    parallel = autotp.parallelize(
+        model, autotp.Topology.flat(4), (ids, labels), mesh=(2, 2), constraints=constraints, inputs=inputs
+    )
+    rank = dist.get_rank()
+    mine = (ids, labels) if inputs == "global" else (ids.chunk(2)[rank // 2], labels.chunk(2)[rank // 2])
+    parallel(*mine).backward()
+    wrong = changed(mine[0], 32) if inputs == "global" or rank // 2 == 1 else mine[0]
+    try:
+        parallel(wrong, mine[1])
+    except IndexError:
+        print(f"raised on rank {rank}", flush=True)
+    dist.barrier()
+dist.destroy_process_group()
