@@ -24,7 +24,7 @@ from autotp.structure import Model
 from passes.factors import Value, value_of
 from passes.layout import Layout
 from passes.rules.shapes import operands_of, results_of
-from passes.rules.table import rule_of, saved_by
+from passes.rules.table import kept_besides, rule_of, saved_by
 from passes.strategy import Strategy, gradient_of, whole_layout
 
 __all__ = ["Footprint", "Moment", "Turn"]
@@ -251,10 +251,10 @@ class Footprint:
                 keys.add(self.key(value, layout))
         elif saves == "result":
             keys = {self.key((node, i), layout) for i, layout in enumerate(strategy.results)}
-        rule, bound = rule_of(node), self.model.operators[node].rule
-        if rule is not None and bound is not None and rule.extra and strategy.axes(*bound.inner):
+        bound, besides = self.model.operators[node].rule, kept_besides(node)
+        if bound is not None and besides and strategy.axes(*bound.inner):
             key = (node, -1), strategy.wants[0].layout
-            self.take(key, rule.extra * self.bytes(self.operands[node][0].meta["val"], strategy.wants[0].layout))
+            self.take(key, besides * self.bytes(self.operands[node][0].meta["val"], strategy.wants[0].layout))
             keys.add(key)
         for key in keys:
             self.holders[key] += 1

@@ -24,7 +24,7 @@ from passes.codes import SUM, WHOLE, decode, fitting, local_elements, restoring,
 from passes.factors import Operator, Value, value_of
 from passes.layout import Layout
 from passes.rules.shapes import operands_of, results_of
-from passes.rules.table import rule_of
+from passes.rules.table import kept_besides
 from passes.strategy import Strategy, whole_layout
 
 __all__ = ["EVEN", "Assembled", "assemble", "trained_values"]
@@ -118,12 +118,13 @@ class _Assembly:
         if choice.saves and self.prices.train:
             for tensor, rows in zip(results_of(choice.space.operator.node), choice.space.results, strict=True):
                 memory += local_elements(tuple(tensor.shape), rows, self.mesh) * tensor.element_size()
-        rule, operator = rule_of(choice.space.operator.node), choice.space.operator
-        if rule is not None and operator.rule is not None and rule.extra and choice.gradient and self.prices.train:
+        operator = choice.space.operator
+        besides = kept_besides(operator.node)
+        if operator.rule is not None and besides and choice.gradient and self.prices.train:
             inside = choice.space.axes_of(operator.rule.inner).any(axis=-1)
             first = operands_of(operator.node)[0].meta["val"]
             size = local_elements(tuple(first.shape), choice.space.wants[0], self.mesh) * first.element_size()
-            memory += np.where(inside, rule.extra * size, 0.0)
+            memory += np.where(inside, besides * size, 0.0)
         late, inner_late = self.prices.behind(choice.space.operator.node, gradient=choice.gradient)
         forward, backward = self.weights.forward, self.weights.backward
         seconds = ((1 - late) * forward.compute + late * backward.compute) * compute

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate
 
+from passes.codes import codes, fitting
 from passes.layout import describe, fits, local_shape, place, take
 from passes.reshard import moves, steps
 from passes.world import LocalWorld
@@ -95,3 +96,14 @@ def test_blocks_that_do_not_line_up_do_not_exist():
     assert fits((5,), (place(0),), (3,))
     assert not fits((5,), (place(0),), (4,))
     assert describe((place(0, 3), Partial()), ("x", "y")) == "S(0/3)@x P@y"
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_layout_fits_if_no_device_is_left_empty(data):
+    """One at a time and many at once; on nested uneven cuts, where the last chunk alone had been looked at."""
+    mesh = data.draw(st.sampled_from([(2, 4), (4, 2), (2, 3), (3, 2), (2, 2, 2), (3, 3), (2, 3, 2)]))
+    size = data.draw(st.integers(1, 30))
+    layout = tuple(data.draw(st.sampled_from([Replicate(), place(0)])) for _ in mesh)
+    parts = [local_shape((size,), layout, mesh, at)[0] for at in itertools.product(*map(range, mesh))]
+    assert fits((size,), layout, mesh) == all(parts) == fitting((size,), codes([layout]), mesh)[0]

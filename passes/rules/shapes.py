@@ -135,6 +135,8 @@ def reshape(node: fx.Node) -> OpRule | None:
     operand: list[Dim] = [() for _ in source]
     result: list[Dim] = [() for _ in target]
     sizes: dict[str, int] = {}
+    if 0 in source:  # of nothing, any shape with a 0 can be made
+        return _rule([operand], [result], sizes, linear=[(0,)])
     i = j = 0
     while i < len(source) and j < len(target):
         first, second = [i], [j]

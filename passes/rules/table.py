@@ -19,7 +19,7 @@ from passes.rules import lowering as low
 from passes.rules import shapes as by
 from passes.rules.notation import OpRule, RuleError, instantiate
 
-__all__ = ["RULES", "Rule", "bind", "name_of", "rule_of", "saved_by"]
+__all__ = ["RULES", "Rule", "bind", "kept_besides", "name_of", "rule_of", "saved_by"]
 
 _log = logging.getLogger("autotp.passes")
 
@@ -88,6 +88,18 @@ def saved_by(node: fx.Node) -> str:
     if rule.saves == "others":
         return "operands" if len(by.operands_of(node)) > 1 else ""
     return rule.saves
+
+
+def kept_besides(node: fx.Node) -> float:
+    """Bytes that a lowering over inner axes keeps for the backward pass, per byte of the first operand.
+
+    What it keeps is in the dtype that it computes in, float32 for halves; so is the operand itself.
+    """
+    rule = rule_of(node)
+    if rule is None or not rule.extra:
+        return 0.0
+    dtype = by.operands_of(node)[0].meta["val"].dtype
+    return (rule.extra + 1) * torch.promote_types(dtype, torch.float32).itemsize / dtype.itemsize - 1
 
 
 def bind(node: fx.Node) -> OpRule | None:

@@ -1,0 +1,151 @@
+"""Sizes, strides and dtypes that models seldom have, each of which once gave a wrong number or crashed.
+
+Tests before them had dims that divide or are far longer than the axes that cut them, contiguous operands, and float64.
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+from test_exact import SLOW
+from torch import nn
+from torch.nn import functional as F
+
+import autotp
+
+
+def run(model, args, plan=None, schedule="none"):
+    """The output and the parameters' gradients, of the model or of a plan's devices in lockstep."""
+    module = model if plan is None else autotp.simulate(model, plan, args, schedule=schedule)
+    output = module(*args)
+    model.zero_grad()
+    if output.requires_grad:
+        weights = torch.rand(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
+        (output * weights).sum(dtype=torch.float64).backward()
+    return {"output": output.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def planned(model, args, strategy, mesh, **options):
+    topology = autotp.Topology.flat(math.prod(mesh), bandwidth=1e12, latency=1e-9, device=SLOW)
+    return autotp.plan(model, topology, args, strategy=strategy, mesh=mesh, **options)
+
+
+class Transposed(nn.Module):
+    """Batch norm of what is transposed, one dim of size 1: transformers' CLAP has this."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn, self.lin = nn.BatchNorm2d(16).eval(), nn.Linear(16, 8)
+        self.bn.running_mean.normal_()
+        self.bn.running_var.uniform_(0.5, 2.0)
+
+    def forward(self, x):
+        return (self.lin(self.bn(x.transpose(1, 3)).transpose(1, 3)) ** 2).mean()
+
+
+class Scaled(nn.Module):
+    """A dim that (2, 4) divides into 5 and 4, and those into 2, 2, 1 and nothing, and ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(9, 1))
+
+    def forward(self, x):
+        return (x * self.weight).square().sum()
+
+
+class Grouped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm, self.pool = nn.Conv1d(3, 7, 1), nn.GroupNorm(1, 7), nn.MaxPool1d(2)
+
+    def forward(self, x):
+        return self.pool(self.norm(self.inner(x))).square().mean()
+
+
+class Nothing(nn.Module):
+    """Batch norm of no elements, and a reshape that gives them another shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.bn(x).expand(0, 4, 8).reshape(6, 0, 0).sum()
+
+
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("strategy", ["auto", "data", "megatron-1d", "tensor3d", "zero3"])
+@pytest.mark.parametrize(
+    ("factory", "shape", "mesh"),
+    [
+        (Transposed, (4, 1, 64, 16), (4,)),
+        (Transposed, (4, 1, 64, 16), (2, 2)),
+        (Scaled, (1, 9, 1), (2, 4)),
+        (Grouped, (6, 3, 5), (2, 3)),
+        (Nothing, (0, 4, 1), (2,)),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_corners_are_exact(factory, shape, mesh, strategy, schedule):
+    torch.manual_seed(0)
+    if strategy in ("data", "zero3") and len(mesh) > 1:
+        mesh = (math.prod(mesh),)
+    model, args = factory().double(), (torch.randn(shape, dtype=torch.float64),)
+    try:
+        plan = planned(model, args, strategy, mesh)
+    except autotp.BatchError:
+        assert shape[0] % math.prod(mesh)
+        return
+    plain = copy.deepcopy(model)
+    expected, found = run(plain, args), run(model, args, plan, schedule)
+    for name, want in [*expected.items(), *plain.named_buffers()]:
+        got = found[name] if name in found else model.get_buffer(name)
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
+
+
+class Loss(nn.Module):
+    def __init__(self, loss):
+        super().__init__()
+        self.loss, self.scale = loss, nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.loss(x * self.scale, torch.zeros_like(x))
+
+
+def normalised(norm):
+    return nn.Sequential(nn.Linear(16, norm.normalized_shape[0]), norm, nn.Linear(norm.normalized_shape[0], 4))
+
+
+HALVES = {
+    "mse": (lambda: Loss(F.mse_loss), (4096, 256), "data", (2,)),
+    "l1": (lambda: Loss(F.l1_loss), (4096, 256), "data", (2,)),
+    "batch norm": (
+        lambda: nn.Sequential(nn.Conv2d(4, 16, 1, bias=False), nn.BatchNorm2d(16)),
+        (32, 4, 16, 16),
+        "data",
+        (2,),
+    ),
+    "layer norm": (lambda: normalised(nn.LayerNorm(8192)), (16, 16), "atp", (2, 2)),
+    "rms norm": (lambda: normalised(nn.RMSNorm(8192)), (16, 16), "atp", (2, 2)),
+    "softmax": (lambda: nn.Sequential(nn.Linear(16, 4096), nn.Softmax(-1)), (16, 16), "megatron-1d", (2,)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", list(HALVES))
+def test_halves_are_as_precise_as_in_the_plain_model(name, dtype):
+    """By the norms of errors against float64; in float16, squares of these overflow, and so do sums of them."""
+    factory, shape, strategy, mesh = HALVES[name]
+    torch.manual_seed(0)
+    model, x = factory().to(dtype), (3 * torch.randn(shape)).to(dtype)
+    plan = planned(model, (x,), strategy, mesh)
+    assert any(any(served) for served in plan.assignments.values()), "something is sharded"
+    exact = run(copy.deepcopy(model).double(), (x.double(),))
+    plain, found = run(copy.deepcopy(model), (x,)), run(model, (x,), plan)
+    for part, want in exact.items():
+        mine, its = ((each[part].double() - want).norm() / want.norm() for each in (found, plain))
+        # Partial sums of products and gradients travel in their dtype, as with Megatron-LM and FSDP2: rounded once more.
+        allowed = 1.1 * its + 0.5 * torch.finfo(dtype).eps
+        assert mine <= allowed, f"{part}: {mine:.3g} beside {its:.3g}"
