@@ -72,10 +72,12 @@ def _magnitude(tensor: Tensor) -> float:
 def worst(case: Case, ours: Numbers, theirs: Numbers, exact: Numbers | None) -> Worst:
     """Which quantity is off the most, by how many times what is allowed: above 1 is wrong unless it is ill-conditioned.
 
-    A gradient that is the sum of others that cancel out is compared at a millionth of the largest gradient at least.
+    A gradient that is the sum of others that cancel out is compared at a millionth at least: of the largest gradient, and of
+    the outputs' weights in the loss, which are up to 1.
     """
     dtype = case.dtype
     largest = max((_magnitude(t) for name, t in theirs.items() if name.startswith("gradient")), default=0.0)
+    largest = max(largest, 1.0)
     found: Worst = ("", 0.0)
     if ours.keys() != theirs.keys():
         return f"names {sorted(ours.keys() ^ theirs.keys())}", math.inf
