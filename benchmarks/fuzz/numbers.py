@@ -72,8 +72,8 @@ def _magnitude(tensor: Tensor) -> float:
 def worst(case: Case, ours: Numbers, theirs: Numbers, exact: Numbers | None) -> Worst:
     """Which quantity is off the most, by how many times what is allowed: above 1 is wrong unless it is ill-conditioned.
 
-    A gradient that is the sum of others that cancel out is compared at a millionth at least: of the largest gradient, and of
-    the outputs' weights in the loss, which are up to 1.
+    A gradient that is the sum of others that cancel out is compared at a millionth at least: of the largest gradient, and
+    of the outputs' weights in the loss, which are up to 1.
     """
     dtype = case.dtype
     largest = max((_magnitude(t) for name, t in theirs.items() if name.startswith("gradient")), default=0.0)
