@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 from .device import Device
 from .errors import TopologyError
 from .links import Level
-from .topology import Topology
 
-__all__ = ["local_topology"]
+__all__ = ["DRIVER", "Preset", "local_topology"]
 
-_DRIVER = Path("/proc/driver/nvidia/gpus")
+#: Where the GPU driver lists its devices.
+DRIVER = Path("/proc/driver/nvidia/gpus")
 _GIB = 2**30
 # First match wins, so the longer names of one family come before the shorter.
 _PRESET_OF_GPU = (
@@ -26,8 +27,26 @@ _PRESET_OF_GPU = (
 )
 
 
-def local_topology(environ: Mapping[str, str], driver: Path = _DRIVER) -> Topology:
-    """The topology of the job that this process belongs to.
+class Preset(Protocol):
+    """What is read of a preset: a `costmodel.Topology` has it all."""
+
+    @property
+    def device(self) -> Device:
+        """What every rank runs on."""
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """Innermost first."""
+
+    @property
+    def library(self) -> str:
+        """Whose algorithms the collectives use."""
+
+
+def local_topology(
+    environ: Mapping[str, str], load: Callable[[str], Preset], driver: Path = DRIVER
+) -> tuple[Device, tuple[Level, ...], str]:
+    """Device, levels and library of the job that this process belongs to; see `costmodel.Topology.local`.
 
     Inside a node there is one level. With a CUDA GPU per local rank it is taken from the preset of that GPU
     (``pcie-a100``, the most modest one, when the model is not known); otherwise from the preset ``cpu``, with
@@ -39,10 +58,11 @@ def local_topology(environ: Mapping[str, str], driver: Path = _DRIVER) -> Topolo
     Args:
         environ: read for ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` (torchrun sets both; left out, they are 1
             and ``WORLD_SIZE``), ``OMP_NUM_THREADS`` and ``CUDA_VISIBLE_DEVICES``.
+        load: gives the preset of a name.
         driver: where the GPU driver lists its devices.
 
     Returns:
-        A topology named ``local`` with ``WORLD_SIZE`` devices and one or two levels.
+        The device, one or two levels that hold ``WORLD_SIZE`` devices, and the library.
 
     Raises:
         TopologyError: a variable is no positive whole number, or the ranks do not fill whole nodes.
@@ -56,15 +76,15 @@ def local_topology(environ: Mapping[str, str], driver: Path = _DRIVER) -> Topolo
         )
     gpus = _gpus(environ, driver)
     if len(gpus) >= ranks:
-        model = Topology.load(next((preset for key, preset in _PRESET_OF_GPU if key in gpus[0]), "pcie-a100"))
+        model = load(next((preset for key, preset in _PRESET_OF_GPU if key in gpus[0]), "pcie-a100"))
         device, between = model.device, model.levels[1]
     else:
-        model = Topology.load("cpu")
-        device, between = _share(model.device, environ, ranks), Topology.load("ethernet-10g").levels[0]
+        model = load("cpu")
+        device, between = _share(model.device, environ, ranks), load("ethernet-10g").levels[0]
     levels: tuple[Level, ...] = (dataclasses.replace(model.levels[0], size=ranks),)
     if world > ranks:
         levels += (dataclasses.replace(between, size=world // ranks),)
-    return Topology("local", device, levels, model.library)
+    return device, levels, model.library
 
 
 def _count(environ: Mapping[str, str], key: str, default: int) -> int:

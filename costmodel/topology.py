@@ -41,6 +41,7 @@ from .device import Device
 from .errors import TopologyError, suggestion
 from .groups import group_link
 from .links import Level, Link
+from .local import DRIVER, local_topology
 from .tables import Table, read_toml
 from .units import parse_quantity
 
@@ -248,11 +249,17 @@ class Topology:
         return cls(f"flat-{devices}", chosen, (level,))
 
     @classmethod
-    def local(cls, environ: Mapping[str, str] | None = None) -> Topology:
-        """A guess at the machine that this process runs on; see `costmodel.local.local_topology`."""
-        from .local import local_topology
+    def local(cls, environ: Mapping[str, str] | None = None, driver: Path = DRIVER) -> Topology:
+        """A guess at the machine that this process runs on, named ``local``; see `costmodel.local.local_topology`.
 
-        return local_topology(os.environ if environ is None else environ)
+        Args:
+            environ: read for what torchrun sets; left out, this process's own.
+            driver: where the GPU driver lists its devices.
+
+        Raises:
+            TopologyError: a variable is no positive whole number, or the ranks do not fill whole nodes.
+        """
+        return cls("local", *local_topology(os.environ if environ is None else environ, cls.load, driver))
 
     def _shape(self) -> str:
         return " x ".join(f"{level.size} {level.name}" for level in reversed(self.levels))

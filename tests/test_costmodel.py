@@ -27,7 +27,6 @@ from costmodel import (
     memory,
     parse_quantity,
 )
-from costmodel.local import local_topology
 
 DEVICE = Device("d", {"float32": 1e12, "bfloat16": 8e12}, 1e9, 1e11, 1e-6)
 BOXES = Topology("boxes", DEVICE, (Level("in", 4, 100.0, 1.0), Level("out", 2, 60.0, 5.0)))
@@ -330,30 +329,30 @@ def gpu_files(tmp_path, count, model):
 
 def test_local(tmp_path):
     assert Topology.local({}).devices == 1
-    one = local_topology({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}, tmp_path)
+    one = Topology.local({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}, tmp_path)
     assert [lv.size for lv in one.levels] == [4] and one.device.flops["float32"] > 0
-    two = local_topology({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, tmp_path)
+    two = Topology.local({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, tmp_path)
     assert [lv.size for lv in two.levels] == [4, 2] and two.levels[1].name == "ethernet"
-    half = local_topology({"WORLD_SIZE": "8"}, tmp_path).device
-    assert half.memory == pytest.approx(local_topology({"WORLD_SIZE": "4"}, tmp_path).device.memory / 2)
+    half = Topology.local({"WORLD_SIZE": "8"}, tmp_path).device
+    assert half.memory == pytest.approx(Topology.local({"WORLD_SIZE": "4"}, tmp_path).device.memory / 2)
     for environ in (
         {"WORLD_SIZE": "many"},
         {"WORLD_SIZE": "0"},
         {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4"},
     ):
         with pytest.raises(TopologyError, match="environment: .*WORLD_SIZE="):
-            local_topology(environ, tmp_path)
+            Topology.local(environ, tmp_path)
 
 
 def test_local_knows_gpus(tmp_path):
     driver = gpu_files(tmp_path, 4, "NVIDIA A100-SXM4-80GB")
     a100 = Topology.load("dgx-a100")
-    four = local_topology({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, driver)
+    four = Topology.local({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, driver)
     assert four.device == a100.device and [lv.size for lv in four.levels] == [4, 2]
     assert four.levels[1].bandwidth == a100.levels[1].bandwidth
     hidden = {"WORLD_SIZE": "4", "CUDA_VISIBLE_DEVICES": "0,1"}
-    assert local_topology(hidden, driver).levels[0].name == "loopback"
-    assert local_topology({"CUDA_VISIBLE_DEVICES": ""}, driver).levels[0].name == "loopback"
+    assert Topology.local(hidden, driver).levels[0].name == "loopback"
+    assert Topology.local({"CUDA_VISIBLE_DEVICES": ""}, driver).levels[0].name == "loopback"
 
 
 # Collectives
