@@ -59,7 +59,9 @@ def _differs(module: nn.Module) -> bool:
 def _trains(node: fx.Node) -> bool:
     """Whether a node does what it does because the model is in training; noise that is drawn in both modes does not."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return node.target is batch_norm_train
+        return False
+    if node.target is batch_norm_train:
+        return True
     if not draws(node):
         return False
     given = arguments_of(node, node.args, node.kwargs)

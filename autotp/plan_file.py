@@ -21,7 +21,7 @@ from passes.layout import Layout, blocks_of, is_shard, place
 __all__ = ["AS_WRITTEN", "FORMAT", "Written", "decode_layout", "encode_layout", "read"]
 
 #: Version of the JSON form; plans of another version are refused.
-FORMAT = 2
+FORMAT = 3
 
 
 def _one_of(names: Collection[str], name: str) -> str:
@@ -49,7 +49,7 @@ class Written:
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
-    format: Literal[2]
+    format: Literal[3]
     hash: str
     strategy: str
     mesh_shape: tuple[_Count, ...]
@@ -99,7 +99,11 @@ def read(text: str, source: str) -> Written:
         raise AutotpError(f"{source}: not JSON ({error}); was it written by Plan.save?") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise AutotpError(f"{source}: key 'format' is {found!r}, expected {FORMAT}; make the plan again")
+        older = type(found) is int and found < FORMAT
+        why = (
+            ": an earlier version of autotp wrote this plan, and the names of operators have changed since" if older else ""
+        )
+        raise AutotpError(f"{source}: key 'format' is {found!r}, expected {FORMAT}{why}; make the plan again")
     try:
         return _adapter().validate_json(text)
     except ValidationError as error:

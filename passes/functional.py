@@ -1,4 +1,7 @@
-"""Operators without side effects that stand in for torch's that have some."""
+"""Operators of the library ``autotp`` without side effects, which stand in for torch's that have some.
+
+They are operators, not functions, so that a plan names them by what they are, wherever they are defined.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from torch import Tensor
 __all__ = ["batch_norm_train"]
 
 
-def batch_norm_train(
+_LIBRARY = torch.library.Library("autotp", "FRAGMENT")
+
+
+def _batch_norm_train(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -44,3 +50,13 @@ def batch_norm_train(
     new_mean = (1 - momentum) * running_mean.detach() + momentum * mean
     new_var = (1 - momentum) * running_var.detach() + momentum * var
     return out, new_mean.to(running_mean.dtype), new_var.to(running_var.dtype)
+
+
+_LIBRARY.define(
+    "batch_norm_train(Tensor x, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, float momentum, "
+    "float eps) -> (Tensor, Tensor?, Tensor?)"
+)
+# Composite: autograd, tracing and devices see what the function itself does.
+_LIBRARY.impl("batch_norm_train", _batch_norm_train, "CompositeImplicitAutograd")
+
+batch_norm_train = torch.ops.autotp.batch_norm_train.default

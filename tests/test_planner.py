@@ -181,10 +181,22 @@ def test_round_trip(tmp_path):
     path.write_text(json.dumps(data))
     with pytest.raises(autotp.AutotpError, match="changed by hand"):
         autotp.Plan.load(path)
-    data["format"] = 99
-    path.write_text(json.dumps(data))
-    with pytest.raises(autotp.AutotpError, match="'format'"):
-        autotp.Plan.load(path)
+    for version, said in ((99, "'format' is 99, expected"), (2, "an earlier version of autotp wrote this plan")):
+        path.write_text(json.dumps(data | {"format": version}))
+        with pytest.raises(autotp.AutotpError, match=said):
+            autotp.Plan.load(path)
+
+
+def test_a_plan_names_operators_and_no_python_function():
+    """Where a function is defined changes with the code's layout; what a plan is for must not.
+
+    No earlier test looked at how plans name autotp's own operators, only whether they have rules.
+    """
+    model, args = nn.Sequential(nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8)), (torch.randn(4, 4, 2, 2),)
+    plan = autotp.plan(model, autotp.Topology.flat(2), args)
+    targets = [op.target for op in plan.operators]
+    assert "autotp.batch_norm_train.default" in targets
+    assert not [target for target in targets if "passes." in target]
 
 
 def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):

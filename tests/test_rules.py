@@ -13,7 +13,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import Partial
 
-import passes.functional
+import passes.functional  # noqa: F401  (defines autotp::batch_norm_train)
 from autotp.lockstep import collect, distribute, execute
 from passes.factors import analyse
 from passes.layout import fits, place
@@ -228,7 +228,7 @@ CASES = {
     "aten.layer_norm.default": norm,
     "aten.rms_norm.default": lambda d: norm(d)[:3],
     "aten.group_norm.default": group_norm,
-    "passes.functional.batch_norm_train": batch_norm,
+    "autotp.batch_norm_train.default": batch_norm,
     "aten.batch_norm.default": evaluated_batch_norm,
     "aten.softmax.int": lambda d: one_dim(d)[:2],
     "aten.log_softmax.int": lambda d: one_dim(d)[:2],
@@ -308,7 +308,7 @@ UNDIFFERENTIABLE = ("aten.floor_divide", "aten.remainder.Scalar_Tensor")
 #: Operands that torch itself cannot differentiate.
 CONSTANT = {
     "aten.batch_norm.default": {"t3", "t4"},
-    "passes.functional.batch_norm_train": {"t3", "t4"},
+    "autotp.batch_norm_train.default": {"t3", "t4"},
     "aten.cross_entropy_loss.default": {"t2"},
 }
 
@@ -321,10 +321,8 @@ def arguments(name, draw):
 
 
 def target_of(name):
-    if name.startswith("aten."):
-        _, op, overload = name.split(".")
-        return getattr(getattr(aten, op), overload)
-    return getattr(passes.functional, name.rpartition(".")[2])
+    library, op, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, library), op), overload)
 
 
 def graph_of(target, args, kwargs):
@@ -403,7 +401,7 @@ BY_HAND = {
     "aten.batch_norm.default": lambda x, w, b, mean, var, training, momentum, eps, _: batch_norm_by_hand(
         x, w, b, mean, var, training, momentum, eps
     ),
-    "passes.functional.batch_norm_train": lambda x, w, b, mean, var, momentum, eps: batch_norm_by_hand(
+    "autotp.batch_norm_train.default": lambda x, w, b, mean, var, momentum, eps: batch_norm_by_hand(
         x, w, b, mean, var, True, momentum, eps
     ),
     **{f"aten.conv{rank}d.{form}": convolution_by_hand for rank in (1, 2, 3) for form in ("default", "padding")},

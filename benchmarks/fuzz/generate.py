@@ -324,6 +324,6 @@ class _Growing:
 
 
 def _call(name: str) -> str:
-    if name == "passes.functional.batch_norm_train":
+    if name == "autotp.batch_norm_train.default":
         return "torch.ops.aten.batch_norm.default"
     return "torch.ops." + name

@@ -256,7 +256,7 @@ BUILDERS: Mapping[str, Builder] = {
     "aten.layer_norm.default": norm,
     "aten.rms_norm.default": rms_norm,
     "aten.group_norm.default": group_norm,
-    "passes.functional.batch_norm_train": batch_norm(True),
+    "autotp.batch_norm_train.default": batch_norm(True),
     "aten.batch_norm.default": batch_norm(False),
     "aten.softmax.int": lambda d: one_dim(d)[:2],
     "aten.log_softmax.int": lambda d: one_dim(d)[:2],

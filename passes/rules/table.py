@@ -1,6 +1,6 @@
 """The rule table: one line per operator.
 
-``RULES`` maps an operator's name (``str(node.target)`` for ATen, ``module.function`` for autotp's own) to its ``Rule``.
+``RULES`` maps an operator's name (``str(node.target)``, of ATen or of autotp's own library) to its ``Rule``.
 An operator that is not here is replicated, and reported.
 """
 
@@ -71,8 +71,9 @@ def name_of(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, str):
         return target
-    text = str(target)
-    return text if text.startswith("aten.") else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', text)}"
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
 
 
 def rule_of(node: fx.Node) -> Rule | None:
@@ -333,7 +334,7 @@ RULES: Mapping[str, Rule] = {
     "aten.layer_norm.default": Rule(_layer_norm, lower=low.layer_norm, extra=1),
     "aten.rms_norm.default": Rule(_layer_norm, lower=low.rms_norm, extra=1, statistics=(1, 1)),
     "aten.group_norm.default": Rule(_group_norm, lower=low.group_norm, extra=1, divide={1: "g"}),
-    "passes.functional.batch_norm_train": Rule(_batch_norm, inner=("n",), lower=low.batch_norm, extra=1, misreads=_always),
+    "autotp.batch_norm_train.default": Rule(_batch_norm, inner=("n",), lower=low.batch_norm, extra=1, misreads=_always),
     "aten.batch_norm.default": Rule("n c *, c, c, c, c -> n c *", misreads=_always),
     "aten.softmax.int": Rule(_softmax, lower=low.softmax, extra=1, statistics=(2, 1), saves="result"),
     "aten.log_softmax.int": Rule(_softmax, lower=low.log_softmax, extra=1, statistics=(2, 1), saves="result"),
