@@ -80,18 +80,20 @@ def least_step(
 
 def _next_shares(lines: Sequence[Sides]) -> tuple[Sides, float]:
     """(shares, value) where the least of the lines, the sums of sides weighted by shares, is greatest."""
+    unit = max(side for line in lines for one in line for side in one) or 1.0  # a solver takes small numbers for 0
     model = mathopt.Model()
     shares = [[model.add_variable(lb=0.0, ub=1.0) for _ in one] for one in lines[0]]
     for one in shares:
         model.add_linear_constraint(sum(one) == 1.0)
     least = model.add_variable(lb=0.0)
     for line in lines:
-        terms = [mu * side for one, sides in zip(shares, line, strict=True) for mu, side in zip(one, sides, strict=True)]
+        pairs = [pair for one, sides in zip(shares, line, strict=True) for pair in zip(one, sides, strict=True)]
+        terms = [mu * (side / unit) for mu, side in pairs]
         model.add_linear_constraint(least <= sum(terms))
     model.maximize(least)
     found = mathopt.solve(model, mathopt.SolverType.GLOP)
     first, second = (_normal([max(0.0, found.variable_values(mu)) for mu in one]) for one in shares)
-    return (first, second), found.objective_value()
+    return (first, second), unit * found.objective_value()
 
 
 def _normal(shares: Sequence[float]) -> tuple[float, ...]:

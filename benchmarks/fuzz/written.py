@@ -24,6 +24,7 @@ _IMPORTS = {
     "Shard": "from torch.distributed.tensor import Replicate, Shard",
     "_StridedShard": "from torch.distributed.tensor.placement_types import _StridedShard",
     "autotp": "\nimport autotp",
+    "Careful": "from benchmarks.fuzz.numbers import Careful",
 }
 
 
@@ -50,7 +51,8 @@ def as_test(case: Case, name: str, told: str, *, processes: bool = False) -> str
         *_planning(case),
         *ours,
         "    model, args = build()",
-        f"    theirs = step(model, model, args{train})",
+        "    with Careful():",
+        f"        theirs = step(model, model, args{train})",
         "    for name, want in theirs.items():",
         *_assertion(case),
     ]
