@@ -77,7 +77,7 @@ def _own_output(status: os.stat_result) -> int | None:
 
 
 def _replace(target: Path, data: bytes, before: os.stat_result | None) -> None:
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".autotp-", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)

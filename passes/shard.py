@@ -114,10 +114,10 @@ class _Rewriter:
         self.nodes: dict[fx.Node, fx.Node] = {}
         self.layouts: dict[Value, Layout] = {}
         self.edges: dict[tuple[Value, Want], fx.Node] = {}
-        #: Partial sums of a single number, before they are rounded to a half.
+        #: Partial sums, before they are rounded to a half.
         self.wide: dict[Value, fx.Node] = {}
         self.seed: fx.Node | None = None
-        self.checked: set[tuple[Value, int, int | None]] = set()
+        self.bounds = self._bounds()
         self.salt = 0
 
     def run(self) -> fx.GraphModule:
@@ -127,6 +127,8 @@ class _Rewriter:
                 self.nodes[node].meta = dict(node.meta)
                 self.layouts[(node, 0)] = self.sharding.resting.get(node.name, self.whole)
         self.world = self.graph.get_attr("world")
+        for node in list(self.nodes):
+            self._within(node)
         for node in self.module.graph.nodes:
             if node.op == "get_attr":
                 raise ValueError(
@@ -170,10 +172,10 @@ class _Rewriter:
                 operator.getitem,
                 (self.nodes[node.args[0]], node.args[1]),  # type: ignore[index]
             )
+            self._within(node)
             return
         strategy = self.sharding.strategies[node.name]
         operands = operands_of(node)
-        self._check(node, operands, strategy)
         local = {}
         wanted = iter(zip(operands, strategy.wants, strict=True))
 
@@ -197,6 +199,7 @@ class _Rewriter:
         new = self._emit(node, table, strategy, args, kwargs)
         new.meta = dict(node.meta) | {"operator": node.name, "strategy": strategy}
         self.nodes[node] = new
+        self._within(node)
 
     def _emit(self, node: fx.Node, table: Rule | None, strategy: Strategy, args: list, kwargs: dict) -> fx.Node:
         if table is None:
@@ -234,29 +237,39 @@ class _Rewriter:
         items = [self._call(operator.getitem, [result, i], {}) for i in range(len(value))]
         return self._call(_pack, [clear(items[0], value[0]), *items[1:]], {})
 
-    def _check(self, node: fx.Node, operands: list[fx.Node], strategy: Strategy) -> None:
-        """Puts a check before indices into a factor that no device has whole: each would look up its own ones only.
+    def _bounds(self) -> dict[Value, list[tuple[fx.Node, int, int | None]]]:
+        """Indices -> the operators that look them up in a factor that no device has whole, its size, what they ignore.
 
-        It is made where the indices are produced. Those of a batch that every device is given are whole there, so that all
-        devices come to the same end without a word.
+        Each device looks up its own ones only, so an index that is nobody's would be passed over by all of them.
         """
-        rule = rule_of(node)
-        at = _At(self, node, strategy)
-        for position, factor in (rule.bounded or {}).items() if rule is not None else ():
-            ids = operands[position]
-            size = at.size(factor)
-            ignored = arguments_of(node, node.args, node.kwargs).get("ignore_index")
-            key = value_of(ids), size, ignored
-            if not at.axes(factor) or key in self.checked:
-                continue
-            self.checked.add(key)
-            sharded = tuple(axis for axis, placement in enumerate(self.layouts[value_of(ids)]) if is_shard(placement))
-            outside = self._call(_outside, [self.nodes[ids], size, ignored], {})
-            if sharded:
-                outside = self._call(ops.all_max, [self.world, outside, sharded], {})
-            message = f"{where(node)}: index out of range: an operand has others than 0 to {size - 1}"
-            self.nodes[ids] = self._call(ops.within, [self.world, self.nodes[ids], outside, message], {})
-            self.nodes[ids].meta = {"tensor": ids.name, "val": ids.meta["val"]}
+        found: dict[Value, list[tuple[fx.Node, int, int | None]]] = {}
+        for node, _ in self.operators.items():
+            rule, at = rule_of(node), _At(self, node, self.sharding.strategies[node.name])
+            for position, factor in (rule.bounded or {}).items() if rule is not None else ():
+                if at.axes(factor):
+                    ignored = arguments_of(node, node.args, node.kwargs).get("ignore_index")
+                    ids = value_of(operands_of(node)[position])
+                    found.setdefault(ids, []).append((node, at.size(factor), ignored))
+        return found
+
+    def _within(self, node: fx.Node) -> None:
+        """Puts one check behind a node that produces indices, for all that look them up.
+
+        Those of a batch that every device is given are whole there, so that all come to the same end without a word.
+        """
+        value = value_of(node)
+        bounds = self.bounds.get(value)
+        if not bounds or not isinstance(node.meta.get("val"), torch.Tensor):
+            return
+        sharded = tuple(axis for axis, placement in enumerate(self.layouts[value]) if is_shard(placement))
+        limits = [(size, ignored) for _, size, ignored in bounds]
+        outside = self._call(_outside, [self.nodes[node], limits], {})
+        if sharded:
+            outside = self._call(ops.all_max, [self.world, outside, sharded], {})
+        readers = "; ".join(f"{where(reader)} takes 0 to {size - 1}" for reader, size, _ in bounds)
+        message = f"index out of range: {readers}"
+        self.nodes[node] = self._call(ops.within, [self.world, self.nodes[node], outside, message], {})
+        self.nodes[node].meta = {"tensor": node.name, "val": node.meta["val"]}
 
     def _proxy(self, argument: Any) -> Any:
         return fx.Proxy(argument, self.tracer) if isinstance(argument, fx.Node) else argument
@@ -304,12 +317,13 @@ def _pack(*values: Any) -> tuple:
     return values
 
 
-def _outside(ids: torch.Tensor, size: int, ignored: int | None) -> torch.Tensor:
-    """1 if some of ``ids`` are neither below ``size`` nor ``ignored``, else 0."""
-    outside = (ids < 0) | (ids >= size)
-    if ignored is not None:
-        outside = outside & (ids != ignored)
-    return outside.any().to(torch.int64)
+def _outside(ids: torch.Tensor, limits: list[tuple[int, int | None]]) -> torch.Tensor:
+    """1 if, for some limit and what it ignores, some of ``ids`` are neither below the limit nor ignored; else 0."""
+    found = ids.new_zeros(ids.shape, dtype=torch.bool)
+    for size, ignored in limits:
+        outside = (ids < 0) | (ids >= size)
+        found = found | (outside if ignored is None else outside & (ids != ignored))
+    return found.any().to(torch.int64)
 
 
 def draws(node: fx.Node) -> bool:
@@ -380,7 +394,8 @@ class _At:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.promote_types(self._result.dtype, torch.float32)
+        dtype = self._result.dtype
+        return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
     @property
     def _result(self) -> torch.Tensor:
@@ -394,7 +409,7 @@ class _At:
 
     def partial(self, value: fx.Proxy) -> fx.Proxy:
         rounded = self.rounded(value)
-        if rounded is not value and self._result.numel() == 1:
+        if rounded is not value:
             self._rewriter.wide[(self._node, 0)] = value.node
         return rounded
 

@@ -120,7 +120,19 @@ def normalised(norm):
     return nn.Sequential(inner, norm, nn.Linear(norm.normalized_shape[0], 4))
 
 
+class Cancelling(nn.Module):
+    """A sum whose first half is beyond float16's range, and so is the second, of the other sign."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.cat([torch.full((16,), 6000.0), torch.full((16,), -5990.0)]))
+
+    def forward(self, x):
+        return (x.square() * 0 + self.weight).sum(1)
+
+
 HALVES = {
+    "sum": (Cancelling, (64, 32), "auto", (2,), ["sum_1=d1@x"]),
     "mse": (lambda: Loss(F.mse_loss), (4096, 256), "data", (2,)),
     "l1": (lambda: Loss(F.l1_loss), (4096, 256), "data", (2,)),
     "batch norm": (

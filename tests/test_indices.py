@@ -59,7 +59,7 @@ def test_an_index_or_label_out_of_range_raises(distributed, sentences, index):
 
 def test_the_operator_and_its_range_are_named(distributed, sentences):
     ids, labels = sentences
-    with pytest.raises(IndexError, match=r"'embedding' in module 'table' .*: index out of range: .* 0 to 31"):
+    with pytest.raises(IndexError, match=r"index out of range: node 'embedding' in module 'table' .* takes 0 to 31"):
         distributed[1](changed(ids, WORDS), labels)
 
 
@@ -67,6 +67,30 @@ def test_ignored_labels_are_in_range(distributed, sentences):
     ids, labels = sentences
     model, simulated = distributed
     torch.testing.assert_close(simulated(ids, changed(labels, -100)), model(ids, changed(labels, -100)))
+
+
+class TwoTables(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.long, self.short, self.out = nn.Embedding(64, 16), nn.Embedding(WORDS, 16), nn.Linear(16, 8)
+
+    def forward(self, ids):
+        return self.out(self.long(ids) + self.short(ids)).square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize(
+    "constraints", [["embedding=v@y", "embedding_1=v@y"], ["embedding_1=v@y", "embedding=m1@x"]], ids=str
+)
+def test_tables_of_several_sizes_are_all_checked(sentences, constraints, schedule):
+    """Both read the ids by one reshard, which once read them before the second check."""
+    ids, _ = sentences
+    model = TwoTables().double()
+    plan = autotp.plan(model, autotp.Topology.flat(4), (ids,), mesh=(2, 2), constraints=constraints, chunks={})
+    simulated = autotp.simulate(model, plan, (ids,), schedule=schedule)
+    torch.testing.assert_close(simulated(ids), model(ids))
+    with pytest.raises(IndexError, match="'embedding_1' in module 'short'"):
+        simulated(changed(ids, 40))
 
 
 @pytest.mark.distributed

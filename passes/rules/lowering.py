@@ -28,6 +28,7 @@ __all__ = [
     "mean_loss",
     "rms_norm",
     "softmax",
+    "total",
 ]
 
 
@@ -58,7 +59,7 @@ class At(Protocol):
         """The result, computed in ``dtype``, in its own."""
 
     def partial(self, value: Any) -> Any:
-        """``rounded`` for what may be a partial sum: where that is a single number, it is rounded when it is whole."""
+        """``rounded`` for what may be a partial sum, which is rounded when it is whole: its parts may overflow."""
 
     def sum(self, value: Any, axes: tuple[int, ...]) -> Any:
         """All-reduce whose gradient is all-reduced too."""
@@ -259,6 +260,12 @@ def mean(at: At, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any =
         count *= shape[d]
     x = at.wide(x.to(dtype) if isinstance(dtype, torch.dtype) else x)
     return at.partial((x.sum() if dim is None else x.sum(list(chosen), keepdim=keepdim)) / count)
+
+
+def total(at: At, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """sum over a sharded dim, left partial."""
+    x = at.wide(x.to(dtype) if isinstance(dtype, torch.dtype) else x)
+    return at.partial(x.sum() if dim is None else x.sum([dim] if isinstance(dim, int) else list(dim), keepdim=keepdim))
 
 
 def mean_loss(at: At, x: Any, target: Any, reduction: int = 1, *args: Any) -> Any:

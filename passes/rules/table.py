@@ -351,8 +351,8 @@ RULES: Mapping[str, Rule] = {
     "aten.gather.default": Rule(by.gather),
     "aten.index.Tensor": Rule(by.index),
     # reductions
-    "aten.sum.default": Rule(by.reduction(linear=True), saves=""),
-    "aten.sum.dim_IntList": Rule(by.reduction(linear=True), saves=""),
+    "aten.sum.default": Rule(by.reduction(linear=True), lower=low.total, saves=""),
+    "aten.sum.dim_IntList": Rule(by.reduction(linear=True), lower=low.total, saves=""),
     "aten.mean.default": Rule(by.reduction(linear=True), lower=low.mean, saves=""),
     "aten.mean.dim": Rule(by.reduction(linear=True), lower=low.mean, saves=""),
     "aten.amax.default": Rule(by.reduction(linear=False)),
