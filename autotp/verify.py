@@ -27,6 +27,7 @@ from passes.factors import value_of
 from passes.layout import Layout, describe
 from passes.ops import Parts
 from passes.rules.shapes import operands_of
+from passes.rules.table import rule_of
 from passes.strategy import gradient_of
 
 __all__ = ["Departure", "Verification", "verify", "verify_graph"]
@@ -309,7 +310,11 @@ class _Comparison:
     def miscaptured(self, whole: Mapping[str, Any]) -> Departure | None:
         """The first value or gradient of the captured graph that is not the model's own."""
         names = {fqn: name for name, fqn in self.captured.parameters.items()}
-        slopes = {fqn: self.runs.whole_gradients.get(name, [None])[0] for fqn, name in names.items()}
+        found_gradients: Mapping[str, Sequence[Tensor | None]] = self.runs.whole_gradients
+        if any(rule is not None and rule.misreads is not None for rule in map(rule_of, self.nodes.values())):
+            whole = self.runs.reference(careful=False)  # as careless as the model is
+            found_gradients = self.runs.plain_backward(whole) if found_gradients else {}
+        slopes = {fqn: found_gradients.get(name, [None])[0] for fqn, name in names.items()}
         gradients = {fqn: slope for fqn, slope in slopes.items() if slope is not None}
         least = {fqn: self.runs.cancelled(name) for fqn, name in names.items()}
         found = compared_with_model(

@@ -74,15 +74,20 @@ class Runs:
     def _leaf(self, name: str, tensor: Tensor) -> Tensor:
         return tensor.detach().clone().requires_grad_(name in self.captured.parameters and tensor.requires_grad)
 
-    def reference(self, inputs: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-        """Every value of the captured graph, by node name."""
+    def reference(self, inputs: Mapping[str, Tensor] | None = None, *, careful: bool = True) -> dict[str, Any]:
+        """Every value of the captured graph, by node name.
+
+        Args:
+            inputs: in place of the model's own.
+            careful: give kernels that misread some memory formats others; else they are wrong where they are in the model.
+        """
         given = self.inputs if inputs is None else inputs
         found: dict[str, Any] = {}
 
         class Keeping(fx.Interpreter):
             def run_node(self, node: fx.Node) -> Any:
                 rule = rule_of(node) if node.op == "call_function" else None
-                if rule is not None and rule.misreads is not None and rule.misreads(node):
+                if careful and rule is not None and rule.misreads is not None and rule.misreads(node):
                     found[node.name] = self.in_one_format(node)
                 else:
                     found[node.name] = super().run_node(node)
@@ -153,7 +158,7 @@ class Runs:
                 mine += [(part * weight).sum() for part in parts[node]]
             else:
                 del self.weights[number]
-        self.whole_gradients = self._plain_backward(whole)
+        self.whole_gradients = self.plain_backward(whole)
         if not self.weights:
             return None
         try:
@@ -162,7 +167,8 @@ class Runs:
             return error
         return None
 
-    def _plain_backward(self, whole: Mapping[str, Any]) -> dict[str, list[Tensor | None]]:
+    def plain_backward(self, whole: Mapping[str, Any]) -> dict[str, list[Tensor | None]]:
+        """Gradients of the captured graph's values, by node name."""
         found = listen({name: [value] for name, value in whole.items() if isinstance(value, Tensor)})
         plain = [(whole[node.name] * self.weights[n]).sum() for n, _, node in self.leaves() if n in self.weights]
         if plain:
@@ -172,12 +178,12 @@ class Runs:
     def moved(self) -> dict[str, float]:
         """How far values of the captured graph, and their gradients, move with the last places of weights and inputs."""
         movable = {*self.captured.parameters, *self.captured.inputs}
-        plain = self._plain_backward(self.reference())
+        plain = self.plain_backward(self.reference())
         scales = {gradient_of_name(name): self.cancelled(name, plain) for name in self.captured.parameters}
 
         def run(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             whole = self.reference({**self.inputs, **state})
-            slopes = self._plain_backward(whole)
+            slopes = self.plain_backward(whole)
             values = {name: value for name, value in whole.items() if isinstance(value, Tensor)}
             return values | {gradient_of_name(name): slope for name, (slope,) in slopes.items() if slope is not None}
 

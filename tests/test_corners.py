@@ -75,6 +75,25 @@ class Nothing(nn.Module):
         return self.bn(x).expand(0, 4, 8).reshape(6, 0, 0).sum()
 
 
+class Pooled(nn.Module):
+    """Transposed, normalised, averaged: the gradient of the mean is expanded, and torch's own kernel misreads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(16)
+
+    def forward(self, x):
+        return self.bn(x.transpose(1, 3)).mean((2, 3))
+
+
+@pytest.mark.parametrize("strategy", ["data", "megatron-1d"])
+def test_verify_does_not_blame_a_plan_for_what_a_kernel_misreads(strategy):
+    torch.manual_seed(0)
+    model, args = Pooled().double().eval(), (torch.randn(4, 1, 64, 16, dtype=torch.float64),)
+    plan = planned(model, args, strategy, (2,))
+    assert autotp.verify(model, plan, args).departure is None
+
+
 @pytest.mark.parametrize("schedule", ["none", "overlap"])
 @pytest.mark.parametrize("strategy", ["auto", "data", "megatron-1d", "tensor3d", "zero3"])
 @pytest.mark.parametrize(

@@ -333,7 +333,7 @@ RULES: Mapping[str, Rule] = {
     # normalisation, softmax, losses
     "aten.layer_norm.default": Rule(_layer_norm, lower=low.layer_norm, extra=1),
     "aten.rms_norm.default": Rule(_layer_norm, lower=low.rms_norm, extra=1, statistics=(1, 1)),
-    "aten.group_norm.default": Rule(_group_norm, lower=low.group_norm, extra=1, divide={1: "g"}),
+    "aten.group_norm.default": Rule(_group_norm, lower=low.group_norm, extra=1, divide={1: "g"}, misreads=_always),
     "autotp.batch_norm_train.default": Rule(_batch_norm, inner=("n",), lower=low.batch_norm, extra=1, misreads=_always),
     "aten.batch_norm.default": Rule("n c *, c, c, c, c -> n c *", misreads=_always),
     "aten.softmax.int": Rule(_softmax, lower=low.softmax, extra=1, statistics=(2, 1), saves="result"),
