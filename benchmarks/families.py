@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from autotp import FAMILIES, BatchError, MemoryBoundError, Plan
-from autotp.families import family
 from autotp.planner import plan_captured
+from autotp.plans.families import family
 from costmodel import Topology
 from passes.capture import Captured
 

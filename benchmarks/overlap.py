@@ -24,10 +24,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from autotp.families import family
-from autotp.plan import Plan
+from autotp.analysis.trace import scheduled, trainable
 from autotp.planner import plan_captured
-from autotp.tracing import scheduled, trainable
+from autotp.plans.families import family
+from autotp.plans.plan import Plan
 from benchmarks.allocator import allocator
 from benchmarks.cluster import Cluster
 from benchmarks.models import trained
@@ -38,7 +38,7 @@ from benchmarks.tables import command, machine, table
 from costmodel import Level, Topology
 from costmodel.files import write_atomically
 from passes.capture import capture
-from passes.schedule import Slot
+from passes.overlap.schedule import Slot
 
 #: (model, family, mesh); every device is a node of its own.
 CASES: tuple[tuple[str, str, tuple[int, ...]], ...] = tuple(

@@ -24,14 +24,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
-from autotp.durations import overlap_of
-from autotp.measure import QUICK, Clock
-from autotp.measure_contention import time_contention
+from autotp.calibrate.collectives import QUICK, Clock
+from autotp.calibrate.contention import time_contention
+from autotp.runtime.durations import overlap_of
 from benchmarks.models import trained
 from benchmarks.phases import answered
 from benchmarks.steps import TIMED, medians, step_of
-from passes.process_world import ProcessWorld
-from passes.world import Pending
+from passes.world.process import ProcessWorld
+from passes.world.world import Pending
 
 #: name -> (schedule, chunks, whether small collectives are merged); None: the chunks that the planner chose.
 WAYS: dict[str, tuple[str, dict[str, int] | None, bool]] = {

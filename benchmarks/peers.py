@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotp.families import family
 from autotp.planner import plan_captured
+from autotp.plans.families import family
 from benchmarks.allocator import allocator, keeping_memory
 from benchmarks.cluster import Cluster
 from benchmarks.models import trained

@@ -15,8 +15,8 @@ import torch
 import transformers
 from torch import nn
 
-from autotp.families import family
 from autotp.planner import plan_captured
+from autotp.plans.families import family
 from benchmarks.models import Loss, gpt
 from benchmarks.tables import command, machine, table
 from costmodel import Topology

@@ -7,8 +7,8 @@ import statistics
 import time
 from dataclasses import replace
 
-from autotp.families import Family, family
 from autotp.planner import plan_captured
+from autotp.plans.families import Family, family
 from benchmarks.models import gpt
 from benchmarks.tables import command, machine, table
 from costmodel import Topology

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import autotp
 from autotp.errors import AutotpError
-from autotp.families import family
 from autotp.planner import plan_captured
+from autotp.plans.families import family
 from benchmarks.allocator import allocator
 from benchmarks.cluster import Cluster
 from benchmarks.models import trained

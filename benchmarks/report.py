@@ -17,10 +17,10 @@ from typing import Any
 
 from playwright.sync_api import Page, sync_playwright
 
-from autotp.families import family
+from autotp.analysis.report import content, save_report
+from autotp.analysis.trace import predicted_events, scheduled, trainable
 from autotp.planner import plan_captured
-from autotp.report import content, save_report
-from autotp.tracing import predicted_events, scheduled, trainable
+from autotp.plans.families import family
 from benchmarks.planning_scale import model_of
 from benchmarks.tables import DOCS, command, machine, table
 from costmodel import Topology

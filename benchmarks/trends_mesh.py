@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import sympy
 
 from autotp import Plan
-from autotp.families import Family, family
 from autotp.planner import candidate_meshes, plan_captured
+from autotp.plans.families import Family, family
 from benchmarks.models import products
 from benchmarks.tables import table
 from costmodel import Topology, volumes

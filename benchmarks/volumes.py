@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import autotp
-from autotp.families import family
 from autotp.planner import plan_captured
+from autotp.plans.families import family
 from benchmarks.models import Chain, Transformer
 from benchmarks.tables import command, table
 from costmodel import volumes
 from passes.capture import capture
-from passes.counting import CountingWorld
+from passes.world.counting import CountingWorld
 
 BATCH, SEQUENCE, HIDDEN, HEADS, INNER = 128, 1, 64, 16, 128
 

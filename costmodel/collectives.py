@@ -100,7 +100,7 @@ LIBRARIES: Mapping[str, frozenset[str]] = MappingProxyType(
     }
 )
 """Which algorithms each library has. NCCL: rings and, for all_reduce, trees. Gloo: rings; in place of its reduce_scatter,
-which is an all_reduce, parts are exchanged in pairs (`passes.process_world`). MPI: recursive ones as well."""
+which is an all_reduce, parts are exchanged in pairs (`passes.world.process`). MPI: recursive ones as well."""
 
 TRAFFIC: Mapping[str, sympy.Expr] = MappingProxyType(
     {kind: (2 if kind == "all_reduce" else 1) * _share * V for kind in ALGORITHMS}

@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import autotp
-from autotp.render import make_console, plan_table
+from autotp.cli.render import make_console, plan_table
 
 __all__ = [
     "TOLERANCE",

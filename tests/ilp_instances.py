@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from autotp.ilp import Node, Problem, Tensor, Use, evaluate
+from autotp.planner.ilp import Node, Problem, Tensor, Use, evaluate
 
 __all__ = ["brute_force", "small_problem", "transformer_layer"]
 

@@ -8,10 +8,10 @@ from float64 import float64_mode
 from torch import nn
 
 import autotp
-from autotp.rewrite import rewrite
-from passes.launches import launch
+from autotp.runtime.rewrite import rewrite
 from passes.overlap import halves
-from passes.schedule import Work
+from passes.overlap.launch import launch
+from passes.overlap.schedule import Work
 
 
 class Block(nn.Module):
@@ -96,7 +96,7 @@ def prepared(strategy="megatron-1d", mesh=(2,), chunks=None, enough=None, raw=Fa
     whole |= dict(zip(made.captured.inputs, args, strict=True))
 
     def graphs(at):
-        from passes.layout import take
+        from passes.layouts.layout import take
 
         parts = {n: take(t.detach(), made.sharding.resting.get(n, made.whole), mesh, at) for n, t in whole.items()}
         found = halves(made.graph_module, mesh, at, parts, frozenset(made.captured.parameters)).refined()

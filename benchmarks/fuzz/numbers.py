@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.fuzz.case import Case, build
-from passes import ops
 from passes.rules.table import RULES
-from passes.world import LocalWorld
+from passes.world import ops
+from passes.world.world import LocalWorld
 
 __all__ = ["TOLERANCES", "Careful", "Numbers", "Worst", "apart", "exactly", "ill_conditioned", "plain", "step", "worst"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from autotp.families import FAMILIES
-from autotp.plan import AXIS_NAMES
+from autotp.plans.families import FAMILIES
+from autotp.plans.plan import AXIS_NAMES
 from benchmarks.fuzz.case import Case, Options
 
 __all__ = ["MESHES", "random_options"]

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx, nn
 
-from autotp.families import FAMILIES
-from autotp.plan import Plan
-from autotp.plan_file import decode_layout, encode_layout
 from autotp.planner import check, plan_captured
+from autotp.plans.families import FAMILIES
+from autotp.plans.plan import Plan
+from autotp.plans.plan_file import decode_layout, encode_layout
 from benchmarks.fuzz.case import Case, build, lines_of
 from costmodel import Topology
 from passes.capture import Captured, capture
-from passes.factors import Operator, analyse
-from passes.layout import Layout, fits, place, restorable
-from passes.panel import loops
+from passes.layouts.layout import Layout, fits, place, restorable
+from passes.rules.factors import Operator, analyse
 from passes.rules.table import name_of
-from passes.strategy import SUM, Strategy, strategies
+from passes.sharding.panel import loops
+from passes.strategies.strategy import SUM, Strategy, strategies
 
 __all__ = ["Use", "decided", "machine", "planned", "use_of", "uses_of"]
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import autotp
-from autotp.plan import Plan
+from autotp.plans.plan import Plan
 from benchmarks.fuzz.case import Case, build
 from benchmarks.fuzz.numbers import Numbers, exactly, plain, step
 from benchmarks.fuzz.plans import planned, uses_of

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import autotp
 from autotp.errors import AutotpError, PlanMismatchError
-from autotp.plan import Plan
+from autotp.plans.plan import Plan
 from benchmarks.fuzz.case import Case, build
 from benchmarks.fuzz.numbers import Numbers, exactly, ill_conditioned, plain, step, worst
 from benchmarks.fuzz.plans import Use, planned, uses_of

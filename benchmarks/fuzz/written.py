@@ -7,7 +7,7 @@ import re
 
 import torch
 
-from autotp.plan_file import decode_layout
+from autotp.plans.plan_file import decode_layout
 from benchmarks.fuzz import numbers
 from benchmarks.fuzz.case import Case, build, source
 from benchmarks.fuzz.plans import machine, planned

@@ -154,7 +154,7 @@ def batch_norm(
     out = at.rounded(_affine(out, weight, None if bias is None else bias.view(channels)))
     if running_mean is None:
         return out, None, None
-    if count == 0:  # as `passes.functional.batch_norm_train`: there is nothing to learn from
+    if count == 0:  # as `passes.capture.functional.batch_norm_train`: there is nothing to learn from
         return out, running_mean.clone(), running_var.clone()
     new_mean = at.call(_track, running_mean, mean, momentum, 1.0)
     return out, new_mean, at.call(_track, running_var, variance, momentum, count / max(1, count - 1))

@@ -25,13 +25,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves
 
 import autotp
-from autotp.materialise import distribute
-from autotp.overlapped import Overlap
-from passes.launches import launch
-from passes.layout import fits, place, restorable
-from passes.process_world import ProcessWorld
-from passes.schedule import Limits
-from passes.world import LocalWorld
+from autotp.runtime.compiled import Overlap
+from autotp.runtime.state import distribute
+from passes.layouts.layout import fits, place, restorable
+from passes.overlap.launch import launch
+from passes.overlap.schedule import Limits
+from passes.world.process import ProcessWorld
+from passes.world.world import LocalWorld
 
 
 def meta():

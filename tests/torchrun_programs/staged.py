@@ -6,7 +6,7 @@ from overlapping import tokens
 
 import autotp
 from costmodel import Level, Topology
-from passes.launches import launch
+from passes.overlap.launch import launch
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")

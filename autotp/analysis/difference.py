@@ -1,0 +1,111 @@
+"""Two plans, side by side: what is sharded otherwise, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autotp.errors import AutotpError
+from autotp.plans.folded import fold_operators
+from autotp.plans.plan import Plan, PlannedOperator
+
+__all__ = ["Change", "Difference", "difference"]
+
+_FIGURES = ("step_seconds", "compute_seconds", "communication_seconds", "exposed_seconds", "memory_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Operators that are alike but for the number of their layer, and differ between the plans.
+
+    Attributes:
+        module: their module, with layer numbers as ``*``.
+        target: what they call.
+        count: how many they are.
+        schemes, layouts: in the first plan and in the second.
+        seconds: of all of them in a step, in either plan.
+        bytes: that each device receives for them in a step, in either plan.
+    """
+
+    module: str
+    target: str
+    count: int
+    schemes: tuple[str, str]
+    layouts: tuple[tuple[str, ...], tuple[str, ...]]
+    seconds: tuple[float, float]
+    bytes: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What differs between two plans of one model.
+
+    Attributes:
+        settings: name -> in the first plan and in the second: mesh, family, topology and the like, where they differ.
+        predicted: name -> either plan's prediction (seconds, bytes).
+        parameters: name -> resting layouts, where they differ.
+        operators: that differ, those whose cost differs most first.
+    """
+
+    settings: Mapping[str, tuple[str, str]]
+    predicted: Mapping[str, tuple[float, float]]
+    parameters: Mapping[str, tuple[str, str]]
+    operators: tuple[Change, ...]
+
+
+def difference(first: Plan, second: Plan) -> Difference:
+    """Compares two plans of one model.
+
+    Raises:
+        AutotpError: they are of different models.
+    """
+    if first.model_hash != second.model_hash:
+        raise AutotpError(
+            f"the plans are of different models or inputs: the graph of one is {first.model_hash}, of the other "
+            f"{second.model_hash}; plan both with the same model and example inputs"
+        )
+    told = {
+        "mesh": (_mesh(first), _mesh(second)),
+        "strategy": (first.strategy, second.strategy),
+        "topology": (first.topology.name, second.topology.name),
+        "schedule": (first.schedule, second.schedule),
+        "chunks": (_pairs(first.chunks), _pairs(second.chunks)),
+        "constraints": ("; ".join(first.constraints) or "none", "; ".join(second.constraints) or "none"),
+        "mode": (first.mode, second.mode),
+        "optimizer": (first.optimizer, second.optimizer),
+    }
+    predicted = {name: (getattr(first.predicted, name), getattr(second.predicted, name)) for name in _FIGURES}
+    mine, other = first.parameters, second.parameters
+    others = {op.name: op for op in second.operators}
+    changed = [op for op in first.operators if _decided(op) != _decided(others[op.name])]
+    changes = [
+        Change(
+            row.module,
+            row.first.target,
+            len(row.operators),
+            (row.first.scheme, others[row.first.name].scheme),
+            (row.first.layouts, others[row.first.name].layouts),
+            (row.seconds, sum(others[op.name].seconds for op in row.operators)),
+            (row.bytes_moved, sum(others[op.name].bytes_moved for op in row.operators)),
+        )
+        for row in fold_operators(changed)
+    ]
+    changes.sort(key=lambda change: -abs(change.seconds[1] - change.seconds[0]))
+    return Difference(
+        {name: both for name, both in told.items() if both[0] != both[1]},
+        predicted,
+        {name: (mine[name], other[name]) for name in mine if mine[name] != other[name]},
+        tuple(changes),
+    )
+
+
+def _decided(operator: PlannedOperator) -> tuple[object, ...]:
+    return operator.strategy, operator.layouts, operator.panels
+
+
+def _mesh(plan: Plan) -> str:
+    return " × ".join(f"{name} {size}" for name, size in zip(plan.mesh_axes, plan.mesh_shape, strict=True))
+
+
+def _pairs(chunks: Mapping[str, int]) -> str:
+    return ", ".join(f"{kind} {count}" for kind, count in chunks.items() if count > 1) or "none"

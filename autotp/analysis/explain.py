@@ -1,0 +1,276 @@
+"""Why an operator is sharded as it is: what it costs, of which terms, and what anything else would cost.
+
+Two costs of an alternative are told. *In place*: only this operator (and its folded copies) changes, all others stay, and
+pay the reshards that follow. *Planned*: the alternative is pinned, and everything else is planned anew around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from autotp.analysis.inspection import Reshard, reshard_steps
+from autotp.costs.prices import Prices, flop_of
+from autotp.costs.step import Priced, Sums
+from autotp.costs.what_if import Alike
+from autotp.errors import AutotpError
+from autotp.planner import plan_captured, prepare
+from autotp.plans.constraints import parse
+from autotp.plans.families import family
+from autotp.plans.plan import Plan
+from autotp.plans.schemes import scheme
+from autotp.runtime.rewrite import checked
+from costmodel import compute
+from passes.capture import Captured
+from passes.layouts.layout import Layout, describe
+from passes.rules.factors import Value, value_of
+from passes.rules.shapes import operands_of, results_of
+from passes.rules.table import name_of
+from passes.sharding.panel import loops
+from passes.strategies.strategy import Strategy, strategies, whole_layout
+
+__all__ = ["Alternative", "Explainer", "Explanation", "explain_operator", "priced_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another strategy of the operator.
+
+    Attributes:
+        scheme: its name, as far as it has one.
+        pin: the constraint that asks for it.
+        layouts: of operands, then results.
+        in_place_seconds: of the whole step, with only this operator changed.
+        terms: of which computing, moving activations, and moving parameters, hidden or not; seconds.
+        planned_seconds: of the whole step, planned anew with it pinned; None: not asked for, or no plan has it.
+    """
+
+    scheme: str
+    pin: str
+    layouts: tuple[str, ...]
+    in_place_seconds: float
+    terms: tuple[float, float, float]
+    planned_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """One operator of a plan.
+
+    Attributes:
+        name, target, module, source: of the captured node; the line in the user's model.
+        copies: how many operators are decided together with it.
+        factors: of its iteration space: name -> size.
+        scheme, layouts: as in the plan.
+        pin: the constraint that asks for what was chosen.
+        compute_seconds, inner_seconds, reshard_seconds: of this operator in a step; their sum is the plan's ``seconds``.
+        expression, values: of the compute seconds: a sympy expression, and its symbols' numbers.
+        reshards: around it.
+        bound_ratio: bytes moved over the communication lower bound; None where there is no bound.
+        step_seconds, step_terms: of the whole plan, as alternatives' are counted (without chunks).
+        considered: how many strategies it has on this mesh.
+        alternatives: the best of them, cheapest in place first.
+    """
+
+    name: str
+    target: str
+    module: str
+    source: str | None
+    copies: int
+    factors: Mapping[str, int]
+    scheme: str
+    layouts: tuple[str, ...]
+    pin: str
+    compute_seconds: float
+    inner_seconds: float
+    reshard_seconds: float
+    expression: str
+    values: Mapping[str, float]
+    reshards: tuple[Reshard, ...]
+    bound_ratio: float | None
+    step_seconds: float
+    step_terms: tuple[float, float, float]
+    considered: int
+    alternatives: tuple[Alternative, ...]
+
+    @property
+    def seconds(self) -> float:
+        """What the operator costs in a step."""
+        return self.compute_seconds + self.inner_seconds + self.reshard_seconds
+
+
+def priced_plan(captured: Captured, plan: Plan) -> Priced:
+    """A plan's strategies with their prices, without its chunks.
+
+    Raises:
+        PlanMismatchError: the plan is for another model or other inputs.
+    """
+    operators, chosen, resting = checked(captured, plan)
+    model = prepare(captured, parse(plan.constraints))
+    prices = Prices(
+        plan.topology,
+        plan.mesh_shape,
+        train=plan.mode == "train",
+        optimizer=plan.optimizer,
+        together=model.parameter_bytes if plan.schedule == "overlap" else 0.0,
+    )
+    panels = {op.name for op in plan.operators if op.panels > 1}
+    found = loops(operators, chosen, resting, plan.mesh_shape) if panels else []
+    again = {
+        (value_of(loop.data), node) for loop in found for node in loop.members if node.name in panels and loop.absorbed[0]
+    }
+    return Priced(model, prices, chosen, _layouts(captured, model.operators, chosen, resting, plan.mesh_shape), again)
+
+
+def _layouts(
+    captured: Captured,
+    operators: Mapping[fx.Node, Any],
+    chosen: Mapping[str, Strategy],
+    resting: Mapping[str, Layout],
+    mesh: tuple[int, ...],
+) -> dict[Value, Layout]:
+    whole = whole_layout(len(mesh))
+    found: dict[Value, Layout] = {
+        (node, 0): resting.get(node.name, whole) for node in captured.graph_module.graph.nodes if node.op == "placeholder"
+    }
+    for node in operators:
+        found |= {(node, i): layout for i, layout in enumerate(chosen[node.name].results)}
+    return found
+
+
+def explain_operator(captured: Captured, plan: Plan, name: str, *, count: int = 5, planned: int = 1) -> Explanation:
+    """Explains one operator of a plan.
+
+    Args:
+        captured: the model that was planned, captured for the same inputs.
+        plan: the plan.
+        name: of the operator, as the plan has it.
+        count: how many alternatives to tell.
+        planned: around how many of them to plan anew.
+
+    Raises:
+        AutotpError: the plan has no such operator; says which are like it.
+        PlanMismatchError: the plan is for another model or other inputs.
+    """
+    return Explainer(captured, plan).explain(name, count, planned)
+
+
+class Explainer:
+    """Explains operators of one plan; see `explain_operator`."""
+
+    def __init__(self, captured: Captured, plan: Plan) -> None:
+        self.captured, self.plan = captured, plan
+        self.priced = priced_plan(captured, plan)
+        self.model, self.prices = self.priced.model, self.priced.prices
+        self.nodes = {node.name: node for node in self.model.operators}
+        self.entries = {op.name: op for op in plan.operators}
+        self.own, self.charges = self.priced.operators(), self.priced.charges()
+        self.alike = Alike(self.priced)
+        self.whole = self.step(self.alike.sums)
+
+    def explain(self, name: str, count: int = 5, planned: int = 1) -> Explanation:
+        """See `explain_operator`."""
+        if name not in self.nodes:
+            said = ", ".join(list(self.entries)[:8])
+            raise AutotpError(f"the plan has no operator {name!r}; its operators are {said}, … (see `autotp inspect`)")
+        node, entry = self.nodes[name], self.entries[name]
+        operator, strategy = self.model.operators[node], self.priced.strategies[name]
+        own, charged = self.own[node], self.charges[node]
+        gradient = any((node, i) in self.model.trained for i in range(len(results_of(node))))
+        work = self.prices.work(operator, strategy, flop_of(node), gradient=gradient)
+        values = {} if work is None else work.values(self.plan.topology.device)
+        others = list(self.others(node))
+        costed = (self.alternative(node, each) for each in (others if count else ()))
+        best = sorted(costed, key=lambda each: each.in_place_seconds)
+        told = [self.planned(each, node) if i < planned else each for i, each in enumerate(best[:count])]
+        return Explanation(
+            name=name,
+            target=name_of(node),
+            module=str(node.meta.get("module", "")),
+            source=node.meta.get("source"),
+            copies=len(self.copies(node)),
+            factors={f.name: f.size for f in operator.factors.values()},
+            scheme=entry.scheme,
+            layouts=entry.layouts,
+            pin=self.pin(name, strategy),
+            compute_seconds=own.compute,
+            inner_seconds=own.communication,
+            reshard_seconds=sum(moved.price.communication / shared for moved, shared in charged),
+            expression=str(compute.KERNEL) if work is not None else "0",
+            values={str(symbol): float(value) for symbol, value in values.items()},
+            reshards=tuple(
+                step for moved, shared in charged for step in reshard_steps(self.plan, self.priced, moved, shared)
+            ),
+            bound_ratio=entry.bound_ratio,
+            step_seconds=self.whole,
+            step_terms=_terms(self.alike.sums),
+            considered=len(others) + 1,
+            alternatives=tuple(told),
+        )
+
+    def copies(self, node: fx.Node) -> list[fx.Node]:
+        """The operators that are decided together with one, itself included."""
+        stand = self.model.stands[node]
+        return [other for other in self.model.operators if self.model.stands[other] is stand]
+
+    def step(self, sums: Sums) -> float:
+        """Seconds of a step, as the plan's schedule counts them."""
+        return sums.step if self.plan.schedule == "overlap" else sums.compute + sums.communication
+
+    def others(self, node: fx.Node) -> Iterator[Strategy]:
+        """The operator's other strategies on this mesh, within the plan's family."""
+        operator, mine = self.model.operators[node], self.priced.strategies[node.name]
+        ways = family(self.plan.strategy).restrictions(len(self.plan.mesh_shape))
+
+        def allow(axis: int, factor: Any) -> bool:
+            return any(way.allows(operator, axis, factor) for way in ways)
+
+        for strategy in strategies(operator, self.plan.mesh_shape, allow):
+            if strategy.assignment != mine.assignment:
+                yield strategy
+
+    def alternative(self, node: fx.Node, strategy: Strategy) -> Alternative:
+        """What it costs if only this operator and its copies change."""
+        operands = operands_of(node)
+        have = [self.priced.layouts[value_of(n)] for n in operands]
+        parameters = [n.name in self.captured.parameters for n in operands]
+        called = scheme(self.model.operators[node], strategy, have, parameters)
+        shown = [w.layout for w in strategy.wants] + list(strategy.results)
+        layouts = tuple(describe(layout, self.plan.mesh_axes) for layout in shown)
+        sums = self.alike.changed(node, strategy)
+        return Alternative(called, self.pin(node.name, strategy), layouts, self.step(sums), _terms(sums))
+
+    def pin(self, name: str, strategy: Strategy) -> str:
+        """The constraint that asks for a strategy."""
+        served = zip(self.plan.mesh_axes, strategy.assignment, strict=True)
+        return f"{name}=" + " ".join(f"{factor or '-'}@{axis}" for axis, factor in served)
+
+    def planned(self, other: Alternative, node: fx.Node) -> Alternative:
+        """With what the step costs when everything else is planned around it."""
+        terms = other.pin.partition("=")[2]
+        pins = [f"{copy.name}={terms}" for copy in self.copies(node)]
+        plan = self.plan
+        try:
+            found = plan_captured(
+                self.captured,
+                plan.topology,
+                family(plan.strategy),
+                mesh=plan.mesh_shape,
+                mode=plan.mode,
+                memory=plan.memory_bound,
+                optimizer=plan.optimizer,
+                panels=plan.planning.get("panels", 1),
+                chunks={} if plan.schedule == "overlap" else None,
+                schedule=plan.schedule,
+                constraints=[*plan.constraints, *pins],
+            )
+        except AutotpError:
+            return other
+        return replace(other, planned_seconds=found.predicted.step_seconds)
+
+
+def _terms(sums: Sums) -> tuple[float, float, float]:
+    return sums.compute, sums.activations, sums.parameters

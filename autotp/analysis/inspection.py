@@ -1,0 +1,181 @@
+"""What a plan does, operator by operator: layouts, collectives and their cost, work, memory; folded as it was planned."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import fx
+
+from autotp.costs.prices import flop_of
+from autotp.costs.step import Moved, Priced
+from autotp.plans.plan import Plan
+from passes.layouts.layout import describe
+from passes.layouts.reshard import COMMUNICATING, moves
+from passes.rules.shapes import results_of
+from passes.strategies.strategy import gradient_of
+
+__all__ = ["Filters", "Reshard", "Row", "inspect_plan", "reshard_steps"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """One collective or local step of a tensor on its way to a layout, or of its gradient on the way back.
+
+    Attributes:
+        tensor: captured node that gives it.
+        change: layouts before and after, for people.
+        gradient: it is the way back.
+        kind, axes: of the collective; axes by name.
+        bytes: of the larger of its input and output on one device.
+        seconds: each time.
+        times: how often in a step (a parameter is gathered again for the backward pass).
+        shared: among how many operators its cost is divided.
+        hidden: it moves a parameter or its gradient, and the plan's schedule runs it beside computing.
+    """
+
+    tensor: str
+    change: str
+    gradient: bool
+    kind: str
+    axes: tuple[str, ...]
+    bytes: float
+    seconds: float
+    times: int
+    shared: int
+    hidden: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Operators of a plan that are decided together.
+
+    Attributes:
+        name, target, module, source: of the first of them; ``source`` is the line in the user's model.
+        count: how many they are.
+        scheme: the name of its strategy.
+        operands, results: layouts.
+        reshards: charged to it.
+        compute_seconds, communication_seconds: of each of them, in a step.
+        flop: of each on one device, forward.
+        bytes: of each one's results on one device.
+        replicated: it has no rule, and every device computes it whole.
+        whole: why it is not cut into the plan's chunks, though it works on what comes in chunks; "" where that is not so.
+        seconds: of all of them, in a step.
+    """
+
+    name: str
+    target: str
+    module: str
+    source: str | None
+    count: int
+    scheme: str
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    reshards: tuple[Reshard, ...]
+    compute_seconds: float
+    communication_seconds: float
+    flop: float
+    bytes: float
+    replicated: bool
+    whole: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Which rows to show.
+
+    Attributes:
+        op, module: patterns of the operator's name or kind, and of its module's path.
+        collectives: only rows that communicate.
+        unsharded: only rows that every device computes whole.
+        top: so many of the dearest.
+    """
+
+    op: str | None = None
+    module: str | None = None
+    collectives: bool = False
+    unsharded: bool = False
+    top: int | None = None
+
+    def __call__(self, rows: Iterable[Row]) -> list[Row]:
+        """The rows that pass, in their order, or dearest first with ``top``."""
+        tests: list[Callable[[Row], bool]] = []
+        if self.op is not None:
+            op = self.op
+            tests.append(lambda row: fnmatchcase(row.name, op) or fnmatchcase(row.target, f"*{op}*"))
+        if self.module is not None:
+            module = self.module
+            tests.append(lambda row: fnmatchcase(row.module, module) or fnmatchcase(row.module, f"{module}.*"))
+        if self.collectives:
+            tests.append(lambda row: any(step.seconds for step in row.reshards) or row.communication_seconds > 0)
+        if self.unsharded:
+            tests.append(lambda row: row.scheme == "replicated")
+        found = [row for row in rows if all(test(row) for test in tests)]
+        return found if self.top is None else sorted(found, key=lambda row: -row.seconds)[: self.top]
+
+
+def inspect_plan(plan: Plan, priced: Priced) -> list[Row]:
+    """A plan's operators in the order of the graph, those that are decided together once."""
+    model, prices = priced.model, priced.prices
+    charged = priced.charges()
+    entries = {op.name: op for op in plan.operators}
+    copies: dict[fx.Node, list[str]] = defaultdict(list)
+    for node in model.operators:
+        copies[model.stands[node]].append(node.name)
+    own = priced.operators()
+    rows = []
+    for node in model.operators:
+        if model.stands[node] is not node:
+            continue
+        entry, strategy = entries[node.name], priced.strategies[node.name]
+        results = results_of(node)
+        rows.append(
+            Row(
+                name=node.name,
+                target=entry.target,
+                module=entry.module,
+                source=node.meta.get("source"),
+                count=len(copies[node]),
+                scheme=entry.scheme,
+                operands=entry.layouts[: len(strategy.wants)],
+                results=entry.layouts[len(strategy.wants) :],
+                reshards=tuple(s for moved, shared in charged[node] for s in reshard_steps(plan, priced, moved, shared)),
+                compute_seconds=own[node].compute,
+                communication_seconds=own[node].communication
+                + sum(moved.price.communication / shared for moved, shared in charged[node]),
+                flop=flop_of(node) / strategy.ways(plan.mesh_shape),
+                bytes=sum(prices.bytes(t, layout) for t, layout in zip(results, strategy.results, strict=True)),
+                replicated=entry.replicated,
+                whole=next((plan.whole[name] for name in copies[node] if name in plan.whole), ""),
+                seconds=sum(entries[name].seconds for name in copies[node]),
+            )
+        )
+    return rows
+
+
+def reshard_steps(plan: Plan, priced: Priced, moved: Moved, shared: int) -> Sequence[Reshard]:
+    """The steps of a tensor's reshard, and of its gradient's."""
+    model, prices, names = priced.model, priced.prices, plan.mesh_axes
+    value, number = moved.value
+    tensor = results_of(value)[number] if value in model.operators else value.meta["val"]
+    have, want = priced.layouts[moved.value], moved.want
+    ways = [(have, want.layout, False)]
+    if prices.train and moved.value in model.trained:
+        ways.append((want.gradient, gradient_of(have), True))
+    again = moved.parameter or any((moved.value, user) in priced.again for user in moved.users)
+    found = []
+    for source, target, back in ways:
+        change = f"{describe(source, names)} → {describe(target, names)}"
+        for step, elements in moves(tuple(tensor.shape), source, target, prices.mesh):
+            size = float(elements * tensor.element_size())
+            travels = step.kind in COMMUNICATING
+            seconds = prices.collective(step.kind, step.axes, size, moved.parameter)[0] if travels else 0.0
+            times = 2 if again and not back and prices.train else 1
+            hidden = moved.parameter and plan.schedule == "overlap"
+            axes = tuple(names[a] for a in step.axes)
+            found.append(Reshard(value.name, change, back, step.kind, axes, size, seconds, times, shared, hidden))
+    return found

@@ -1,0 +1,175 @@
+"""What a report tells, as JSON: every operator and why it is sharded so, the costs, the machine, the schedule."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch import fx
+
+from autotp.analysis.explain import Explainer, Explanation
+from autotp.analysis.inspection import reshard_steps
+from autotp.costs.step import Priced
+from autotp.plans.plan import Plan
+from costmodel import Topology
+from passes.capture import Captured
+from passes.rules.factors import value_of
+from passes.rules.shapes import operands_of
+
+__all__ = ["content"]
+
+#: Other strategies told of each operator.
+ALTERNATIVES = 3
+
+
+def content(
+    captured: Captured,
+    plan: Plan,
+    *,
+    alternatives: int = ALTERNATIVES,
+    events: Sequence[Mapping[str, Any]] = (),
+    title: str = "",
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """What the page shows.
+
+    Args:
+        captured: the model that was planned, captured for the same inputs.
+        plan: the plan.
+        alternatives: how many other strategies to tell of each operator.
+        events: of the plan's schedule, as `autotp.analysis.trace.predicted` gives them; none: there is no timeline.
+        title: what the report is called.
+        progress: told how many operators are explained, and of how many.
+
+    Raises:
+        PlanMismatchError: the plan is for another model or other inputs.
+    """
+    explainer = Explainer(captured, plan)
+    model = explainer.model
+    stands = [node for node in model.operators if model.stands[node] is node]
+    rows = []
+    for i, node in enumerate(stands):
+        rows.append(_row(explainer, node, explainer.explain(node.name, alternatives, 0)))
+        if progress is not None:
+            progress(i + 1, len(stands))
+    modules: dict[str, int] = {}
+    operators = _operators(explainer, {node: i for i, node in enumerate(stands)}, modules)
+    return {
+        "title": title,
+        "plan": _plan(plan, explainer.whole),
+        "machine": _machine(plan.topology),
+        "rows": rows,
+        "modules": list(modules),
+        "operators": operators,
+        "parameters": [[name, layout] for name, layout in plan.parameters.items()],
+        "costs": _costs(plan, explainer.priced),
+        "timeline": _timeline(events),
+    }
+
+
+def _plan(plan: Plan, step: float) -> dict[str, Any]:
+    return {
+        "hash": plan.hash,
+        "strategy": plan.strategy,
+        "mesh": list(plan.mesh_shape),
+        "axes": list(plan.mesh_axes[: len(plan.mesh_shape)]),
+        "mode": plan.mode,
+        "optimizer": plan.optimizer,
+        "schedule": plan.schedule,
+        "chunks": dict(plan.chunks),
+        "constraints": list(plan.constraints),
+        "optimal": plan.optimal,
+        "gap": plan.gap,
+        "allowed": None if plan.memory_bound == float("inf") else plan.memory_bound,
+        "predicted": asdict(plan.predicted),
+        "unchunked": step,
+        "bound": plan.bound_ratio,
+        "replicated": plan.replicated,
+    }
+
+
+def _machine(topology: Topology) -> dict[str, Any]:
+    levels = [
+        {"name": level.name, "size": level.size, "bandwidth": level.bandwidth, "latency": level.latency}
+        for level in topology.levels
+    ]
+    device = topology.device
+    return {"name": topology.name, "device": device.name, "memory": device.memory, "levels": levels}
+
+
+def _row(explainer: Explainer, node: fx.Node, found: Explanation) -> dict[str, Any]:
+    """One operator with all that is told of it; those decided together have one."""
+    parameters = explainer.captured.parameters
+    reads = [parameters.get(n.name, value_of(n)[0].name) for n in operands_of(node)]
+    row = asdict(found)
+    row["seconds"] = found.seconds
+    row["reads"] = reads
+    return row
+
+
+def _operators(explainer: Explainer, rows: Mapping[fx.Node, int], modules: dict[str, int]) -> list[list[Any]]:
+    """Per operator: name, module, row, seconds, of which communicating, and the operators that it reads."""
+    model, entries = explainer.model, explainer.entries
+    place = {node: i for i, node in enumerate(model.operators)}
+    found: list[list[Any]] = []
+    for node in model.operators:
+        entry = entries[node.name]
+        reads = sorted({place[value_of(n)[0]] for n in operands_of(node) if value_of(n)[0] in place})
+        module = modules.setdefault(entry.module, len(modules))
+        row = rows[model.stands[node]]
+        found.append([node.name, module, row, entry.seconds, entry.communication_seconds, reads])
+    return found
+
+
+def _costs(plan: Plan, priced: Priced) -> list[dict[str, Any]]:
+    """Where a step's seconds go, without chunks: computing by kind of operator, collectives by kind and axes."""
+    sums: dict[tuple[str, str, str, bool], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+
+    def add(key: tuple[str, str, str, bool], times: float, seconds: float, size: float) -> None:
+        for i, figure in enumerate((times, seconds, size)):
+            sums[key][i] += figure
+
+    own = priced.operators()
+    entries = {op.name: op for op in plan.operators}
+    for node, price in own.items():
+        add(("computing", entries[node.name].target, "", False), 1, price.compute, 0.0)
+        if price.communication:
+            add(("inside operators", "all_reduce", "", False), 1, price.communication, price.received)
+    for moved in priced.reshards():
+        for step in reshard_steps(plan, priced, moved, 1):
+            if step.seconds:
+                what = ("parameters" if moved.parameter else "activations") + (", gradients" if step.gradient else "")
+                key = (what, step.kind, ",".join(step.axes), step.hidden)
+                add(key, step.times, step.times * step.seconds, step.times * step.bytes)
+    keys = ("what", "kind", "axes", "hidden", "times", "seconds", "bytes")
+    found = [dict(zip(keys, (*key, *figures), strict=True)) for key, figures in sums.items()]
+    return sorted((one for one in found if one["seconds"]), key=lambda one: -one["seconds"])
+
+
+def _timeline(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Events in tracks: ``[track, begin, seconds, name, operator, backward]``."""
+    if not events:
+        return None
+    tracks = ["compute", *sorted({str(e["lane"]) for e in events} - {"compute"})]
+    names: dict[str, int] = {}
+    rows = [
+        [
+            tracks.index(e["lane"]),
+            e["begin"],
+            e["seconds"],
+            names.setdefault(e["name"], len(names)),
+            names.setdefault(str(e["operator"]), len(names)),
+            int(e["part"] == "backward"),
+        ]
+        for e in events
+        if e["seconds"] > 0
+    ]
+    return {"tracks": tracks, "names": list(names), "events": rows}
+
+
+def encode(told: Mapping[str, Any]) -> str:
+    """JSON that can stand in a page: no text in it ends the script element."""
+    return json.dumps(told, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

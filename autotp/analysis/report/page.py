@@ -1,0 +1,49 @@
+"""The page of a report: its parts put into one file."""
+
+from __future__ import annotations
+
+import html
+import os
+import re
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+from autotp.analysis.report.content import encode
+from autotp.errors import AutotpError
+from costmodel.files import write_atomically
+
+__all__ = ["page", "save_report"]
+
+#: In the order in which they build on each other.
+SCRIPTS = ("base", "list", "detail", "modules", "graph", "operators", "machine", "timeline", "costs", "main")
+
+
+def page(told: Mapping[str, Any]) -> str:
+    """The whole HTML of a report.
+
+    Args:
+        told: as `autotp.analysis.report.content` gives it.
+    """
+    parts = resources.files("autotp.analysis.report") / "parts"
+    script = "\n".join((parts / f"{name}.js").read_text() for name in SCRIPTS)
+    template = (parts / "page.html").read_text()
+    given = {
+        "title": html.escape(str(told.get("title") or "autotp plan")),
+        "style": (parts / "style.css").read_text(),
+        "data": encode(told),
+        "script": script,
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: given[place[1]], template)
+
+
+def save_report(path: str | os.PathLike, told: Mapping[str, Any]) -> None:
+    """Writes a report; the file appears whole or not at all.
+
+    Raises:
+        AutotpError: it cannot be written.
+    """
+    try:
+        write_atomically(path, page(told))
+    except OSError as error:
+        raise AutotpError(f"{path}: the report cannot be written ({error.strerror})") from error

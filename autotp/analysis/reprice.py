@@ -1,0 +1,62 @@
+"""What a plan costs on a machine that it was not made for: every decision kept, every price anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autotp.analysis.explain import priced_plan
+from autotp.costs.step import Priced
+from autotp.errors import PlanMismatchError
+from autotp.planner.least_step import chunked, in_parts
+from autotp.plans.plan import Plan, PlannedOperator, Predicted
+from costmodel import Topology
+from passes.capture import Captured
+
+__all__ = ["repriced"]
+
+
+def repriced(captured: Captured, plan: Plan, topology: Topology) -> Plan:
+    """The same plan, predicted for another machine.
+
+    Args:
+        captured: the model that was planned, captured for the same inputs.
+        plan: the plan; its strategies, layouts, panels and chunks stay.
+        topology: the machine, with as many devices.
+
+    Returns:
+        A plan with the same hash, the topology replaced, and the step's and all operators' seconds anew. Bytes moved and
+        memory do not depend on the machine. Nothing was searched, so nothing is proven: ``optimal`` is false, the gap 1,
+        and ``planning["repriced"]`` has the name of the machine that it was made for and its step there, in seconds.
+
+    Raises:
+        PlanMismatchError: the plan is for another model, other inputs or another number of devices.
+    """
+    if topology.devices != plan.devices:
+        raise PlanMismatchError(
+            f"the plan is for {plan.devices} devices (mesh {plan.mesh_shape}), topology {topology.name!r} has "
+            f"{topology.devices}; resize the topology, or make a plan for {topology.devices}"
+        )
+    # What the old machine's memory allowed by itself, the new one's allows; a bound that the user gave stays.
+    allowed = topology.device.memory if plan.memory_bound == plan.topology.device.memory else plan.memory_bound
+    there = replace(plan, topology=topology, memory_bound=allowed, optimal=False, gap=1.0)
+    priced = priced_plan(captured, there)
+    hides = plan.schedule == "overlap"
+    sums = chunked(priced, in_parts(priced, plan.chunks)) if hides else priced.sums()
+    step = sums.step if hides else sums.compute + sums.communication
+    first = plan.planning.get("repriced", {"topology": plan.topology.name, "step_seconds": plan.predicted.step_seconds})
+    return replace(
+        there,
+        operators=tuple(_operators(plan, priced)),
+        predicted=Predicted(step, sums.compute, sums.communication, step - sums.compute, plan.predicted.memory_bytes),
+        planning={"panels": plan.planning.get("panels", 1), "repriced": first},
+    )
+
+
+def _operators(plan: Plan, priced: Priced) -> Iterator[PlannedOperator]:
+    own, charges = priced.operators(), priced.charges()
+    nodes = {node.name: node for node in priced.model.operators}
+    for operator in plan.operators:
+        node = nodes[operator.name]
+        communication = own[node].communication + sum(moved.price.communication / shared for moved, shared in charges[node])
+        yield replace(operator, seconds=own[node].compute + communication, communication_seconds=communication)

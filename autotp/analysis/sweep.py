@@ -1,0 +1,297 @@
+"""Sweeps: one model planned for many device counts and topologies, to see where more hardware stops paying.
+
+The model is captured once (or once per device count, where its batch grows with them) and planned at every point.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autotp.costs.prices import flop_of
+from autotp.errors import AutotpError, BatchError, MemoryBoundError, TimeLimitError
+from autotp.planner import check, plan_captured
+from autotp.plans.families import FAMILIES, family
+from autotp.plans.plan import Plan
+from costmodel import Topology, TopologyError
+from costmodel.energy import per_token, step_energy, step_money
+from passes.capture import Captured, capture
+
+__all__ = ["Point", "batch_of", "forward_flop", "sweep", "takes_devices"]
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The best plan for one number of devices of one topology. Where there is none, ``reason`` says why and all
+    figures are None; so are those of the energy and the money of a device whose powers or price are not known.
+
+    Attributes:
+        topology: its name.
+        devices: how many.
+        unit: what is counted: "tokens", or "samples" for a model without integer inputs.
+        tokens: of one step, on all devices together.
+        reason: why there is no plan; None where there is one.
+        strategy: the strategy whose plan is the fastest of those asked for.
+        mesh: sizes of the mesh axes, outermost first.
+        family: the fastest of the known families (``auto`` is none), where any was planned.
+        family_seconds: seconds of its step.
+        step_seconds: seconds of the best plan's step.
+        tokens_per_second: tokens per second and device.
+        mfu: model FLOP utilisation: FLOP of the model's products in a step (thrice the forward ones in training), over
+            what all devices could compute in that time at the peak of the model's dtype.
+        exposed_seconds: seconds of the step in which communication is not hidden.
+        exposed_share: those over the step's.
+        memory_bytes: bytes on each device.
+        energy_per_step, energy_per_token: joules, of all devices together.
+        money_per_step, money_per_token: in the currency of the topology's price.
+        optimal: the solver proved the plan optimal.
+        gap: else its relative distance to the proven bound.
+    """
+
+    topology: str
+    devices: int
+    unit: str = "tokens"
+    tokens: int | None = None
+    reason: str | None = None
+    strategy: str | None = None
+    mesh: tuple[int, ...] | None = None
+    family: str | None = None
+    family_seconds: float | None = None
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    exposed_seconds: float | None = None
+    exposed_share: float | None = None
+    memory_bytes: float | None = None
+    energy_per_step: float | None = None
+    energy_per_token: float | None = None
+    money_per_step: float | None = None
+    money_per_token: float | None = None
+    optimal: bool | None = None
+    gap: float | None = None
+
+    @property
+    def planned(self) -> bool:
+        """Whether there is a plan."""
+        return self.reason is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The point as plain JSON values."""
+        return asdict(self) | {"mesh": None if self.mesh is None else list(self.mesh)}
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The attributes' names, in order."""
+        return tuple(field.name for field in fields(cls))
+
+
+@dataclass(frozen=True, slots=True)
+class _Workload:
+    """One captured model with what its points are measured by."""
+
+    captured: Captured
+    tokens: int
+    unit: str
+    flop: float
+    dtype: str
+
+
+def sweep(
+    factory: Callable[..., Any],
+    topologies: Iterable[Topology | str],
+    devices: Iterable[int],
+    *,
+    strategies: Sequence[str] = ("auto",),
+    families: bool = False,
+    tokens: int | None = None,
+    mode: str = "train",
+    memory: float | None = None,
+    optimizer: str = "adamw",
+    panels: int | None = None,
+    time_limit: float = 120.0,
+    progress: Callable[[str], None] | None = None,
+) -> list[Point]:
+    """Plans a model for every device count of every topology. Needs no device; the model may be on ``meta``.
+
+    Args:
+        factory: returns ``(model, args)``, ``(model, args, kwargs)`` or ``(model, kwargs)``. One that takes an argument
+            ``devices`` is called for every count and may make the batch that many times larger (weak scaling); any
+            other is called once, and every point does the same work (strong scaling).
+        topologies: ``Topology`` objects, names or paths of files; each is resized to every count.
+        devices: the counts.
+        strategies: ``auto`` or families; a point is the fastest plan of them.
+        families: plan every family as well, and say which of them is the fastest.
+        tokens: of one step, on all devices together; left out, the elements of the first integer input, or without any,
+            samples: dim 0 of the first input.
+        mode, memory, optimizer, panels: as ``autotp.plan`` takes them. Communication is hidden where it can be.
+        time_limit: seconds for the solver, for each plan.
+        progress: called before each point with what is being done.
+
+    Returns:
+        One point per topology and count, in that order. A count that the topology cannot have, or for which nothing fits
+        the memory or divides the batch, gives a point with a reason.
+
+    Raises:
+        AutotpError: when an argument is wrong.
+        TopologyError: when a topology cannot be read.
+        CaptureError: when ``torch.export`` refuses the model.
+    """
+    machines = [Topology.load(t) if isinstance(t, str) else t for t in topologies]
+    counts = list(dict.fromkeys(devices))
+    _check_sweep(machines, counts, tokens)
+    names = list(dict.fromkeys([*strategies, *(n for n in FAMILIES if families and n != "auto")]))
+    chosen = [family(name) for name in names]
+    if not chosen:
+        raise AutotpError(f"strategies is empty; choose of {', '.join(FAMILIES)}")
+    check(mode, optimizer, None, machines[0], panels)
+    say = progress or (lambda _: None)
+    weak = takes_devices(factory)
+    workloads: dict[int, _Workload] = {}
+    points = []
+    for machine in machines:
+        for count in counts:
+            key = count if weak else 0
+            try:
+                resized = machine.resized(count)
+            except TopologyError as error:
+                points.append(Point(machine.name, count, reason=str(error)))
+                continue
+            if key not in workloads:
+                say(f"capturing the model{f' for {count} devices' if weak else ''}")
+                workloads[key] = _workload(factory(devices=count) if weak else factory(), tokens, mode)
+            plans, reasons = {}, []
+            for name, one in zip(names, chosen, strict=True):
+                say(f"planning {name} for {count} devices of {machine.name}")
+                try:
+                    plans[name] = plan_captured(
+                        workloads[key].captured,
+                        resized,
+                        one,
+                        mode=mode,
+                        memory=memory,
+                        optimizer=optimizer,
+                        panels=panels,
+                        schedule="overlap",
+                        time_limit=time_limit,
+                    )
+                except (MemoryBoundError, BatchError, TimeLimitError) as error:
+                    reasons.append(str(error))
+            points.append(_point(machine.name, resized, workloads[key], plans, reasons))
+    return points
+
+
+def takes_devices(factory: Callable[..., Any]) -> bool:
+    """Whether a factory has an argument ``devices``, and so makes another batch for every number of them."""
+    try:
+        return "devices" in inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # some builtins have no signature
+        return False
+
+
+def forward_flop(captured: Captured) -> float:
+    """FLOP of all products of a captured model's forward pass (matrix products, convolutions, attention)."""
+    return sum(flop_of(node) for node in captured.graph_module.graph.nodes if node.op == "call_function")
+
+
+def batch_of(captured: Captured) -> tuple[int, str]:
+    """What one step takes in: (elements of the first integer input, "tokens"), or (dim 0 of the first, "samples")."""
+    inputs = [value for name, value in _values(captured) if name in captured.inputs]
+    for value in inputs:
+        if value.dtype in _INTEGERS:
+            return max(1, value.numel()), "tokens"
+    return next((int(value.shape[0]) for value in inputs if value.ndim and value.shape[0]), 1), "samples"
+
+
+def _check_sweep(machines: Sequence[Topology], counts: Sequence[int], tokens: int | None) -> None:
+    names = [machine.name for machine in machines]
+    for what, given in (("topologies", machines), ("devices", counts)):
+        if not given:
+            raise AutotpError(f"{what} is empty; a sweep needs one at least")
+    for name in names:
+        if names.count(name) > 1:
+            raise AutotpError(f"two of the topologies are named {name!r}; points are told apart by it, so rename one")
+    for count in counts:
+        if not isinstance(count, int) or count < 1:
+            raise AutotpError(f"devices {count!r}: give positive whole numbers")
+    if tokens is not None and tokens < 1:
+        raise AutotpError(f"tokens {tokens!r}: give a positive whole number, or leave it out")
+
+
+def _values(captured: Captured) -> list[tuple[str, Tensor]]:
+    found = [(n.name, n.meta.get("val")) for n in _placeholders(captured)]
+    return [(name, value) for name, value in found if isinstance(value, Tensor)]
+
+
+def _placeholders(captured: Captured) -> list[fx.Node]:
+    return [n for n in captured.graph_module.graph.nodes if n.op == "placeholder"]
+
+
+def _workload(made: Any, tokens: int | None, mode: str) -> _Workload:
+    model, *example = made if isinstance(made, tuple) else (made,)
+    if not isinstance(model, nn.Module):
+        raise AutotpError(f"the factory returned {type(model).__name__} first; expected (model, args, kwargs)")
+    if len(example) == 1 and isinstance(example[0], Mapping):
+        example = [(), example[0]]
+    args, kwargs = (*example, (), None)[:2] if len(example) != 1 else (example[0], None)
+    captured = capture(model, (args,) if isinstance(args, Tensor) else tuple(args), kwargs)
+    counted, unit = batch_of(captured)
+    flop = forward_flop(captured) * (3 if mode == "train" else 1)
+    return _Workload(captured, tokens or counted, "tokens" if tokens else unit, flop, _dtype(captured))
+
+
+def _dtype(captured: Captured) -> str:
+    """The dtype of most of the parameters; without any, of the first input of floating point."""
+    sizes: dict[torch.dtype, int] = {}
+    values = _values(captured)
+    for name, value in values:
+        if name in captured.parameters:
+            sizes[value.dtype] = sizes.get(value.dtype, 0) + value.numel()
+    inputs = [value.dtype for name, value in values if name in captured.inputs and value.dtype.is_floating_point]
+    chosen = max(sizes, key=lambda dtype: sizes[dtype]) if sizes else next(iter(inputs), torch.float32)
+    return str(chosen).removeprefix("torch.")
+
+
+def _point(name: str, machine: Topology, work: _Workload, plans: Mapping[str, Plan], reasons: Sequence[str]) -> Point:
+    if not plans:
+        return Point(name, machine.devices, work.unit, work.tokens, reason=reasons[0])
+    order = sorted(plans, key=lambda key: plans[key].predicted.step_seconds)
+    known = next((key for key in order if key != "auto"), None)
+    best = plans[order[0]]
+    predicted, device = best.predicted, machine.device
+    seconds = predicted.step_seconds
+    energy = step_energy(device, machine.devices, predicted.compute_seconds, seconds)
+    money = step_money(device, machine.devices, seconds)
+    whole = seconds * machine.devices
+    return Point(
+        topology=name,
+        devices=machine.devices,
+        unit=work.unit,
+        tokens=work.tokens,
+        strategy=order[0],
+        mesh=best.mesh_shape,
+        family=known,
+        family_seconds=None if known is None else plans[known].predicted.step_seconds,
+        step_seconds=seconds,
+        tokens_per_second=work.tokens / whole if whole else None,
+        mfu=work.flop / (whole * device.peak(work.dtype)) if whole else None,
+        exposed_seconds=predicted.exposed_seconds,
+        exposed_share=predicted.exposed_seconds / seconds if seconds else 0.0,
+        memory_bytes=predicted.memory_bytes,
+        energy_per_step=_number(energy),
+        energy_per_token=_number(per_token(energy, work.tokens)),
+        money_per_step=_number(money),
+        money_per_token=_number(per_token(money, work.tokens)),
+        optimal=best.optimal,
+        gap=best.gap,
+    )
+
+
+def _number(amount: Any) -> float | None:
+    return None if amount is None else float(amount)

@@ -1,0 +1,174 @@
+"""Schedules as traces: predicted, and measured on every rank, in one file for Perfetto or chrome://tracing.
+
+A process of the trace is a rank, or the prediction; its first track is computing, and each group of devices that
+communicates has a track of its own. The format is Chrome's trace event format, which Perfetto reads; in it a track does one
+thing at a time. A collective that was measured lasts, like one that is predicted, while its group has no earlier one to
+finish: from its launch or, if that is later, from the end of the one that ended before it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autotp.errors import AutotpError
+from autotp.plans.plan import Plan
+from autotp.runtime.durations import overlap_of
+from autotp.runtime.recording import Event, event_of
+from autotp.runtime.rewrite import Rewritten, apply
+from autotp.runtime.schedules import DIFFERENT
+from costmodel.files import write_atomically
+from passes.capture import Captured, capture
+from passes.layouts.layout import local_shape
+from passes.overlap import halves
+from passes.overlap.launch import launch
+from passes.overlap.pipeline import agreed
+from passes.overlap.schedule import Slot
+from passes.overlap.trace import Untraceable
+from passes.sharding.shard import place_constants
+
+__all__ = ["events_of", "lanes", "predicted", "predicted_events", "save_trace", "scheduled", "trainable"]
+
+_MICRO = 1e6
+#: Of microseconds: Perfetto counts whole nanoseconds.
+_DIGITS = 3
+
+
+def predicted_events(slots: tuple[Sequence[Slot], Sequence[Slot]]) -> list[Event]:
+    """Events of a schedule: the backward pass begins where the forward pass ends."""
+    found, start = [], 0.0
+    for half, part in zip(slots, ("forward", "backward"), strict=True):
+        for slot in half:
+            if slot.end > slot.begin or slot.node.target is launch:
+                found.append(event_of(slot.node, part, slot.lane, start + slot.begin, slot.end - slot.begin))
+        start += max((slot.end for slot in half), default=0.0)
+    return found
+
+
+def predicted(
+    model: nn.Module, plan: Plan, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> list[Event]:
+    """The events of a plan's schedule on its first device, by prediction; needs no devices, and the model may be on meta.
+
+    Raises:
+        PlanMismatchError: the plan is for another model or other inputs.
+        AutotpError: the graph cannot be scheduled.
+    """
+    captured = capture(model, tuple(args), kwargs)
+    return predicted_events(scheduled(captured, plan, trainable(model)))
+
+
+def trainable(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters that have gradients."""
+    return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def scheduled(captured: Captured, plan: Plan, parameters: Collection[str]) -> tuple[Sequence[Slot], Sequence[Slot]]:
+    """The forward and the backward graph of a plan's first device, as they are predicted to run.
+
+    Args:
+        captured: the model that was planned, captured for the same inputs.
+        plan: the plan.
+        parameters: names of those that have gradients.
+
+    Raises:
+        PlanMismatchError: the plan is for another model or other inputs.
+        AutotpError: the graph cannot be scheduled.
+    """
+    rewritten = apply(captured, plan)
+    place_constants(rewritten.graph_module.graph, torch.device("cpu"))
+    trained = frozenset(n for n, fqn in captured.parameters.items() if fqn in parameters and plan.mode == "train")
+    how = overlap_of(plan)
+    # Parts of a dim are all as long as the first, but for the last ones.
+    corners = itertools.product(*({0, ways - 1} for ways in plan.mesh_shape))
+    places = [(0,) * len(plan.mesh_shape)] if rewritten.even else sorted(corners)
+    graph = rewritten.graph_module
+    try:
+        choices = [halves(graph, plan.mesh_shape, at, _parts(rewritten, at), trained).choices() for at in places]
+    except Untraceable as error:
+        raise AutotpError(f"the graph has no schedule: {error}") from error
+    found = agreed(choices)
+    if found is None:
+        raise AutotpError(f"the graph has no schedule: {DIFFERENT}")
+    mine, *others = found
+    alike = all(other.sizes == mine.sizes for other in others)
+    return mine.overlapped(*how.decided(mine), alike=alike).slots(how.durations, how.limits)
+
+
+def _parts(rewritten: Rewritten, at: tuple[int, ...]) -> dict[str, Tensor]:
+    """What the placeholders of a device's graph are given, on ``meta``."""
+    found = {}
+    for node in rewritten.captured.graph_module.graph.nodes:
+        if node.op == "placeholder":
+            value, layout = node.meta["val"], rewritten.sharding.resting.get(node.name, rewritten.whole)
+            shape = local_shape(tuple(value.shape), layout, rewritten.sharding.mesh, at)
+            found[node.name] = torch.empty(shape, dtype=value.dtype, device="meta")
+    return found
+
+
+def lanes(events: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The tracks of events, computing first."""
+    return ["compute", *sorted({str(e["lane"]) for e in events} - {"compute"})]
+
+
+def events_of(label: str, number: int, events: Sequence[Mapping[str, Any]], origin: float) -> list[dict[str, Any]]:
+    """Chrome's trace events of one process of the trace.
+
+    Args:
+        label: its name.
+        number: its place among the processes.
+        events: with ``begin`` and ``seconds``; those of one track may overlap, and what waited for its turn tells how long
+            (``queued_us``).
+        origin: what ``begin`` is counted from.
+    """
+    tracks = lanes(events)
+    free = _free_from(events)
+    found: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": number, "args": {"name": label}},
+        {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}},
+    ]
+    found += [
+        {"ph": "M", "name": "thread_name", "pid": number, "tid": i, "args": {"name": track}}
+        for i, track in enumerate(tracks)
+    ]
+    for e, free_from in zip(events, free, strict=True):
+        launched, begin, end = (
+            round((moment - origin) * _MICRO, _DIGITS)
+            for moment in (e["begin"], max(e["begin"], free_from), e["begin"] + e["seconds"])
+        )
+        queued = {} if e["lane"] == "compute" else {"queued_us": round(begin - launched, _DIGITS)}
+        found.append(
+            {
+                "ph": "X",
+                "name": "wait" if e.get("waiting") else e["name"],
+                "cat": e["part"],
+                "pid": number,
+                "tid": tracks.index(e["lane"]),
+                "ts": begin,
+                "dur": round(end - begin, _DIGITS),
+                "args": {"operator": e["operator"], "node": e["name"], **queued},
+            }
+        )
+    return found
+
+
+def _free_from(events: Sequence[Mapping[str, Any]]) -> list[float]:
+    """When the track of each event was done with what had ended before it."""
+    ends: dict[str, float] = {}
+    found = [0.0] * len(events)
+    for place in sorted(range(len(events)), key=lambda i: events[i]["begin"] + events[i]["seconds"]):
+        lane, end = str(events[place]["lane"]), events[place]["begin"] + events[place]["seconds"]
+        found[place] = ends.get(lane, 0.0)
+        ends[lane] = end
+    return found
+
+
+def save_trace(path: str | os.PathLike, events: Sequence[Mapping[str, Any]]) -> None:
+    """Writes trace events as JSON; the file appears whole or not at all."""
+    write_atomically(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": list(events)}))

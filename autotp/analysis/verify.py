@@ -1,0 +1,346 @@
+"""Is the distributed graph right? Every value of it, forward and backward, beside the plain model's.
+
+The sharded graph runs for all devices in this process, as in ``simulate``; the captured graph runs beside it, whole. An
+operator's result must be the whole result in the layout that its strategy says, a reshard's the same tensor in the layout
+that is wanted; gradients the same on the way back. The first that is not is where to look, unless rounding alone moves it
+as far.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import Partial
+
+from autotp.analysis.conditioning import rounding
+from autotp.analysis.verify_capture import compared_with_model
+from autotp.analysis.verify_runs import Runs, gradient_of_name
+from autotp.errors import AutotpError
+from autotp.plans.plan import AXIS_NAMES, Plan
+from autotp.runtime.rewrite import Rewritten, rewrite
+from passes.layouts.layout import Layout, describe
+from passes.rules.factors import value_of
+from passes.rules.shapes import operands_of
+from passes.rules.table import rule_of
+from passes.strategies.strategy import gradient_of
+from passes.world.ops import Parts
+
+__all__ = ["Departure", "Verification", "verify", "verify_graph"]
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """Where the distributed graph first departs from the model.
+
+    Attributes:
+        operator: the captured operator, or parameter, that is to be looked at.
+        module: its path in the user's model.
+        source: its line, ``file.py:LINE``, if known.
+        where: in words: its result, a reshard of its result, or their gradients.
+        error: the largest difference over the largest magnitude; infinite where shapes differ or it failed.
+    """
+
+    operator: str
+    module: str
+    source: str | None
+    where: str
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was compared. Errors are largest differences over largest magnitudes; a parameter's gradient counts as no
+    smaller than the gradients that it sums up, which may cancel out.
+
+    Attributes:
+        outputs: number of the output -> its error.
+        gradients: name of the parameter -> its gradient's error.
+        departure: the first place that is wrong; None where all is right.
+        tolerance: errors up to this are rounding.
+        compared: how many values and gradients were compared on the way.
+        ill_conditioned: what is beyond the tolerance, but by no more than rounding moves it: an operator, ``output 0``,
+            ``new value of buffer ...`` or ``gradient of ...`` -> how far it moves in the model itself when weights and
+            inputs move by one unit in the last place. It may be off by up to 16 times that, in halves by 4 times.
+    """
+
+    outputs: Mapping[str, float]
+    gradients: Mapping[str, float]
+    departure: Departure | None
+    tolerance: float
+    compared: int
+    ill_conditioned: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def right(self) -> bool:
+        """Whether outputs, gradients and all between are the model's, as far as rounding lets them."""
+        return self.departure is None
+
+
+def verify(
+    model: nn.Module,
+    plan: Plan,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    tolerance: float | None = None,
+) -> Verification:
+    """Compares a plan's distributed run with the model's own, operator by operator.
+
+    Args:
+        model: the model that was planned, on a real device.
+        plan: the plan.
+        args, kwargs: inputs, of the shapes that were planned.
+        tolerance: relative; left out, by the dtype of the parameters (1e-9 for float64, 1e-4 for float32).
+
+    Returns:
+        The errors of outputs and gradients, and the first operator that departs, if one does.
+
+    Raises:
+        PlanMismatchError: the plan is for another model or other inputs.
+        AutotpError: the model draws random numbers, or is on ``meta``: there is nothing to compare.
+    """
+    return verify_graph(model, rewrite(model, plan, args, kwargs), args, kwargs, tolerance=tolerance)
+
+
+def verify_graph(
+    model: nn.Module,
+    rewritten: Rewritten,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    tolerance: float | None = None,
+) -> Verification:
+    """``verify`` for a graph that was rewritten already, and perhaps changed since."""
+    return _Comparison(model, rewritten, args, kwargs, tolerance).run()
+
+
+class _Comparison:
+    def __init__(
+        self,
+        model: nn.Module,
+        rewritten: Rewritten,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        tolerance: float | None,
+    ) -> None:
+        if tolerance is not None and not tolerance >= 0:
+            raise AutotpError(f"tolerance {tolerance!r}: give a number that is not negative, or leave it out")
+        self.rewritten, self.captured = rewritten, rewritten.captured
+        self.runs = Runs(model, rewritten, args, kwargs)
+        self.graph, self.mesh, self.nodes = self.runs.graph, self.runs.mesh, self.runs.nodes
+        dtypes = [t.dtype for t in self.runs.inputs.values() if t.is_floating_point()]
+        usual = max((_TOLERANCES.get(dtype, 1e-4) for dtype in dtypes), default=1e-9)
+        self.tolerance = usual if tolerance is None else tolerance
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.compared = 0
+        self.moves: dict[str, float] | None = None
+        self.ill_conditioned: dict[str, float] = {}
+        self.titles = {plain.name: f"output {number}" for number, _, plain in self.runs.leaves()}
+        given: Any = self.captured.graph_module.graph.output_node().args[0]
+        for name, node in zip(self.captured.mutations, given[self.captured.outputs :], strict=True):
+            self.titles[node.name] = f"new value of buffer {self.captured.buffers[name]}"
+        self.titles |= self.captured.parameters
+
+    def run(self) -> Verification:
+        whole = self.runs.reference()
+        self.runs.weigh(whole)
+        parts, failed = self.runs.distributed()
+        departure = self.forward(whole, parts)
+        outputs, gradients = self.outputs(whole, parts), {}
+        if failed is not None:
+            departure = departure or self.departure(self.name_of(failed[0]), f"it fails: {failed[1]}", math.inf)
+        else:
+            missing = self.backward(whole, parts)
+            gradients = self.gradients(parts)
+            departure = departure or missing or self.unreduced(gradients)
+        departure = departure or self.miscaptured(whole)
+        return Verification(outputs, gradients, departure, self.tolerance, self.compared, self.ill_conditioned)
+
+    def wrong(self, name: str, error: float, gradient: bool = False) -> bool:
+        """Whether a captured node's value, or its gradient, departs by more than rounding moves it; notes what does not."""
+        if error <= self.tolerance:
+            return False
+        value = self.nodes[name].meta.get("val")
+        if not math.isfinite(error) or not isinstance(value, Tensor):
+            return True
+        if self.moves is None:
+            self.moves = self.runs.moved()
+        move = self.moves.get(gradient_of_name(name) if gradient else name, 0.0)
+        if not error <= rounding(value.dtype) * move:
+            return True
+        said = self.titles.get(name, name)
+        self.ill_conditioned[gradient_of_name(said) if gradient else said] = move
+        return False
+
+    def name_of(self, node: fx.Node) -> str:
+        """The captured node that a sharded one belongs to."""
+        return str(node.meta.get("operator") or node.meta.get("tensor") or node.name)
+
+    def checked(self, parts: Mapping[fx.Node, Any], gradient: bool) -> Iterator[tuple[fx.Node, str, Layout]]:
+        """(sharded node, captured value that it holds, in which layout), in the graph's order."""
+        for node in self.graph.nodes:
+            if node not in parts or not isinstance(parts[node], Parts) or not isinstance(parts[node][0], Tensor):
+                continue
+            if "want" in node.meta:
+                want, name = node.meta["want"], node.meta["tensor"]
+                layout = want.gradient if gradient else want.layout
+            elif "strategy" in node.meta and len(node.meta["strategy"].results) == 1:
+                layout, name = node.meta["strategy"].results[0], node.meta["operator"]
+                layout = gradient_of(layout) if gradient else layout
+            else:
+                continue
+            # What chunks have yet to sum up is compared when they have.
+            virtual = layout[len(self.mesh) :]
+            if not virtual or ("chunk" in node.meta and not any(isinstance(p, Partial) for p in virtual)):
+                yield node, name, layout
+
+    def forward(self, whole: Mapping[str, Any], parts: Mapping[fx.Node, Any]) -> Departure | None:
+        """The first value that departs."""
+        for node, name, layout in self.checked(parts, gradient=False):
+            error = self.error([p.detach() for p in parts[node]], whole[name], layout, chunk=node.meta.get("chunk", ()))
+            if not self.wrong(name, error):
+                continue
+            if "want" in node.meta:
+                return self.departure(name, f"its reshard {self.change(node)} gives other values", error)
+            missing = self.missing(node)
+            if missing is not None:
+                return self.departure(missing, f"its reshard for {name} is missing or another's", error)
+            return self.departure(name, f"its result, {self.said(layout)}, has other values", error)
+        return None
+
+    def missing(self, node: fx.Node) -> str | None:
+        """The tensor that an operator reads in another layout than its strategy wants."""
+        strategy = node.meta["strategy"]
+        operands = operands_of(self.nodes[node.meta["operator"]])
+        given = {self.name_of(n): n for n in node.all_input_nodes}
+        for operand, want in zip(operands, strategy.wants, strict=True):
+            have = self.layout_of(operand)
+            read = given.get(operand.name)
+            if have != want.layout[: len(have)] and read is not None and "want" not in read.meta:
+                return str(operand.name)
+            if operand.name not in given and len(operands) == len(given):
+                return str(operand.name)
+        return None
+
+    def layout_of(self, node: fx.Node) -> Layout:
+        producer, index = value_of(node)
+        if producer.op == "placeholder":
+            return self.rewritten.sharding.resting.get(producer.name, self.rewritten.whole)
+        return self.rewritten.sharding.strategies[producer.name].results[index]
+
+    def outputs(self, whole: Mapping[str, Any], parts: Mapping[fx.Node, Any]) -> dict[str, float]:
+        """The error of every output that is a tensor."""
+        found = {}
+        for number, (_, mine, plain) in enumerate(self.runs.leaves()):
+            if mine in parts and isinstance(parts[mine], Parts):
+                values = [p.detach() for p in parts[mine]]
+                found[str(number)] = self.error(values, whole[plain.name], self.rewritten.whole)
+                self.wrong(plain.name, found[str(number)])  # for what it notes: values that depart are found before
+        return found
+
+    def backward(self, whole: Mapping[str, Any], parts: Mapping[fx.Node, Any]) -> Departure | None:
+        """The first gradient that departs, from the outputs back."""
+        listened = {node for node, _, _ in self.checked(parts, gradient=True)}
+        listened |= {node for node in self.graph.nodes if node.op == "placeholder"}
+        error = self.runs.backward(whole, parts, listened)
+        if error is not None:
+            return Departure("?", "", None, f"the backward pass fails: {error}", math.inf)
+        return self.first_wrong(parts)
+
+    def first_wrong(self, parts: Mapping[fx.Node, Any]) -> Departure | None:
+        checked = list(self.checked(parts, gradient=True))
+        wrong: set[fx.Node] = set()
+        for node, name, layout in reversed(checked):
+            wanted = self.runs.whole_gradients.get(name, [None])[0]
+            given = self.runs.part_gradients.get(node, [])
+            if wanted is None or not given or all(g is None for g in given):
+                continue
+            shapes = [p.shape for p in parts[node]]
+            values = [wanted.new_zeros(s) if g is None else g for g, s in zip(given, shapes, strict=True)]
+            shared = [user for user in node.users if "want" in user.meta]
+            error = self.error(values, wanted, layout, self.runs.cancelled(name), node.meta.get("chunk", ()))
+            if ("want" in node.meta and self.partly_read(node)) or not self.wrong(name, error, gradient=True):
+                continue
+            wrong.add(node)
+            if "want" in node.meta or not shared or any(user in wrong for user in shared):
+                readers = [user for user in node.users if "operator" in user.meta]
+                if readers:
+                    return self.departure(
+                        self.name_of(readers[0]), f"the gradient that it returns for {name} has other values", error
+                    )
+            return self.departure(name, "the reshard of its gradient gives other values", error)
+        return None
+
+    def partly_read(self, node: fx.Node) -> bool:
+        """Whether other layouts of the same tensor are read too, which have a share of its gradient each."""
+        return any(
+            other is not node and other.meta.get("tensor") == node.meta["tensor"] and "want" in other.meta
+            for other in self.graph.nodes
+        ) or any("want" not in user.meta for user in node.args[1].users)  # type: ignore[union-attr]
+
+    def gradients(self, parts: Mapping[fx.Node, Any]) -> dict[str, float]:
+        """The error of every parameter's gradient."""
+        found = {}
+        for node in self.graph.nodes:
+            fqn = self.captured.parameters.get(str(node.target)) if node.op == "placeholder" else None
+            wanted = self.runs.whole_gradients.get(str(node.target), [None])[0] if fqn else None
+            if fqn is None or wanted is None:
+                continue
+            given = self.runs.part_gradients[node]
+            values = [wanted.new_zeros(p.shape) if g is None else g for g, p in zip(given, parts[node], strict=True)]
+            layout = self.rewritten.sharding.resting.get(str(node.target), self.rewritten.whole)
+            found[fqn] = self.error(values, wanted, layout, self.runs.cancelled(str(node.target)))
+        return found
+
+    def unreduced(self, gradients: Mapping[str, float]) -> Departure | None:
+        """A parameter whose gradient departs although all that it is made of is right."""
+        names = {fqn: name for name, fqn in self.captured.parameters.items()}
+        for fqn, error in gradients.items():
+            if self.wrong(names[fqn], error, gradient=True):
+                return self.departure(names[fqn], "the reshard of its gradient gives other values", error)
+        return None
+
+    def miscaptured(self, whole: Mapping[str, Any]) -> Departure | None:
+        """The first value or gradient of the captured graph that is not the model's own."""
+        names = {fqn: name for name, fqn in self.captured.parameters.items()}
+        found_gradients: Mapping[str, Sequence[Tensor | None]] = self.runs.whole_gradients
+        if any(rule is not None and rule.misreads is not None for rule in map(rule_of, self.nodes.values())):
+            whole = self.runs.reference(careful=False)  # as careless as the model is
+            found_gradients = self.runs.plain_backward(whole) if found_gradients else {}
+        slopes = {fqn: found_gradients.get(name, [None])[0] for fqn, name in names.items()}
+        gradients = {fqn: slope for fqn, slope in slopes.items() if slope is not None}
+        least = {fqn: self.runs.cancelled(name) for fqn, name in names.items()}
+        found = compared_with_model(
+            self.model, self.captured, self.args, self.kwargs, whole, self.runs.weights, gradients, least
+        )
+        for name, what, error, gradient in found:
+            self.compared += 1
+            node = names.get(name, name) if gradient else name
+            if self.wrong(node, error, gradient):
+                return self.departure(node, f"{what} in the captured graph is not the model's own", error)
+        return None
+
+    def error(
+        self, parts: Sequence[Tensor], whole: Tensor, layout: Layout, least: float = 0.0, chunk: tuple[int, ...] = ()
+    ) -> float:
+        self.compared += 1
+        return self.runs.error(parts, whole, layout, least, chunk)
+
+    def departure(self, name: str, where: str, error: float) -> Departure:
+        meta = self.nodes[name].meta if name in self.nodes else {}
+        name = self.captured.parameters.get(name, name)
+        return Departure(name, str(meta.get("module", "")), meta.get("source"), where, error)
+
+    def change(self, node: fx.Node) -> str:
+        return f"from {self.said(node.meta['have'])} to {self.said(node.meta['want'].layout)}"
+
+    def said(self, layout: Layout) -> str:
+        real = len(self.mesh)
+        return describe(layout, (*AXIS_NAMES[:real], *("chunks" for _ in layout[real:])))

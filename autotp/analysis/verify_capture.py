@@ -1,0 +1,74 @@
+"""Whether a captured graph computes what the model itself computes: the one thing that comparing graphs cannot tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from autotp.analysis.conditioning import apart
+from passes.capture import Captured
+
+__all__ = ["compared_with_model"]
+
+
+def compared_with_model(
+    model: nn.Module,
+    captured: Captured,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    values: Mapping[str, Any],
+    weights: Mapping[int, Tensor],
+    gradients: Mapping[str, Tensor],
+    least: Mapping[str, float],
+) -> Iterator[tuple[str, str, float, bool]]:
+    """Runs the model beside its captured graph; neither the model nor its inputs are changed.
+
+    Args:
+        model: that was captured.
+        captured: its graph.
+        args, kwargs: inputs.
+        values: what the graph's nodes gave, by name.
+        weights: number of the output -> what its elements weigh in the loss whose gradients are compared.
+        gradients: name of the parameter -> the graph's gradient of that loss.
+        least: name of the parameter -> what its gradient counts as no smaller than.
+
+    Yields:
+        (a node's or parameter's name, what it is, its largest difference over the largest magnitude, whether that is of a
+        gradient).
+    """
+    state = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
+    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+    own = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, (tuple(args), kwargs or {}))
+    results = tree_leaves(torch.func.functional_call(model, {**state, **buffers}, *own))
+    *_, output = captured.graph_module.graph.nodes
+    given: Any = output.args[0]
+    loss: list[Tensor] = []
+    for number, (node, result) in enumerate(zip(given[: captured.outputs], results, strict=True)):
+        if isinstance(node, fx.Node) and isinstance(result, Tensor):
+            yield node.name, f"output {number}", _error(values[node.name], result), False
+            if number in weights:
+                loss.append((result * weights[number]).sum().double())
+    for name, node in zip(captured.mutations, given[captured.outputs :], strict=True):
+        fqn = captured.buffers[name]
+        yield node.name, f"the new value of buffer {fqn}", _error(values[node.name], buffers[fqn]), False
+    if not any(part.requires_grad for part in loss):
+        return
+    trained = {name: leaf for name, leaf in state.items() if leaf.requires_grad}
+    found = torch.autograd.grad(torch.stack(loss).sum(), list(trained.values()), allow_unused=True)
+    for name, gradient in zip(trained, found, strict=True):
+        mine = gradients.get(name)
+        if gradient is not None or mine is not None:
+            zero = torch.zeros_like(trained[name])
+            both = zero if mine is None else mine, zero if gradient is None else gradient
+            yield name, f"the gradient of {name}", _error(*both, least.get(name, 0.0)), True
+
+
+def _error(mine: Tensor, models: Tensor, least: float = 0.0) -> float:
+    mine, models = mine.detach(), models.detach()
+    if mine.shape != models.shape or mine.dtype != models.dtype:
+        return torch.inf
+    return apart(mine, models, least)

@@ -1,0 +1,236 @@
+"""The two runs that ``verify`` compares: of the captured graph, whole, and of the sharded graph, for all devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import Partial, Replicate
+
+from autotp.analysis.compare import difference, largest, listen
+from autotp.analysis.conditioning import moved
+from autotp.errors import AutotpError
+from autotp.runtime.lockstep import run_node
+from autotp.runtime.rewrite import Rewritten
+from passes.graph import differentiable
+from passes.layouts.layout import Layout, take
+from passes.rules.table import rule_of
+from passes.sharding.shard import place_constants
+from passes.world import ops
+from passes.world.ops import Parts
+from passes.world.world import LocalWorld, World
+
+__all__ = ["Runs", "gradient_of_name"]
+
+
+def gradient_of_name(name: str) -> str:
+    """What a value's gradient is called beside the value."""
+    return f"gradient of {name}"
+
+
+class Runs:
+    """A captured graph and the sharded one that was made of it, with the same inputs.
+
+    Attributes:
+        inputs: placeholder name -> weight, buffer, constant or input.
+        nodes: captured nodes by name.
+        world: hosts all devices.
+        weights: number of the output -> what its elements weigh in the loss whose gradients are compared.
+        whole_gradients: captured node -> its gradient, when the backward pass has run.
+        part_gradients: sharded node -> its gradient on every device, when the backward pass has run.
+    """
+
+    def __init__(
+        self, model: nn.Module, rewritten: Rewritten, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> None:
+        self.rewritten, self.captured = rewritten, rewritten.captured
+        self.graph, self.mesh = rewritten.graph_module.graph, rewritten.sharding.mesh
+        self.world: World = LocalWorld(self.mesh)
+        if any(node.target is ops.next_seed for node in self.graph.nodes):
+            raise AutotpError(
+                "the model draws random numbers (dropout), so no two runs agree; set rates to 0, plan it, and verify that"
+            )
+        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        if any(tensor.is_meta for tensor in state.values()):
+            raise AutotpError("the model is on meta: it has no values to compare; build it on a real device")
+        captured = self.captured
+        inputs: dict[str, Tensor] = {name: state[fqn] for name, fqn in captured.parameters.items()}
+        inputs |= {name: state[fqn] for name, fqn in captured.buffers.items()}
+        inputs |= dict(captured.constants)
+        flat = captured.signature.flatten(tuple(args), dict(kwargs or {}))
+        inputs |= dict(zip(captured.inputs, flat, strict=True))
+        self.inputs = {name: self._leaf(name, tensor) for name, tensor in inputs.items()}
+        device = next((t.device for t in self.inputs.values()), torch.device("cpu"))
+        for graph in (self.graph, captured.graph_module.graph):
+            place_constants(graph, device)
+        self.nodes = {node.name: node for node in captured.graph_module.graph.nodes}
+        self.weights: dict[int, Tensor] = {}
+        self.whole_gradients: dict[str, list[Tensor | None]] = {}
+        self.part_gradients: dict[fx.Node, list[Tensor | None]] = {}
+
+    def _leaf(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().requires_grad_(name in self.captured.parameters and tensor.requires_grad)
+
+    def reference(self, inputs: Mapping[str, Tensor] | None = None, *, careful: bool = True) -> dict[str, Any]:
+        """Every value of the captured graph, by node name.
+
+        Args:
+            inputs: in place of the model's own.
+            careful: give kernels that misread some memory formats others; else they are wrong where they are in the model.
+        """
+        given = self.inputs if inputs is None else inputs
+        found: dict[str, Any] = {}
+
+        class Keeping(fx.Interpreter):
+            def run_node(self, node: fx.Node) -> Any:
+                rule = rule_of(node) if node.op == "call_function" else None
+                if careful and rule is not None and rule.misreads is not None and rule.misreads(node):
+                    found[node.name] = self.in_one_format(node)
+                else:
+                    found[node.name] = super().run_node(node)
+                return found[node.name]
+
+            def in_one_format(self, node: fx.Node) -> Any:
+                """What the operator computes: its kernel may misread what the plain model hands it, too."""
+                world, (args, kwargs) = LocalWorld((1,)), self.fetch_args_kwargs_from_env(node)
+                given = [ops.in_one_format(world, a) if isinstance(a, Tensor) else a for a in args]
+                result = self.call_function(node.target, tuple(given), kwargs)  # type: ignore[arg-type]
+                if isinstance(result, Tensor):
+                    return ops.in_one_format(world, result)
+                return (ops.in_one_format(world, result[0]), *result[1:])
+
+        module = self.captured.graph_module
+        names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+        Keeping(module, garbage_collect_values=False).run(*(given[name] for name in names))
+        return found
+
+    def distributed(self) -> tuple[dict[fx.Node, Any], tuple[fx.Node, Exception] | None]:
+        """Every value of the sharded graph on every device, and the node that fails, if one does."""
+        resting, everywhere = self.rewritten.sharding.resting, self.rewritten.whole
+        found: dict[fx.Node, Any] = {}
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                name = str(node.target)
+                layout, tensor = resting.get(name, everywhere), self.inputs[name]
+                found[node] = Parts(
+                    take(tensor.detach(), layout, self.mesh, at).clone().requires_grad_(tensor.requires_grad)
+                    for at in self.world.hosted
+                )
+            elif node.op == "get_attr":
+                found[node] = self.world
+            elif node.op != "output":
+                try:
+                    found[node] = run_node(node, found, self.world)
+                except Exception as error:  # noqa: BLE001 - whatever a wrong graph raises is the finding
+                    return found, (node, error)
+        return found, None
+
+    def leaves(self) -> Iterator[tuple[int, fx.Node, fx.Node]]:
+        """The numbers and nodes of the outputs, sharded and captured."""
+        given: Any = self.captured.graph_module.graph.output_node().args[0]
+        made: Any = self.graph.output_node().args[0]
+        for number, (mine, plain) in enumerate(zip(made[: self.captured.outputs], given, strict=False)):
+            if isinstance(mine, fx.Node) and isinstance(plain, fx.Node) and isinstance(plain.meta.get("val"), Tensor):
+                yield number, mine, plain
+
+    def weigh(self, whole: Mapping[str, Any]) -> None:
+        """Draws what the elements of outputs weigh in the loss."""
+        generator = torch.Generator().manual_seed(0)
+        for number, _, plain in self.leaves():
+            value = whole[plain.name]
+            if value.requires_grad:
+                self.weights[number] = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
+
+    def backward(
+        self, whole: Mapping[str, Any], parts: Mapping[fx.Node, Any], listened: Iterable[fx.Node]
+    ) -> Exception | None:
+        """Runs both backward passes, and gives what the sharded one raised."""
+        self.part_gradients = listen({node: parts[node] for node in listened})
+        mine = []
+        for number, node, plain in self.leaves():
+            if number not in self.weights:
+                continue
+            weight = self.weights[number]
+            if node in parts and all(part.shape == whole[plain.name].shape for part in parts[node]):
+                mine += [(part * weight).sum() for part in parts[node]]
+            else:
+                del self.weights[number]
+        self.whole_gradients = self.plain_backward(whole)
+        if not self.weights:
+            return None
+        try:
+            torch.autograd.backward(mine)
+        except Exception as error:  # noqa: BLE001 - as in the forward pass
+            return error
+        return None
+
+    def plain_backward(self, whole: Mapping[str, Any]) -> dict[str, list[Tensor | None]]:
+        """Gradients of the captured graph's values, by node name."""
+        found = listen({name: [value] for name, value in whole.items() if isinstance(value, Tensor)})
+        plain = [(whole[node.name] * self.weights[n]).sum() for n, _, node in self.leaves() if n in self.weights]
+        if plain:
+            torch.stack([p.double() for p in plain]).sum().backward()
+        return found
+
+    def moved(self) -> dict[str, float]:
+        """How far values of the captured graph, and their gradients, move with the last places of weights and inputs."""
+        movable = {*self.captured.parameters, *self.captured.inputs}
+        plain = self.plain_backward(self.reference())
+        scales = {gradient_of_name(name): self.cancelled(name, plain) for name in self.captured.parameters}
+
+        def run(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            whole = self.reference({**self.inputs, **state})
+            slopes = self.plain_backward(whole)
+            values = {name: value for name, value in whole.items() if isinstance(value, Tensor)}
+            return values | {gradient_of_name(name): slope for name, (slope,) in slopes.items() if slope is not None}
+
+        return moved(run, {name: tensor for name, tensor in self.inputs.items() if name in movable}, least=scales)
+
+    def cancelled(self, name: str, gradients: Mapping[str, Sequence[Tensor | None]] | None = None) -> float:
+        """The largest gradient among those that a parameter's sums up; 0 for other values.
+
+        They may cancel out, as for the bias of keys, which a softmax does not see: what is left is rounding of its terms.
+        """
+        if name not in self.captured.parameters:
+            return 0.0
+        given = self.whole_gradients if gradients is None else gradients
+        users = list(self.nodes[name].users)
+        # What an operator with several results gives are its readers' values.
+        results = [made for user in users for made in ([user] if user.name in given else user.users)]
+        found = [gradient for made in results for gradient in given.get(made.name, [])]
+        sizes = [float(g.abs().max()) for g in found if g is not None and g.numel()]
+        return max(sizes, default=0.0)
+
+    def error(
+        self, parts: Sequence[Tensor], whole: Tensor, layout: Layout, least: float = 0.0, chunk: tuple[int, ...] = ()
+    ) -> float:
+        """The largest difference of any device's part from what it should hold, over the largest magnitude or ``least``.
+
+        Infinite where shapes differ, 1 for integers that are not the same. Where devices work in chunks, parts are those of
+        one ``chunk``.
+        """
+        extended = self.mesh + self.rewritten.chunks
+        kept = tuple(Replicate() if isinstance(p, Partial) else p for p in layout)
+        partial = [axis for axis, p in enumerate(layout) if isinstance(p, Partial)]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, at in enumerate(self.world.hosted):
+            groups.setdefault(tuple(c for a, c in enumerate(at) if a not in partial), []).append(index)
+        whole = whole.detach()
+        scale = max(largest(whole), least)
+        worst = 0.0
+        for members in groups.values():
+            at = (*self.world.hosted[members[0]], *chunk)
+            expected = take(whole, kept, extended[: len(kept)], at)
+            given = [parts[i] for i in members]
+            if any(part.shape != expected.shape for part in given):
+                return math.inf
+            if not expected.numel():
+                continue
+            if not differentiable(whole):
+                worst = max(worst, float(not torch.equal(given[0], expected)))
+                continue
+            worst = max(worst, difference(torch.stack(given).sum(0) if partial else given[0], expected, scale))
+        return worst

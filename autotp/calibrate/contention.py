@@ -1,0 +1,80 @@
+"""How much computing and communicating at once take from one another.
+
+Collectives take processor time (sockets and sums on a CPU, some multiprocessors on a GPU) and memory bandwidth, and what
+goes on behind them is slowed down. So some work is timed alone, collectives that take about as long are timed alone, and
+then both at once. Where nothing is taken, both take what the longer one takes; where everything is, the sum.
+
+On a processor the seconds of a core that collectives take are known besides, whatever else the machine does: what is taken
+is no less than they leave no idle core for. Latency, in which nothing is taken, is counted too: it is a small part
+where so many bytes move, and several collectives are under way.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+from autotp.calibrate.collectives import Clock, Effort, Work, job
+from passes.world.process import ProcessWorld
+
+__all__ = ["time_contention"]
+
+_BYTES = 4 * 2**20
+_LASTING = 8  # collectives
+_TRIALS = 3
+
+
+def time_contention(world: ProcessWorld, axis: int, effort: Effort, clock: Clock) -> float:
+    """The share of a second of communicating that is taken from what is computed meanwhile; every rank must call it alike.
+
+    Args:
+        world: has a process group for the axis.
+        axis: the mesh axis.
+        effort: how long to measure.
+        clock: of this rank.
+
+    Returns:
+        Between 0, nothing is, and 1; of some rounds the median, the same on every rank.
+    """
+    _, tensor, _ = job("all_reduce", axis, world.mesh_shape[axis], _BYTES, clock.device)
+    work = Work(clock.device)
+
+    def communicate(count: int) -> list[Callable[[], object]]:
+        return [world.all_reduce([tensor], (axis,)).wait for _ in range(count)]
+
+    def span(pieces: int, collectives: int) -> float:
+        clock.barrier()
+        begun = time.perf_counter()
+        waits = communicate(collectives)
+        for _ in range(pieces):
+            work.run()
+        for wait in waits:
+            wait()
+        clock.synchronize()
+        return time.perf_counter() - begun
+
+    def usual(pieces: int, collectives: int) -> float:
+        return statistics.median(clock.slowest([span(pieces, collectives) for _ in range(_TRIALS)]))
+
+    span(1, 1)
+    one, moving = usual(1, 0), usual(0, 1)
+    count = max(1, min(_LASTING, round(effort.longest / moving)))
+    moving = usual(0, count)
+    pieces = max(1, round(moving / one))
+    taken = _processor_share(lambda: span(0, count)) if clock.device.type == "cpu" else 0.0
+    rounds = [(pieces, 0), (0, count), (pieces, count)] * effort.fewest
+    spans = clock.slowest([span(*each) for each in rounds])
+    shares = [(both - max(alone)) / min(alone) for *alone, both in (spans[i : i + 3] for i in range(0, len(spans), 3))]
+    (least,) = clock.slowest([taken])
+    return min(1.0, max(least, statistics.median(shares)))
+
+
+def _processor_share(communicate: Callable[[], float]) -> float:
+    """The share of communicating that the ranks of this node take of its cores, but for those on which none computes."""
+    begun = time.process_time()
+    seconds = sum(communicate() for _ in range(_TRIALS))
+    busy = (time.process_time() - begun) / seconds
+    ranks, cores = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), len(os.sched_getaffinity(0))
+    return max(0.0, ranks * busy - max(0, cores - ranks)) / cores

@@ -1,0 +1,266 @@
+"""Calibration: measures the machine that this job runs on, and fits a topology to it.
+
+Two levels are told apart by torchrun's numbering: the ranks of a node, and the nodes. Of each, the times of every
+collective at many sizes give a latency and a bandwidth; of the device, the times of kernels give its rates. What the levels
+then predict for a group over both, which no fit has seen, is compared with what it takes. Last, whole steps of a small
+model tell how much of their rates kernels and collectives keep in a step.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from autotp.calibrate.collectives import FULL, KINDS, QUICK, Clock, Effort, Timing, time_collective, time_sizes
+from autotp.calibrate.contention import time_contention
+from autotp.calibrate.device import DeviceFit, calibrate_device
+from autotp.calibrate.step import StepFit, fit_steps, slowed
+from autotp.errors import AutotpError
+from costmodel import Level, Measured, Topology, collectives
+from costmodel.fit import LinkFit, fit_link, split_overhead
+from passes.world.process import ProcessWorld
+
+__all__ = ["Calibration", "Check", "LevelFit", "calibrate", "shape_of_job"]
+
+_NOT_SHARED = 1.25
+#: Bytes of a collective that is all latency.
+_SMALL = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LevelFit:
+    """One collective on one level.
+
+    Attributes:
+        level: the level's name.
+        link: latency and bandwidth of one ring, and the errors.
+        timings: what was measured, smallest first.
+    """
+
+    level: str
+    link: LinkFit
+    timings: tuple[Timing, ...]
+
+    @property
+    def outliers(self) -> int:
+        """How many repetitions were dropped."""
+        return sum(timing.sample.outliers for timing in self.timings)
+
+    @property
+    def repetitions(self) -> int:
+        """How many repetitions there were."""
+        return sum(timing.sample.repetitions for timing in self.timings)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One collective over all ranks, which was not fitted.
+
+    Attributes:
+        kind: one of `costmodel.COLLECTIVES`.
+        volume: bytes of the whole tensor.
+        predicted: seconds by the topology.
+        measured: seconds.
+    """
+
+    kind: str
+    volume: float
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured less one."""
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A measured machine.
+
+    Attributes:
+        topology: the machine, for planning.
+        fits: how well each collective on each level is fitted, the innermost level first.
+        checks: predicted and measured times of collectives over all ranks; empty where there is one level.
+        device: how well the device's figures are fitted.
+        concurrency: how many times longer an all_gather between the nodes takes when every rank takes part than when one of
+            each node does; None where a node has one rank, or there is one node.
+        steps: how much longer whole steps took than the sum of their parts; the topology's rates are those that fits gave,
+            divided by it.
+    """
+
+    topology: Topology
+    fits: tuple[LevelFit, ...]
+    checks: tuple[Check, ...]
+    device: DeviceFit
+    concurrency: float | None
+    steps: StepFit
+
+
+def shape_of_job(world_size: int, environ: dict[str, str] | os._Environ[str]) -> tuple[int, int]:
+    """(nodes, ranks of each), as torchrun tells; all ranks on one node where it does not.
+
+    Raises:
+        AutotpError: there is one process, or the nodes have different numbers.
+    """
+    text = environ.get("LOCAL_WORLD_SIZE", str(world_size))
+    local = int(text) if text.isascii() and text.isdigit() else 0
+    if world_size < 2:
+        raise AutotpError("calibration needs at least 2 processes: there is no communication to measure in one")
+    if local < 1 or world_size % local:
+        raise AutotpError(
+            f"WORLD_SIZE={world_size} is not a multiple of LOCAL_WORLD_SIZE={text}; "
+            "start the same number of processes on every node"
+        )
+    return world_size // local, local
+
+
+def calibrate(
+    *, quick: bool = False, name: str = "calibrated", progress: Callable[[str], None] | None = None
+) -> Calibration:
+    """Measures this job's machine. Every process of an initialised process group must call it, alike.
+
+    Args:
+        quick: measure fewer and smaller sizes, less often.
+        name: the topology's.
+        progress: told of every stage, on every rank.
+
+    Returns:
+        The same on every rank.
+
+    Raises:
+        AutotpError: there is no process group, only one process, or nodes have different numbers of them.
+    """
+    if not dist.is_initialized():
+        raise AutotpError(
+            "calibrate() needs a process group: call torch.distributed.init_process_group first, under torchrun"
+        )
+    shape = shape_of_job(dist.get_world_size(), os.environ)
+    gpu = "nccl" in dist.get_backend()
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    job = _Job(shape, Clock(device), QUICK if quick else FULL, "nccl" if gpu else "gloo", progress or (lambda stage: None))
+    return job.run(name)
+
+
+class _Job:
+    def __init__(
+        self, shape: tuple[int, int], clock: Clock, effort: Effort, library: str, progress: Callable[[str], None]
+    ) -> None:
+        self.shape, self.clock, self.effort, self.library, self.progress = shape, clock, effort, library, progress
+        self.world = ProcessWorld(init_device_mesh(clock.device.type, shape), [(0,), (1,)])
+
+    def run(self, name: str) -> Calibration:
+        levels, fits = [], []
+        concurrency = None
+        kinds: dict[int, list[LevelFit]] = {}
+        # Mesh axis 1 is the inner one: the ranks of a node.
+        for level, axis in (("node", 1), ("network", 0)):
+            if self.shape[axis] == 1:
+                continue
+            found = [self.fit(level, axis, kind) for kind in KINDS]
+            kinds[axis] = found
+            rings = 1 if axis == 1 else self.shape[1]
+            if rings > 1:
+                concurrency = self.concurrency(axis, next(fit for fit in found if fit.link.kind == "all_gather"))
+            shared = concurrency is None or concurrency > _NOT_SHARED
+            levels.append(_level(level, self.shape[axis], found, rings if shared else 1, shared))
+            fits += found
+        levels = self.split(levels, list(kinds.values()))
+        self.progress("computing and communicating at once")
+        shares = [time_contention(self.world, axis, self.effort, self.clock) for axis in kinds]
+        levels = [replace(level, contention=share) for level, share in zip(levels, shares, strict=True)]
+        device, device_fit = calibrate_device(self.clock, self.effort, self.shape[1], self.progress)
+        topology = Topology(name, device, tuple(levels), self.library)
+        checks = self.checks(topology) if len(levels) > 1 else ()
+        steps = fit_steps(topology, self.shape, self.clock, self.effort, self.progress)
+        return Calibration(slowed(topology, steps.factor), tuple(fits), checks, device_fit, concurrency, steps)
+
+    def fit(self, level: str, axis: int, kind: str) -> LevelFit:
+        self.progress(f"{level}: {kind}")
+
+        def measure(volume: float) -> Timing:
+            return time_collective(self.world, axis, kind, volume, self.effort, self.clock)
+
+        timings = time_sizes(measure, self.effort.volumes, self.effort.longest)
+        volumes, seconds = [t.volume for t in timings], [t.sample.seconds for t in timings]
+        return LevelFit(level, fit_link(kind, self.shape[axis], volumes, seconds, self.library), timings)
+
+    def split(self, levels: Sequence[Level], fits: Sequence[Sequence[LevelFit]]) -> list[Level]:
+        """The levels with what a fit cannot tell from latency put where it belongs: each collective's overhead.
+
+        A fit knows what a collective of no bytes costs among the groups of one level. Groups of another size tell how much
+        of that grows with the hops of a ring: all ranks together where there are two levels, else pairs.
+        """
+        sizes = [fit[0].link.ranks for fit in fits]
+        if len(levels) == 1 and (sizes[0] < 4 or sizes[0] % 2):
+            return list(levels)
+        ranks = math.prod(self.shape)
+        other = ProcessWorld(
+            init_device_mesh(self.clock.device.type, (ranks,) if len(levels) > 1 else (ranks // 2, 2)),
+            [(0,) if len(levels) > 1 else (1,)],
+        )
+        hops = [size - 1 for size in sizes]
+        steps = [self.shape[0] * (self.shape[1] - 1), self.shape[0] - 1] if len(levels) > 1 else [1]
+        measured: list[dict[str, Measured]] = [dict(level.measured) for level in levels]
+        for number, kind in enumerate(KINDS):
+            self.progress(f"overhead: {kind}")
+            timing = time_collective(other, len(other.mesh_shape) - 1, kind, _SMALL, self.effort, self.clock)
+            turns = 2 if kind == "all_reduce" else 1
+            crossed = steps
+            if kind == "all_to_all" and len(levels) > 1:  # every rank sends to each of another node
+                crossed = [self.shape[1] - 1, (self.shape[0] - 1) * self.shape[1]]
+            links = [fit[number].link for fit in fits]
+            intercepts = [turns * h * link.latency for h, link in zip(hops, links, strict=True)]
+            moving = float(collectives.bytes_moved(kind, other.mesh_shape[-1], timing.volume)) / min(
+                link.bandwidth for link in links
+            )
+            overhead = split_overhead(intercepts, hops, crossed, timing.sample.seconds - moving)
+            for place, (intercept, h) in enumerate(zip(intercepts, hops, strict=True)):
+                latency = max(0.0, (intercept - overhead) / (turns * h))
+                bandwidth = measured[place][kind].bandwidth
+                measured[place][kind] = Measured(bandwidth, latency, min(overhead, intercept))
+        return [replace(level, measured=found) for level, found in zip(levels, measured, strict=True)]
+
+    def concurrency(self, axis: int, together: LevelFit) -> float:
+        """How many times longer the largest all_gathers take with all groups at once than with one."""
+        self.progress("network: one ring alone")
+        ratios = []
+        for timing in together.timings[-2:]:
+            alone = time_collective(self.world, axis, "all_gather", timing.volume, self.effort, self.clock, alone=True)
+            ratios.append(timing.sample.seconds / alone.sample.seconds)
+        return statistics.fmean(ratios)
+
+    def checks(self, topology: Topology) -> tuple[Check, ...]:
+        ranks = self.shape[0] * self.shape[1]
+        whole = ProcessWorld(init_device_mesh(self.clock.device.type, (ranks,)), [(0,)])
+        found = []
+        for kind in KINDS:
+            self.progress(f"all ranks: {kind}")
+            link = topology.link(self.shape, (0, 1), kind)
+
+            def predict(volume: float, kind: str = kind, link: object = link) -> float:
+                return float(collectives.of_link(kind, volume, link, self.library))  # type: ignore[arg-type]
+
+            for volume in _two([v for v in self.effort.volumes if predict(v) <= self.effort.longest / 2]):
+                timing = time_collective(whole, 0, kind, volume, self.effort, self.clock)
+                found.append(Check(kind, timing.volume, predict(timing.volume), timing.sample.seconds))
+        return tuple(found)
+
+
+def _two(volumes: Sequence[int]) -> list[int]:
+    """One from the middle and the last."""
+    return sorted({volumes[(len(volumes) - 1) // 2], volumes[-1]}) if volumes else []
+
+
+def _level(name: str, size: int, fits: Sequence[LevelFit], rings: int, shared: bool) -> Level:
+    """A level from its collectives; an uplink carries as much as all rings that were measured through it at once."""
+    measured = {fit.link.kind: Measured(fit.link.bandwidth * rings, fit.link.latency) for fit in fits}
+    own = measured["all_gather"]
+    return Level(name, size, own.bandwidth, own.latency, shared=shared, measured=measured)

@@ -1,0 +1,245 @@
+"""Times what one device computes: matrix products, typical operators with their backward pass, its memory, its launches.
+
+Every rank measures at the same time, since in a step all of them compute at once and share the memory's bandwidth, the
+caches and the power. What is a rank's median becomes the median over the ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autotp.calibrate.collectives import Clock, Effort
+from costmodel.fit import robust
+
+__all__ = ["Operator", "edges", "operators", "product_sizes", "time_call", "time_launch", "time_memory", "time_product"]
+
+_CHAIN = 50
+_REPEATS = 8
+_ACTIVATIONS = (2**16, 2**18, 2**20)
+"""Elements: 0.25, 1 and 4 MiB of float32, what a rank holds of one tensor when some ranks share a small model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One operator at one size.
+
+    Attributes:
+        kind: one of ``costmodel.device.KINDS``.
+        name: the function's name.
+        function: runs it forward.
+        inputs: what needs a gradient.
+        flop: of one forward operator, as `passes.rules.table` counts them.
+        bytes: of its operands and results.
+        dims: m, k, n where it is a matrix product.
+        count: how many of them run, one on the result of the other. In a step, too, what an operator works on has been
+            pushed out of the caches by others since it was written.
+    """
+
+    kind: str
+    name: str
+    function: Callable[[], Tensor]
+    inputs: tuple[Tensor, ...]
+    flop: float
+    bytes: float
+    dims: tuple[int, int, int] | None = None
+    count: int = 1
+
+
+def time_call(function: Callable[[], object], clock: Clock, seconds: float, fewest: int = 5, most: int = 50) -> float:
+    """Seconds of a call: the median over repetitions of as many calls as the clock can tell apart.
+
+    Args:
+        function: what to call.
+        clock: of this rank.
+        seconds: that it should take altogether, about.
+        fewest, most: repetitions.
+    """
+    function()
+    clock.synchronize()
+    begun = time.perf_counter()
+    function()
+    clock.synchronize()
+    each = time.perf_counter() - begun
+    calls = max(1, math.ceil(clock.least / max(each, 1e-7)))
+    durations: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(durations) < fewest or (len(durations) < most and time.perf_counter() < end):
+        begun = time.perf_counter()
+        for _ in range(calls):
+            function()
+        clock.synchronize()
+        durations.append((time.perf_counter() - begun) / calls)
+    return robust(durations).seconds
+
+
+def time_launch(clock: Clock, seconds: float) -> float:
+    """Seconds of one of the three launches that the cost model counts for an operator with its backward pass."""
+    start = torch.ones(16, device=clock.device, requires_grad=True)
+    factor, gradient = torch.ones(16, device=clock.device), torch.ones(16, device=clock.device)
+
+    def chain() -> None:
+        value: Tensor = start
+        for _ in range(_CHAIN // 2):
+            value = value * factor + factor
+        torch.autograd.grad(value, start, gradient)
+
+    return time_call(chain, clock, seconds) / (3 * _CHAIN)
+
+
+def time_memory(clock: Clock, seconds: float) -> float:
+    """Bytes/s of adding two tensors that no cache holds."""
+    elements = 2**28 if clock.device.type == "cuda" else 2**23
+    left, right, result = (torch.ones(elements, device=clock.device) for _ in range(3))
+    return 3 * 4 * elements / time_call(lambda: torch.add(left, right, out=result), clock, seconds)
+
+
+def product_sizes(largest: int, smallest: int = 32) -> list[tuple[int, int, int]]:
+    """m, k, n: cubes, and products that are short in one dim or two, each in every orientation."""
+    count = int(math.log2(largest / smallest)) + 1
+    sides = [smallest * 2**k for k in range(count)]
+    shapes = [(side, side, side) for side in sides]
+    big, middle = sides[-1], sides[len(sides) // 2]
+    for short, long in ((sides[0], middle), (sides[1], big), (sides[2], big)):
+        shapes += sorted(set(itertools.permutations((short, long, long))))
+    shapes += sorted(set(itertools.permutations((sides[1], sides[1], big))))
+    return sorted(set(shapes))
+
+
+def time_product(dims: tuple[int, int, int], dtype: torch.dtype, clock: Clock, seconds: float) -> float:
+    """Seconds of one matrix product, forward."""
+    m, k, n = dims
+    rows = torch.rand(m, k, device=clock.device).to(dtype)
+    weight = torch.rand(n, k, device=clock.device).to(dtype)
+    with torch.no_grad():
+        return time_call(lambda: F.linear(rows, weight), clock, seconds)
+
+
+def time_operator(operator: Operator, clock: Clock, seconds: float) -> float:
+    """Seconds of one operator forward and backward."""
+    gradient = torch.ones_like(operator.function())
+    each = time_call(lambda: torch.autograd.grad(operator.function(), operator.inputs, gradient), clock, seconds)
+    return each / operator.count
+
+
+def edges(clock: Clock, effort: Effort) -> tuple[int, int]:
+    """The shortest and the longest side of the products that are timed."""
+    gpu = clock.device.type == "cuda"
+    return (128 if gpu else 32), effort.largest_product[gpu]
+
+
+def operators(device: torch.device) -> Iterator[Operator]:
+    """Typical operators at the sizes of local shards, one after the other so that only one's tensors are held."""
+    for elements in _ACTIVATIONS:
+        # A GPU's shards are of larger models.
+        for make in (_linear, _convolution, _attention, _layer_norm, _group_norm, _softmax, _gelu, _mul, _embedding, _cat):
+            yield make(elements * (16 if device.type == "cuda" else 1), device)
+
+
+def _tensor(device: torch.device, *shape: int) -> Tensor:
+    return torch.rand(shape, device=device).requires_grad_()
+
+
+def _size(*tensors: Tensor) -> float:
+    return float(sum(tensor.nbytes for tensor in tensors))
+
+
+def _repeat(function: Callable[[Tensor, int], Tensor], start: Tensor) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        value = start
+        for number in range(_REPEATS):
+            value = function(value, number)
+        return value
+
+    return run
+
+
+def _tensors(device: torch.device, *shape: int) -> tuple[Tensor, ...]:
+    return tuple(_tensor(device, *shape) for _ in range(_REPEATS))
+
+
+def _linear(elements: int, device: torch.device) -> Operator:
+    rows = elements // 512
+    x, weights = _tensor(device, rows, 512), _tensors(device, 512, 512)
+    return Operator(
+        "product", "linear", _repeat(lambda y, i: F.linear(y, weights[i]), x), (x, *weights),
+        2.0 * rows * 512 * 512, _size(x, weights[0], x), (rows, 512, 512), _REPEATS,
+    )  # fmt: skip
+
+
+def _convolution(elements: int, device: torch.device) -> Operator:
+    x, weights = _tensor(device, elements // 2**14, 64, 16, 16), _tensors(device, 64, 64, 3, 3)
+    # Only products have dims in the cost model: a convolution runs at the full rate, but for its slowdown.
+    return Operator(
+        "convolution", "conv2d", _repeat(lambda y, i: F.conv2d(y, weights[i], padding=1), x), (x, *weights),
+        2.0 * elements * 64 * 9, _size(x, weights[0], x), None, _REPEATS,
+    )  # fmt: skip
+
+
+def _attention(elements: int, device: torch.device) -> Operator:
+    q, keys, values = (
+        _tensor(device, elements // 2**15, 4, 128, 64),
+        *(_tensors(device, elements // 2**15, 4, 128, 64) for _ in range(2)),
+    )
+    return Operator(
+        "attention", "scaled_dot_product_attention",
+        _repeat(lambda y, i: F.scaled_dot_product_attention(y, keys[i], values[i]), q), (q, *keys, *values),
+        2.0 * (elements // 64) * 128 * (64 + 64), _size(q, keys[0], values[0], q), None, _REPEATS,
+    )  # fmt: skip
+
+
+def _layer_norm(elements: int, device: torch.device) -> Operator:
+    x, weights, biases = _tensor(device, elements // 512, 512), _tensors(device, 512), _tensors(device, 512)
+    return Operator(
+        "norm", "layer_norm", _repeat(lambda y, i: F.layer_norm(y, (512,), weights[i], biases[i]), x),
+        (x, *weights, *biases), 0.0, _size(x, weights[0], biases[0], x), None, _REPEATS,
+    )  # fmt: skip
+
+
+def _group_norm(elements: int, device: torch.device) -> Operator:
+    x, weights, biases = _tensor(device, elements // 2**14, 64, 16, 16), _tensors(device, 64), _tensors(device, 64)
+    return Operator(
+        "norm", "group_norm", _repeat(lambda y, i: F.group_norm(y, 8, weights[i], biases[i]), x),
+        (x, *weights, *biases), 0.0, _size(x, weights[0], biases[0], x), None, _REPEATS,
+    )  # fmt: skip
+
+
+def _softmax(elements: int, device: torch.device) -> Operator:
+    x = _tensor(device, elements // 512, 512)
+    return Operator(
+        "softmax", "softmax", _repeat(lambda y, _: torch.softmax(y, -1), x), (x,), 0.0, _size(x, x), None, _REPEATS
+    )
+
+
+def _gelu(elements: int, device: torch.device) -> Operator:
+    x = _tensor(device, elements // 512, 512)
+    return Operator("pointwise", "gelu", _repeat(lambda y, _: F.gelu(y), x), (x,), 0.0, _size(x, x), None, _REPEATS)
+
+
+def _mul(elements: int, device: torch.device) -> Operator:
+    x, others = _tensor(device, elements // 512, 512), _tensors(device, elements // 512, 512)
+    return Operator(
+        "pointwise", "mul", _repeat(lambda y, i: y * others[i], x), (x, *others), 0.0, _size(x, x, x), None, _REPEATS
+    )
+
+
+def _embedding(elements: int, device: torch.device) -> Operator:
+    table = _tensor(device, 8192, 256)
+    tokens = torch.randint(8192, (elements // 256,), device=device)
+    size = _size(table, tokens) + 4.0 * elements
+    return Operator("gather", "embedding", lambda: F.embedding(tokens, table), (table,), 0.0, size)
+
+
+def _cat(elements: int, device: torch.device) -> Operator:
+    left, right = _tensor(device, elements // 512, 512), _tensors(device, elements // 512, 256)
+    return Operator(
+        "copy", "cat", _repeat(lambda y, i: torch.cat([y[:, :256], right[i]], 1), left), (left, *right),
+        0.0, 2 * _size(left), None, _REPEATS,
+    )  # fmt: skip

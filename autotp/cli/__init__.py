@@ -1,0 +1,11 @@
+"""The command line: a screen over all of it.
+
+In come words of a command. Out go text on stdout, files, and an exit code. `entry` has the commands `plan` and `topology`
+and collects the others, one per file; `arguments` reads what they share, `huggingface` makes models of configurations,
+`render` and `sweep_output` show results.
+"""
+
+from autotp.cli.arguments import ModelSpecError, call_factory, find_factory, load_model
+from autotp.cli.entry import app, main
+
+__all__ = ["ModelSpecError", "app", "call_factory", "find_factory", "load_model", "main"]

@@ -1,0 +1,241 @@
+"""What the commands' options mean: models by reference, meshes, amounts of memory; and how commands say what they do."""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rich.console import Console
+from torch import Tensor, nn
+
+from autotp.analysis.sweep import takes_devices
+from autotp.cli.huggingface import configured
+from autotp.errors import AutotpError
+from costmodel import Topology, UnitError, parse_quantity
+
+__all__ = [
+    "ModelSpecError",
+    "beginning",
+    "call_factory",
+    "chunks_of",
+    "find_factory",
+    "load_model",
+    "memory_of",
+    "mesh_of",
+    "native_output_on_stderr",
+    "topologies",
+    "working",
+]
+
+
+class ModelSpecError(AutotpError):
+    """What ``--model`` names cannot be found, fails, or returns no model."""
+
+
+def load_model(spec: str, devices: int = 1) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any] | None]:
+    """Call the factory that a text names.
+
+    Args:
+        spec: as `find_factory` takes it.
+        devices: given to a factory that has an argument of that name, which may make its batch by it.
+
+    Returns:
+        The model, its positional example inputs, and those by keyword (None when the factory gave none).
+
+    Raises:
+        ModelSpecError: The text, the file, the factory or what it returns is wrong; says which.
+    """
+    return call_factory(find_factory(spec), spec, devices)
+
+
+def call_factory(
+    factory: Callable[..., Any], spec: str, devices: int = 1
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any] | None]:
+    """`load_model` for a factory that was found already; ``spec`` is for messages."""
+    try:
+        made = factory(devices=devices) if takes_devices(factory) else factory()
+    except AutotpError:
+        raise
+    except Exception as error:
+        attribute = spec.rpartition(":")[2]
+        raise ModelSpecError(f"--model {spec!r}: {attribute}() raised {_describe(error)}") from error
+    return _example(made, spec)
+
+
+def find_factory(spec: str) -> Callable[..., Any]:
+    """The factory that a text names.
+
+    Args:
+        spec: ``FILE.py:FACTORY`` or ``package.module:factory``; the directory of the file, or the current
+            one, is searched for what it imports. Or a Hugging Face ``config.json``, as `autotp.cli.huggingface.configured`
+            takes it, with its options behind a colon: ``config.json:batch=16,dtype=bfloat16``.
+
+    Raises:
+        ModelSpecError: The text, the file or the function is not there; says which.
+    """
+    file, _, options = spec.partition(".json")
+    if Path(f"{file}.json").is_file() or spec.endswith(".json"):
+        return configured(Path(f"{file}.json"), _options_of(spec, options))
+    where, _, attribute = spec.rpartition(":")
+    if not where or not attribute.isidentifier():
+        raise ModelSpecError(
+            f"--model {spec!r}: expected FILE.py:FACTORY or package.module:factory, "
+            "such as model.py:build for a function build() in model.py, or a Hugging Face config.json"
+        )
+    module = _import(where, spec)
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise ModelSpecError(
+            f"--model {spec!r}: {where} has no function {attribute!r}; it has {', '.join(known) or 'none'}"
+        )
+    return factory
+
+
+def _options_of(spec: str, text: str) -> dict[str, str]:
+    found = {}
+    for part in filter(None, text.removeprefix(":").split(",")):
+        name, equals, value = part.partition("=")
+        if not equals or not text.startswith(":"):
+            raise ModelSpecError(f"--model {spec!r}: expected options such as config.json:batch=16,sequence=4096")
+        found[name.strip()] = value.strip()
+    return found
+
+
+def _import(where: str, spec: str) -> ModuleType:
+    is_file = where.endswith(".py")
+    path = Path(where).resolve()
+    if is_file and not path.is_file():
+        raise ModelSpecError(f"--model {spec!r}: no file {where}; the path is relative to {os.getcwd()}")
+    folder = str(path.parent) if is_file else os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        if not is_file:
+            return importlib.import_module(where)
+        source = importlib.util.spec_from_file_location(path.stem, path)
+        assert source is not None and source.loader is not None, path
+        module = importlib.util.module_from_spec(source)
+        # Dataclasses and pickling look a class's module up by its name while it is being made.
+        sys.modules.setdefault(path.stem, module)
+        source.loader.exec_module(module)
+        return module
+    except Exception as error:
+        raise ModelSpecError(f"--model {spec!r}: importing {where} raised {_describe(error)}") from error
+
+
+def _example(made: Any, spec: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any] | None]:
+    parts = made if isinstance(made, tuple) else (made,)
+    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
+        raise ModelSpecError(
+            f"--model {spec!r}: the factory returned {_types(made)}; "
+            "expected (model, args), (model, args, kwargs) or (model, kwargs), the model an nn.Module"
+        )
+    args: Any = parts[1] if len(parts) > 1 else ()
+    kwargs: Any = parts[2] if len(parts) > 2 else None
+    if len(parts) == 2 and isinstance(args, Mapping):
+        args, kwargs = (), args
+    if isinstance(args, Tensor):
+        args = (args,)
+    if not isinstance(args, tuple | list) or not (kwargs is None or isinstance(kwargs, Mapping)):
+        raise ModelSpecError(
+            f"--model {spec!r}: the factory returned {_types(made)}; "
+            "args must be a tuple of positional inputs and kwargs a dict from names to inputs"
+        )
+    return parts[0], tuple(args), None if kwargs is None else dict(kwargs)
+
+
+def _types(made: Any) -> str:
+    if isinstance(made, tuple):
+        return f"({', '.join(type(part).__name__ for part in made)})"
+    return type(made).__name__
+
+
+def _describe(error: Exception) -> str:
+    # The innermost frame is where the user has to look, unless it is a library's.
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    own = [frame for frame in frames if not _is_library(frame[0])] or frames
+    file, line = own[-1]
+    return f"{type(error).__name__}: {error} ({os.path.relpath(file)}:{line})"
+
+
+def _is_library(file: str) -> bool:
+    return file == __file__ or file.startswith("<") or "site-packages" in Path(file).parts
+
+
+def beginning(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """For a shell's completion: those of ``known`` that begin with what was typed."""
+    return lambda incomplete: [name for name in known if name.startswith(incomplete)]
+
+
+def topologies(incomplete: str) -> list[str]:
+    """For a shell's completion: presets, and TOML files."""
+    files = [str(path) for path in Path().glob(f"{glob.escape(incomplete)}*") if path.is_dir() or path.suffix == ".toml"]
+    return beginning(Topology.preset_names())(incomplete) + sorted(files)
+
+
+def mesh_of(text: str) -> tuple[int, ...]:
+    """The mesh that ``--mesh`` gives, such as ``2,2`` or ``2x2``."""
+    try:
+        shape = tuple(int(size) for size in text.replace("x", ",").split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise AutotpError(f"--mesh {text!r}: expected the sizes of the mesh axes, outermost first, such as 2,2")
+    return shape
+
+
+def chunks_of(text: str) -> dict[str, int]:
+    """The chunks that ``--chunks`` gives, such as ``batch=2,rows=2``; `Plan` checks the kinds."""
+    found = {}
+    for part in text.split(","):
+        kind, _, count = part.partition("=")
+        if not count.strip().isdigit():
+            raise AutotpError(f"--chunks {text!r}: expected kinds and numbers, such as batch=2,rows=2")
+        if kind.strip() in found:
+            raise AutotpError(f"--chunks {text!r}: {kind.strip()} is given twice")
+        found[kind.strip()] = int(count)
+    return found
+
+
+def memory_of(text: str) -> float:
+    """The bytes that ``--memory`` gives."""
+    try:
+        return parse_quantity(text, "memory")
+    except UnitError as error:
+        raise AutotpError(f"--memory: {error}") from error
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Says on stderr, where that is a terminal, what takes its time."""
+    # On stderr, and nothing at all where stderr is no terminal: stdout stays clean for pipes.
+    with Console(stderr=True).status(f"{what} …"), native_output_on_stderr():
+        yield
+
+
+@contextmanager
+def native_output_on_stderr() -> Iterator[None]:
+    """Inside, what the solver now and then prints to the process's stdout, in C++, goes to stderr."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)

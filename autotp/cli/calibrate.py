@@ -1,0 +1,238 @@
+"""``autotp calibrate``: measures the machine that torchrun started it on, and writes a topology."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from autotp.calibrate import Calibration, calibrate, shape_of_job
+from autotp.cli.render import bytes_of, make_console, time_of
+from autotp.errors import AutotpError
+from costmodel import format_quantity
+from costmodel.files import check_writable, write_atomically
+from costmodel.toml_out import topology_toml
+
+__all__ = ["calibrate_command", "calibration_table", "calibration_toml"]
+
+_TIMEOUT = datetime.timedelta(minutes=5)
+
+
+def calibrate_command(
+    output: Annotated[Path, typer.Option(help="The topology file to write, such as cluster.toml.")],
+    name: Annotated[str, typer.Option(help="The topology's name.")] = "calibrated",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller sizes, less often repeated.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+) -> None:
+    """Measure this machine, under torchrun, and write its topology as a TOML file.
+
+    torchrun --standalone --nproc-per-node 4 -m autotp calibrate --output cluster.toml
+    """
+    world = _require_torchrun()
+    try:
+        shape_of_job(world, os.environ)
+        _start()
+        _check_output(output, force, name)
+    except AutotpError:
+        # A group that is still there when the interpreter ends may abort the process.
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # Every rank finds the same mistake, and one tells of it.
+        if os.environ.get("RANK", "0") != "0":
+            raise typer.Exit(2) from None
+        raise
+    first = dist.get_rank() == 0
+    with _progress(first) as progress:
+        calibration = calibrate(quick=quick, name=name, progress=progress)
+    if first:
+        try:
+            write_atomically(output, calibration_toml(calibration))
+        except OSError as error:
+            raise AutotpError(f"--output {output}: cannot be written ({error.strerror})") from error
+        make_console().print(calibration_table(calibration))
+        print(f"written to {output}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _require_torchrun() -> int:
+    missing = [key for key in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
+    if missing or not os.environ["WORLD_SIZE"].isdigit():
+        raise AutotpError(
+            "calibrate measures the processes of a job: start it by torchrun, such as "
+            "torchrun --standalone --nproc-per-node 4 -m autotp calibrate --output cluster.toml"
+        )
+    return int(os.environ["WORLD_SIZE"])
+
+
+def _start() -> None:
+    """Makes the process group: NCCL where every rank of the node has a GPU, gloo otherwise."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])):
+        torch.cuda.set_device(local)
+        dist.init_process_group("nccl", timeout=_TIMEOUT, device_id=torch.device("cuda", local))
+    else:
+        dist.init_process_group("gloo", timeout=_TIMEOUT)
+
+
+def _check_output(output: Path, force: bool, name: str) -> None:
+    """Refuses a file that is there or cannot be, before any measuring; rank 0 looks, and all ranks hear of it.
+
+    Raises:
+        AutotpError: on every rank, the same.
+    """
+    said = [_refusal(output, force, name) if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(said, src=0)
+    if said[0]:
+        raise AutotpError(said[0])
+
+
+def _refusal(output: Path, force: bool, name: str) -> str:
+    if not name.strip():
+        return "--name '': give the topology a name"
+    if output.is_dir():
+        return f"--output {output}: is a directory; name a file, such as cluster.toml"
+    # What is no file, such as /dev/stdout, is written to and not replaced.
+    if output.is_file() and not force:
+        return f"--output {output}: is there already; give another name, or --force to replace it"
+    try:
+        check_writable(output)
+    except OSError as error:
+        return f"--output {output}: cannot be written ({error.strerror})"
+    return ""
+
+
+@contextmanager
+def _progress(first: bool) -> Iterator[Callable[[str], None]]:
+    """Tells of every stage on rank 0's stderr: one line that changes on a terminal, else one line each."""
+    if not first:
+        yield lambda stage: None
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda stage: print(f"measuring {stage}", file=sys.stderr, flush=True)
+        return
+    with console.status("measuring …") as status:
+        yield lambda stage: status.update(f"measuring {escape(stage)} …")
+
+
+def calibration_toml(calibration: Calibration) -> str:
+    """The topology as TOML, with where it comes from and how well it fits as comments."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    levels = " x ".join(f"{level.size} {level.name}" for level in reversed(calibration.topology.levels))
+    header = [
+        f"Measured by autotp calibrate on {now}, host {platform.node()} ({levels}), torch {torch.__version__}.",
+        f"Command: autotp {shlex.join(sys.argv[1:])}",
+        "Errors are of the fitted formula at the sizes measured: the median, and the largest.",
+    ]
+    if calibration.concurrency is not None:
+        header.append(
+            f"Between nodes, an all_gather takes {calibration.concurrency:.2f} times as long with all ranks of a node at "
+            "once as with one."
+        )
+    if calibration.checks:
+        header.append("Over all ranks, which was not fitted, predicted and measured:")
+        header += [
+            f"  {c.kind} of {bytes_of(c.volume)}: {time_of(c.predicted)}, {time_of(c.measured)} ({c.error:+.0%})"
+            for c in calibration.checks
+        ]
+    steps = ", ".join(f"{plan} {ratio:.2f}" for plan, ratio in calibration.steps.ratios.items())
+    header += [
+        f"Rates are those that a step reaches: steps of a reference model took {calibration.steps.factor:.2f} times",
+        f"the sum of their parts ({steps}), so each rate is that much below the one fitted.",
+    ]
+    notes: dict[tuple[str, ...], str] = {
+        ("levels", fit.level, fit.link.kind): f"error {fit.link.median_error:.1%}, at most {fit.link.largest_error:.1%}"
+        for fit in calibration.fits
+    }
+    products = calibration.device.products
+    for dtype, errors in products.errors.items():
+        notes["device", "flops", dtype] = f"error {_middle(errors):.1%}, at most {max(map(abs, errors)):.1%}"
+    for kind in calibration.device.slowdowns:
+        low, high = calibration.device.spread(kind)
+        notes["device", "slowdown", kind] = f"{low:.2f} to {high:.2f}"
+    return topology_toml(calibration.topology, header, notes)
+
+
+def calibration_table(calibration: Calibration) -> RenderableType:
+    """Shows what was measured and how well it fits."""
+    parts: list[RenderableType] = [_links_table(calibration), _device_table(calibration)]
+    if calibration.concurrency is not None:
+        parts.insert(1, f"all ranks of a node at once take {calibration.concurrency:.2f} × as long as one between nodes")
+    if calibration.checks:
+        parts.append(_checks_table(calibration))
+    ratios = ", ".join(f"{plan} {ratio:.2f}" for plan, ratio in calibration.steps.ratios.items())
+    parts.append(f"steps take {calibration.steps.factor:.2f} × the sum of their parts ({ratios}); rates are divided by it")
+    return Group(*parts)
+
+
+def _links_table(calibration: Calibration) -> Table:
+    table = _columns("level", "collective", "latency", "bandwidth of a ring", "sizes", "error", "at most", "outliers")
+    for fit in calibration.fits:
+        link = fit.link
+        table.add_row(
+            escape(fit.level),
+            link.kind,
+            time_of(link.latency),
+            format_quantity(link.bandwidth, "bandwidth"),
+            f"{bytes_of(link.volumes[0])} – {bytes_of(link.volumes[-1])}",
+            f"{link.median_error:.1%}",
+            f"{link.largest_error:.1%}",
+            f"{fit.outliers} of {fit.repetitions}",
+        )
+    return table
+
+
+def _device_table(calibration: Calibration) -> Table:
+    device, fit = calibration.topology.device, calibration.device
+    table = _columns("device", "figure", "error or range")
+    table.add_row("name", escape(device.name), "")
+    for dtype, rate in device.flops.items():
+        errors = fit.products.errors[dtype]
+        said = f"{_middle(errors):.1%}, at most {max(map(abs, errors)):.1%}"
+        table.add_row(dtype, format_quantity(rate, "rate"), said)
+    if fit.left_out:
+        table.add_row("left out, slow", ", ".join(fit.left_out), "")
+    table.add_row("half size", f"{device.half_size:.3g}", "")
+    table.add_row("memory", f"{bytes_of(device.memory)} at {format_quantity(device.memory_bandwidth, 'bandwidth')}", "")
+    table.add_row("launch", time_of(device.launch), "")
+    for level in calibration.topology.levels:
+        table.add_row(f"contention: {level.name}", f"{level.contention or 0:.0%}", "")
+    for kind, factor in device.slowdown.items():
+        low, high = fit.spread(kind)
+        table.add_row(f"slowdown: {kind}", f"{factor:.2f}", f"{low:.2f} – {high:.2f} ({', '.join(fit.slowdowns[kind])})")
+    return table
+
+
+def _checks_table(calibration: Calibration) -> Table:
+    table = _columns("all ranks (not fitted)", "size", "predicted", "measured", "error")
+    for check in calibration.checks:
+        table.add_row(
+            check.kind, bytes_of(check.volume), time_of(check.predicted), time_of(check.measured), f"{check.error:+.0%}"
+        )
+    return table
+
+
+def _columns(*titles: str) -> Table:
+    table = Table(header_style="bold")
+    for number, title in enumerate(titles):
+        table.add_column(title, justify="left" if number == 0 else "right")
+    return table
+
+
+def _middle(errors: tuple[float, ...]) -> float:
+    return sorted(map(abs, errors))[len(errors) // 2]

@@ -1,0 +1,199 @@
+"""The command line: plan a model for a machine without having the machine, and look at topologies.
+
+A mistake of the user's ends with ``error: ...`` on stderr and exit code 2, never with a traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import autotp
+from autotp.cli.arguments import (
+    ModelSpecError,
+    beginning,
+    call_factory,
+    chunks_of,
+    find_factory,
+    load_model,
+    memory_of,
+    mesh_of,
+    topologies,
+    working,
+)
+from autotp.cli.calibrate import calibrate_command
+from autotp.cli.explain import explain_command
+from autotp.cli.inspect_plan import diff_command, inspect_command
+from autotp.cli.render import make_console, plan_table, presets_table, topology_table
+from autotp.cli.report import write_report
+from autotp.cli.reprice import reprice_command
+from autotp.cli.sweep import sweep_command
+from autotp.cli.trace import trace_command
+from autotp.cli.verify import verify_command
+from autotp.errors import AutotpError
+from costmodel import OPTIMIZERS, Topology
+from passes.capture import capture
+
+__all__ = ["ModelSpecError", "app", "call_factory", "find_factory", "load_model", "main"]
+
+app = typer.Typer(
+    help="Plan how to split an unmodified PyTorch model over a mesh of devices.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 when all went well, 2 when the input was at fault.
+
+    Args:
+        argv: Words after the program's name; left out, those of this process.
+    """
+    try:
+        app(args=None if argv is None else list(argv), prog_name="autotp")
+    except AutotpError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _show_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    try:
+        version = metadata.version("autotp")
+    except metadata.PackageNotFoundError:
+        version = "(not installed: run from its sources)"
+    print(f"autotp {version}")
+    raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("plan")
+def _plan(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="FILE.py:FACTORY, package.module:factory, or a Hugging Face config.json with its options, as in "
+            "config.json:batch=16,sequence=4096,dtype=bfloat16. The factory takes nothing, or the number of `devices`, and "
+            "returns (model, args), (model, args, kwargs) or (model, kwargs), the example inputs with the model."
+        ),
+    ],
+    topology: Annotated[
+        str, typer.Option(help="A preset's name (see `autotp topology`) or a TOML file.", autocompletion=topologies)
+    ],
+    devices: Annotated[int | None, typer.Option(help="How many devices; left out, as many as the topology has.")] = None,
+    strategy: Annotated[
+        str, typer.Option(help=f"What to search: {', '.join(autotp.FAMILIES)}.", autocompletion=beginning(autotp.FAMILIES))
+    ] = "auto",
+    mesh: Annotated[str | None, typer.Option(help="Sizes of the mesh axes, outermost first, such as 2,2.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help='Memory to use on each device, such as "80 GB"; left out, all of it.')
+    ] = None,
+    mode: Annotated[str, typer.Option(help="train or inference.")] = "train",
+    optimizer: Annotated[
+        str, typer.Option(help=f"Whose state to count: {', '.join(OPTIMIZERS)}.", autocompletion=beginning(OPTIMIZERS))
+    ] = "adamw",
+    panels: Annotated[
+        int | None, typer.Option(help="Panels in which products gather their operands; left out, as memory needs.")
+    ] = None,
+    chunks: Annotated[
+        str | None, typer.Option(help="Chunks in which devices do their work, such as batch=2 or batch=2,rows=2.")
+    ] = None,
+    schedule: Annotated[
+        str, typer.Option(help="How it will be run: overlap (communication hidden behind computing) or none.")
+    ] = "overlap",
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(help="A layout that something must have, such as lm_head.weight=Shard(0)@x; may be given again."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Write the plan, as JSON, to this file too.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a report for the browser, one file, to FILE.html.")] = None,
+    timeline: Annotated[
+        bool | None, typer.Option(help="Whether the report shows the schedule; left out, unless the model is very large.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Show the cheap operators too.")] = False,
+) -> None:
+    """Plan a model for a machine. Needs no devices, and no memory when the model is built on meta."""
+    machine = Topology.load(topology)
+    if devices is not None:
+        machine = machine.resized(devices)
+    shape = None if mesh is None else mesh_of(mesh)
+    bound = None if memory is None else memory_of(memory)
+    with working(f"building {model}"):
+        module, args, kwargs = load_model(model, machine.devices)
+    with working(f"planning for {machine.devices} devices of {machine.name}"):
+        plan = autotp.plan(
+            module,
+            machine,
+            args,
+            kwargs,
+            strategy=strategy,
+            mesh=shape,
+            mode=mode,
+            memory=bound,
+            optimizer=optimizer,
+            panels=panels,
+            chunks=None if chunks is None else chunks_of(chunks),
+            schedule=schedule,
+            constraints=pin or (),
+        )
+    if save is not None:
+        try:
+            plan.save(save)
+        except OSError as error:
+            raise AutotpError(f"--save {save}: cannot write the plan ({error.strerror})") from error
+    if html is not None:
+        write_report(html, module, capture(module, args, kwargs), plan, timeline, model)
+    if as_json:
+        print(plan.to_json())
+    else:
+        make_console().print(plan_table(plan, limit=None if everything else 40))
+
+
+@app.command("topology")
+def _topology(
+    name: Annotated[
+        str | None, typer.Argument(help="A preset's name, a TOML file, or `local`.", autocompletion=topologies)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the topologies that come with autotp, or show one."""
+    names = Topology.preset_names() if name is None else [name]
+    if as_json:
+        found = [(Topology.local() if each == "local" else Topology.load(each)).to_dict() for each in names]
+        print(json.dumps(found if name is None else found[0], indent=1))
+    elif name is None:
+        make_console().print(presets_table(Topology.load(preset) for preset in Topology.preset_names()))
+    else:
+        make_console().print(topology_table(Topology.local() if name == "local" else Topology.load(name)))
+
+
+app.command("sweep")(sweep_command)
+app.command("explain")(explain_command)
+app.command("calibrate")(calibrate_command)
+app.command("trace")(trace_command)
+app.command("verify")(verify_command)
+app.command("inspect")(inspect_command)
+app.command("diff")(diff_command)
+app.command("reprice")(reprice_command)
+
+
+if __name__ == "__main__":
+    main()

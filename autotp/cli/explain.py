@@ -1,0 +1,165 @@
+"""``autotp explain``: an operator or the memory of a plan; or a collective, by every algorithm, in symbols and numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import sympy
+import typer
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from autotp.cli.arguments import mesh_of
+from autotp.cli.explain_plan import explain_memory, explain_node
+from autotp.cli.render import make_console
+from autotp.costs.prices import Prices
+from autotp.errors import AutotpError
+from autotp.plans.plan import AXIS_NAMES
+from costmodel import COLLECTIVES, Link, Topology, collectives, format_quantity, parse_quantity
+
+__all__ = ["explain_collective", "explain_command"]
+
+_UNITS = {"V": "memory", "beta": "bandwidth"}
+
+
+def explain_collective(
+    kind: str, topology: Topology, mesh: tuple[int, ...], axes: tuple[int, ...], volume: float
+) -> dict[str, Any]:
+    """What a collective costs among the devices along some mesh axes.
+
+    Args:
+        kind: one of ``costmodel.COLLECTIVES``.
+        topology: the machine.
+        mesh: sizes of the mesh axes, outermost first.
+        axes: the axes whose devices communicate.
+        volume: bytes of the whole tensor, as ``costmodel.collectives`` counts them.
+
+    Returns:
+        The link's levels, the symbols' values (bytes, seconds, bytes/s), each algorithm's formula and seconds, and whether
+        the topology's library has it; the least of those that it has is what planning uses. An all_reduce over several axes
+        also goes in stages, where its schedule hides communication and that is faster by some per cent.
+
+    Raises:
+        AutotpError: no collective is called so.
+        TopologyError: the mesh does not fit the machine.
+    """
+    if kind not in COLLECTIVES:
+        raise AutotpError(f"no collective is called {kind!r}; choose {', '.join(COLLECTIVES)}")
+    link = topology.link(mesh, axes, kind)
+    values = _values(link, volume)
+    known = collectives.LIBRARIES[topology.library]
+    found: list[dict[str, Any]] = []
+    for name, formula in collectives.ALGORITHMS[kind].items():
+        whole = formula + collectives.omega if link.overhead else formula
+        seconds = float(whole.subs(values, simultaneous=True)) if link.size > 1 else 0.0
+        found.append({"algorithm": name, "formula": str(whole), "seconds": seconds, "available": name in known})
+    chosen = min((e for e in found if e["available"]), key=lambda e: e["seconds"])
+    if kind == "all_reduce" and len(axes) > 1:
+        prices = Prices(topology, mesh)
+        seconds = float(prices.in_stages(axes, np.array([volume]))[0, 0])
+        found.append({"algorithm": "in stages", "formula": _stages(axes), "seconds": seconds, "available": True})
+        chosen = found[-1] if prices.faster_staged(axes, volume) else chosen
+    return {
+        "collective": kind,
+        "topology": topology.name,
+        "library": topology.library,
+        "mesh": list(mesh),
+        "axes": list(axes),
+        "levels": [{"level": s.level, "ways": s.ways, "bandwidth": s.bandwidth, "latency": s.latency} for s in link.stages],
+        "values": {str(symbol): value for symbol, value in values.items()},
+        "algorithms": found,
+        "chosen": chosen["algorithm"],
+        "seconds": chosen["seconds"],
+    }
+
+
+def _stages(axes: tuple[int, ...]) -> str:
+    """An all_reduce over several axes as it is scheduled where that is faster; see `passes.overlap.stage`."""
+    *outer, inner = (AXIS_NAMES[axis] for axis in axes)
+    return f"reduce_scatter@{inner} + all_reduce@{','.join(outer)} + all_gather@{inner}"
+
+
+def _values(link: Link, volume: float) -> dict[sympy.Symbol, float]:
+    names = [symbol for symbol in collectives.SYMBOLS if symbol != collectives.V]
+    return {collectives.V: volume} | dict(zip(names, collectives.figures(link), strict=True))
+
+
+def explain_command(
+    what: Annotated[
+        str | None, typer.Argument(help=f"An operator of a plan, or a collective: {', '.join(COLLECTIVES)}.")
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="A plan that `autotp plan --save` wrote.")] = None,
+    model: Annotated[str | None, typer.Option(help="FILE.py:FACTORY or package.module:factory, as it was planned.")] = None,
+    memory: Annotated[bool, typer.Option("--memory", help="Explain what takes the plan's memory.")] = False,
+    alternatives: Annotated[int, typer.Option(help="How many other strategies to show.")] = 5,
+    planned: Annotated[int, typer.Option(help="Around how many of them to plan everything else anew.")] = 1,
+    topology: Annotated[str | None, typer.Option(help="Of a collective: a preset's name or a TOML file.")] = None,
+    size: Annotated[str | None, typer.Option("--bytes", help='Of a collective\'s whole tensor, such as "32 MB".')] = None,
+    devices: Annotated[int | None, typer.Option(help="How many devices; left out, as many as the topology has.")] = None,
+    mesh: Annotated[str | None, typer.Option(help="Sizes of the mesh axes, outermost first; left out, one axis.")] = None,
+    axes: Annotated[str | None, typer.Option(help="Axes that communicate, such as y or x,y; left out, all.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Explain an operator of a plan, its memory, or what a collective costs.
+
+    autotp explain linear_3 --plan plan.json --model model.py:build
+
+    autotp explain --memory --plan plan.json --model model.py:build
+
+    autotp explain all_reduce --topology dgx-h100 --bytes "32 MB"
+    """
+    if plan is not None:
+        if model is None or (what is None) != memory:
+            raise AutotpError("give the model (--model FILE.py:FACTORY), and the name of an operator or --memory")
+        if memory:
+            explain_memory(plan, model, as_json=as_json)
+        else:
+            explain_node(str(what), plan, model, count=alternatives, planned=planned, as_json=as_json)
+        return
+    if what is None or topology is None or size is None:
+        raise AutotpError("give an operator and its plan (--plan), or a collective with --topology and --bytes")
+    machine = Topology.load(topology)
+    machine = machine if devices is None else machine.resized(devices)
+    shape = (machine.devices,) if mesh is None else mesh_of(mesh)
+    found = explain_collective(what, machine, shape, _axes(axes, len(shape)), parse_quantity(size, "memory"))
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        make_console().print(_shown(found))
+
+
+def _axes(text: str | None, count: int) -> tuple[int, ...]:
+    names = AXIS_NAMES[:count]
+    if text is None:
+        return tuple(range(count))
+    wanted = [name.strip() for name in text.split(",")]
+    if any(name not in names for name in wanted) or len(set(wanted)) < len(wanted):
+        raise AutotpError(f"--axes {text!r}: the mesh has the axes {', '.join(names)}; name each at most once")
+    return tuple(sorted(names.index(name) for name in wanted))
+
+
+def _shown(found: dict[str, Any]) -> Group:
+    ways = math.prod(found["mesh"][a] for a in found["axes"])
+    where = " x ".join(map(str, found["mesh"]))
+    crossed = ", ".join(f"{e['ways']} over {e['level']}" for e in found["levels"]) or "nothing to cross"
+    head = Text.from_markup(
+        f"[bold]{found['collective']}[/] among {ways} of the {math.prod(found['mesh'])} devices of "
+        f"{escape(found['topology'])} (mesh {where}): {escape(crossed)}"
+    )
+    symbols = Table("symbol", "value", title="symbols", title_justify="left")
+    for name, value in found["values"].items():
+        unit = _UNITS.get(name, "time" if name.startswith("lambda") or name == "omega" else "")
+        rate = f"{value:.4g} s/B" if name in ("sigma", "chi") else f"{value:g}"
+        symbols.add_row(name, format_quantity(value, unit) if unit else rate)  # type: ignore[arg-type]
+    table = Table("algorithm", "seconds =", "", title=f"algorithms ({found['library']})", title_justify="left")
+    for entry in found["algorithms"]:
+        mark = "[green]chosen[/]" if entry["algorithm"] == found["chosen"] else ""
+        mark = mark if entry["available"] else f"[dim]not in {found['library']}[/]"
+        table.add_row(entry["algorithm"], f"{escape(entry['formula'])} = {format_quantity(entry['seconds'], 'time')}", mark)
+    return Group(head, symbols, table)

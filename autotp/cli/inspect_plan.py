@@ -1,0 +1,174 @@
+"""``autotp inspect`` and ``autotp diff``: reading a plan, and comparing two."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from autotp.analysis.difference import Difference, difference
+from autotp.analysis.drawing import draw
+from autotp.analysis.explain import priced_plan
+from autotp.analysis.inspection import Filters, Reshard, Row, inspect_plan
+from autotp.cli.arguments import load_model, working
+from autotp.cli.inspect_graph import show_graph
+from autotp.cli.render import bytes_of, make_console, short_target, time_of
+from autotp.cli.report import write_report
+from autotp.plans.folded import unnumbered
+from autotp.plans.plan import Plan
+from autotp.runtime.rewrite import apply
+from costmodel import format_quantity
+from passes.capture import capture
+
+__all__ = ["diff_command", "inspect_command"]
+
+_SHOWN = 30
+
+
+def inspect_command(
+    plan: Annotated[Path, typer.Argument(help="A plan that `autotp plan --save` wrote.")],
+    model: Annotated[str, typer.Option(help="FILE.py:FACTORY or package.module:factory, as it was planned.")],
+    op: Annotated[str | None, typer.Option(help="Only operators of this name or kind, such as addmm or linear_3.")] = None,
+    module: Annotated[str | None, typer.Option(help="Only those in this module, such as h.0.mlp or h.*.attn.")] = None,
+    collectives: Annotated[bool, typer.Option("--collectives", help="Only those that communicate.")] = False,
+    unsharded: Annotated[bool, typer.Option("--unsharded", help="Only those that every device computes whole.")] = False,
+    top: Annotated[int | None, typer.Option(help="Only so many of the dearest.")] = None,
+    code: Annotated[bool, typer.Option("--code", help="Print the Python code of the distributed graph.")] = False,
+    dot: Annotated[
+        Path | None, typer.Option(help="Draw the graph: FILE.dot, or with graphviz installed FILE.svg, .pdf or .png.")
+    ] = None,
+    graph: Annotated[
+        str | None, typer.Option(help="Instead, the graph that a device runs, as it is scheduled: forward or backward.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a report for the browser, one file, to FILE.html.")] = None,
+    timeline: Annotated[
+        bool | None, typer.Option(help="Whether the report shows the schedule; left out, unless the model is very large.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Read a plan: layouts, collectives with their cost, work and memory of every operator, by the model's modules."""
+    loaded = Plan.load(plan)
+    with working("reading the plan"):
+        module_, args, kwargs = load_model(model, loaded.devices)
+        captured = capture(module_, args, kwargs)
+    if html is not None:
+        write_report(html, module_, captured, loaded, timeline, model)
+        return
+    if graph is not None:
+        show_graph(graph, module_, captured, loaded, op=op, collectives=collectives, top=top, as_json=as_json)
+        return
+    with working("reading the plan"):
+        if code:
+            print(apply(captured, loaded).graph_module.code)
+            return
+        priced = priced_plan(captured, loaded)
+        rows = Filters(op, module, collectives, unsharded, top)(inspect_plan(loaded, priced))
+    if dot is not None:
+        draw(dot, loaded, rows, priced.model)
+        print(f"written to {dot}")
+    elif as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=1))
+    else:
+        make_console().print(_rows_shown(rows), soft_wrap=True)
+
+
+def _rows_shown(rows: Sequence[Row]) -> RenderableType:
+    """By module, each operator with its layouts and costs, and under it what moves."""
+    lines: list[RenderableType] = []
+    module = None
+    for row in rows:
+        if row.module != module:
+            module = row.module
+            lines.append(f"[bold cyan]{escape(module or '(the model itself)')}[/]")
+        times = f" × {row.count}" if row.count > 1 else ""
+        scheme = f"[yellow]{escape(row.scheme)}[/]" if row.replicated else f"[bold]{escape(row.scheme)}[/]"
+        place = f"  [dim]{escape(row.source)}[/]" if row.source else ""
+        lines.append(f"  {escape(row.name)}{times}  [dim]{escape(row.target)}[/]  {scheme}{place}")
+        costs = [
+            f"compute {format_quantity(row.compute_seconds, 'time')}",
+            f"communication {format_quantity(row.communication_seconds, 'time')}",
+            f"{row.flop:.3g} FLOP",
+            f"results {format_quantity(row.bytes, 'memory')}",
+        ]
+        lines.append(escape(f"      {', '.join(row.operands)} → {', '.join(row.results)}"))
+        lines.append(f"      {', '.join(costs)}")
+        lines += [escape(f"      {_collective(step)}") for step in row.reshards]
+        lines += [f"      [yellow]not in chunks of the {escape(row.whole)}[/]"] if row.whole else []
+    return Group(*lines, f"{sum(row.count for row in rows):,} operators, {len(rows):,} of them different")
+
+
+def _collective(step: Reshard) -> str:
+    way = "gradient of " if step.gradient else ""
+    if not step.seconds:
+        return f"{way}{step.tensor}: {step.kind}@{','.join(step.axes)}"
+    times = f"{step.times} × " if step.times > 1 else ""
+    cost = f"{times}{format_quantity(step.bytes, 'memory')}, {format_quantity(step.seconds, 'time')}"
+    when = "beside computing" if step.hidden else "waited for"
+    return f"{way}{step.tensor}: {step.kind}@{','.join(step.axes)} {cost}, {when}"
+
+
+def diff_command(
+    first: Annotated[Path, typer.Argument(help="A plan that `autotp plan --save` wrote.")],
+    second: Annotated[Path, typer.Argument(help="Another plan of the same model.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compare two plans of one model, operator by operator. Exits with 1 where they differ."""
+    found = difference(Plan.load(first), Plan.load(second))
+    if as_json:
+        print(json.dumps(asdict(found), indent=1))
+    else:
+        make_console().print(_difference_table(found))
+    if found.settings or found.parameters or found.operators:
+        raise typer.Exit(1)
+
+
+def _difference_table(found: Difference) -> RenderableType:
+    parts: list[RenderableType] = []
+    if not (found.settings or found.parameters or found.operators):
+        parts.append("[green]the plans are the same[/]")
+    figures = Table("", "first", "second", "change", header_style="bold", box=None, padding=(0, 2, 0, 0))
+    for name, (one, two) in found.settings.items():
+        figures.add_row(name, escape(one), escape(two), "")
+    for name, (before, after) in found.predicted.items():
+        show = bytes_of if name.endswith("bytes") else time_of
+        more = f"{after / before - 1:+.1%}" if before and not math.isclose(before, after) else ""
+        figures.add_row(name.replace("_", " "), show(before), show(after), more)
+    parts.append(figures)
+    if found.operators:
+        table = Table(header_style="bold")
+        for title in ("operator", "×", "first", "second"):
+            table.add_column(title, overflow="fold")
+        for title in ("seconds", "received"):
+            table.add_column(title, no_wrap=True)
+        for change in found.operators[:_SHOWN]:
+            ways = zip(change.schemes, change.layouts, strict=True)
+            table.add_row(
+                f"{escape(short_target(change.target))}\n[dim]{escape(change.module)}[/]".removesuffix("\n[dim][/]"),
+                str(change.count),
+                *(escape(f"{scheme}:\n{', '.join(layouts)}") for scheme, layouts in ways),
+                f"{format_quantity(change.seconds[0], 'time')} → {format_quantity(change.seconds[1], 'time')}",
+                f"{format_quantity(change.bytes[0], 'memory')} → {format_quantity(change.bytes[1], 'memory')}",
+            )
+        parts.append(table)
+        left = len(found.operators) - _SHOWN
+        if left > 0:
+            parts.append(f"… and {left} more that differ (all of them with --json)")
+    if found.parameters:
+        table = Table("parameter", "×", "rests in the first", "in the second", header_style="bold")
+        alike = Counter((unnumbered(name), *both) for name, both in found.parameters.items())
+        for (name, one, two), count in list(alike.items())[:_SHOWN]:
+            table.add_row(escape(name), str(count), escape(one), escape(two))
+        parts.append(table)
+        left = sum(list(alike.values())[_SHOWN:])
+        if left > 0:
+            parts.append(f"… and {left} more parameters")
+    return Group(*parts)

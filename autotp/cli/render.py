@@ -1,0 +1,306 @@
+"""What a plan and a topology look like in a terminal, as rich renderables.
+
+Nothing here computes a cost or decides anything: every figure shown is a field of the plan.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from autotp.plans.folded import FoldedOperator, fold_operators, unnumbered
+from costmodel import Topology, format_quantity
+
+if TYPE_CHECKING:
+    from autotp.plans.plan import Plan
+
+__all__ = ["bytes_of", "make_console", "plan_table", "presets_table", "short_target", "time_of", "topology_table"]
+
+#: Columns of a table that goes to a file or a pipe, where no terminal says how wide it is.
+PIPED_WIDTH = 160
+
+#: Share of the operators' time below which a row is left out of the table.
+NEGLIGIBLE = 0.002
+
+#: Columns that a terminal needs for the layouts to be shown.
+ROOM_FOR_LAYOUTS = 120
+
+
+def make_console(quiet: bool = False) -> Console:
+    """A console on stdout: as wide and colourful as the terminal, or wide and plain when piped.
+
+    Args:
+        quiet: Print nothing at all, as ranks other than 0 should.
+    """
+    # Without rich's highlighter: it takes placements for calls and breaks numbers at their commas.
+    console = Console(quiet=quiet, highlight=False)
+    if console.is_terminal or "COLUMNS" in os.environ:
+        return console
+    return Console(quiet=quiet, width=PIPED_WIDTH, highlight=False)
+
+
+def plan_table(plan: Plan, limit: int | None = 40) -> RenderableType:
+    """Show a plan: the mesh, a strategy for every operator, the predicted step, memory, what has no rule.
+
+    Args:
+        plan: The plan.
+        limit: The most rows shown; the cheapest operators, and those that take next to no time, are left out
+            and counted. None shows all.
+
+    Returns:
+        A rich renderable.
+    """
+    parts: list[RenderableType] = [
+        _header(plan),
+        _Operators(fold_operators(plan.operators), limit),
+        _prediction(plan),
+    ]
+    if plan.whole:
+        parts.append(_whole(plan))
+    if plan.replicated:
+        parts.append(_replicated(plan.replicated))
+    return Group(*parts)
+
+
+def _header(plan: Plan) -> Table:
+    topology = plan.topology
+    mesh = " × ".join(f"{axis}={size}" for axis, size in zip(plan.mesh_axes, plan.mesh_shape, strict=True))
+    grid = _grid()
+    grid.add_row("strategy", escape(str(plan.strategy)))
+    grid.add_row("mesh", f"{mesh or '1 device'}  [dim](outermost first)[/]")
+    grid.add_row("topology", f"{escape(topology.name)}: {_levels(topology)}")
+    if plan.schedule == "none" and plan.topology.devices > 1:
+        grid.add_row("schedule", "none  [dim](no communication is hidden)[/]")
+    if plan.chunks:
+        of = {"batch": "of the batch", "rows": "of products' rows"}
+        said = (f"{n} {of[kind]}, in {plan.chunked.get(kind, 0):,} operators" for kind, n in plan.chunks.items())
+        grid.add_row("chunks", f"{'; '.join(said)} [dim]of {len(plan.operators):,}[/]")
+    grid.add_row("plan", f"{plan.hash}{_planning(plan.planning)}")
+    return grid
+
+
+def _planning(stats: Mapping[str, Any]) -> str:
+    said = []
+    if "capture_seconds" in stats:
+        said.append(f"captured in {time_of(stats['capture_seconds'])}")
+    if "seconds" in stats:
+        said.append(f"planned in {time_of(stats['seconds'])}")
+    if stats.get("variables"):
+        said.append(f"{stats['variables']:,} variables")
+    if "meshes" in stats:
+        meshes = stats["meshes"]
+        number = meshes if isinstance(meshes, int) else len(meshes)
+        said.append(f"{number} mesh{'es' if number != 1 else ''}")
+    return f"  [dim]({', '.join(said)})[/]" if said else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Operators:
+    """The table of operators, which leaves layouts and bounds out where they would have no room."""
+
+    rows: Sequence[FoldedOperator]
+    limit: int | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        rows, hidden = _dearest(self.rows, self.limit)
+        layouts = options.max_width >= ROOM_FOR_LAYOUTS
+        table = Table(header_style="bold", row_styles=("", "on grey7"))
+        table.add_column("module", overflow="fold")
+        table.add_column("operator", overflow="fold")
+        table.add_column("×", justify="right", no_wrap=True)
+        table.add_column("scheme", overflow="fold")
+        table.add_column("factor → axes", overflow="fold")
+        if layouts:
+            table.add_column("layouts (operands, results)", overflow="fold")
+        table.add_column("received", justify="right", no_wrap=True)
+        if layouts:
+            table.add_column("/ bound", justify="right", no_wrap=True)
+        table.add_column("time a step", justify="right", no_wrap=True)
+        for row in rows:
+            table.add_row(*_cells(row, layouts))
+        yield table
+        if hidden:
+            time = time_of(sum(row.seconds for row in hidden))
+            yield Text(
+                f"and {len(hidden)} cheaper row{'' if len(hidden) == 1 else 's'}, {time} together",
+                style="dim",
+            )
+
+
+def _dearest(rows: Sequence[FoldedOperator], limit: int | None) -> tuple[list[FoldedOperator], list[FoldedOperator]]:
+    if limit is None:
+        return list(rows), []
+    least = NEGLIGIBLE * sum(row.seconds for row in rows)
+    order = sorted(range(len(rows)), key=lambda i: (-rows[i].seconds, i))
+    kept = {i for i in order[:limit] if rows[i].seconds >= least}
+    return [row for i, row in enumerate(rows) if i in kept], [row for i, row in enumerate(rows) if i not in kept]
+
+
+def _cells(row: FoldedOperator, layouts: bool) -> list[str]:
+    operator = row.first
+    cells = [
+        escape(row.module) or "[dim]–[/]",
+        escape(short_target(operator.target)),
+        str(len(row.operators)),
+        "[yellow]no rule[/]" if operator.replicated else escape(operator.scheme),
+        (escape(_strategy(operator.strategy)) or "[dim]–[/]")
+        + (f", {operator.panels} panels" if operator.panels > 1 else ""),
+    ]
+    if layouts:
+        cells.append(escape(", ".join(operator.layouts)))
+    moved = bytes_of(row.bytes_moved) if row.bytes_moved else "[dim]–[/]"
+    ratio = f"{row.bytes_moved / row.bound_bytes:.2f}" if row.bound_bytes else "[dim]–[/]"
+    return [*cells, moved, *([ratio] if layouts else []), time_of(row.seconds)]
+
+
+def _prediction(plan: Plan) -> Table:
+    predicted = plan.predicted
+    grid = _grid()
+    grid.add_row(
+        "predicted step",
+        f"[bold]{time_of(predicted.step_seconds)}[/] = "
+        f"compute {time_of(predicted.compute_seconds)} + "
+        f"exposed communication {time_of(predicted.exposed_seconds)} "
+        f"[dim](of {time_of(predicted.communication_seconds)} in all)[/]",
+    )
+    # The bound is what the user allowed, and may be above or below what the device has.
+    allowed = plan.memory_bound if math.isfinite(plan.memory_bound) else plan.topology.device.memory
+    used = predicted.memory_bytes / allowed if allowed else math.inf
+    colour = "red" if used > 1 else "yellow" if used > 0.9 else "green"
+    grid.add_row(
+        "memory a device",
+        f"{bytes_of(predicted.memory_bytes)} of {bytes_of(allowed)} [{colour}]({used:.1%})[/]",
+    )
+    if plan.bound_ratio is not None:
+        least = sum(operator.bound_bytes for operator in plan.operators)
+        everything = sum(operator.bytes_moved for operator in plan.operators)
+        grid.add_row(
+            "communication",
+            f"products with weights move {plan.bound_ratio:.2f} × their lower bound of {bytes_of(least)}, "
+            f"the whole model {everything / least:.2f} × [dim](below 1: tensors rest in copies)[/]",
+        )
+    made = plan.planning.get("repriced")
+    if made is not None:
+        step = f"[dim], where its step takes {time_of(made['step_seconds'])}[/]"
+        grid.add_row("optimality", f"[yellow]not sought[/]: the plan was made for {escape(made['topology'])}{step}")
+    elif plan.optimal:
+        grid.add_row("optimality", "[green]proven optimal[/] [dim](for this cost model and search space)[/]")
+    else:
+        gap = f"within {plan.gap:.2%} of the bound" if math.isfinite(plan.gap) else "no bound was found"
+        grid.add_row("optimality", f"[yellow]not proven[/]: {gap}")
+    return grid
+
+
+def _whole(plan: Plan, limit: int = 12) -> Text:
+    """Where chunks stop, and why."""
+    by_name = {operator.name: operator for operator in plan.operators}
+    alike = Counter(
+        (unnumbered(by_name[name].module), short_target(by_name[name].target), why) for name, why in plan.whole.items()
+    )
+    lines = [
+        f"  {f'{module}: ' if module else ''}{target}{f' × {count}' if count > 1 else ''}  ({why})"
+        for (module, target, why), count in alike.items()
+    ]
+    more = [f"  and {len(lines) - limit} more"] if len(lines) > limit else []
+    return Text("\n".join(["not in chunks:", *lines[:limit], *more]), style="yellow")
+
+
+def _replicated(names: Sequence[str], limit: int = 12) -> Text:
+    shown = ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+    return Text(f"replicated, having no rule ({len(names)}): {shown}", style="yellow")
+
+
+def _grid() -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    return grid
+
+
+def short_target(target: object) -> str:
+    """An operator's name without its library and overload."""
+    text = str(target).removeprefix("torch.ops.").removesuffix(".default")
+    return text.split(".")[1] if text.startswith("aten.") else text.rpartition(".")[2]
+
+
+def _strategy(strategy: Mapping[str, Sequence[str]]) -> str:
+    return ", ".join(f"{factor}→{'·'.join(axes)}" for factor, axes in strategy.items() if axes)
+
+
+def _levels(topology: Topology) -> str:
+    sizes = " × ".join(f"{level.size} {level.name}" for level in reversed(topology.levels))
+    device = f"{topology.device.name}, {bytes_of(topology.device.memory)}"
+    return f"{topology.devices} devices" + escape(f" ({sizes}) of {device}")
+
+
+def time_of(seconds: float) -> str:
+    """Seconds, for people."""
+    return format_quantity(seconds, "time")
+
+
+def bytes_of(count: float) -> str:
+    """Bytes, for people."""
+    return format_quantity(count, "memory")
+
+
+def _bandwidth(rate: float) -> str:
+    return format_quantity(rate, "bandwidth")
+
+
+def topology_table(topology: Topology) -> RenderableType:
+    """Show one topology: its device's rates and its levels, the innermost (fastest) first."""
+    device = topology.device
+    grid = _grid()
+    grid.add_row("topology", escape(topology.name))
+    grid.add_row("devices", str(topology.devices))
+    grid.add_row("device", escape(device.name))
+    for dtype, flops in device.flops.items():
+        grid.add_row(f"  {dtype}", format_quantity(flops, "rate"))
+    grid.add_row(
+        "  memory",
+        f"{bytes_of(device.memory)} at {_bandwidth(device.memory_bandwidth)}",
+    )
+    grid.add_row("  launch", f"{time_of(device.launch)} a kernel")
+
+    table = Table(header_style="bold")
+    table.add_column("level")
+    for title in ("size", "bandwidth", "latency"):
+        table.add_column(title, justify="right")
+    for level in topology.levels:
+        table.add_row(
+            escape(level.name),
+            str(level.size),
+            _bandwidth(level.bandwidth),
+            time_of(level.latency),
+        )
+    return Group(grid, table)
+
+
+def presets_table(topologies: Iterable[Topology]) -> Table:
+    """Show one row for each of several topologies."""
+    table = Table(header_style="bold")
+    table.add_column("preset", no_wrap=True)
+    table.add_column("devices", justify="right")
+    table.add_column("device")
+    table.add_column("memory", justify="right")
+    table.add_column("levels, innermost first")
+    for topology in topologies:
+        levels = ", ".join(f"{level.size} {level.name} at {_bandwidth(level.bandwidth)}" for level in topology.levels)
+        device = topology.device
+        table.add_row(
+            escape(topology.name),
+            str(topology.devices),
+            escape(device.name),
+            bytes_of(device.memory),
+            escape(levels),
+        )
+    return table

@@ -1,0 +1,63 @@
+"""``--html``: a plan's report, for commands that have the plan and its model at hand."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from torch import nn
+
+from autotp.analysis.report import content, save_report
+from autotp.analysis.trace import predicted_events, scheduled, trainable
+from autotp.cli.arguments import working
+from autotp.errors import AutotpError
+from autotp.plans.plan import Plan
+from passes.capture import Captured
+
+__all__ = ["write_report"]
+
+#: Operators up to which the schedule is made without being asked for: tracing one takes about a millisecond each.
+SCHEDULED = 20_000
+
+
+def write_report(path: Path, model: nn.Module, captured: Captured, plan: Plan, timeline: bool | None, name: str) -> None:
+    """Writes a plan's report.
+
+    Args:
+        path: of the HTML file; it appears whole or not at all.
+        model: that was planned.
+        captured: the model's graph.
+        plan: the plan.
+        timeline: whether to show the schedule; None: if the plan runs one, and unless the model is very large.
+        name: of the model.
+
+    Raises:
+        AutotpError: the directory is not there, or the file cannot be written.
+        PlanMismatchError: the plan is for another model or other inputs.
+    """
+    if not path.absolute().parent.is_dir():
+        raise AutotpError(f"--html {path}: there is no directory {path.parent}")
+    wanted = timeline
+    if wanted is None:
+        wanted = plan.schedule == "overlap" and len(plan.operators) <= SCHEDULED
+    events = []
+    if wanted:
+        try:
+            with working("scheduling"):
+                events = predicted_events(scheduled(captured, plan, trainable(model)))
+        except AutotpError as error:
+            if timeline:
+                raise
+            print(f"no timeline: {error}", file=sys.stderr)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("explaining operators")
+
+        def explained(done: int, of: int) -> None:
+            progress.update(task, completed=done, total=of)
+
+        title = f"{name} on {plan.devices} devices"
+        told = content(captured, plan, events=events, title=title, progress=explained)
+    save_report(path, told)
+    print(f"written to {path}")

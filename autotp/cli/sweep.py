@@ -1,0 +1,115 @@
+"""``autotp sweep``: one model over many device counts and topologies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from autotp.analysis.sweep import sweep, takes_devices
+from autotp.cli.arguments import call_factory, find_factory, memory_of, native_output_on_stderr
+from autotp.cli.render import make_console
+from autotp.cli.sweep_output import check_plot, sweep_csv, sweep_json, sweep_table, write_file, write_plot
+from autotp.errors import AutotpError
+from autotp.plans.families import FAMILIES
+from costmodel import OPTIMIZERS
+
+__all__ = ["sweep_command"]
+
+
+def sweep_command(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="FILE.py:FACTORY or package.module:factory, as for `plan`. A factory with an argument `devices` is called "
+            "for every count, and may make its batch by it (weak scaling)."
+        ),
+    ],
+    topology: Annotated[str, typer.Option(help="Presets' names or TOML files, such as dgx-a100,dgx-h100.")],
+    devices: Annotated[str, typer.Option(help="How many devices, such as 8,16,32.")],
+    strategy: Annotated[str, typer.Option(help=f"What to search; the fastest counts: {', '.join(FAMILIES)}.")] = "auto",
+    families: Annotated[
+        bool, typer.Option("--families", help="Plan every family too, and say which is the fastest.")
+    ] = False,
+    weak: Annotated[
+        bool, typer.Option("--weak", help="Insist on weak scaling: the factory must have an argument `devices`.")
+    ] = False,
+    tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a step; left out, the elements of the first integer input, else samples."),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help='Memory to use on each device, such as "80 GB"; left out, all of it.')
+    ] = None,
+    mode: Annotated[str, typer.Option(help="train or inference.")] = "train",
+    optimizer: Annotated[str, typer.Option(help=f"Whose state to count: {', '.join(OPTIMIZERS)}.")] = "adamw",
+    panels: Annotated[
+        int | None, typer.Option(help="Panels in which products gather their operands; left out, as memory needs.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the points as JSON.")] = False,
+    csv: Annotated[Path | None, typer.Option(help="Write the points, as CSV, to this file too.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw tokens a second, MFU and exposed communication: FILE.svg or FILE.png.")
+    ] = None,
+) -> None:
+    """Plan a model for many device counts and topologies. Exit code 1: none of them has a plan."""
+    counts = [_count(word) for word in _words(devices)]
+    bound = None if memory is None else memory_of(memory)
+    if plot is not None:
+        check_plot(plot)
+    for file in (csv, plot):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise AutotpError(f"{file}: there is no directory {file.parent}")
+    factory = find_factory(model)
+    if weak and not takes_devices(factory):
+        raise AutotpError(f"--weak: the factory of --model {model!r} has no argument `devices` to make its batch by")
+    # Status on stderr, and nothing at all where that is no terminal: stdout stays clean for pipes.
+    with Console(stderr=True).status(f"building {model} …") as status, native_output_on_stderr():
+        points = sweep(
+            _loader(factory, model),
+            _words(topology),
+            counts,
+            strategies=_words(strategy),
+            families=families,
+            tokens=tokens,
+            mode=mode,
+            memory=bound,
+            optimizer=optimizer,
+            panels=panels,
+            progress=lambda what: status.update(f"{what} …"),
+        )
+    if csv is not None:
+        write_file(csv, sweep_csv(points))
+    if plot is not None:
+        write_plot(points, plot)
+    if as_json:
+        print(sweep_json(points))
+    else:
+        make_console().print(sweep_table(points))
+    if not any(point.planned for point in points):
+        raise typer.Exit(1)
+
+
+def _loader(factory: Callable[..., Any], spec: str) -> Callable[..., Any]:
+    """The factory with its mistakes told as the user's; the sweep looks at whether it takes ``devices``."""
+
+    def grown(devices: int) -> Any:
+        return call_factory(factory, spec, devices)
+
+    def fixed() -> Any:
+        return call_factory(factory, spec)
+
+    return grown if takes_devices(factory) else fixed
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _count(word: str) -> int:
+    if not (word.isascii() and word.isdigit() and int(word) > 0):
+        raise AutotpError(f"--devices {word!r}: expected how many devices, such as 8,16,32")
+    return int(word)

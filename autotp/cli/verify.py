@@ -1,0 +1,76 @@
+"""``autotp verify``: is what a plan computes what the model computes?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from autotp.analysis.verify import Verification, verify
+from autotp.cli.arguments import load_model, working
+from autotp.cli.render import make_console
+from autotp.plans.plan import Plan
+
+__all__ = ["verify_command"]
+
+_SHOWN = 8
+
+
+def verify_command(
+    plan: Annotated[Path, typer.Argument(help="A plan that `autotp plan --save` wrote.")],
+    model: Annotated[str, typer.Option(help="FILE.py:FACTORY or package.module:factory, as it was planned.")],
+    tolerance: Annotated[
+        float | None, typer.Option(help="Relative error that counts as rounding; left out, by the model's dtype.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run a plan for all of its devices in this process, and compare every value and gradient with the model's.
+
+    Exits with 1 where they differ, and says at which operator that begins. What rounding alone moves as far is told, and is
+    no difference.
+    """
+    loaded = Plan.load(plan)
+    with working("comparing"):
+        module, args, kwargs = load_model(model, loaded.devices)
+        found = verify(module, loaded, args, kwargs, tolerance=tolerance)
+    if as_json:
+        print(json.dumps(asdict(found) | {"right": found.right}, indent=1))
+    else:
+        make_console().print(_shown(found))
+    if not found.right:
+        raise typer.Exit(1)
+
+
+def _shown(found: Verification) -> RenderableType:
+    table = Table("largest relative errors", "", header_style="bold")
+    worst = sorted(found.gradients.items(), key=lambda entry: -entry[1])[:_SHOWN]
+    errors = [(f"output {name}", error) for name, error in found.outputs.items()]
+    errors += [(f"gradient of {name}", error) for name, error in worst]
+    for name, error in errors:
+        colour = "green" if error <= found.tolerance else "yellow" if name in found.ill_conditioned else "red"
+        table.add_row(escape(name), f"[{colour}]{error:.2e}[/]")
+    if found.departure is None:
+        said = f"[green]right[/]: {found.compared} values and gradients agree to {found.tolerance:.0e}"
+    else:
+        at = found.departure
+        place = " ".join(filter(None, (f"in {at.module}" if at.module else "", f"({at.source})" if at.source else "")))
+        said = f"[red]wrong[/]: at [bold]{escape(at.operator)}[/] {escape(place)} {escape(at.where)} (error {at.error:.2e})"
+    return Group(table, *_ill_conditioned(found), said)
+
+
+def _ill_conditioned(found: Verification) -> list[str]:
+    if not found.ill_conditioned:
+        return []
+    worst = sorted(found.ill_conditioned.items(), key=lambda entry: -entry[1])
+    named = [f"{escape(name)} ({move:.1e})" for name, move in worst[:_SHOWN]]
+    more = [f"and {len(worst) - _SHOWN} more"] if len(worst) > _SHOWN else []
+    return [
+        "[yellow]ill-conditioned[/]: moving weights and inputs by one unit in the last place moves these in the model "
+        f"itself as far as the plan does: {', '.join(named + more)}"
+    ]

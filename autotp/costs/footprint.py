@@ -1,0 +1,321 @@
+"""The most bytes that a device holds at once: a training step walked through, storage by storage.
+
+Parameters, buffers, the inputs and the optimizer's state are there throughout. The forward pass adds what operators
+return, and what reshards bring, and drops both after their last reader, unless a backward pass needs them. The backward
+pass runs the operators in reverse: it drops what was saved, gathers parameters again, and holds the gradient of every
+tensor from its last reader's turn to its producer's. Gradients of parameters stay. Views own no storage. What operators
+use inside (workspaces) is not known here.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import fx
+
+from autotp.costs.model import Model
+from autotp.costs.prices import Prices
+from passes.layouts.layout import Layout
+from passes.rules.factors import Value, value_of
+from passes.rules.shapes import operands_of, results_of
+from passes.rules.table import kept_besides, rule_of, saved_by
+from passes.strategies.strategy import Strategy, gradient_of, whole_layout
+
+__all__ = ["Footprint", "Moment", "Turn"]
+
+Key = tuple[Value, Layout]
+
+
+class Turn(enum.IntEnum):
+    """What goes on: an operator runs, the gradients of its results arrive, or its backward pass runs."""
+
+    FORWARD = 0
+    ARRIVAL = 1
+    BACKWARD = 2
+
+
+class Moment(NamedTuple):
+    """When something is held: at which turn of the operator of this number."""
+
+    at: int
+    turn: Turn
+
+
+class Footprint:
+    """A plan's step on one device; ``held`` has the most bytes at every moment, once it has run.
+
+    Args:
+        model: the captured model, analysed.
+        prices: of the mesh, with the optimizer, and whether there is a backward pass.
+        strategies: of every operator, by name.
+        layouts: in which every tensor is made or rests.
+        panels: of the products that gather their operands panel by panel, by name.
+        again: (operand, product) where the backward pass gathers the product's data operand again.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        prices: Prices,
+        strategies: Mapping[str, Strategy],
+        layouts: Mapping[Value, Layout],
+        panels: Mapping[str, int],
+        again: Set[tuple[Value, fx.Node]],
+    ) -> None:
+        self.model, self.prices, self.strategies, self.layouts = model, prices, strategies, layouts
+        self.panels, self.again = panels, again
+        self.parameters = model.captured.parameters
+        self.operands = {node: operands_of(node) for node in model.operators}
+        self.results = {node: results_of(node) for node in model.operators}
+        self.whole = whole_layout(len(prices.mesh))
+        self.sizes: dict[tuple, float] = {}
+        self.live: dict[Key, float] = {}
+        self.total = self.peak = 0.0
+        self.now = Moment(0, Turn.FORWARD)
+        self.held: dict[Moment, float] = {}
+        self.watched = math.inf
+        self.worst: list[tuple[str, str, float]] = []
+        self.roots: dict[Value, Value] = {}
+        self.saved: dict[fx.Node, set[Key]] = defaultdict(set)
+        self.holders: dict[Key, int] = defaultdict(int)
+
+    def run(self) -> float:
+        """Bytes at the worst moment, under ``zero_grad()`` as it is by default (gradients dropped)."""
+        self.state()
+        nodes = list(self.model.operators)
+        self.last = self.readers(nodes)
+        leaves = {value_of(leaf) for leaf in self.outputs()}
+        ends: dict[fx.Node, list[Key]] = defaultdict(list)
+        for key, node in self.last.items():
+            ends[node].append(key)
+        for at, node in enumerate(nodes):
+            self.now = Moment(at, Turn.FORWARD)
+            self.forward(node)
+            for key in ends[node]:
+                if not self.holders[key] and key[0] not in leaves and self.temporary(key[0]):
+                    self.drop(key)
+        if self.prices.train:
+            self.gradients: dict[Value, dict[Layout, float]] = defaultdict(dict)
+            for leaf in self.outputs():
+                if value_of(leaf) in self.model.trained:
+                    self.grow(value_of(leaf), self.whole, leaf.meta["val"])
+            for at, node in reversed(list(enumerate(nodes))):
+                self.now = Moment(at, Turn.ARRIVAL)
+                self.backward(node)
+        return self.peak
+
+    def state(self) -> None:
+        """What is there throughout."""
+        for node in self.model.captured.graph_module.graph.nodes:
+            value = node.meta.get("val")
+            if node.op != "placeholder" or not isinstance(value, torch.Tensor):
+                continue
+            size = self.bytes(value, self.layouts[node, 0])
+            if node.name in self.parameters and self.prices.train:
+                size = float(self.prices.states(np.array(size / value.element_size()), value.element_size())) - size
+            self.take(((node, 0), self.layouts[node, 0]), size)
+
+    def outputs(self) -> list[fx.Node]:
+        """The tensors that the graph returns."""
+        leaves: Sequence = self.model.captured.graph_module.graph.output_node().args[0]  # type: ignore[assignment]
+        return [leaf for leaf in leaves if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), torch.Tensor)]
+
+    def bytes(self, value: torch.Tensor, layout: Layout) -> float:
+        """Bytes of one device's part of a tensor."""
+        key = value.shape, value.element_size(), layout
+        if key not in self.sizes:
+            self.sizes[key] = self.prices.bytes(value, layout)
+        return self.sizes[key]
+
+    def take(self, key: Key, size: float) -> None:
+        """A storage appears, unless it is there."""
+        if key not in self.live:
+            self.live[key] = size
+            self.total += size
+            self.reach()
+
+    def reach(self, passing: float = 0.0) -> None:
+        """Looks whether this moment, with bytes that pass, is the worst yet."""
+        self.peak = max(self.peak, self.total + passing)
+        self.held[self.now] = max(self.held.get(self.now, 0.0), self.total + passing)
+        if self.total + passing >= self.watched:
+            self.watched, self.worst = math.inf, self.holding(passing)
+
+    def explain(self) -> list[tuple[str, str, float]]:
+        """What is held at the worst moment: (kind, name, bytes), most first."""
+        again = Footprint(self.model, self.prices, self.strategies, self.layouts, self.panels, self.again)
+        again.watched = self.run() * (1 - 1e-12)
+        again.run()
+        return sorted(again.worst, key=lambda entry: -entry[2])
+
+    def holding(self, passing: float) -> list[tuple[str, str, float]]:
+        """What is held now: (kind, name, bytes)."""
+        found = []
+        for (value, layout), size in self.live.items():
+            node = value[0]
+            if node.name in self.parameters:
+                kind = "parameter" if layout == self.layouts[value] else "gathered parameter"
+                found.append((kind, self.parameters[node.name], size))
+            elif node.op == "placeholder":
+                found.append(("input or buffer", node.name, size))
+            else:
+                kept = self.holders.get((value, layout), 0)
+                found.append(("saved for the backward pass" if kept else "result in use", node.name, size))
+        for value, gradients in getattr(self, "gradients", {}).items():
+            name = self.parameters.get(value[0].name, value[0].name)
+            kind = "gradient of a parameter" if value[0].name in self.parameters else "gradient in use"
+            found += [(kind, name, size) for size in gradients.values()]
+        rest = self.total + passing - sum(size for *_, size in found)
+        return [*found, ("in passing", "", rest)] if rest > 0.5 else found
+
+    def drop(self, key: Key) -> None:
+        """A storage goes."""
+        self.total -= self.live.pop(key, 0.0)
+
+    def temporary(self, value: Value) -> bool:
+        """Whether a tensor is made in the step."""
+        return value[0].op != "placeholder"
+
+    def key(self, value: Value, layout: Layout) -> Key:
+        """The storage that holds a tensor in a layout: where nothing moved, that of the tensor it is a view of."""
+        root = self.roots.get(value, value)
+        return (root, self.layouts[root]) if layout == self.layouts[value] else (value, layout)
+
+    def readers(self, nodes: Sequence[fx.Node]) -> dict[Key, fx.Node]:
+        """The last operator to read each storage; a reshard reads when the first who wants its result does."""
+        last: dict[Key, fx.Node] = {}
+        for node in nodes:
+            for operand, want in zip(self.operands[node], self.strategies[node.name].wants, strict=True):
+                value = value_of(operand)
+                key = self.key(value, want.layout)
+                if key not in last and want.layout != self.layouts[value]:
+                    last[self.key(value, self.layouts[value])] = node
+                last[key] = node
+            self.alias(node)
+            for i, layout in enumerate(self.strategies[node.name].results):
+                last.setdefault(self.key((node, i), layout), node)
+        return last
+
+    def alias(self, node: fx.Node) -> None:
+        """A view has the storage of what it views, unless that moved."""
+        table, operands = rule_of(node), self.operands[node]
+        if table is None or not table.view or not operands or not _is_view(node, operands[0]):
+            return
+        value, want = value_of(operands[0]), self.strategies[node.name].wants[0].layout
+        if want == self.layouts[value]:
+            root = self.roots.get(value, value)
+            for i in range(len(self.results[node])):
+                self.roots[node, i] = root
+
+    def forward(self, node: fx.Node) -> None:
+        """Runs an operator: what it gathers, what it returns, what is kept of it."""
+        strategy = self.strategies[node.name]
+        gathered, passing = [], 0.0
+        for operand, want in zip(self.operands[node], strategy.wants, strict=True):
+            value = value_of(operand)
+            key = self.key(value, want.layout)
+            size = self.bytes(operand.meta["val"], want.layout)
+            if key in self.live:
+                continue
+            if node.name in self.panels and (value[0].name in self.parameters or (value, node) in self.again):
+                passing += size / self.panels[node.name]
+                continue
+            self.take(key, size)
+            if value[0].name in self.parameters:
+                gathered.append(key)
+        for i, result in enumerate(self.results[node]):
+            if (node, i) not in self.roots:
+                self.take(((node, i), strategy.results[i]), self.bytes(result, strategy.results[i]))
+        self.reach(passing)
+        for key in gathered:
+            if self.last[key] is node:
+                self.drop(key)
+        if self.prices.train and any((node, i) in self.model.trained for i in range(len(self.results[node]))):
+            self.save(node, strategy, saved_by(node))
+
+    def save(self, node: fx.Node, strategy: Strategy, saves: str) -> None:
+        """Remembers what the backward pass of an operator needs."""
+        keys = set()
+        if saves == "operands":
+            for operand, want in zip(self.operands[node], strategy.wants, strict=True):
+                value = value_of(operand)
+                if value[0].op == "placeholder" or not operand.meta["val"].dtype.is_floating_point:
+                    continue
+                layout = self.layouts[value] if (value, node) in self.again else want.layout
+                keys.add(self.key(value, layout))
+        elif saves == "result":
+            keys = {self.key((node, i), layout) for i, layout in enumerate(strategy.results)}
+        bound, besides = self.model.operators[node].rule, kept_besides(node)
+        if bound is not None and besides and strategy.axes(*bound.inner):
+            key = (node, -1), strategy.wants[0].layout
+            self.take(key, besides * self.bytes(self.operands[node][0].meta["val"], strategy.wants[0].layout))
+            keys.add(key)
+        for key in keys:
+            self.holders[key] += 1
+        self.saved[node] = keys
+
+    def grow(self, value: Value, layout: Layout, tensor: torch.Tensor) -> None:
+        """A gradient arrives; a second one is added to the first."""
+        size = self.bytes(tensor, layout)
+        self.reach(size)
+        if layout not in self.gradients[value]:
+            self.gradients[value][layout] = size
+            self.total += size
+
+    def fall(self, value: Value) -> None:
+        """A tensor's gradient is not needed any more."""
+        self.total -= sum(self.gradients.pop(value, {}).values())
+
+    def backward(self, node: fx.Node) -> None:
+        """Runs an operator's backward pass, and drops what only that needed."""
+        strategy, passing = self.strategies[node.name], 0.0
+        mine = [(node, i) for i in range(len(self.results[node])) if (node, i) in self.model.trained]
+        if not mine:
+            return
+        for i, tensor in enumerate(self.results[node]):
+            if (node, i) in self.model.trained:
+                self.bring((node, i), tensor)
+        self.now = self.now._replace(turn=Turn.BACKWARD)
+        for operand, want in zip(self.operands[node], strategy.wants, strict=True):
+            value = value_of(operand)
+            moved = want.layout != self.layouts[value]
+            if moved and (value[0].name in self.parameters or (value, node) in self.again):
+                passing += self.bytes(operand.meta["val"], want.layout) / self.panels.get(node.name, 1)
+        self.total += passing
+        if mine[0] in self.roots:  # the gradient of a view is a view of the gradient
+            for value in mine:
+                self.fall(value)
+        for operand, want in zip(self.operands[node], strategy.wants, strict=True):
+            if value_of(operand) in self.model.trained:
+                self.grow(value_of(operand), want.gradient, operand.meta["val"])
+        self.total -= passing
+        for value in mine:
+            self.fall(value)
+        for key in self.saved.pop(node, ()):
+            self.holders[key] -= 1
+            if not self.holders[key] and self.temporary(key[0]):
+                self.drop(key)
+        for operand in self.operands[node]:
+            if operand.name in self.parameters:
+                self.bring((operand, 0), operand.meta["val"])
+
+    def bring(self, value: Value, tensor: torch.Tensor) -> None:
+        """All of a tensor's gradient comes to the layout of the tensor itself."""
+        own = gradient_of(self.layouts[value])
+        for layout in [found for found in self.gradients[value] if found != own]:
+            self.grow(value, own, tensor)
+            self.total -= self.gradients[value].pop(layout)
+
+
+def _is_view(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether a result of a view operator shares its operand's storage: a reshape of what was permuted copies."""
+    source, result = operand.meta["val"], results_of(node)[0]
+    if "reshape" not in str(node.target):
+        return True
+    return source.numel() == result.numel() and (source.is_contiguous() or source.stride()[-1:] == result.stride()[-1:])

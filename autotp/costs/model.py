@@ -1,0 +1,64 @@
+"""A captured model, analysed: what planning and prices need to know of it on every mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autotp.plans.constraints import Requirement
+from passes.capture import Captured
+from passes.rules.factors import Operator, Value, value_of
+from passes.rules.shapes import operands_of, results_of
+
+__all__ = ["Model", "depth_of", "trained_values"]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A captured model, analysed and folded: what planning needs on every mesh.
+
+    Attributes:
+        captured: the captured graph.
+        operators: its analysis.
+        stands: operator or parameter node -> the node that stands for it.
+        trained: tensors through which gradients flow.
+        pins: what constraints ask of operators and parameters.
+    """
+
+    captured: Captured
+    operators: Mapping[fx.Node, Operator]
+    stands: Mapping[fx.Node, fx.Node]
+    trained: frozenset[Value]
+    pins: Mapping[fx.Node, tuple[Requirement, ...]] = field(default_factory=dict)
+
+    @property
+    def parameter_bytes(self) -> float:
+        """Of all parameters, whole."""
+        nodes = self.captured.graph_module.graph.find_nodes(op="placeholder")
+        values = [node.meta["val"] for node in nodes if node.target in self.captured.parameters]
+        return float(sum(value.nbytes for value in values))
+
+
+def trained_values(captured: Captured, operators: Mapping[fx.Node, Operator]) -> frozenset[Value]:
+    """The tensors through which gradients flow to a parameter."""
+    trained: set[Value] = set()
+    for node in captured.graph_module.graph.nodes:
+        if node.op == "placeholder" and node.name in captured.parameters:
+            trained.add((node, 0))
+    for node in operators:
+        if "detach" in str(node.target) or not any(value_of(n) in trained for n in operands_of(node)):
+            continue
+        trained |= {(node, i) for i, t in enumerate(results_of(node)) if t.dtype.is_floating_point}
+    return frozenset(trained)
+
+
+def depth_of(model: Model) -> int:
+    """Operators with a weight: a parameter of two dims or more."""
+    parameters = model.captured.parameters
+    weighty = (
+        any(operand.name in parameters and operand.meta["val"].dim() > 1 for operand in operands_of(node))
+        for node in model.operators
+    )
+    return max(1, sum(weighty))

@@ -1,0 +1,73 @@
+"""How many panels each product has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autotp.costs.prices import Prices, flop_of
+from costmodel import pipeline
+from passes.layouts.reshard import COMMUNICATING, Step, moves
+from passes.rules.factors import Operator
+from passes.sharding.panel import Loop
+from passes.strategies.strategy import Strategy, gradient_of
+
+__all__ = ["MOST", "choose_panels"]
+
+#: The most panels that the planner gives a product by itself.
+MOST = 16
+
+
+def choose_panels(
+    found: Sequence[Loop],
+    operators: Mapping,
+    strategies: Mapping[str, Strategy],
+    prices: Prices,
+    panels: int | None,
+) -> dict[str, int]:
+    """Operator name -> number of panels, for the products that have several.
+
+    Args:
+        found: the loops that can be.
+        operators: the analysis of the graph, by node.
+        strategies: operator name -> strategy.
+        prices: of the mesh.
+        panels: that many for every product that they divide; None chooses the fastest number for each.
+    """
+    chosen: dict[str, int] = {}
+    for loop in found:
+        if panels is None:
+            possible = [n for n in range(2, MOST + 1) if loop.most % n == 0]
+            count = min(possible, key=lambda n: loop_seconds(loop, operators, strategies, prices, n), default=1)
+        else:
+            count = panels if loop.most % panels == 0 else 1
+        if count > 1:
+            chosen |= {node.name: count for node in loop.members}
+    return chosen
+
+
+def loop_seconds(loop: Loop, operators: Mapping, strategies: Mapping[str, Strategy], prices: Prices, panels: int) -> float:
+    """Seconds of a loop with so many panels, forward and (in training) backward, its communication under its products."""
+    fetch = before = scatter = after = 0.0
+    for operand, (shape, itemsize, have, want) in zip(loop.operands, loop.values, strict=True):
+        gathers = {m.step: m.elements * itemsize for m in moves(shape, have, want.layout, prices.mesh)}
+        mirrors = {m.step: m.elements * itemsize for m in moves(shape, want.gradient, gradient_of(have), prices.mesh)}
+        fetch += _seconds(operand.loop, gathers, prices, panels)
+        before += _seconds(operand.before, gathers, prices, 1)
+        scatter += _seconds(operand.scatter, mirrors, prices, panels)
+        after += _seconds(operand.after, mirrors, prices, 1)
+    work = 0.0
+    for node in loop.members:
+        operator: Operator = operators[node]
+        one = prices.operator(operator, strategies[node.name], flop_of(node), gradient=False)
+        launch = prices.topology.device.launch
+        work += (one.compute - launch) / panels + launch
+    total = before + float(pipeline.seconds(fetch, work, panels))
+    if prices.train:
+        total += before + float(pipeline.seconds(fetch + scatter, 2 * work, panels)) + after
+    return total
+
+
+def _seconds(chosen: Sequence[Step], volumes: Mapping[Step, float], prices: Prices, panels: int) -> float:
+    return sum(
+        prices.collective(step.kind, step.axes, volumes[step] / panels)[0] for step in chosen if step.kind in COMMUNICATING
+    )

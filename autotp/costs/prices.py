@@ -1,0 +1,350 @@
+"""Prices: what strategies and reshards cost on a mesh, from the cost model's expressions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+from torch.distributed.tensor import Replicate
+
+from autotp.costs.price import Price
+from costmodel import Topology, collectives, compute, memory, overlap
+from passes.layouts.codes import local_elements
+from passes.layouts.layout import Layout, local_shape
+from passes.layouts.reshard import COMMUNICATING, moves, sums_first
+from passes.rules.factors import Operator
+from passes.rules.shapes import operands_of, results_of
+from passes.rules.table import name_of, rule_of
+from passes.strategies.space import Space
+from passes.strategies.strategy import Strategy, Want, gradient_of
+
+__all__ = ["Prices", "flop_of", "kind_of"]
+
+#: An all_reduce goes in stages where it then takes at most this share of its time: there are more messages to wait for.
+_STAGED = 0.95
+#: Libraries whose collectives processors drive from beginning to end.
+_DRIVEN = ("gloo", "mpi")
+
+
+class Prices:
+    """Prices on one mesh of one topology.
+
+    Args:
+        topology: the machine.
+        mesh: sizes of the mesh axes.
+        train: whether there is a backward pass.
+        optimizer: a key of ``costmodel.memory.OPTIMIZERS``.
+        chunks: in how many chunks devices do their work, one after the other: virtual axes behind the mesh's. What such an
+            axis splits is paid for each chunk; what it joins or sums up, once and without a network.
+        together: bytes of all parameters, which travel together as their gradients do, so that latency counts little
+            (`passes.overlap.bucket`), and all_reduces go in stages where that is faster (`passes.overlap.stage`); 0: each
+            travels alone.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        mesh: tuple[int, ...],
+        *,
+        train: bool = True,
+        optimizer: str = "adamw",
+        chunks: tuple[int, ...] = (),
+        together: float = 0.0,
+    ) -> None:
+        self.topology, self.devices, self.train, self.optimizer = topology, mesh, train, optimizer
+        self.mesh, self.together = (*mesh, *chunks), together
+        self.collective = lru_cache(maxsize=None)(self._collective)
+        self.moving = lru_cache(maxsize=None)(self._moving)
+        self.contention = lru_cache(maxsize=None)(self._contention)
+        self.shares = lru_cache(maxsize=None)(self._shares)
+        self.latency = lru_cache(maxsize=None)(self._latency)
+
+    def _contention(self, kind: str, axes: tuple[int, ...]) -> float:
+        """The share of a collective's seconds over ``axes`` that takes the processors' time."""
+        return self.topology.link(self.devices, axes, kind).contention
+
+    def _shares(self, kind: str, axes: tuple[int, ...]) -> np.ndarray:
+        """Of a second of a collective over ``axes``: 1, its bytes' share of the processors' time, and of each level's."""
+        busy = self.topology.link(self.devices, axes, kind).busy
+        return np.array([1.0, self.contention(kind, axes), *(busy.get(level.name, 0.0) for level in self.topology.levels)])
+
+    def _latency(self, kind: str, axes: tuple[int, ...]) -> float:
+        """Seconds of a collective without any bytes, which is waiting and takes nobody's time."""
+        return float(self.alone(kind, axes, np.ones(1))[0])
+
+    def _collective(self, kind: str, axes: tuple[int, ...], volume: float, parameter: bool = False) -> tuple[float, float]:
+        """(seconds, bytes received) of one collective; ``volume`` is in bytes of the larger tensor on one device."""
+        return float(self.spent(kind, axes, np.array([volume]), parameter)[0, 0]), self._received(kind, axes, volume)
+
+    def _received(self, kind: str, axes: tuple[int, ...], volume: float) -> float:
+        return float(collectives.bytes_moved(kind, math.prod(self.mesh[a] for a in axes), volume))
+
+    def spent(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray, parameter: bool = False) -> np.ndarray:
+        """Seconds of a collective over ``axes`` for many sizes, and what they occupy.
+
+        Args:
+            kind, axes: of the collective.
+            volumes: in bytes of the larger tensor on one device.
+            parameter: they move parameters or their gradients, which may travel with others: copied into one message,
+                and out of it.
+
+        Returns:
+            ``[2 + levels, ...]`` seconds: of communicating; of those that take the processors' time; and for every level of
+            the network, innermost first, those in which it is occupied.
+        """
+        found = self.at_once(kind, axes, volumes, parameter)
+        if not self.together:
+            return found
+        if kind == "all_reduce" and len(axes) > 1:
+            staged = self.in_stages(axes, volumes, parameter)
+            found = np.where(staged[0] < _STAGED * found[0], staged, found)
+        if not parameter:
+            return found
+        latency = self.spent(kind, axes, np.ones(1))[0]
+        merged = np.asarray(overlap.merged(found[0], latency, volumes / self.together))
+        share = np.divide(merged, found[0], out=np.ones_like(merged), where=found[0] > 0)
+        taken = found[1]  # fewer messages are no fewer bytes
+        found = found * share
+        found[1] = taken
+        bytes_copied = overlap.copied(kind, math.prod(self.mesh[a] for a in axes), volumes)
+        copying = np.where(share < 1, 2 * np.asarray(bytes_copied) / self.topology.device.memory_bandwidth, 0.0)
+        found[:2] += copying  # which keeps the processors busy, and no level
+        return np.asarray(found)
+
+    def at_once(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray, parameter: bool = False) -> np.ndarray:
+        """``spent`` by one collective, which neither goes in stages nor travels with others.
+
+        What moves parameters is hidden in few messages, of which only the bytes take the processors' time. Chunks hide
+        activations in many; where processors drive them, they have to wake for each, and its latency is their time.
+        """
+        alone = self.alone(kind, axes, volumes)
+        found = np.multiply.outer(self.shares(kind, axes), alone)
+        latency = np.minimum(alone, self.latency(kind, axes))
+        found[1] = self.contention(kind, axes) * (alone - latency)
+        if not parameter and self.topology.library in _DRIVEN:
+            found[1] += latency
+        return np.asarray(found)
+
+    def seconds(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
+        """Seconds of a collective over ``axes`` for many sizes, in bytes of the larger tensor on one device."""
+        return np.asarray(self.spent(kind, axes, volumes)[0])
+
+    def alone(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
+        """``seconds`` of one collective, not in stages."""
+        link = self.topology.link(self.devices, axes, kind)
+        return np.asarray(collectives.of_link(kind, volumes, link, self.topology.library))
+
+    def in_stages(self, axes: tuple[int, ...], volumes: np.ndarray, parameter: bool = False) -> np.ndarray:
+        """``spent`` by an all_reduce that goes over the last axis first; see `passes.overlap.stage`."""
+        rest, inner = axes[:-1], axes[-1:]
+        shares = volumes / self.mesh[inner[0]]
+        between = self.at_once("all_reduce", rest, shares, parameter)
+        if len(rest) > 1:
+            staged = self.in_stages(rest, shares, parameter)
+            between = np.where(staged[0] < between[0], staged, between)
+        within = sum(self.at_once(kind, inner, volumes, parameter) for kind in ("reduce_scatter", "all_gather"))
+        return np.asarray(within + between)
+
+    def faster_staged(self, axes: tuple[int, ...], volume: float) -> bool:
+        """Whether an all_reduce of so many bytes goes over the last of the axes first; see `passes.overlap.stage`."""
+        volumes = np.array([volume])
+        return bool(self.in_stages(axes, volumes)[0, 0] < _STAGED * self.alone("all_reduce", axes, volumes)[0])
+
+    def _moving(
+        self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout, parameter: bool = False
+    ) -> Price:
+        """Of the steps from one layout to another."""
+        compute_seconds, received, spent = 0.0, 0.0, self._nothing()
+        real, state = len(self.devices), list(source)
+        found = {step: elements for step, elements in moves(shape, source, target, self.mesh)}
+        for step in sums_first(found, real) if len(self.mesh) > real else found:
+            there = found[step] if step in found else math.prod(local_shape(shape, tuple(state), self.mesh))
+            volume = float(there * itemsize)
+            if step.axes[0] < real and step.kind in COMMUNICATING:
+                times = self._times([not isinstance(p, Replicate) for p in state[real:]])
+                spent += times * self.spent(step.kind, step.axes, np.array([volume]), parameter)[:, 0]
+                received += times * self._received(step.kind, step.axes, volume)
+            for axis in step.axes:
+                state[axis] = target[axis]
+            if step.axes[0] >= real and step.kind in COMMUNICATING:  # read every chunk's, write one
+                read = math.prod(self.mesh[axis] for axis in step.axes)
+                compute_seconds += (read + 1) * volume / self.topology.device.memory_bandwidth
+        return self._price(received, compute_seconds, spent)
+
+    def _nothing(self) -> np.ndarray:
+        return np.zeros(2 + len(self.topology.levels))
+
+    def _price(
+        self, received: float, compute: float, spent: np.ndarray, late: float = 0.0, spent_late: float = 0.0
+    ) -> Price:
+        """``spent`` as it is named above; which shares of computing and of it belong to the backward pass."""
+        ahead, behind = (1 - spent_late) * spent, spent_late * spent
+        return Price(received, [(1 - late) * compute, *ahead.tolist()], [late * compute, *behind.tolist()])
+
+    def _times(self, splits: Sequence[bool]) -> int:
+        """How often something is done, given which virtual axes split it."""
+        return math.prod(n for n, cut in zip(self.mesh[len(self.devices) :], splits, strict=True) if cut)
+
+    def reshard(
+        self, value: torch.Tensor, have: Layout, want: Want, *, gradient: bool, regather: bool, parameter: bool = False
+    ) -> Price:
+        """One tensor's reshard with its mirror; ``regather``: it is gathered again for the backward pass."""
+        shape, itemsize = tuple(value.shape), value.element_size()
+        there = self.moving(shape, itemsize, have, want.layout, parameter)
+        if self.train and regather and there.communication:
+            there = there.plus(there.backward)
+        if not (self.train and gradient):
+            return there
+        back = self.moving(shape, itemsize, want.gradient, gradient_of(have), parameter)
+        return there.plus(back.backward)
+
+    def computing(self, space: Space, flop: float, *, gradient: bool) -> np.ndarray:
+        """Seconds of computing for all strategies at once, ``[S]``."""
+        node, table = space.operator.node, rule_of(space.operator.node)
+        operands, results = [n.meta["val"] for n in operands_of(node)], results_of(node)
+        moved = np.zeros(len(space.serves))
+        if (not operands and not results) or (table is not None and table.view):
+            return moved
+        passes = self._passes(gradient)
+        for tensor, rows in (*zip(operands, space.wants, strict=True), *zip(results, space.results, strict=True)):
+            moved = moved + local_elements(tuple(tensor.shape), rows, self.mesh) * tensor.element_size()
+        work = flop / np.where(space.factors(), np.array(self.mesh), 1).prod(axis=-1)
+        dtype = str((results or operands)[0].dtype).removeprefix("torch.")
+        dims = None
+        if kind_of(node) == "product":
+            dims = tuple(
+                math.prod(space.operator.factors[f].size for f in names)
+                / np.where(space.axes_of(names), np.array(self.mesh), 1).prod(axis=-1)
+                for names in self._dims(space.operator)
+            )
+        return np.asarray(self._compute(node, passes, work, moved, dtype, dims))
+
+    def _passes(self, gradient: bool) -> float:
+        """Times an operator's work is done: forward, and as much again for each operand's gradient."""
+        return 3.0 if self.train and gradient else 1.0
+
+    def behind(self, node: fx.Node, *, gradient: bool) -> tuple[float, float]:
+        """Which shares of an operator's computing, and of the collectives inside it, belong to the backward pass."""
+        table = rule_of(node)
+        forward, backward = table.statistics if table is not None else (1, 0)
+        inner = backward / (forward + backward) if self.train and gradient and backward else 0.0
+        return 1 - 1 / self._passes(gradient), inner
+
+    def _compute(self, node: fx.Node, passes: float, flop: Any, moved: Any, dtype: str, dims: Any) -> Any:
+        """Seconds of an operator's kernels."""
+        device, kind = self.topology.device, kind_of(node)
+        return compute.seconds(passes * flop, passes * moved, device, dtype, dims=dims, kind=kind, launches=passes)
+
+    @staticmethod
+    def _dims(operator: Operator) -> tuple[frozenset[str], ...]:
+        """The factors that make up m, k and n of a product."""
+        return tuple(frozenset(f.name for f in operator.factors.values() if f.kind == kind) for kind in "mkn")
+
+    def inside(self, space: Space, *, gradient: bool) -> np.ndarray:
+        """``spent`` by collectives inside the operator for all strategies at once, ``[2 + levels, S]``."""
+        rule, table = space.operator.rule, rule_of(space.operator.node)
+        found = np.zeros((len(self._nothing()), len(space.serves)))
+        if rule is None or table is None or not rule.inner:
+            return found
+        inner = space.axes_of(rule.inner)
+        operand = operands_of(space.operator.node)[0].meta["val"]
+        rows = local_elements(tuple(operand.shape), space.wants[0], self.mesh) * operand.element_size()
+        for name in rule.inner:
+            ways = np.where(space.axes_of(frozenset({name})), np.array(self.mesh), 1).prod(axis=-1)
+            rows = rows / np.maximum(1, -(-rule.sizes[name] // ways))
+        forward, backward = table.statistics
+        times = forward + (backward if self.train and gradient else 0)
+        groups = (inner * (1 << np.arange(len(self.mesh)))).sum(axis=-1)
+        for group in np.unique(groups[groups > 0]):
+            axes = tuple(a for a in range(len(self.mesh)) if group >> a & 1)
+            found = np.where(groups == group, times * self.spent("all_reduce", axes, rows), found)
+        return found
+
+    def bytes(self, value: torch.Tensor, layout: Layout) -> float:
+        """Bytes of one device's part."""
+        return float(math.prod(local_shape(tuple(value.shape), layout, self.mesh)) * value.element_size())
+
+    def operator(self, operator: Operator, strategy: Strategy, flop: float, *, gradient: bool) -> Price:
+        """One operator under one strategy: roofline compute, and the collectives of its lowering."""
+        work = self.work(operator, strategy, flop, gradient=gradient)
+        if work is None:
+            return self._price(0.0, 0.0, self._nothing())
+        seconds = float(work.seconds(self.topology.device))
+        spent, received = self._inner(operator, strategy, gradient)
+        times = self._times([factor is not None for factor in strategy.assignment[len(self.devices) :]])
+        return self._price(received, seconds, spent, *self.behind(operator.node, gradient=gradient)).times(times)
+
+    def work(self, operator: Operator, strategy: Strategy, flop: float, *, gradient: bool) -> compute.Work | None:
+        """What one device computes of an operator, forward and backward; None where there is nothing to do."""
+        node, table = operator.node, rule_of(operator.node)
+        operands, results = operands_of(node), results_of(node)
+        if (not operands and not results) or (table is not None and table.view):
+            return None
+        passes = self._passes(gradient)
+        moved = sum(self.bytes(n.meta["val"], w.layout) for n, w in zip(operands, strategy.wants, strict=True))
+        moved += sum(self.bytes(t, layout) for t, layout in zip(results, strategy.results, strict=True))
+        dtype = str((results or [operands[0].meta["val"]])[0].dtype).removeprefix("torch.")
+        dims = None
+        if kind_of(node) == "product":
+            m, k, n = (
+                math.prod(operator.factors[f].size for f in names) / math.prod(self.mesh[a] for a in strategy.axes(*names))
+                for names in self._dims(operator)
+            )
+            dims = m, k, n
+        share = flop / strategy.ways(self.mesh)
+        return compute.Work(passes * share, passes * moved, dtype, kind_of(node), dims, passes)
+
+    def _inner(self, operator: Operator, strategy: Strategy, gradient: bool) -> tuple[np.ndarray, float]:
+        """(``spent``, bytes received) of the collectives inside an operator."""
+        rule, table = operator.rule, rule_of(operator.node)
+        if rule is None or table is None or not rule.inner:
+            return self._nothing(), 0.0
+        axes = strategy.axes(*rule.inner)
+        if not axes:
+            return self._nothing(), 0.0
+        operand = operands_of(operator.node)[0].meta["val"]
+        rows = self.bytes(operand, strategy.wants[0].layout)
+        for name in rule.inner:
+            ways = math.prod(n for n, f in zip(self.mesh, strategy.assignment, strict=True) if f == name)
+            rows /= max(1, math.ceil(rule.sizes[name] / ways))
+        forward, backward = table.statistics
+        times = forward + (backward if self.train and gradient else 0)
+        spent = self.spent("all_reduce", axes, np.array([rows]))[:, 0]
+        return times * spent, times * self._received("all_reduce", axes, rows)
+
+    def states(self, elements: np.ndarray, itemsize: int) -> np.ndarray:
+        """Bytes of parameters of so many elements on one device, with gradient and optimizer state."""
+        return np.asarray(memory.state_bytes(elements, itemsize, self.optimizer, train=self.train))
+
+
+_KINDS = (
+    ("convolution", ("conv",)),
+    ("attention", ("attention",)),
+    ("norm", ("_norm",)),
+    ("softmax", ("softmax", "cross_entropy")),
+    ("gather", ("embedding", "gather", "index.")),
+    ("copy", ("aten.cat.", "aten.stack.", "aten.repeat.", "pad.", "aten.slice", "aten.roll", "aten.flip")),
+)
+
+
+@cache
+def _kind(name: str, product: bool) -> str:
+    found = next((kind for kind, words in _KINDS if any(word in name for word in words)), None)
+    return found or ("product" if product else "pointwise")
+
+
+def kind_of(node: fx.Node) -> str:
+    """Which of ``costmodel.KINDS`` an operator is."""
+    table = rule_of(node)
+    return _kind(name_of(node), table is not None and table.flop is not None)
+
+
+def flop_of(node: fx.Node) -> float:
+    """FLOP of a node's whole forward operator."""
+    table = rule_of(node)
+    return table.flop(node) if table is not None and table.flop is not None else 0.0

@@ -1,0 +1,11 @@
+"""A model and a machine become an `autotp.Plan`.
+
+In come a captured model, a topology and what the user asks for. Out goes the plan whose predicted step is shortest.
+`search` tries every mesh: `folding` finds operators that are alike, `structure` lists what may be chosen, `assemble` makes
+an integer program of it, `ilp` solves it, `contest` compares candidates, `least_step` adds chunks, and `describe` writes
+the plan.
+"""
+
+from autotp.planner.search import candidate_meshes, check, plan, plan_captured, prepare
+
+__all__ = ["candidate_meshes", "check", "plan", "plan_captured", "prepare"]

@@ -1,0 +1,214 @@
+"""The integer program of a model on one mesh: a structure, masked and priced.
+
+Operators, parameters and the model's outputs are nodes; inputs, buffers and constants are nodes with one choice. Tied
+(folded) nodes become one node whose costs are those of all its copies.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import fx
+
+from autotp.costs.prices import Prices
+from autotp.planner.ilp import Node, Problem, Tensor, Use
+from autotp.planner.structure import Choice, Edge, Rest, Structure
+from autotp.plans.constraints import Requirement
+from costmodel.overlap import Weight, Weights
+from passes.layouts.codes import SUM, WHOLE, decode, fitting, local_elements, restoring, ways
+from passes.layouts.layout import Layout
+from passes.layouts.reshard_matrix import Collective, Tariff
+from passes.rules.shapes import operands_of, results_of
+from passes.rules.table import kept_besides
+from passes.strategies.strategy import Strategy, whole_layout
+
+__all__ = ["EVEN", "Assembled", "assemble"]
+
+#: Nothing is hidden: a second is a second.
+EVEN = Weights()
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """A problem with the meaning of its nodes' choices."""
+
+    problem: Problem
+    structure: Structure
+    mesh: tuple[int, ...]
+
+    def chosen(self, node: fx.Node, row: int) -> Strategy | Layout:
+        """The strategy of an operator, or the layout of a placeholder, that a row stands for."""
+        choice = self.structure.nodes[self.structure.index[node]][1]
+        if isinstance(choice, Choice):
+            return choice.space.strategy(row)
+        return whole_layout(len(self.mesh)) if choice is None else decode(choice.rows[row], self.mesh)
+
+
+def assemble(
+    structure: Structure,
+    prices: Prices,
+    memory_bound: float,
+    panelled: bool = False,
+    *,
+    either: float | None = None,
+    weights: Weights = EVEN,
+) -> Assembled:
+    """The integer program of a structure on the mesh of ``prices``.
+
+    Args:
+        structure: of the model's plans.
+        prices: of the mesh.
+        memory_bound: bytes on each device.
+        panelled: products keep their data operand as it rests and gather it again, in panels, for the backward pass.
+        either: a relaxation for bounds, at this price in seconds per byte: with or without panels, no choice costs less.
+            Gathering again is free, and products keep the cheaper of what they may keep, which is counted in seconds.
+        weights: what seconds count, by what may hide them.
+    """
+    return _Assembly(structure, prices, panelled, either, weights).run(memory_bound)
+
+
+class _Assembly:
+    def __init__(
+        self, structure: Structure, prices: Prices, panelled: bool, either: float | None, weights: Weights
+    ) -> None:
+        self.structure, self.prices, self.panelled, self.either = structure, prices, panelled, either
+        self.weights = weights
+        self.mesh = prices.mesh
+        self.alike: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+        self.kept: dict[int, np.ndarray] = {}
+
+    def run(self, memory_bound: float) -> Assembled:
+        nodes = [self.node(node, choice, count) for node, choice, count in self.structure.nodes]
+        self.tariffs: dict[tuple[bool, Weight, float], Tariff] = {}
+        for parameter, weight in itertools.product((False, True), {self.weights.forward, self.weights.backward}):
+            sizes = list(dict.fromkeys(_size(edge) for edge in self.structure.edges if edge.parameter == parameter))
+            found = Tariff.of(sizes, self.mesh, self.pay(parameter, weight)) if sizes else []
+            self.tariffs |= {(parameter, weight, size): tariff for size, tariff in zip(sizes, found, strict=True)}
+        tensors = [self.tensor(edge) for edge in self.structure.edges]
+        for index, memory in self.kept.items():
+            nodes[index] = Node(nodes[index].name, nodes[index].cost, nodes[index].memory + memory)
+        return Assembled(Problem(tuple(nodes), tuple(tensors), memory_bound), self.structure, self.mesh)
+
+    def node(self, node: fx.Node, choice: Choice | Rest | None, count: int) -> Node:
+        if choice is None:
+            return Node(node.name, np.zeros(1), np.zeros(1))
+        pins = self.structure.model.pins.get(node, ())
+        key = id(choice), pins
+        if key not in self.alike:
+            work = self.strategies(choice, pins) if isinstance(choice, Choice) else self.layouts(choice, pins)
+            self.alike[key] = work
+        cost, memory = self.alike[key]
+        return Node(node.name, count * cost, count * memory)
+
+    def strategies(self, choice: Choice, pins: Sequence[Requirement]) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds and saved bytes of an operator's strategies; infinite seconds where one does not exist here."""
+        valid = choice.space.valid(self.mesh)
+        for pin in pins:
+            valid &= pin.allows(choice.space.serves, choice.space)
+        if choice.best and valid.any():
+            valid &= choice.score == choice.score[valid].max()
+        compute = self.prices.computing(choice.space, choice.flop, gradient=choice.gradient)
+        spent = self.prices.inside(choice.space, gradient=choice.gradient)
+        memory = np.zeros(len(valid))
+        if choice.saves and self.prices.train:
+            for tensor, rows in zip(results_of(choice.space.operator.node), choice.space.results, strict=True):
+                memory += local_elements(tuple(tensor.shape), rows, self.mesh) * tensor.element_size()
+        operator = choice.space.operator
+        besides = kept_besides(operator.node)
+        if operator.rule is not None and besides and choice.gradient and self.prices.train:
+            inside = choice.space.axes_of(operator.rule.inner).any(axis=-1)
+            first = operands_of(operator.node)[0].meta["val"]
+            size = local_elements(tuple(first.shape), choice.space.wants[0], self.mesh) * first.element_size()
+            memory += np.where(inside, besides * size, 0.0)
+        late, inner_late = self.prices.behind(choice.space.operator.node, gradient=choice.gradient)
+        forward, backward = self.weights.forward, self.weights.backward
+        seconds = ((1 - late) * forward.compute + late * backward.compute) * compute
+        seconds = seconds + (1 - inner_late) * forward.of(spent, parameter=False)
+        seconds = seconds + inner_late * backward.of(spent, parameter=False)
+        return np.where(valid, seconds, np.inf), memory
+
+    def layouts(self, rest: Rest, pins: Sequence[Requirement]) -> tuple[np.ndarray, np.ndarray]:
+        """Where something may rest, and the bytes of its state there."""
+        shape = tuple(rest.value.shape)
+        elements = local_elements(shape, rest.rows, self.mesh)
+        if not rest.parameter:
+            return np.zeros(1), elements * rest.value.element_size()
+        fits = fitting(shape, rest.rows, self.mesh)
+        fits &= ~((rest.rows != WHOLE) & (np.array(self.mesh) == 1)).any(axis=-1)
+        fits &= restoring(rest.rows, self.mesh)
+        for pin in pins:
+            fits &= pin.allows(rest.rows)
+        offered = np.zeros(len(fits), bool)
+        offered[np.flatnonzero(fits)[np.unique(rest.groups[fits], return_index=True)[1]]] = True
+        if self.structure.chosen.family.rest == "sharded":
+            parts = np.ones(len(fits), np.int64)
+            for dim in range(len(shape)):
+                parts *= ways(rest.rows, dim, self.mesh)
+            offered &= parts == parts[fits].max(initial=0)
+        memory = self.prices.states(elements, rest.value.element_size())
+        return np.where(offered, 0.0, np.inf), memory
+
+    def tensor(self, edge: Edge) -> Tensor:
+        prices, shape, itemsize = self.prices, tuple(edge.value.shape), edge.value.element_size()
+        regather = np.zeros((len(edge.rows), len(edge.wants)), bool)
+        again = np.full(len(edge.wants), edge.parameter)
+        if self.panelled and self.either is None:
+            again |= edge.products
+        if again.any():
+            rows, wants = edge.rows[:, None, :], edge.wants[None, :, :]
+            regather = ((rows >= 0) & (rows != wants)).any(axis=-1) & again
+        wanted = local_elements(shape, edge.wants, self.mesh) * itemsize
+        memory, held = np.zeros(len(edge.wants)), np.zeros((1, 1))
+        if edge.keeps and prices.train:
+            apart = self.panelled or self.either is not None
+            memory = np.where(edge.saved if apart else edge.saved | edge.products, edge.count * wanted, 0.0)
+            if apart and edge.products.any():
+                kept = edge.count * local_elements(shape, edge.rows, self.mesh) * itemsize
+                if self.either is None:
+                    self.kept[edge.producer] = self.kept.get(edge.producer, 0.0) + kept[edge.have]
+                else:  # kept once for all readers, or once for each way of wanting it
+                    least = np.minimum(kept[:, None] / len(edge.uses), edge.count * wanted[None, :])
+                    held = self.either * np.where(edge.products & ~edge.saved, least, 0.0)
+        temporary = np.where(regather, wanted, 0.0) if edge.parameter else np.zeros(regather.shape)
+        cost = edge.count * self.reshards(edge, regather) + held
+        if not self.structure.chosen.family.scatters and not edge.parameter:
+            scattered = ((edge.rows[:, None, :] == SUM) & (edge.wants[None, :, :] >= 0)).any(axis=-1)
+            cost = np.where(scattered, np.inf, cost)
+        uses = tuple(Use(index, want) for index, want in edge.uses)
+        return Tensor(edge.name, edge.producer, edge.have, uses, cost, memory, temporary)
+
+    def pay(self, parameter: bool, weight: Weight) -> Collective:
+        """What collectives of a pass cost, weighted, that move a parameter, or something else."""
+        prices = self.prices
+
+        def seconds(kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
+            return weight.of(prices.spent(kind, axes, volumes, parameter), parameter=parameter)
+
+        return seconds
+
+    def reshards(self, edge: Edge, regather: np.ndarray) -> np.ndarray:
+        """Weighted seconds from every layout that a tensor has to every one wanted, with the gradient's way back."""
+        walks, shape, itemsize = self.structure.walks, tuple(edge.value.shape), edge.value.element_size()
+
+        def seconds(have: np.ndarray, want: np.ndarray, weight: Weight) -> np.ndarray:
+            tariff = self.tariffs[edge.parameter, weight, _size(edge)]
+            return walks.seconds(shape, itemsize, have, want, self.mesh, tariff, self.pay(edge.parameter, weight))
+
+        forward, backward = self.weights.forward, self.weights.backward
+        found = seconds(edge.rows, edge.wants, forward)
+        if not self.prices.train:
+            return found
+        if regather.any():
+            again = found if forward == backward else seconds(edge.rows, edge.wants, backward)
+            found = np.where(regather, found + again, found)
+        if edge.trained:
+            back = np.where(edge.rows == SUM, WHOLE, edge.rows)
+            found = found + seconds(edge.gradients, back, backward).T
+        return found
+
+
+def _size(edge: Edge) -> float:
+    return float(edge.value.nbytes)

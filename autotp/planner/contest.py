@@ -1,0 +1,401 @@
+"""Which candidate wins: every mesh gets a short look, then the most promising ones are settled exactly.
+
+A candidate is a mesh, a restriction of the search to a family's roles of its axes, and a way with panels. The short look
+(:func:`autotp.planner.ilp.estimate`) bounds its cost from below and often finds its optimum too. The best choice met
+becomes the cutoff of all later looks, and what memory was found to be worth on one mesh is where the next one begins.
+Candidates that stay open are solved by rising bound until no bound is below the best plan's cost, which is the proof.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+
+from autotp.costs.footprint import Moment
+from autotp.costs.model import Model
+from autotp.costs.prices import Prices
+from autotp.errors import BatchError
+from autotp.planner.assemble import EVEN, Assembled, assemble
+from autotp.planner.describe import Found, held_of, memory_of
+from autotp.planner.ilp import (
+    Infeasible,
+    Problem,
+    Pruned,
+    Solution,
+    cheapest,
+    estimate,
+    evaluate,
+    glance,
+    least_memory,
+    settle,
+    solution_at,
+    solve,
+)
+from autotp.planner.least_memory import Smallest, quicker, smallest
+from autotp.planner.moments import Moments
+from autotp.planner.structure import Choice, Structure, structure
+from autotp.plans.families import Family, Restriction
+from costmodel import Topology
+from costmodel.overlap import Weights
+
+__all__ = ["Candidate", "Contest"]
+
+T = TypeVar("T")
+_log = logging.getLogger("autotp.plan")
+_LEAST_SECONDS = 0.1
+_EXPLAINING = 10.0  # seconds, beyond the deadline, to find out how much memory would do
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One integer program: sizes of the mesh axes, their roles, and panels of each product (None for the fastest)."""
+
+    mesh: tuple[int, ...]
+    restriction: Restriction
+    panels: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A candidate that is not settled: seconds that it is not below (proven), and seconds per byte at which that holds."""
+
+    bound: float
+    candidate: Candidate
+    price: float
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """What takes the least memory of all candidates: which one, the choice, and its bytes at the worst moment."""
+
+    candidate: Candidate
+    assembled: Assembled
+    moments: Moments
+    found: Smallest
+
+    @property
+    def used(self) -> float:
+        """Bytes on each device at the worst moment."""
+        return self.found.used
+
+
+@dataclass(slots=True)
+class Contest:
+    """The best plan of a model over meshes.
+
+    Attributes:
+        model: analysed and folded.
+        topology: of as many devices as the meshes have.
+        chosen: the family.
+        memory: bytes that a program may count on each device.
+        allowed: bytes that a step may take on each device.
+        mode: ``train`` or ``inference``.
+        optimizer: a key of ``costmodel.memory.OPTIMIZERS``.
+        panels: of every product; None tries none first, and then the fastest where memory is short.
+        deadline: on the performance counter; every solve gets a moment at least.
+        together: see ``Prices``.
+        weights: what seconds count, by what may hide them; costs and bounds are then weighted sums.
+        best: the cheapest choice that fits.
+        needed: bytes that the smallest choice met needs, where none fits.
+        indivisible: why the batch does not fit a mesh.
+        assembling, solving: seconds in building integer programs, and in the solver.
+        open: candidates that are not settled.
+        prices: seconds that a byte was worth when last looked at, by panels.
+        leasts: what takes the least memory, once somebody asked; the same for all bounds and weights.
+    """
+
+    model: Model
+    topology: Topology
+    chosen: Family
+    memory: float
+    allowed: float
+    mode: str
+    optimizer: str
+    panels: int | None
+    deadline: float
+    together: float = 0.0
+    weights: Weights = EVEN
+    best: Found | None = None
+    needed: float = math.inf
+    indivisible: BatchError | None = None
+    assembling: float = 0.0
+    solving: float = 0.0
+    open: list[Open] = field(default_factory=list)
+    prices: dict[int | None, float] = field(default_factory=dict)
+    loosened: set[Candidate] = field(default_factory=set)
+    structures: dict[tuple[Restriction, int], Structure] = field(default_factory=dict)
+    leasts: dict[tuple[tuple[int, ...], ...], Least | None] = field(default_factory=dict)
+
+    @property
+    def cutoff(self) -> float:
+        """Seconds of the best choice so far."""
+        return math.inf if self.best is None else self.best.solution.seconds
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no plan is below (proven)."""
+        return min((entry.bound for entry in self.open), default=self.cutoff)
+
+    def anew(self, memory: float, weights: Weights | None = None) -> Contest:
+        """A contest that has not begun, for other bytes that a program may count, or other weights."""
+        fresh = replace(
+            self, memory=memory, best=None, needed=math.inf, indivisible=None, open=[], prices={}, loosened=set()
+        )
+        return fresh if weights is None else replace(fresh, weights=weights)
+
+    def of(self, model: Model) -> Contest:
+        """A contest that has not begun, for other constraints."""
+        return replace(self.anew(self.allowed), model=model, structures={}, leasts={})
+
+    def admits(self, meshes: Sequence[tuple[int, ...]]) -> bool:
+        """Whether there is a choice at all on some mesh, as far as layouts and a bound of its memory tell."""
+        for candidate in self._all(meshes):
+            problem = self._assemble(candidate, math.inf).problem
+            with suppress(Infeasible):
+                if least_memory(problem, sweeps=5) <= self.allowed:
+                    return True
+        return self._some_fits(meshes)
+
+    def run(self, meshes: Sequence[tuple[int, ...]]) -> None:
+        """Looks at every mesh, then settles what is open, by rising bound, until it cannot win.
+
+        Where the plan with the least memory does not fit, nothing is settled.
+
+        Raises:
+            TimeoutError: when the time passed before any choice was found.
+        """
+        for bound, mesh, restriction in self._promising(meshes):
+            for count in self._variants():
+                candidate = Candidate(mesh, restriction, count)
+                if self.best is not None and time.perf_counter() > self.deadline:
+                    self.open.append(Open(bound, candidate, 0.0))
+                elif not self._look(candidate):
+                    break
+        if self.best is None and not self._some_fits(meshes):
+            return
+        late: list[Open] = []
+        unfound: TimeoutError | None = None
+        self.open.sort(key=lambda entry: entry.bound)
+        while self.open and self.open[0].bound < self.cutoff:
+            entry = self.open.pop(0)
+            try:
+                bound = self._settle(entry)
+            except TimeoutError as error:
+                bound, unfound = entry.bound, error
+            late.append(replace(entry, bound=max(bound, entry.bound)))
+        self.open = [entry for entry in late if entry.bound < self.cutoff]
+        if self.best is None and unfound is not None:
+            raise unfound
+
+    def _some_fits(self, meshes: Sequence[tuple[int, ...]]) -> bool:
+        least = self.least(meshes)
+        return least is not None and least.used <= self.allowed
+
+    def _promising(self, meshes: Sequence[tuple[int, ...]]) -> Iterator[tuple[float, tuple[int, ...], Restriction]]:
+        """Meshes with the roles of their axes, balanced ones first; where memory is short, by what a glance promises."""
+        pairs = [(mesh, restriction) for mesh in meshes for restriction in self.chosen.restrictions(len(mesh))]
+        pairs.sort(key=lambda pair: max(pair[0]))
+        number = 0
+        while number < len(pairs) and (self.best is None or not self.prices):
+            yield 0.0, *pairs[number]
+            number += 1
+        left = [(self._glance(mesh, restriction), mesh, restriction) for mesh, restriction in pairs[number:]]
+        for entry in sorted(left, key=lambda entry: entry[0]):
+            if entry[0] < self.cutoff:
+                yield entry
+
+    def _variants(self) -> list[int | None]:
+        return [1, None] if self.panels is None else [self.panels]
+
+    def _glance(self, mesh: tuple[int, ...], restriction: Restriction) -> float:
+        """Seconds that a mesh is not below, with or without panels."""
+        candidate, price = Candidate(mesh, restriction, self.panels), self.prices.get(self.panels or 1, 0.0)
+        try:
+            _, bound = self._ask(
+                candidate,
+                lambda p: glance(p, cutoff=self.cutoff, price=price),
+                either=price if self.panels is None else None,
+            )
+        except BatchError as error:
+            self.indivisible = error
+            return math.inf
+        return math.inf if bound is None else bound
+
+    def _look(self, candidate: Candidate) -> bool:
+        """A bound for a candidate, and perhaps a choice; whether panels might do better."""
+        try:
+            assembled, found = self._ask(
+                candidate,
+                lambda p: estimate(
+                    p, time_limit=self._left(), cutoff=self.cutoff, price=self.prices.get(candidate.panels, 0.0)
+                ),
+            )
+        except BatchError as error:
+            self.indivisible = error
+            return False
+        if found is None:
+            return True
+        if found.price and (found.solution is not None or found.settled):
+            self.prices[candidate.panels] = found.price
+        fits = found.solution is None or self._offer(candidate, assembled, found.solution)
+        _log.debug(
+            "mesh %s%s: at least %.4g s%s",
+            "x".join(map(str, candidate.mesh)),
+            f" {candidate.restriction.roles}" if candidate.restriction.roles else "",
+            found.bound,
+            "" if found.solution is None else f", {found.solution.seconds:.4g} s found",
+        )
+        if not (found.settled and fits):
+            self.open.append(Open(found.bound, candidate, found.price))
+        return found.binds
+
+    def _settle(self, entry: Open) -> float:
+        """Solves a candidate exactly; seconds that it is not below."""
+
+        def ask(problem: Problem) -> Solution | Pruned:
+            if self.best is None or not entry.price:
+                return solve(problem, time_limit=self._left(), cutoff=self.cutoff, need=False, trusted=True)
+            return settle(problem, time_limit=self._left(), cutoff=self.cutoff, price=entry.price, floor=entry.bound)
+
+        assembled, found = self._ask(entry.candidate, ask)
+        if not isinstance(found, Solution):
+            return math.inf
+        fits = self._offer(entry.candidate, assembled, found)
+        return math.inf if found.optimal and fits else found.bound
+
+    def _offer(self, candidate: Candidate, assembled: Assembled, solution: Solution) -> bool:
+        """Takes a choice if it is the best so far; whether it fits where the program may have hoped for panels in vain."""
+        if solution.seconds >= self.cutoff:
+            return True
+        found = Found(assembled, solution, self._prices(candidate.mesh), candidate.panels)
+        if candidate.panels != 1:
+            used = memory_of(self.model, found)
+            if used > self.allowed:
+                self.needed = min(self.needed, used)
+                return False
+        self.best = found
+        return True
+
+    def least(self, meshes: Sequence[tuple[int, ...]]) -> Least | None:
+        """The plan that takes the least memory on any mesh; None where there is no plan at all."""
+        key = tuple(meshes)
+        if key not in self.leasts:
+            best: Least | None = None
+            for candidate in self._all(meshes):
+                found = self._least_of(candidate, math.inf if best is None else best.used)
+                if best is None or (found is not None and found.used < best.used):
+                    best = found
+            self.leasts[key] = best
+        return self.leasts[key]
+
+    def fastest_within(self, least: Least) -> Found:
+        """The best plan met on the way from the one with the least memory, which fits, to faster ones."""
+        assembled = self._assemble(least.candidate, math.inf)
+        choice = quicker(
+            assembled.problem,
+            least.moments,
+            least.found,
+            lambda choice: evaluate(assembled.problem, choice).seconds,
+            lambda choice: max(self._held(least.candidate, assembled, choice).values()) <= self.allowed,
+        )
+        return self._found(least.candidate, assembled, choice)
+
+    def _all(self, meshes: Sequence[tuple[int, ...]]) -> Iterator[Candidate]:
+        for mesh in meshes:
+            for restriction in self.chosen.restrictions(len(mesh)):
+                for count in self._variants():
+                    yield Candidate(mesh, restriction, count)
+
+    def _least_of(self, candidate: Candidate, known: float) -> Least | None:
+        """The choice of a candidate that takes the least memory, unless that is far above what is known."""
+        try:
+            assembled, start = self._ask(candidate, cheapest)
+        except BatchError as error:
+            self.indivisible = error
+            return None
+        if start is None:
+            return None
+        moments = Moments(assembled, self._prices(candidate.mesh), candidate.panels != 1)
+        deadline = max(self.deadline, time.perf_counter() + _EXPLAINING)
+        problem = replace(assembled.problem, memory_bound=math.inf)
+        found = smallest(problem, moments, lambda choice: self._held(candidate, assembled, choice), start, deadline, known)
+        return Least(candidate, assembled, moments, found)
+
+    def _held(self, candidate: Candidate, assembled: Assembled, choice: tuple[int, ...]) -> dict[Moment, float]:
+        return held_of(self.model, self._found(candidate, assembled, choice))
+
+    def _found(self, candidate: Candidate, assembled: Assembled, choice: tuple[int, ...]) -> Found:
+        solution = solution_at(assembled.problem, choice, 0.0, "footprint")
+        return Found(assembled, solution, self._prices(candidate.mesh), candidate.panels)
+
+    def _ask(
+        self, candidate: Candidate, ask: Callable[[Problem], T], *, either: float | None = None
+    ) -> tuple[Assembled, T | None]:
+        """What a solver says of a candidate; None when nothing fits.
+
+        A family that only all-reduces may have no way to hand a partial sum on; then it may scatter after all.
+        """
+        assembled = self._assemble(candidate, self.memory, either)
+        _check_batch(assembled)
+        begun = time.perf_counter()
+        try:
+            return assembled, ask(assembled.problem)
+        except Infeasible as error:
+            self.needed = min(self.needed, error.needed_memory)
+            if assembled.structure.chosen.family.scatters or math.isfinite(error.needed_memory):
+                return assembled, None
+        finally:
+            self.solving += time.perf_counter() - begun
+        self.loosened.add(candidate)
+        return self._ask(candidate, ask, either=either)
+
+    def _assemble(self, candidate: Candidate, memory: float, either: float | None = None) -> Assembled:
+        begun = time.perf_counter()
+        key = candidate.restriction, len(candidate.mesh)
+        if key not in self.structures:
+            self.structures[key] = structure(self.model, *key)
+        built = self.structures[key]
+        if candidate in self.loosened:
+            built = replace(built, chosen=replace(built.chosen, family=replace(built.chosen.family, scatters=True)))
+        prices, panelled = self._prices(candidate.mesh), candidate.panels != 1
+        assembled = assemble(built, prices, memory, panelled, either=either, weights=self.weights)
+        self.assembling += time.perf_counter() - begun
+        return assembled
+
+    def _prices(self, mesh: tuple[int, ...]) -> Prices:
+        return Prices(self.topology, mesh, train=self.mode == "train", optimizer=self.optimizer, together=self.together)
+
+    def _left(self) -> float:
+        return max(_LEAST_SECONDS, self.deadline - time.perf_counter())
+
+
+def _check_batch(assembled: Assembled) -> None:
+    """A family whose axes split the batch needs a batch that they divide."""
+    built = assembled.structure
+    chosen, mesh, model = built.chosen, assembled.mesh, built.model
+    if chosen.roles is None:
+        return
+    axes = [a for a, role in enumerate(chosen.roles) if role == "b" and mesh[a] > 1]
+    for (_, choice, _), node in zip(built.nodes, assembled.problem.nodes, strict=True):
+        if isinstance(choice, Choice):
+            batch = frozenset(f.name for f in choice.space.operator.factors.values() if f.role == "batch")
+            if (choice.space.axes_of(batch)[:, axes].all(axis=-1) & np.isfinite(node.cost)).any():
+                return
+    ways = math.prod(mesh[a] for a in axes)
+    shapes = {
+        n.name: tuple(n.meta["val"].shape)
+        for n in model.captured.graph_module.graph.nodes
+        if n.op == "placeholder" and n.name in model.captured.inputs
+    }
+    if any(shape and shape[0] % ways for shape in shapes.values()):
+        raise BatchError(
+            f"strategy {chosen.family.name!r} splits the batch {ways} ways on mesh {mesh}, but dim 0 of the example inputs "
+            f"{shapes} is not divisible by {ways}; choose a batch that is a multiple of {ways}, or another mesh or strategy"
+        )

@@ -1,0 +1,100 @@
+"""Folding: layers that repeat are decided once.
+
+Operators of identical layers are *tied*: one representative stands for all of them, so the integer program does not grow
+with depth. Tying never makes a plan wrong (the copies have the same rules and shapes); it only asks identical layers to be
+sharded alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from torch import Tensor, fx
+
+from passes.rules.factors import Operator
+from passes.rules.shapes import operands_of, results_of
+
+__all__ = ["fold", "signature"]
+
+_LONGEST_PERIOD = 4096
+_LEAST_SAVING = 6
+
+
+def fold(
+    operators: Mapping[fx.Node, Operator], parameters: frozenset[str], marks: Mapping[fx.Node, object] | None = None
+) -> dict[fx.Node, fx.Node]:
+    """Maps every operator, and every parameter that operators read, to the one that stands for it.
+
+    Args:
+        operators: the analysis of a captured graph, in order.
+        parameters: names of the placeholders that are parameters.
+        marks: of operators and parameters; only what is marked alike is tied.
+    """
+    nodes = list(operators)
+    index: dict[object, int] = {}
+    told = marks or {}
+    marked = [[told.get(m) for m in (n, *(o for o in operands_of(n) if o.name in parameters))] for n in nodes]
+    keys = [(signature(operators[n], parameters), *mine) for n, mine in zip(nodes, marked, strict=True)]
+    codes = np.array([index.setdefault(key, len(index)) for key in keys])
+    stands: dict[fx.Node, fx.Node] = {n: n for n in nodes}
+    pending = [(0, len(nodes))]
+    while pending:
+        low, high = pending.pop()
+        found = _repeat(codes[low:high])
+        if found is None:
+            continue
+        start, period, count = found
+        start += low
+        for copy in range(1, count):
+            for k in range(period):
+                stands[nodes[start + copy * period + k]] = nodes[start + k]
+        pending += [(low, start), (start + period * count, high)]
+    return stands | _tie_parameters(nodes, stands, parameters)
+
+
+def signature(operator: Operator, parameters: frozenset[str]) -> object:
+    """What makes two operators interchangeable for planning: rule, shapes, arguments, factors and roles."""
+    node = operator.node
+    factors = tuple((f.name, f.size, f.role, f.offered) for f in operator.factors.values())
+    operands = tuple((tuple(n.meta["val"].shape), n.name in parameters) for n in operands_of(node))
+    results = tuple((tuple(t.shape), str(t.dtype)) for t in results_of(node))
+    args = fx.node.map_aggregate(node.args, lambda a: "·" if isinstance(a, fx.Node) else repr(a))
+    return str(node.target), operands, results, str(args), factors
+
+
+def _repeat(codes: np.ndarray) -> tuple[int, int, int] | None:
+    """The tandem repeat (start, period, count) that saves most operators."""
+    best: tuple[int, int, int] | None = None
+    saving = _LEAST_SAVING - 1
+    for period in range(1, min(len(codes) // 2, _LONGEST_PERIOD) + 1):
+        if len(codes) - period <= saving:
+            break
+        same = np.concatenate(([False], codes[:-period] == codes[period:], [False]))
+        edges = np.flatnonzero(same[1:] != same[:-1])
+        starts, lengths = edges[::2], edges[1::2] - edges[::2]
+        if len(lengths) == 0:
+            continue
+        longest = int(lengths.argmax())
+        copies = int(lengths[longest]) // period
+        if copies * period > saving:
+            saving = copies * period
+            best = int(starts[longest]), period, copies + 1
+    return best
+
+
+def _tie_parameters(
+    nodes: Sequence[fx.Node], stands: Mapping[fx.Node, fx.Node], parameters: frozenset[str]
+) -> dict[fx.Node, fx.Node]:
+    tied: dict[fx.Node, fx.Node] = {}
+
+    def root(node: fx.Node) -> fx.Node:
+        while tied.setdefault(node, node) is not node:
+            node = tied[node]
+        return node
+
+    for node in nodes:
+        for mine, theirs in zip(operands_of(node), operands_of(stands[node]), strict=True):
+            if mine.name in parameters and theirs.name in parameters and isinstance(mine.meta["val"], Tensor):
+                tied[root(mine)] = root(theirs)
+    return {node: root(node) for node in tied}

@@ -1,0 +1,230 @@
+"""Lower bounds and pruning without a solver: block-coordinate ascent on the dual of the linear relaxation.
+
+A tensor with several uses is relaxed to one table per use. The cost of a reshard, paid once, is split among
+the uses that may want it,
+
+    sum over distinct wanted l of C[h,l]  >=  sum_i share_i[h, want_i],     share_i >= 0,  sum_i share_i = C,
+
+which is the dual of the facility-location form of the mixed-integer program. What results is a sum of node
+and pair tables; moving cost between a node and its pairs (messages) leaves every assignment's total alone and
+
+    bound = sum_o min theta_o + sum_pairs min phi                                      (1) Dual.bound
+
+rises. The sweeps are the sequential tree-reweighted ones (Kolmogorov, "Convergent tree-reweighted message
+passing", PAMI 2006), exact on trees; :meth:`Dual.rebalance` moves shares from where they are slack to where
+they are tight. With a price per byte, node and column costs include their bytes' price and ``price * bound``
+is taken off: Lagrangian duality of the memory bound. A strategy whose cheapest completion by the same bound
+exceeds a known assignment is ruled out.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from autotp.planner.ilp.problem import Problem, Tensor
+
+__all__ = ["Dual"]
+
+_ROUNDING = 1e-13
+
+
+@dataclass(slots=True)
+class _Port:
+    """What a table can tell apart of one node's strategies: class of each, and how to minimise over
+    classes.
+    """
+
+    index: np.ndarray
+    order: np.ndarray
+    starts: np.ndarray
+
+    def least(self, values: np.ndarray) -> np.ndarray:
+        return np.minimum.reduceat(values[self.order], self.starts)
+
+
+@dataclass(slots=True)
+class _Pair:
+    """One use of one tensor as a table ``phi`` between two nodes; ``share`` covers the columns of
+    ``columns``.
+    """
+
+    nodes: tuple[int, int]
+    ports: tuple[_Port, _Port]
+    phi: np.ndarray
+    share: np.ndarray
+    columns: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A use's part of its tensor's cost, by strategies of producer and consumer."""
+
+    pair: _Pair | None
+    own: np.ndarray
+
+    def at(self, producer: np.ndarray, consumer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Its share of the cost, and how far its table is above the table's least entry."""
+        if self.pair is None:
+            return self.own[consumer], np.zeros(len(consumer))
+        row, column = self.pair.ports[0].index[producer], self.pair.ports[1].index[consumer]
+        real = column < len(self.pair.columns)
+        share = np.where(real, self.pair.share[row, np.where(real, column, 0)], 0.0) if real.any() else 0.0 * row
+        return share, self.pair.phi[row, column] - self.pair.phi.min()
+
+
+def _port(values: np.ndarray) -> tuple[_Port, np.ndarray]:
+    return _port_of(values.tobytes(), values.dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _port_of(data: bytes, dtype: np.dtype) -> tuple[_Port, np.ndarray]:
+    # A model has the same few on every mesh.
+    classes, index = np.unique(np.frombuffer(data, dtype), return_inverse=True)
+    order = np.argsort(index, kind="stable")
+    return _Port(index, order, np.searchsorted(index[order], np.arange(len(classes)))), classes
+
+
+class Dual:
+    """The dual of a problem at one price of memory.
+
+    Args:
+        problem: the problem; its bound counts only when ``price`` is positive.
+        cap: seconds of a known assignment (priced), or anything above the optimum: larger costs are cut to
+            twice this.
+        price: seconds per byte.
+    """
+
+    def __init__(self, problem: Problem, cap: float, *, price: float = 0.0) -> None:
+        self.problem = problem
+        self.price = price
+        self.offset = -price * problem.memory_bound if price > 0 else 0.0
+        self.theta: list[np.ndarray] = []
+        for node in problem.nodes:
+            theta = node.cost + price * node.memory
+            least = float(theta.min())
+            self.offset += least
+            self.theta.append(theta - least)
+        self.big = 2.0 * max(cap - self.offset, 0.0) + 1e-300
+        # Rounding must never turn into a false proof: what sums of numbers this large may lose is taken off.
+        room = price * problem.memory_bound if price > 0 else 0.0
+        self.error = _ROUNDING * (abs(room) + abs(self.offset) + self.big)
+        self.theta = [np.minimum(theta, self.big) for theta in self.theta]
+        self.pairs: list[_Pair] = []
+        self.parts: list[list[_Part]] = []
+        self.tables: list[tuple[list[_Pair], int]] = []
+        for tensor in problem.tensors:
+            self._split(tensor)
+        count = len(problem.nodes)
+        self.before: list[list[tuple[_Pair, int]]] = [[] for _ in range(count)]
+        self.after: list[list[tuple[_Pair, int]]] = [[] for _ in range(count)]
+        for pair in self.pairs:
+            low = int(pair.nodes[0] > pair.nodes[1])
+            self.after[pair.nodes[low]].append((pair, low))
+            self.before[pair.nodes[1 - low]].append((pair, 1 - low))
+
+    def _split(self, tensor: Tensor) -> None:
+        cost = np.minimum(tensor.cost + self.price * tensor.memory[None, :], self.big)
+        wanted = np.zeros(cost.shape[1])
+        for use in tensor.uses:
+            wanted[np.unique(use.want[use.want >= 0])] += 1.0
+        cost = cost / np.maximum(wanted, 1.0)
+        made = []
+        parts: list[_Part] = []
+        self.parts.append(parts)
+        for use in tensor.uses:
+            if use.node == tensor.producer:
+                own = np.where(use.want < 0, 0.0, cost[tensor.have, np.maximum(use.want, 0)])
+                self.theta[use.node] = np.minimum(self.theta[use.node] + own, self.big)
+                parts.append(_Part(None, own))
+                continue
+            have, rows = _port(tensor.have)
+            want, columns = _port(np.where(use.want < 0, cost.shape[1], use.want))
+            real = columns[columns < cost.shape[1]]
+            share = cost[np.ix_(rows, real)]
+            phi = np.hstack([share, np.zeros((len(rows), len(columns) - len(real)))])
+            pair = _Pair((tensor.producer, use.node), (have, want), phi, share, real)
+            made.append(pair)
+            parts.append(_Part(pair, np.zeros(0)))
+        self.pairs.extend(made)
+        if len(made) > 1:
+            self.tables.append((made, cost.shape[1]))
+
+    def bound(self) -> float:
+        """The proven lower bound (1), in seconds."""
+        return (
+            self.offset
+            - self.error
+            + math.fsum(
+                [
+                    *(float(theta.min()) for theta in self.theta),
+                    *(float(pair.phi.min()) for pair in self.pairs),
+                ]
+            )
+        )
+
+    def _visit(self, node: int, ahead: list[tuple[_Pair, int]], behind: list[tuple[_Pair, int]]) -> np.ndarray:
+        theta = self.theta[node]
+        for pair, side in (*ahead, *behind):
+            least = pair.phi.min(axis=1 - side)
+            pair.phi -= least[:, None] if side == 0 else least[None, :]
+            theta += least[pair.ports[side].index]
+        weight = 1.0 / max(len(ahead), len(behind), 1)
+        full = theta.copy()
+        for pair, side in ahead:
+            part = weight * pair.ports[side].least(full)
+            pair.phi += part[:, None] if side == 0 else part[None, :]
+            theta -= part[pair.ports[side].index]
+        return full
+
+    def sweep(self) -> list[np.ndarray]:
+        """Messages forward and back once; returns, per node, a lower bound on any assignment with each
+        strategy.
+        """
+        count = len(self.theta)
+        for node in range(count):
+            self._visit(node, self.after[node], self.before[node])
+        # Bounds only rise, so what holds before the way back holds at every node on it.
+        floor = self.bound()
+        through: list[np.ndarray] = [np.zeros(0)] * count
+        for node in reversed(range(count)):
+            full = self._visit(node, self.before[node], self.after[node])
+            through[node] = floor + (full - full.min())
+        return through
+
+    def rebalance(self) -> None:
+        """Move shares of reshards that several uses may share from uses for which they are slack to all of
+        them.
+        """
+        for pairs, width in self.tables:
+            pool = np.zeros((len(pairs[0].phi), width))
+            wanted = np.zeros(width)
+            taken = []
+            for pair in pairs:
+                cells = pair.phi[:, : len(pair.columns)]
+                slack = np.minimum(cells - pair.phi.min(), pair.share)
+                pool[:, pair.columns] += slack
+                wanted[pair.columns] += 1.0
+                taken.append(slack)
+            pool /= np.maximum(wanted, 1.0)
+            for pair, slack in zip(pairs, taken, strict=True):
+                change = pool[:, pair.columns] - slack
+                pair.share += change
+                pair.phi[:, : len(pair.columns)] += change
+
+    def decode(self) -> tuple[int, ...]:
+        """An assignment read off the messages, node by node, each given the earlier ones."""
+        choice = [0] * len(self.theta)
+        for node in range(len(choice)):
+            value = self.theta[node].copy()
+            for pair, side in self.before[node]:
+                at = int(pair.ports[1 - side].index[choice[pair.nodes[1 - side]]])
+                line = pair.phi[:, at] if side == 0 else pair.phi[at]
+                value += line[pair.ports[side].index]
+            for pair, side in self.after[node]:
+                value += pair.phi.min(axis=1 - side)[pair.ports[side].index]
+            choice[node] = int(np.argmin(value))
+        return tuple(choice)

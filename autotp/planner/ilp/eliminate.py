@@ -1,0 +1,286 @@
+"""Exact elimination of nodes by min-plus products, when nothing binds the memory.
+
+Without a memory bound the objective is a sum of tables, one per node and one per tensor, and a node ``o`` can
+be minimised out of it for good (bucket elimination, Dechter 1999): all tables that mention ``o`` become one
+table
+
+    f(neighbours of o) = min_s ( cost_o[s] + sum over tables of table(s, neighbours) ),
+
+and the tables are kept to restore ``o`` afterwards. A node with one tensor in and one out is the min-plus
+matrix product of the two; a leaf becomes a cost of its only neighbour. A table is not indexed by its nodes'
+strategies but by what it can tell apart of them (rows, columns, pairs of these), which keeps it small.
+
+:func:`eliminate_all` does this for every node if the tables stay within a budget of work;
+:func:`eliminate_some` takes out the nodes whose removal leaves at most a table between two nodes and returns
+what is left as a problem.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autotp.planner.ilp.problem import Node, Problem, Tensor, Use
+
+__all__ = ["Core", "eliminate_all", "eliminate_some"]
+
+_LARGEST = 3e7  # entries of a table: 240 MB
+_BLOCK = 1 << 16  # entries that are added up at once, to stay in the cache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Factor:
+    """A table over nodes: axis k is indexed by ``index[k][strategy of nodes[k]]``. Built late for tensors."""
+
+    nodes: tuple[int, ...]
+    index: tuple[np.ndarray, ...]
+    sizes: tuple[int, ...]
+    table: np.ndarray | None
+    tensor: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    """How to restore an eliminated node, given the choice of its neighbours.
+
+    Attributes:
+        node: the node.
+        neighbours: those that were left when it went.
+        index: per neighbour, the class of each of its strategies.
+        leaders, costs: the cheapest strategy of each of the node's own classes, and its cost.
+        tables: ``[own class, class of each neighbour]``, 1 long where a table does not mention the neighbour.
+    """
+
+    node: int
+    neighbours: tuple[int, ...]
+    index: tuple[np.ndarray, ...]
+    leaders: np.ndarray
+    costs: np.ndarray
+    tables: tuple[np.ndarray, ...]
+
+    def best(self, choice: Sequence[int]) -> int:
+        """The node's best strategy."""
+        at = [int(index[choice[n]]) for n, index in zip(self.neighbours, self.index, strict=True)]
+        total = self.costs
+        for table in self.tables:
+            place = [i if size > 1 else 0 for i, size in zip(at, table.shape[1:], strict=True)]
+            total = total + table.T[tuple(reversed(place))]
+        return int(self.leaders[np.argmin(total)])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Core:
+    """What is left after elimination: a problem over some of the nodes, and how to complete its choices."""
+
+    problem: Problem
+    nodes: tuple[int, ...]
+    steps: tuple[_Step, ...]
+    total: int
+
+    def restore(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """A choice for all nodes, best for the given choice of the nodes that are left."""
+        full = [0] * self.total
+        for node, strategy in zip(self.nodes, choice, strict=True):
+            full[node] = int(strategy)
+        for step in reversed(self.steps):
+            full[step.node] = step.best(full)
+        return tuple(full)
+
+
+def _classes(columns: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Joint classes of several index arrays: the class of each strategy, and one strategy of each class."""
+    if len(columns) == 1:
+        _, first, joint = np.unique(columns[0], return_index=True, return_inverse=True)
+    else:
+        _, first, joint = np.unique(np.stack(columns, axis=1), axis=0, return_index=True, return_inverse=True)
+    return joint.reshape(-1), first
+
+
+def _of_tensor(tensor: Tensor) -> _Factor:
+    ports: dict[int, list[np.ndarray]] = {tensor.producer: [tensor.have]}
+    for use in tensor.uses:
+        ports.setdefault(use.node, []).append(use.want)
+    joint = {node: _classes(columns) for node, columns in ports.items()}
+    return _Factor(
+        tuple(ports),
+        tuple(c for c, _ in joint.values()),
+        tuple(len(f) for _, f in joint.values()),
+        None,
+        tensor,
+    )
+
+
+def _table(factor: _Factor) -> np.ndarray:
+    if factor.table is not None:
+        return factor.table
+    tensor = factor.tensor
+    assert tensor is not None
+    first = [np.unique(index, return_index=True)[1] for index in factor.index]
+    axis = {node: k for k, node in enumerate(factor.nodes)}
+
+    def spread(node: int, values: np.ndarray) -> np.ndarray:
+        shape = [1] * len(factor.nodes)
+        shape[axis[node]] = -1
+        return values[first[axis[node]]].reshape(shape)
+
+    have = spread(tensor.producer, tensor.have)
+    total: np.ndarray = np.zeros(factor.sizes)
+    wants: list[np.ndarray] = []
+    for use in tensor.uses:
+        want = spread(use.node, use.want)
+        counted = want >= 0
+        for earlier in wants:
+            counted = counted & (want != earlier)
+        total = total + np.where(counted, tensor.cost[have, np.maximum(want, 0)], 0.0)
+        wants.append(want)
+    return total
+
+
+def _least(costs: np.ndarray, tables: Sequence[np.ndarray], sizes: tuple[int, ...]) -> np.ndarray:
+    """The least sum of costs and tables over their first axis."""
+    least = np.full(sizes, math.inf)
+    block = max(1, _BLOCK // max(1, math.prod(sizes)))
+    for start in range(0, len(costs), block):
+        total = costs[start : start + block].reshape(-1, *(1 for _ in sizes))
+        for table in tables:
+            total = total + table[start : start + block]
+        np.minimum(least, total.min(axis=0), out=least)
+    return least
+
+
+class _Pool:
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.unary = [node.cost.copy() for node in problem.nodes]
+        self.factors: dict[int, _Factor] = {}
+        self.of_node: list[dict[int, None]] = [{} for _ in problem.nodes]
+        self.next = 0
+        self.steps: list[_Step] = []
+        self.left = set(range(len(problem.nodes)))
+        for tensor in problem.tensors:
+            if tensor.uses:
+                self.add(_of_tensor(tensor))
+
+    def add(self, factor: _Factor) -> None:
+        if len(factor.nodes) == 1:
+            self.unary[factor.nodes[0]] = self.unary[factor.nodes[0]] + _table(factor)[factor.index[0]]
+            return
+        self.factors[self.next] = factor
+        for node in factor.nodes:
+            self.of_node[node][self.next] = None
+        self.next += 1
+
+    def estimate(self, node: int) -> tuple[dict[int, int], int]:
+        """Axis sizes of the table that eliminating ``node`` would leave, and the work of making it."""
+        sizes: dict[int, int] = {}
+        for number in self.of_node[node]:
+            factor = self.factors[number]
+            for n, size in zip(factor.nodes, factor.sizes, strict=True):
+                sizes[n] = min(sizes.get(n, 1) * size, len(self.unary[n]))
+        work = math.prod(sizes.values())
+        sizes.pop(node, None)
+        return sizes, work
+
+    def eliminate(self, node: int) -> None:
+        factors = [self.factors.pop(number) for number in self.of_node[node]]
+        columns: dict[int, list[np.ndarray]] = {node: [np.arange(len(self.unary[node]))]} if not factors else {}
+        for factor in factors:
+            for n, index in zip(factor.nodes, factor.index, strict=True):
+                columns.setdefault(n, []).append(index)
+        joint = {n: _classes(c) for n, c in columns.items()}
+        own, own_first = joint.pop(node)
+        order = np.argsort(self.unary[node], kind="stable")[::-1]
+        leader = np.empty(len(own_first), dtype=int)
+        leader[own[order]] = order  # the cheapest strategy of each class is written last
+        neighbours = tuple(joint)
+        aligned = []
+        for factor in factors:
+            table = _table(factor)
+            picks = []
+            for n, index in zip(factor.nodes, factor.index, strict=True):
+                picks.append(index[leader if n == node else joint[n][1]])
+            table = table[np.ix_(*picks)]
+            at = [factor.nodes.index(n) for n in (node, *neighbours) if n in factor.nodes]
+            shape = [len(own_first), *(len(joint[n][1]) if n in factor.nodes else 1 for n in neighbours)]
+            aligned.append(np.transpose(table, at).reshape(shape))
+        sizes = tuple(len(joint[n][1]) for n in neighbours)
+        costs = self.unary[node][leader]
+        least = _least(costs, aligned, sizes)
+        for factor_node in columns:
+            self.of_node[factor_node] = {k: None for k in self.of_node[factor_node] if k in self.factors}
+        self.left.discard(node)
+        classes = tuple(joint[n][0] for n in neighbours)
+        self.steps.append(_Step(node, neighbours, classes, leader, costs, tuple(aligned)))
+        # Without neighbours the table is a constant, which nothing is left to carry and nobody needs.
+        if neighbours:
+            self.add(_Factor(neighbours, classes, sizes, least, None))
+
+
+def eliminate_all(problem: Problem, *, budget: float) -> tuple[int, ...] | None:
+    """The optimal choice, memory ignored, or None when some table would take more than ``budget`` entries
+    of work.
+    """
+    pool = _Pool(problem)
+    cached = {node: pool.estimate(node)[1] for node in pool.left}
+    spent = 0.0
+    while pool.left:
+        node = min(pool.left, key=lambda n: (cached[n], n))
+        spent += cached[node]
+        touched = pool.estimate(node)[0]
+        tables = [math.prod(pool.factors[k].sizes) for k in pool.of_node[node]]
+        if spent > budget or max([math.prod(touched.values()), *tables]) > _LARGEST:
+            return None
+        pool.eliminate(node)
+        for n in touched:
+            cached[n] = pool.estimate(n)[1]
+    return Core(Problem((), ()), (), tuple(pool.steps), len(problem.nodes)).restore(())
+
+
+def eliminate_some(problem: Problem, *, growth: float = 2.0, work: float = 4e6) -> Core:
+    """Eliminate nodes of at most two neighbours while the tables that this leaves stay small.
+
+    Args:
+        problem: its memory bound must be ``inf``.
+        growth: a new table may be this many times as large as the tables that it replaces.
+        work: most entries that one elimination may visit.
+    """
+    pool = _Pool(problem)
+    queue = sorted(pool.left)
+    while queue:
+        node = queue.pop(0)
+        if node not in pool.left:
+            continue
+        sizes, cost = pool.estimate(node)
+        before = sum(math.prod(pool.factors[k].sizes) for k in pool.of_node[node])
+        if not sizes or len(sizes) > 2 or cost > work or math.prod(sizes.values()) > max(growth * before, 64.0):
+            continue
+        pool.eliminate(node)
+        queue.extend(n for n in sizes if n not in queue)
+    return _core(pool)
+
+
+def _core(pool: _Pool) -> Core:
+    left = tuple(sorted(pool.left))
+    number = {node: k for k, node in enumerate(left)}
+    unary = dict(enumerate(pool.unary))
+    tensors = []
+    for factor in pool.factors.values():
+        if factor.tensor is not None:
+            t = factor.tensor
+            uses = tuple(Use(number[use.node], use.want) for use in t.uses)
+            tensors.append(Tensor(t.name, number[t.producer], t.have, uses, t.cost, t.memory, t.temporary))
+            continue
+        a, b = factor.nodes
+        table = _table(factor)
+        least = table.min(axis=1)
+        unary[a] = unary[a] + least[factor.index[0]]
+        table = table - np.where(np.isfinite(least), least, 0.0)[:, None]
+        name = f"{pool.problem.nodes[a].name}~{pool.problem.nodes[b].name}"
+        use = Use(number[b], factor.index[1])
+        zero = np.zeros_like(table)
+        tensors.append(Tensor(name, number[a], factor.index[0], (use,), table, np.zeros(table.shape[1]), zero))
+    nodes = tuple(Node(pool.problem.nodes[n].name, unary[n], np.zeros(len(unary[n]))) for n in left)
+    return Core(Problem(nodes, tuple(tensors)), left, tuple(pool.steps), len(pool.unary))

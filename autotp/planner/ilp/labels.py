@@ -1,0 +1,239 @@
+"""Settle a small piece exactly: elimination with memory, by labels pruned with reduced costs.
+
+A label is a partial choice that matters only through the nodes it still shares with the rest: (their
+strategies; bytes, largest temporary, seconds). Tables of labels are joined on a node, the node is dropped,
+and of the labels that agree in what is left, only those stay that no other beats in both bytes and seconds.
+That is bucket elimination over the bi-objective problem (Rollon and Larrosa, "Bucket elimination for
+multiobjective optimization problems", 2006).
+
+What keeps the tables small is duality: after :class:`autotp.planner.ilp.dual.Dual` has converged, every part of the
+objective has a reduced cost of at least 0, and the parts sum to what an assignment exceeds the bound by. A
+label whose parts sum to more than the gap cannot belong to anything better than the best choice known.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autotp.planner.ilp.dual import Dual
+from autotp.planner.ilp.problem import Problem
+
+__all__ = ["settle"]
+
+
+class _TooMany(Exception):
+    """A table outgrew the limit."""
+
+
+@dataclass(slots=True, eq=False)
+class _Table:
+    """Labels: strategies of ``nodes`` per row, and where each row came from."""
+
+    nodes: tuple[int, ...]
+    at: np.ndarray
+    memory: np.ndarray
+    seconds: np.ndarray
+    reduced: np.ndarray
+    largest: np.ndarray
+    parents: list[tuple[_Table, np.ndarray]] = field(default_factory=list)
+
+    def rows(self, index: np.ndarray, parents: list[tuple[_Table, np.ndarray]]) -> _Table:
+        return self.relabelled(self.nodes, self.at[index], index, parents)
+
+    def relabelled(
+        self,
+        nodes: tuple[int, ...],
+        at: np.ndarray,
+        index: np.ndarray,
+        parents: list[tuple[_Table, np.ndarray]],
+    ) -> _Table:
+        memory, seconds = self.memory[index], self.seconds[index]
+        return _Table(nodes, at, memory, seconds, self.reduced[index], self.largest[index], parents)
+
+
+@dataclass(slots=True)
+class _Labels:
+    problem: Problem
+    gap: float
+    room: float
+    price: float
+    base: float
+    limit: int
+
+    def allowed(self, table: _Table) -> np.ndarray:
+        extra = self.price * np.maximum(table.largest - self.base, 0.0)
+        fits = table.memory + table.largest <= self.room * (1 + 1e-12)
+        return (table.reduced + extra < self.gap) & fits & np.isfinite(table.seconds)
+
+    def kept(self, table: _Table) -> _Table:
+        index = np.flatnonzero(self.allowed(table))
+        if len(index) > self.limit:
+            raise _TooMany
+        return table if len(index) == len(table.at) else table.rows(index, [(p, i[index]) for p, i in table.parents])
+
+    def key(self, table: _Table, nodes: tuple[int, ...]) -> np.ndarray:
+        key = np.zeros(len(table.at), dtype=np.int64)
+        for node in nodes:
+            key = key * len(self.problem.nodes[node].cost) + table.at[:, table.nodes.index(node)]
+        return key
+
+    def join(self, a: _Table, b: _Table) -> _Table:
+        shared = tuple(n for n in a.nodes if n in b.nodes)
+        left, right = self.key(a, shared), self.key(b, shared)
+        order = np.argsort(right, kind="stable")
+        low = np.searchsorted(right[order], left, side="left")
+        count = np.searchsorted(right[order], left, side="right") - low
+        total = int(count.sum())
+        if total > 4 * self.limit:
+            raise _TooMany
+        one = np.repeat(np.arange(len(left)), count)
+        two = order[np.repeat(low - (np.cumsum(count) - count), count) + np.arange(total)]
+        rest = [k for k, n in enumerate(b.nodes) if n not in a.nodes]
+        table = _Table(
+            (*a.nodes, *(b.nodes[k] for k in rest)),
+            np.hstack([a.at[one], b.at[two][:, rest]]),
+            a.memory[one] + b.memory[two],
+            a.seconds[one] + b.seconds[two],
+            a.reduced[one] + b.reduced[two],
+            np.maximum(a.largest[one], b.largest[two]),
+            [(a, one), (b, two)],
+        )
+        return self.kept(table)
+
+    def drop(self, table: _Table, node: int) -> _Table:
+        """Forget the strategy of ``node``; of the labels that then look alike keep the undominated ones."""
+        rest = tuple(n for n in table.nodes if n != node)
+        _, rank = np.unique(table.largest, return_inverse=True)
+        key = self.key(table, rest) * (int(rank.max(initial=0)) + 1) + rank
+        order = np.lexsort((table.seconds, table.memory, key))
+        _, group = np.unique(key[order], return_inverse=True)
+        _, cost = np.unique(table.seconds[order], return_inverse=True)
+        # Ranks sink from group to group, so that one running minimum starts afresh in each of them.
+        value = cost.astype(np.int64) - group.astype(np.int64) * (len(order) + 1)
+        running = np.minimum.accumulate(value) if len(value) else value
+        best = np.ones(len(order), dtype=bool)
+        best[1:] = value[1:] < running[:-1]
+        index = order[best]
+        columns = [k for k, n in enumerate(table.nodes) if n != node]
+        return table.relabelled(rest, table.at[index][:, columns], index, [(table, index)])
+
+
+def _tables(labels: _Labels, dual: Dual) -> list[_Table]:
+    problem = labels.problem
+    tables = []
+    for number, node in enumerate(problem.nodes):
+        size = len(node.cost)
+        reduced = dual.theta[number] - dual.theta[number].min()
+        at = np.arange(size)[:, None]
+        tables.append(labels.kept(_Table((number,), at, node.memory, node.cost, reduced, np.zeros(size))))
+    for number, tensor in enumerate(problem.tensors):
+        if not tensor.uses:
+            continue
+        nodes = [tensor.producer]
+        at = np.arange(len(tensor.have))[:, None]
+        zero = np.zeros(len(at))
+        table = _Table((tensor.producer,), at, zero, zero, zero, zero)
+        shares = zero
+        wanted: list[np.ndarray] = []
+        for use, part in zip(tensor.uses, dual.parts[number], strict=True):
+            if use.node not in nodes:
+                size = len(use.want)
+                one = np.repeat(np.arange(len(table.at)), size)
+                two = np.tile(np.arange(size), len(table.at))
+                if len(one) > 4 * labels.limit:
+                    raise _TooMany
+                at = np.hstack([table.at[one], two[:, None]])
+                table = table.relabelled((*table.nodes, use.node), at, one, [])
+                shares, wanted = shares[one], [want[one] for want in wanted]
+                nodes.append(use.node)
+            have, strategy = table.at[:, 0], table.at[:, nodes.index(use.node)]
+            want, row = use.want[strategy], tensor.have[have]
+            counted = want >= 0
+            for earlier in wanted:
+                counted = counted & (earlier != want)
+            column = np.maximum(want, 0)
+            share, excess = part.at(have, strategy)
+            shares = shares + share
+            wanted.append(want)
+            table = _Table(
+                table.nodes,
+                table.at,
+                table.memory + np.where(counted, tensor.memory[column], 0.0),
+                table.seconds + np.where(counted, tensor.cost[row, column], 0.0),
+                table.reduced + excess,
+                np.maximum(table.largest, np.where(counted, tensor.temporary[row, column], 0.0)),
+            )
+            index = np.flatnonzero(labels.allowed(table))
+            table, shares = table.rows(index, []), shares[index]
+            wanted = [earlier[index] for earlier in wanted]
+        # What the split of shared costs among the uses leaves out is reduced cost too.
+        missing = table.seconds + dual.price * table.memory - shares
+        table.reduced = table.reduced + np.maximum(missing, 0.0)
+        tables.append(labels.kept(table))
+    return tables
+
+
+def settle(
+    problem: Problem,
+    dual: Dual,
+    *,
+    target: float,
+    base: float = 0.0,
+    largest_cost: float = 0.0,
+    limit: int,
+) -> tuple[bool, tuple[int, ...] | None]:
+    """The cheapest choice below ``target``, or the proof that there is none.
+
+    Args:
+        problem: its memory bound is respected.
+        dual: of the same problem, converged.
+        target: objective value to beat, ``base`` bytes of the largest temporary not counted.
+        base: bytes of the largest temporary that the dual's bound already counts.
+        largest_cost: what each byte of the largest temporary adds to the objective.
+        limit: most labels in a table.
+
+    Returns:
+        whether it was settled (False: a table outgrew the limit), and the best choice.
+    """
+    gap = target - dual.bound()
+    labels = _Labels(problem, gap, problem.memory_bound, dual.price + largest_cost, base, limit)
+    try:
+        tables = _tables(labels, dual)
+        left = set(range(len(problem.nodes)))
+        while left:
+            node = min(left, key=lambda n: (_size(problem, tables, n), n))
+            left.discard(node)
+            mine = sorted((t for t in tables if node in t.nodes), key=lambda t: len(t.at))
+            tables = [t for t in tables if node not in t.nodes]
+            joined = mine[0]
+            for table in mine[1:]:
+                joined = labels.join(joined, table)
+            tables.append(labels.drop(joined, node))
+        final = tables[0]
+        for table in tables[1:]:
+            final = labels.drop(labels.join(final, table), -1)
+    except _TooMany:
+        return False, None
+    if not len(final.at):
+        return True, None
+    best = int(np.argmin(final.seconds + largest_cost * final.largest))
+    choice = [0] * len(problem.nodes)
+    _trace(final, best, choice)
+    return True, tuple(choice)
+
+
+def _size(problem: Problem, tables: list[_Table], node: int) -> float:
+    scope = {n for table in tables if node in table.nodes for n in table.nodes}
+    return math.prod(len(problem.nodes[n].cost) for n in scope)
+
+
+def _trace(table: _Table, row: int, choice: list[int]) -> None:
+    stack = [(table, row)]
+    while stack:
+        at, number = stack.pop()
+        for node, strategy in zip(at.nodes, at.at[number].tolist(), strict=True):
+            choice[node] = strategy
+        stack.extend((parent, int(index[number])) for parent, index in at.parents)

@@ -1,0 +1,78 @@
+"""Good assignments quickly: one node after the other takes its best strategy given the rest."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from autotp.planner.ilp.problem import Problem, distinct_wants, evaluate
+
+__all__ = ["improve"]
+
+
+class _Neighbourhood:
+    """Vectors over one node's strategies of what the whole assignment would cost, all else held."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.incident: list[list[int]] = [[] for _ in problem.nodes]
+        self.simple: list[bool] = [True] * len(problem.nodes)
+        for number, tensor in enumerate(problem.tensors):
+            touched = [tensor.producer, *(use.node for use in tensor.uses)]
+            for node in set(touched):
+                self.incident[node].append(number)
+                if touched.count(node) > 1:
+                    self.simple[node] = False
+
+    def seconds(self, node: int, choice: list[int]) -> np.ndarray:
+        total = self.problem.nodes[node].cost.copy()
+        if not self.simple[node]:
+            saved = choice[node]
+            for strategy in np.flatnonzero(np.isfinite(total)):
+                choice[node] = int(strategy)
+                total[strategy] += sum(self.tensor_seconds(number, choice) for number in self.incident[node])
+            choice[node] = saved
+            return total
+        for number in self.incident[node]:
+            tensor = self.problem.tensors[number]
+            if tensor.producer == node:
+                columns = distinct_wants(tensor, choice)
+                total += tensor.cost[:, columns].sum(axis=1)[tensor.have]
+                continue
+            use = next(use for use in tensor.uses if use.node == node)
+            row = tensor.cost[int(tensor.have[choice[tensor.producer]])].copy()
+            paid = {int(u.want[choice[u.node]]) for u in tensor.uses if u is not use} - {-1}
+            extra = float(row[list(paid)].sum()) if paid else 0.0
+            row[list(paid)] = 0.0
+            total += extra + np.where(use.want < 0, 0.0, row[np.maximum(use.want, 0)])
+        return total
+
+    def tensor_seconds(self, number: int, choice: list[int]) -> float:
+        tensor = self.problem.tensors[number]
+        row = int(tensor.have[choice[tensor.producer]])
+        return float(sum(tensor.cost[row, column] for column in distinct_wants(tensor, choice)))
+
+
+def improve(problem: Problem, start: tuple[int, ...], *, sweeps: int = 10) -> tuple[int, ...]:
+    """Descend from ``start``; the result costs no more, and meets the memory bound if ``start`` does."""
+    around = _Neighbourhood(problem)
+    choice = list(start)
+    bounded = math.isfinite(problem.memory_bound)
+    for _ in range(sweeps):
+        moved = False
+        for node in range(len(choice)):
+            seconds = around.seconds(node, choice)
+            now = seconds[choice[node]]
+            for strategy in np.argsort(seconds, kind="stable")[:8].tolist():
+                if not seconds[strategy] < now:
+                    break
+                before = choice[node]
+                choice[node] = strategy
+                if not bounded or evaluate(problem, choice).memory <= problem.memory_bound:
+                    moved = True
+                    break
+                choice[node] = before
+        if not moved:
+            break
+    return tuple(choice)

@@ -1,0 +1,279 @@
+"""Choose one strategy per node at the least cost, with proof."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autotp.planner.ilp.dual import Dual
+from autotp.planner.ilp.eliminate import Core, eliminate_all, eliminate_some
+from autotp.planner.ilp.pieces import Settings
+from autotp.planner.ilp.presolve import Reduced, compact, consistent
+from autotp.planner.ilp.problem import Node, Problem, evaluate, validate
+from autotp.planner.ilp.search import Search
+
+__all__ = [
+    "NO_LAYOUT",
+    "Infeasible",
+    "Pruned",
+    "Solution",
+    "cheapest",
+    "least_memory",
+    "settle",
+    "solution_at",
+    "solution_of",
+    "solve",
+    "unbounded",
+]
+
+NO_LAYOUT = "no combination of strategies has a finite cost: every one needs an impossible reshard"
+_EASY = 3e5  # entries that elimination may visit before duality is the faster way
+
+
+class Infeasible(ValueError):
+    """No assignment exists: none fits the memory bound, or the layouts admit none.
+
+    Attributes:
+        needed_memory: the least bytes per device that any assignment needs; ``inf`` when the layouts admit
+            none.
+    """
+
+    def __init__(self, message: str, needed_memory: float) -> None:
+        super().__init__(message)
+        self.needed_memory = needed_memory
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """The best assignment found.
+
+    Attributes:
+        choice: a strategy index per node.
+        seconds: its cost.
+        memory: its bytes per device.
+        bound: no assignment within the memory bound costs less than this (proven).
+        optimal: ``seconds`` equals ``bound`` to 1e-9 relative.
+        gap: ``(seconds - bound) / seconds``.
+        method: the heaviest means that was needed: elimination (of all), duality, labels or mip.
+        variables: of the largest integer program handed to a solver, 0 if none was.
+        bound_binds: without the memory bound something cheaper might exist.
+        price: seconds per byte that memory was found to be worth.
+    """
+
+    choice: tuple[int, ...]
+    seconds: float
+    memory: float
+    bound: float
+    optimal: bool
+    gap: float
+    method: str
+    variables: int
+    bound_binds: bool = False
+    price: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """Nothing cheaper than the cutoff exists; ``bound_binds``: within the memory bound."""
+
+    bound_binds: bool
+
+
+def solve(
+    problem: Problem,
+    *,
+    time_limit: float = 60.0,
+    threads: int = 2,
+    cutoff: float = math.inf,
+    need: bool = True,
+    trusted: bool = False,
+) -> Solution | Pruned:
+    """The cheapest assignment within the memory bound.
+
+    Args:
+        problem: what to choose.
+        time_limit: seconds; afterwards the best assignment so far is returned with its proven gap.
+        threads: for solvers that take a count.
+        cutoff: seconds; stop as soon as it is proven that nothing cheaper than this exists.
+        need: where nothing fits the memory bound, find out the least that is needed; else a lower bound of it will do.
+        trusted: the problem is known to be well-formed.
+
+    Returns:
+        the solution, or ``Pruned`` when nothing cheaper than ``cutoff`` exists.
+
+    Raises:
+        Infeasible: when the layouts admit no assignment, or none within the memory bound.
+        TimeoutError: when the time limit passed before any assignment was found.
+        ValueError: when the problem is malformed.
+    """
+    if not trusted:
+        validate(problem)
+    settings = Settings(time.monotonic() + time_limit, threads, cutoff)
+    free = unbounded(problem, settings)
+    if free.value >= cutoff and free.bound >= cutoff - 1e-9 * abs(cutoff):
+        return Pruned(False)
+    if free.choice is not None and evaluate(problem, free.choice).memory <= problem.memory_bound:
+        return solution_of(problem, free)
+    start = _fitting(problem, settings, need)
+    search = Search(problem, settings)
+    if start is not None:
+        search.offer(start)
+    if free.choice is not None:
+        search.offer(free.choice)
+    search.run(floor=free.bound)
+    if search.value >= cutoff and search.bound >= cutoff - 1e-9 * abs(cutoff):
+        return Pruned(True)
+    return replace(solution_of(problem, search), bound_binds=True, price=search.price)
+
+
+def settle(problem: Problem, *, time_limit: float, cutoff: float, price: float, floor: float) -> Solution | Pruned:
+    """``solve`` where a choice of ``cutoff`` seconds is known: bytes are worth ``price``, nothing is below ``floor``."""
+    search = Search(problem, Settings(time.monotonic() + time_limit, cutoff=cutoff), price=price, prices=1)
+    search.run(floor=floor)
+    if search.value >= cutoff and search.bound >= cutoff - 1e-9 * abs(cutoff):
+        return Pruned(True)
+    return replace(solution_of(problem, search), bound_binds=True, price=search.price)
+
+
+def cheapest(problem: Problem, *, time_limit: float = 60.0) -> tuple[int, ...]:
+    """The cheapest assignment, whatever memory it takes, of a well-formed problem.
+
+    Raises:
+        Infeasible: the layouts admit no assignment.
+        TimeoutError: none was found within the time limit.
+    """
+    found = unbounded(problem, Settings(time.monotonic() + time_limit))
+    if found.choice is None:
+        raise TimeoutError(f"no assignment of {len(problem.nodes)} nodes was found within the time limit; raise time_limit")
+    return found.choice
+
+
+def unbounded(problem: Problem, settings: Settings) -> Search:
+    """The problem without its memory bound: everything about bytes is dropped, and nodes are eliminated
+    exactly. With a cutoff, bounds are tried first, on the problem as it is and after cheap eliminations.
+    """
+    masks = [np.ones(len(node.cost), dtype=bool) for node in problem.nodes]
+    if not consistent(problem, masks):
+        raise Infeasible(NO_LAYOUT, math.inf)
+    found = Search(problem, settings)
+    stages: list[Reduced | Core] = []
+    small = problem
+    for work in (None, 2e5, 4e6):
+        if work is not None:
+            stages.append(compact(small, masks, bounded=False))
+            stages.append(eliminate_some(stages[-1].problem, work=work))
+            small = stages[-1].problem
+            masks = [np.ones(len(node.cost), dtype=bool) for node in small.nodes]
+        if math.isfinite(settings.cutoff):
+            found.bound = max(found.bound, _raise_bound(small, masks, settings.cutoff))
+            if found.bound >= settings.cutoff or not consistent(small, masks):
+                found.bound = max(found.bound, settings.cutoff)
+                return found
+    search = Search(small, settings)
+    choice = eliminate_all(small, budget=_EASY)
+    if choice is not None:
+        search.settle(choice, "elimination")
+    else:
+        search.run()
+    if search.choice is not None:
+        for stage in reversed(stages):
+            search.choice = stage.restore(search.choice)
+    elif math.isinf(search.bound) and math.isinf(settings.cutoff):
+        raise Infeasible(NO_LAYOUT, math.inf)
+    return search
+
+
+def _raise_bound(problem: Problem, masks: list[np.ndarray], cutoff: float) -> float:
+    """A lower bound from two sweeps of duality; strategies that cannot come below the cutoff are cleared."""
+    dual = Dual(replace(problem, memory_bound=math.inf), cutoff)
+    for _ in range(2):
+        floors = dual.sweep()
+        if dual.bound() >= cutoff:
+            break
+    for mask, floor in zip(masks, floors, strict=True):
+        mask &= floor < cutoff
+    return dual.bound()
+
+
+def least_memory(problem: Problem, *, time_limit: float = 60.0, sweeps: int | None = None) -> float:
+    """The fewest bytes per device that any choice needs, or, after so many sweeps of duality, a lower bound.
+
+    Raises:
+        Infeasible: the layouts admit no choice.
+    """
+    if not consistent(problem, [np.ones(len(node.cost), dtype=bool) for node in problem.nodes]):
+        raise Infeasible(NO_LAYOUT, math.inf)
+    bytes_only = _bytes_only(problem)
+    if sweeps is not None:
+        dual = Dual(bytes_only, sum(float(n.cost[np.isfinite(n.cost)].max()) for n in bytes_only.nodes) + 1.0)
+        for _ in range(sweeps):
+            dual.sweep()
+            dual.rebalance()
+        return dual.bound()
+    search = Search(bytes_only, Settings(time.monotonic() + time_limit), largest_cost=1.0)
+    search.run()
+    if search.choice is None:
+        raise Infeasible(NO_LAYOUT, math.inf)
+    return evaluate(problem, search.choice).memory
+
+
+def _bytes_only(problem: Problem) -> Problem:
+    """The problem whose seconds are the other's bytes, but for the largest temporary."""
+    nodes = tuple(
+        Node(n.name, np.where(np.isfinite(n.cost), n.memory, math.inf), np.zeros(len(n.cost))) for n in problem.nodes
+    )
+    tensors = tuple(
+        replace(
+            t,
+            cost=np.where(np.isfinite(t.cost), np.broadcast_to(t.memory, t.cost.shape), math.inf),
+            memory=np.zeros(len(t.memory)),
+        )
+        for t in problem.tensors
+    )
+    return Problem(nodes, tensors)
+
+
+def _fitting(problem: Problem, settings: Settings, need: bool) -> tuple[int, ...] | None:
+    """Some choice within the memory bound, or the proof that none exists; None when time ran out before
+    either.
+    """
+    limit = math.inf if need else float(np.nextafter(problem.memory_bound, math.inf)) * (1 + 1e-9)
+    settings = replace(settings, cutoff=limit, enough=problem.memory_bound)
+    search = Search(_bytes_only(problem), settings, largest_cost=1.0)
+    search.run()
+    if search.choice is None and math.isinf(search.bound):
+        raise Infeasible(NO_LAYOUT, math.inf)
+    needed = math.inf if search.choice is None else evaluate(problem, search.choice).memory
+    if needed <= problem.memory_bound:
+        return search.choice
+    if search.bound <= problem.memory_bound:
+        return None
+    if not need:
+        needed = search.bound
+    raise Infeasible(
+        f"no combination of strategies fits {problem.memory_bound:.6g} bytes per device: "
+        f"at least {needed:.6g} are needed; give more devices, more memory per device, or a smaller batch",
+        needed,
+    )
+
+
+def solution_of(problem: Problem, search: Search) -> Solution:
+    """What a finished search found, with its proven gap.
+
+    Raises:
+        TimeoutError: when it found nothing.
+    """
+    if search.choice is None:
+        raise TimeoutError(f"no assignment of {len(problem.nodes)} nodes was found within the time limit; raise time_limit")
+    return solution_at(problem, search.choice, search.bound, search.method, search.variables)
+
+
+def solution_at(problem: Problem, choice: tuple[int, ...], bound: float, method: str, variables: int = 0) -> Solution:
+    """A choice with what it costs, and how far that is from a proven bound."""
+    value = evaluate(problem, choice)
+    bound = min(bound, value.seconds)
+    gap = (value.seconds - bound) / abs(value.seconds) if value.seconds > bound else 0.0
+    return Solution(choice, value.seconds, value.memory, bound, gap <= 1e-9, gap, method, variables)

@@ -1,0 +1,139 @@
+"""The plan that takes the least memory.
+
+Of the moments of a step the worst one counts, and which one that is depends on the plan. So
+
+    least bytes  =  min over plans  max over moments  bytes            (1)
+
+is at least  max over shares of moments  min over plans  of the bytes weighted by the shares. The inner minimum is an
+integer program without a bound on memory, which is easy (`autotp.planner.ilp.eliminate`), and the shares are found by
+cutting planes, as those of processors and network are in `autotp.planner.least_step`: every plan met adds a line, and its
+worst moment another share. Seconds at a low price settle what bytes leave open, and lead to other plans close by. What is
+met is measured by its footprint. Nothing here depends on the bound that is asked for, so the same plan is found for all of
+them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ortools.math_opt.python import mathopt
+
+from autotp.costs.footprint import Moment
+from autotp.planner.ilp import Problem, cheapest, evaluate
+from autotp.planner.moments import Moments
+
+__all__ = ["Smallest", "quicker", "smallest"]
+
+Choice = tuple[int, ...]
+
+_ROUNDS = 10
+_FAR = 1.15  # of the least bytes known: where tables, which are not exact, promise more, nothing else is tried
+_PRICES = 10
+#: What the seconds of a step may count beside its bytes.
+_TRADES = (1e-6, 0.03)
+
+
+@dataclass(frozen=True, slots=True)
+class Smallest:
+    """The choice with the least memory of all that were met, its bytes, and the shares of moments with which it was met."""
+
+    choice: Choice
+    used: float
+    shares: Mapping[Moment, float]
+
+
+def smallest(
+    problem: Problem,
+    moments: Moments,
+    measure: Callable[[Choice], Mapping[Moment, float]],
+    start: Choice,
+    deadline: float,
+    known: float = math.inf,
+) -> Smallest:
+    """The choice with the least memory.
+
+    Args:
+        problem: what choices cost, without a bound.
+        moments: of the steps of its choices.
+        measure: bytes of a choice at every moment.
+        start: a choice.
+        deadline: on the performance counter, beyond which nothing else is tried.
+        known: bytes of another choice, on another mesh perhaps; what takes far more is of no interest.
+    """
+    seen = list(moments.usual)
+    shares = [1.0 / len(seen)] * len(seen)
+    met = {start: measure(start)}
+    best = Smallest(start, max(met[start].values()), dict(zip(seen, shares, strict=True)))
+    unit = best.used / max(evaluate(problem, start).seconds, 1e-12)
+    for _ in range(_ROUNDS):
+        weights = dict(zip(seen, shares, strict=True))
+        program = moments.program(weights)
+        news = False
+        for share in _TRADES:
+            choice = cheapest(_dearer(program, problem, share * unit))
+            if choice in met:
+                continue
+            if share == _TRADES[0]:
+                promised = sum(weight * moments.bytes(moment, choice) for moment, weight in weights.items())
+                if promised > _FAR * known:
+                    return best
+            news = True
+            met[choice] = measure(choice)
+            worst = max(met[choice], key=met[choice].__getitem__)
+            if met[choice][worst] < best.used:
+                best = Smallest(choice, met[choice][worst], weights)
+            if worst not in seen:
+                seen.append(worst)
+        if not news or time.perf_counter() > deadline:
+            break
+        shares = _next_shares([[held.get(moment, 0.0) for moment in seen] for held in met.values()])
+    return best
+
+
+def quicker(
+    problem: Problem, moments: Moments, least: Smallest, seconds: Callable[[Choice], float], fits: Callable[[Choice], bool]
+) -> Choice:
+    """A choice that fits too and costs less, if any is met, at falling prices of the bytes that decide.
+
+    Args:
+        problem: what choices cost, without a bound.
+        moments: of the steps of its choices.
+        least: the choice with the least memory, which fits.
+        seconds: the cost of a choice.
+        fits: whether a choice fits.
+    """
+    program = moments.program(least.shares)
+    best, low, high = least.choice, 0.0, seconds(least.choice) / least.used
+    for _ in range(_PRICES):
+        price = high if not low else (low * high) ** 0.5
+        choice = cheapest(_dearer(problem, program, price))
+        if fits(choice):
+            high = price if low else price / 8
+            best = min(best, choice, key=seconds)
+        else:
+            low, high = price, (high if low else 64 * price)
+    return best
+
+
+def _dearer(problem: Problem, program: Problem, price: float) -> Problem:
+    """The costs of one program with so many times those of another."""
+    nodes = tuple(replace(n, cost=n.cost + price * m.cost) for n, m in zip(problem.nodes, program.nodes, strict=True))
+    return Problem(nodes, (*problem.tensors, *(replace(t, cost=price * t.cost) for t in program.tensors)))
+
+
+def _next_shares(lines: Sequence[Sequence[float]]) -> list[float]:
+    """Shares with the sum 1 for which the least weighted sum is greatest."""
+    model = mathopt.Model()
+    shares = [model.add_variable(lb=0.0, ub=1.0) for _ in lines[0]]
+    model.add_linear_constraint(sum(shares) == 1.0)
+    least = model.add_variable(lb=0.0)
+    unit = max(map(max, lines)) or 1.0
+    for line in lines:
+        model.add_linear_constraint(least <= sum(share * (held / unit) for share, held in zip(shares, line, strict=True)))
+    model.maximize(least)
+    found = mathopt.solve(model, mathopt.SolverType.GLOP)
+    values = [max(0.0, found.variable_values(share)) for share in shares]
+    return [value / sum(values) for value in values]

@@ -1,0 +1,160 @@
+"""The plan whose step is shortest where communication goes on while something is computed, and in how many chunks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ortools.math_opt.python import mathopt
+from torch.distributed.tensor import Replicate
+
+from autotp.costs.prices import Prices
+from autotp.costs.step import Priced, Sums
+from autotp.planner.describe import Found
+from costmodel import overlap
+from costmodel.overlap import Weights
+from passes.sharding.chunk import CHUNKS, Chunked, in_chunks
+from passes.sharding.shard import Sharding
+
+__all__ = ["Searched", "best_chunks", "chunked", "in_parts", "least_step", "sharding_of"]
+
+#: Of either pass, figures of the processors and of each level of the network: seconds if that limits it, or its share.
+Sides = tuple[tuple[float, ...], tuple[float, ...]]
+
+_ROUNDS = 8
+_COUNTS = (2, 4)
+#: What chunks must win of a step for the planner to ask for them: more than what predictions are off between plans.
+_WORTH = 0.08
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """What a search found: a choice that fits, if any; its cost by the weights and what none is below; bytes it takes."""
+
+    best: Found | None
+    floor: float
+    used: float
+
+
+def least_step(
+    search: Callable[[Weights], Searched], sums: Callable[[Found], Sums], depth: int, deadline: float
+) -> tuple[Searched, float]:
+    """The choice with the shortest step, by integer programs over weighted sums, and what no step is below (see
+    `costmodel.overlap`).
+
+    Args:
+        search: the least weighted sum over all plans.
+        sums: of a choice.
+        depth: operators with a weight.
+        deadline: on the performance counter, beyond which no other search begins.
+
+    Returns:
+        The best choice of all that were met, and the bound in seconds; what the first search found where nothing fits.
+    """
+    met: list[tuple[Sums, Searched]] = []
+    shares: Sides = (1.0,), (1.0,)
+    floor = 0.0
+    for _ in range(_ROUNDS):
+        if met and time.perf_counter() > deadline:
+            break
+        try:
+            found = search(overlap.weights(shares, depth))
+        except TimeoutError:
+            if not met:
+                raise
+            break
+        if found.best is None:
+            if not met:
+                return found, floor
+            break
+        floor = max(floor, found.floor)
+        met.append((sums(found.best), found))
+        following, ceiling = _next_shares([each.sides for each, _ in met])
+        if min(each.step for each, _ in met) <= floor * (1 + 1e-9) or ceiling <= floor * (1 + 1e-6):
+            break
+        shares = following
+    best = min(met, key=lambda each: each[0].step)
+    return best[1], min(floor, best[0].step)
+
+
+def _next_shares(lines: Sequence[Sides]) -> tuple[Sides, float]:
+    """(shares, value) where the least of the lines, the sums of sides weighted by shares, is greatest."""
+    unit = max(side for line in lines for one in line for side in one) or 1.0  # a solver takes small numbers for 0
+    model = mathopt.Model()
+    shares = [[model.add_variable(lb=0.0, ub=1.0) for _ in one] for one in lines[0]]
+    for one in shares:
+        model.add_linear_constraint(sum(one) == 1.0)
+    least = model.add_variable(lb=0.0)
+    for line in lines:
+        pairs = [pair for one, sides in zip(shares, line, strict=True) for pair in zip(one, sides, strict=True)]
+        terms = [mu * (side / unit) for mu, side in pairs]
+        model.add_linear_constraint(least <= sum(terms))
+    model.maximize(least)
+    found = mathopt.solve(model, mathopt.SolverType.GLOP)
+    first, second = (_normal([max(0.0, found.variable_values(mu)) for mu in one]) for one in shares)
+    return (first, second), unit * found.objective_value()
+
+
+def _normal(shares: Sequence[float]) -> tuple[float, ...]:
+    """With the sum 1, from which a solver may be a little off."""
+    return tuple(share / sum(shares) for share in shares)
+
+
+def best_chunks(priced: Priced, whole: Sums) -> dict[str, int]:
+    """The chunks with which a step is shortest, none where they win little.
+
+    Args:
+        priced: a plan's strategies.
+        whole: what a step takes without chunks.
+    """
+    chosen: dict[str, int] = {}
+    best = whole
+    if whole.activations < _WORTH * whole.step:
+        return chosen
+    for way in CHUNKS:
+        for count in _COUNTS:
+            found = chunked(priced, in_parts(priced, {way: count}))
+            if found.step >= min(best.step, (1 - _WORTH) * whole.step):
+                break
+            chosen, best = {way: count}, found
+    return chosen
+
+
+def sharding_of(priced: Priced) -> Sharding:
+    """A plan's strategies, and the layouts in which what the graph is given rests."""
+    graph = priced.model.captured.graph_module.graph
+    resting = {node.name: priced.layouts[node, 0] for node in graph.nodes if node.op == "placeholder"}
+    return Sharding(priced.prices.mesh, priced.strategies, resting, frozenset(priced.model.captured.parameters))
+
+
+def in_parts(priced: Priced, chunks: Mapping[str, int]) -> Chunked:
+    """A plan's strategies where devices do their work in chunks."""
+    model = priced.model
+    graph = model.captured.graph_module.graph
+    return in_chunks(graph, model.operators, sharding_of(priced), model.captured.inputs, chunks, model.stands)
+
+
+def chunked(priced: Priced, made: Chunked) -> Sums:
+    """A step's seconds in chunks, each kind a virtual axis behind the mesh's (see ``Plan.chunks``).
+
+    Args:
+        priced: a plan's strategies.
+        made: the same in chunks, as ``in_parts`` makes them.
+    """
+    if not made.counts:
+        return priced.sums()
+    model, prices, strategies = priced.model, priced.prices, made.sharding.strategies
+    virtual = Prices(
+        prices.topology,
+        prices.devices,
+        train=prices.train,
+        optimizer=prices.optimizer,
+        chunks=tuple(made.counts.values()),
+        together=prices.together,
+    )
+    layouts = {(node, i): layout for node in model.operators for i, layout in enumerate(strategies[node.name].results)}
+    rest = (Replicate(),) * len(made.counts)
+    layouts |= {value: (*layout, *rest) for value, layout in priced.layouts.items() if value not in layouts}
+    rows = None if "batch" in made.counts else made.cut["rows"]
+    return Priced(model, virtual, strategies, layouts).sums(next(iter(made.counts.values())), rows)

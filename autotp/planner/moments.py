@@ -1,0 +1,296 @@
+"""What a moment of a step holds, as an integer program: bytes by strategies and reshards.
+
+`autotp.costs.footprint` walks through a step of one plan. Here all plans are seen at once, at one moment: every operator,
+parameter and tensor says what it holds then, under each of its strategies and layouts. That is a table for each node and
+each tensor, as the seconds of the integer program are, so that the plan which holds the least at a moment, or on average
+over moments, is found as the fastest one is. Where a storage has several names (views), and where layouts are wanted by
+several readers at different times, the tables are close and not exact: footprints have the last word.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import fx
+
+from autotp.costs.footprint import Moment, Turn
+from autotp.costs.prices import Prices
+from autotp.planner.assemble import Assembled
+from autotp.planner.ilp import Node, Problem, Tensor, Use
+from autotp.planner.structure import Edge
+from passes.layouts.codes import local_elements
+from passes.rules.factors import Value, value_of
+from passes.rules.shapes import operands_of, results_of
+from passes.rules.table import rule_of, saved_by
+from passes.sharding.panel import data_position
+
+__all__ = ["Moments"]
+
+#: Bytes by node and strategy, and by (tensor, those of its uses that hold it) and (have, want).
+Tables = tuple[dict[int, np.ndarray], dict[tuple[int, tuple[int, ...]], np.ndarray]]
+
+_PANELS = 4  # of an operand that is gathered in panels, about one in so many is there at once
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """One use of a tensor: when, and what of it is kept for the reader's backward pass: nothing, it, or it as it rests."""
+
+    at: int
+    saves: bool
+    panelled: bool
+    view: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """When one tensor is made (before all operators: -1), whether its producer keeps it or it is a view; who reads it."""
+
+    made: int
+    kept: bool
+    view: bool
+    last: int
+    returned: bool
+    readers: tuple[_Reader, ...]
+
+
+class Moments:
+    """The moments of the steps of all plans on a mesh.
+
+    Args:
+        assembled: the integer program of the mesh, whose infinite costs say what exists.
+        prices: of the mesh.
+        panelled: products keep their data operand as it rests, and gather it again in panels.
+    """
+
+    def __init__(self, assembled: Assembled, prices: Prices, panelled: bool) -> None:
+        self.assembled, self.prices, self.panelled = assembled, prices, panelled
+        self.structure = assembled.structure
+        self.model = self.structure.model
+        self.order = {node: at for at, node in enumerate(self.model.operators)}
+        self.readers = self._readers()
+        self.lives = [_counted([self._life(value) for value in edge.copies]) for edge in self.structure.edges]
+        self.known: dict[Moment, Tables] = {}
+        self.allowed = [np.where(np.isfinite(t.cost), 0.0, np.inf) for t in assembled.problem.tensors]
+
+    @property
+    def usual(self) -> list[Moment]:
+        """Where the worst moment mostly is: as the backward pass begins, and as it ends."""
+        last = len(self.order) - 1
+        return (
+            [Moment(last, Turn.BACKWARD), Moment(0, Turn.BACKWARD)] if self.prices.train else [Moment(last, Turn.FORWARD)]
+        )
+
+    def program(self, shares: Mapping[Moment, float]) -> Problem:
+        """The integer program whose seconds are the bytes that moments hold, weighted."""
+        nodes, tensors = self._weighted(shares)
+        problem = self.assembled.problem
+        made = tuple(
+            Node(n.name, np.where(np.isfinite(n.cost), nodes.get(i, 0.0), np.inf), np.zeros(len(n.cost)))
+            for i, n in enumerate(problem.nodes)
+        )
+        found = []
+        for number, tensor in enumerate(problem.tensors):
+            every = tuple(range(len(tensor.uses)))
+            for uses in {every: None} | {held: None for edge, held in tensors if edge == number}:
+                table = tensors.get((number, uses), 0.0) + (self.allowed[number] if uses == every else 0.0)
+                if np.any(table):
+                    held = tuple(tensor.uses[use] for use in uses)
+                    found.append(_tensor(tensor, held, np.broadcast_to(table, tensor.cost.shape)))
+        return Problem(made, tuple(found))
+
+    def bytes(self, moment: Moment, choice: Sequence[int]) -> float:
+        """What a choice holds at a moment, as the tables have it."""
+        nodes, tensors = self.tables(moment)
+        total = sum(float(table[choice[node]]) for node, table in nodes.items())
+        for (number, uses), table in tensors.items():
+            tensor = self.assembled.problem.tensors[number]
+            wants = {int(tensor.uses[use].want[choice[tensor.uses[use].node]]) for use in uses}
+            total += float(table[int(tensor.have[choice[tensor.producer]]), list(wants)].sum())
+        return total
+
+    def tables(self, moment: Moment) -> Tables:
+        """Bytes held at a moment."""
+        if moment not in self.known:
+            self.known[moment] = self._tables(moment)
+        return self.known[moment]
+
+    def _weighted(self, shares: Mapping[Moment, float]) -> Tables:
+        nodes: dict[int, np.ndarray] = {}
+        tensors: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
+        for moment, share in shares.items():
+            if share > 0:
+                mine, held = self.tables(moment)
+                for node, table in mine.items():
+                    nodes[node] = nodes.get(node, 0.0) + share * table
+                for key, table in held.items():
+                    tensors[key] = tensors.get(key, 0.0) + share * table
+        return nodes, tensors
+
+    def _tables(self, moment: Moment) -> Tables:
+        tables = _Sum(self.structure.edges, self.prices)
+        for number, (edge, lives) in enumerate(zip(self.structure.edges, self.lives, strict=True)):
+            for life, count in lives.items():
+                if edge.parameter:
+                    tables.parameter(number, edge, life, count, moment, self.panelled)
+                else:
+                    tables.activation(number, edge, life, count, moment)
+        return tables.nodes, tables.tensors
+
+    def _readers(self) -> dict[Value, list[tuple[fx.Node, int]]]:
+        """In the order of the uses of the tensor that stands for it."""
+        found: dict[Value, list[tuple[fx.Node, int]]] = defaultdict(list)
+        for node in self.model.operators:
+            for position, operand in enumerate(operands_of(node)):
+                found[value_of(operand)].append((node, position))
+        output = self.model.captured.graph_module.graph.output_node()
+        for leaf in output.args[0]:  # type: ignore[union-attr]
+            if isinstance(leaf, fx.Node):
+                found[value_of(leaf)].append((output, 0))
+        stands, index = self.model.stands, self.structure.index
+        return {v: sorted(uses, key=lambda use: (index[stands.get(use[0], use[0])], use[1])) for v, uses in found.items()}
+
+    def _life(self, value: Value) -> _Life:
+        producer = value[0]
+        readers = tuple(self._reader(value, user, position) for user, position in self.readers[value])
+        ends = len(self.order)
+        return _Life(
+            made=self.order.get(producer, -1),
+            kept=producer in self.order and saved_by(producer) == "result" and value in self.model.trained,
+            view=producer in self.order and self._is_view(producer),
+            last=self._last(value),
+            returned=any(reader.at == ends for reader in readers),
+            readers=readers,
+        )
+
+    def _last(self, value: Value) -> int:
+        """The last operator to read a tensor, or a view of it."""
+        last = self.order.get(value[0], -1)
+        for user, position in self.readers.get(value, ()):
+            last = max(last, self.order.get(user, -1))
+            if position == 0 and user in self.order and self._is_view(user):
+                last = max(last, self._last((user, 0)))
+        return last
+
+    def _is_view(self, node: fx.Node) -> bool:
+        rule = rule_of(node)
+        return rule is not None and rule.view and bool(operands_of(node))
+
+    def _reader(self, value: Value, user: fx.Node, position: int) -> _Reader:
+        if user not in self.order:
+            return _Reader(len(self.order), False, False, False)
+        trained = any((user, i) in self.model.trained for i in range(len(results_of(user))))
+        real = value[0].op != "placeholder" and operands_of(user)[position].meta["val"].dtype.is_floating_point
+        saves = self.prices.train and trained and real and saved_by(user) == "operands"
+        data = self.panelled and data_position(user) == position
+        return _Reader(self.order[user], saves, data, position == 0 and self._is_view(user))
+
+
+class _Sum:
+    """Tables in the making."""
+
+    def __init__(self, edges: Sequence[Edge], prices: Prices) -> None:
+        self.prices = prices
+        self.nodes: dict[int, np.ndarray] = {}
+        self.tensors: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
+        self.sizes = [self._sizes(edge) for edge in edges]
+
+    def _sizes(self, edge: Edge) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Bytes as it is, as it is wanted, of the gradient that a reader returns; and where nothing has to move."""
+        shape, itemsize, mesh = tuple(edge.value.shape), edge.value.element_size(), self.prices.mesh
+        own, wanted, back = (local_elements(shape, r, mesh) * itemsize for r in (edge.rows, edge.wants, edge.gradients))
+        stays = (edge.rows[:, None, :] == edge.wants[None, :, :]).all(axis=-1)
+        return own, wanted, back, stays
+
+    def own(self, edge: Edge, sizes: np.ndarray) -> None:
+        """Bytes that a tensor takes by how it is made, or rests."""
+        self.nodes[edge.producer] = self.nodes.get(edge.producer, 0.0) + sizes[edge.have]
+
+    def held(self, number: int, uses: Sequence[int], table: np.ndarray) -> None:
+        """Bytes that a tensor takes by how these uses want it, once for those that want it alike."""
+        if uses:
+            key = number, tuple(uses)
+            self.tensors[key] = self.tensors.get(key, 0.0) + table
+
+    def parameter(self, number: int, edge: Edge, life: _Life, count: int, moment: Moment, panelled: bool) -> None:
+        """Its state, what it is gathered to, and its gradient from its last reader's turn on."""
+        own, wanted, back, stays = self.sizes[number]
+        trained = edge.trained and self.prices.train
+        state = self.prices.states(own / edge.value.element_size(), edge.value.element_size())
+        forward = moment.turn is Turn.FORWARD
+        come = trained and not forward and moment.at < max(reader.at for reader in life.readers)
+        self.own(edge, count * (state - (own if self.prices.train else 0.0) + (own if come else 0.0)))
+        moved = np.where(stays, 0.0, wanted[None, :] / (_PANELS if panelled else 1))
+        now = [use for use, reader in enumerate(life.readers) if reader.at == moment.at]
+        if forward:
+            begun = any(reader.at <= moment.at for reader in life.readers)
+            later = [use for use, reader in enumerate(life.readers) if reader.at >= moment.at]
+            self.held(number, later if begun else [], count * moved)
+        elif moment.turn is Turn.BACKWARD:
+            self.held(number, now, count * (moved + back[None, :] if trained else moved))
+
+    def activation(self, number: int, edge: Edge, life: _Life, count: int, moment: Moment) -> None:
+        """The tensor, copies of it, and its gradient."""
+        own, wanted, _, stays = self.sizes[number]
+        at, readers, forward = moment.at, list(enumerate(life.readers)), moment.turn is Turn.FORWARD
+        given = life.made < 0
+        if given:
+            self.own(edge, count * own)
+        elif life.made > at:
+            if not forward and life.returned and not life.view:
+                self.own(edge, count * own)
+            return
+        in_use = forward and life.made <= at <= life.last
+        whole = given or life.returned or in_use or life.kept
+        if whole and not given and not life.view:
+            self.own(edge, count * own)
+        moved = np.where(stays, 0.0, wanted[None, :])
+        kept = moved if whole else np.broadcast_to(wanted[None, :], stays.shape)
+        saved = [use for use, r in readers if r.saves and not r.panelled and r.at <= at]
+        rests = [use for use, r in readers if r.saves and r.panelled and r.at <= at]
+        self.held(number, saved, count * kept)
+        if rests and not whole:
+            if saved:
+                self.held(number, rests, count * np.where(stays, 0.0, own[:, None]))
+            else:  # kept once, however many want it
+                self.own(edge, count * own)
+        panels = [use for use, r in readers if r.at == at and r.panelled]
+        if forward:
+            now = [use for use, r in readers if r.at == at and not r.saves and not r.panelled]
+            self.held(number, now, count * moved)
+            # The result of a view is a storage of its own only where the operand had to move.
+            views = [use for use, r in readers if r.view and r.at <= at <= life.last]
+            self.held(number, views, count * moved)
+        if moment.turn is not Turn.ARRIVAL:
+            self.held(number, panels, count * moved / _PANELS)
+        if not forward and edge.trained and not given:
+            self.gradient(number, edge, life, count, moment)
+
+    def gradient(self, number: int, edge: Edge, life: _Life, count: int, moment: Moment) -> None:
+        """In the layouts in which readers return it, until all of it comes to that of the tensor."""
+        own, _, back, stays = self.sizes[number]
+        every = np.broadcast_to(back[None, :], stays.shape)
+        later = [use for use, r in enumerate(life.readers) if r.at > moment.at]
+        if life.made < moment.at:
+            self.held(number, later, count * every)
+            if moment.turn is Turn.BACKWARD:  # beside what is there, to be added to it
+                self.held(number, [use for use, r in enumerate(life.readers) if r.at == moment.at], count * every)
+        elif moment.turn is Turn.ARRIVAL:
+            self.held(number, later, count * np.where(stays & (back[None, :] == own[:, None]), every, every + own[:, None]))
+        elif not life.view:
+            self.own(edge, count * own)
+
+
+def _tensor(tensor: Tensor, uses: tuple[Use, ...], cost: np.ndarray) -> Tensor:
+    rows, columns = tensor.cost.shape
+    return Tensor(tensor.name, tensor.producer, tensor.have, uses, cost, np.zeros(columns), np.zeros((rows, columns)))
+
+
+def _counted(lives: Sequence[_Life]) -> dict[_Life, int]:
+    found: dict[_Life, int] = defaultdict(int)
+    for life in lives:
+        found[life] += 1
+    return found

@@ -1,0 +1,372 @@
+"""The planner: for every candidate mesh the integer program's optimum, and of those the best."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from autotp.costs.model import Model, depth_of, trained_values
+from autotp.costs.step import Priced
+from autotp.errors import AutotpError, ConstraintError, MemoryBoundError, TimeLimitError
+from autotp.planner.assemble import EVEN
+from autotp.planner.contest import Contest
+from autotp.planner.describe import AXIS_NAMES, describe_plan, memory_of, priced
+from autotp.planner.folding import fold
+from autotp.planner.ilp import NO_LAYOUT
+from autotp.planner.least_step import Searched, best_chunks, chunked, in_parts, least_step, sharding_of
+from autotp.plans.constraints import Constraint, minimal, parse, requirements
+from autotp.plans.families import Family, family
+from autotp.plans.plan import Plan, check_chunks, overlapping
+from costmodel import Topology
+from costmodel.memory import OPTIMIZERS
+from costmodel.overlap import Weights
+from passes.capture import Captured, capture
+from passes.overlap.trace import undrawn
+from passes.rules.factors import analyse
+from passes.sharding.chunk import Chunked
+from passes.sharding.uneven import uneven
+
+__all__ = ["AXIS_NAMES", "candidate_meshes", "check", "plan", "plan_captured", "prepare"]
+
+_log = logging.getLogger("autotp.plan")
+
+_TIGHTER = 5  # programs with ever less memory
+_HOPE = 1.3
+
+
+def plan(
+    model: nn.Module,
+    topology: Topology | str,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    strategy: str = "auto",
+    mesh: Sequence[int] | None = None,
+    mode: str = "train",
+    memory: float | None = None,
+    optimizer: str = "adamw",
+    panels: int | None = None,
+    chunks: Mapping[str, int] | None = None,
+    schedule: str = "overlap",
+    constraints: Sequence[str] | Mapping[str, str] = (),
+    time_limit: float = 120.0,
+) -> Plan:
+    """Plans how ``model`` runs on ``topology``. Needs no process group and no device; the model may be on ``meta``.
+
+    Args:
+        model: any module that ``torch.export`` takes, unmodified.
+        topology: a ``Topology``, or the name or path of one.
+        args, kwargs: example inputs of the global batch; left out, a Hugging Face model's ``dummy_inputs`` serve.
+        strategy: ``auto`` or a family that restricts the search (see ``autotp.FAMILIES``).
+        mesh: sizes of the mesh axes, outermost first; left out, the planner chooses them.
+        mode: ``train`` or ``inference``.
+        memory: bytes each device may use; by default the device's memory.
+        optimizer: which state to count: a key of ``costmodel.memory.OPTIMIZERS``.
+        panels: in how many panels every product whose operands are gathered gets them, where that number divides; 1 for
+            none. Left out, operands are gathered whole unless the memory bound asks for panels.
+        chunks: ``{"batch": 2}``, ``{"rows": 2}`` or both: in how many chunks devices do their work, so that one's
+            collectives are under way while another is computed (see ``Plan.chunks``); operands are then gathered whole.
+            ``{}`` for none; left out, the planner chooses.
+        schedule: how the plan will be run: ``overlap``, with communication hidden behind computing (the step's time is
+            that of `costmodel.overlap`), or ``none``, where it is the plain sum.
+        constraints: layouts that parameters, operators, inputs or outputs must have, such as
+            ``"lm_head.weight=Shard(0)@x"`` (see `autotp.plans.constraints`).
+        time_limit: seconds for the solver, over all meshes.
+
+    Returns:
+        The best plan that was found; ``Plan.optimal`` and ``Plan.gap`` say how good it is known to be.
+
+    Raises:
+        AutotpError: when an argument is wrong.
+        TimeLimitError: when no plan was found in the time.
+        ConstraintError: when no plan keeps the constraints; has a minimal subset that cannot hold.
+        CaptureError: when ``torch.export`` refuses the model.
+        MemoryBoundError: when no plan fits the memory.
+    """
+    topology = Topology.load(topology) if isinstance(topology, str) else topology
+    check(mode, optimizer, mesh, topology, panels, chunks)
+    chosen = family(strategy)
+    started = time.perf_counter()
+    captured = capture(model, tuple(args), kwargs)
+    capture_seconds = time.perf_counter() - started
+    return plan_captured(
+        captured,
+        topology,
+        chosen,
+        mesh=None if mesh is None else tuple(mesh),
+        mode=mode,
+        memory=memory,
+        optimizer=optimizer,
+        panels=panels,
+        chunks=chunks,
+        schedule=schedule,
+        constraints=constraints,
+        time_limit=time_limit,
+        stats={"capture_seconds": capture_seconds},
+    )
+
+
+def check(
+    mode: str,
+    optimizer: str,
+    mesh: Sequence[int] | None,
+    topology: Topology,
+    panels: int | None = None,
+    chunks: Mapping[str, int] | None = None,
+) -> None:
+    """Refuses wrong options with an ``AutotpError`` that names the right ones."""
+    check_chunks({} if chunks is None else chunks)
+    if panels is not None and (not isinstance(panels, int) or panels < 1):
+        raise AutotpError(f"panels {panels!r}: give a positive number, or leave it out")
+    if panels is not None and panels > 1 and any(count > 1 for count in (chunks or {}).values()):
+        raise AutotpError(f"panels {panels} and chunks {dict(chunks or {})} exclude each other; leave one of them out")
+    if mode not in ("train", "inference"):
+        raise AutotpError(f"mode {mode!r} is unknown; choose 'train' or 'inference'")
+    if optimizer not in OPTIMIZERS:
+        raise AutotpError(f"optimizer {optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
+    if mesh is not None:
+        if not 1 <= len(mesh) <= len(AXIS_NAMES) or any(not isinstance(n, int) or n < 1 for n in mesh):
+            raise AutotpError(f"mesh {tuple(mesh)}: give 1 to {len(AXIS_NAMES)} positive sizes")
+        if math.prod(mesh) != topology.devices:
+            raise AutotpError(
+                f"mesh {tuple(mesh)} has {math.prod(mesh)} devices, topology {topology.name!r} has {topology.devices}; "
+                f"choose a mesh whose sizes multiply to {topology.devices}, or resize the topology"
+            )
+
+
+def prepare(captured: Captured, constraints: Sequence[Constraint] = ()) -> Model:
+    """Analyses and folds a captured model; the same on every mesh.
+
+    Raises:
+        AutotpError: a constraint names nothing in the model.
+    """
+    operators = analyse(captured.graph_module.graph, captured.inputs)
+    model = Model(captured, operators, {}, trained_values(captured, operators))
+    return _pinned(model, constraints)
+
+
+def _pinned(model: Model, constraints: Sequence[Constraint]) -> Model:
+    """The model folded as constraints allow."""
+    pins = requirements(constraints, model.captured, model.operators)
+    return replace(model, stands=fold(model.operators, frozenset(model.captured.parameters), pins), pins=pins)
+
+
+def candidate_meshes(devices: int, axes: int, least: int = 1) -> Iterator[tuple[int, ...]]:
+    """All ordered factorisations of ``devices`` into ``least`` to ``axes`` sizes above 1, fewest axes first.
+
+    Where ``devices`` has fewer prime factors than ``least``, as many axes as it has.
+    """
+    if devices == 1:
+        yield (1,)
+        return
+    divisors = [n for n in range(2, devices + 1) if devices % n == 0]
+    by_count = [
+        [sizes for sizes in itertools.product(divisors, repeat=count) if math.prod(sizes) == devices]
+        for count in range(1, axes + 1)
+    ]
+    most = sum(1 for found in by_count if found)
+    for found in by_count[min(least, most) - 1 :]:
+        yield from found
+
+
+def _fitting(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contest, Searched]:
+    """The last contest, and its best plan if a step of it fits.
+
+    The program counts gradients beside all saved activations, as when gradients of several batches are added up. A step has
+    a worst moment, which may take more or less: what it takes more is kept free, and where nothing fits by the sum, a plan
+    may fit by the step. Where programs with less memory and with more come to nothing, the plan with the least memory
+    decides whether there is any, and with it begins the search for one.
+    """
+    try:
+        contest, found = _fitting_by_sum(contest, meshes)
+    except TimeoutError:
+        least = contest.least(meshes)
+        if least is None or least.used > contest.allowed:
+            raise
+        return contest, Searched(contest.fastest_within(least), 0.0, least.used)
+    if found.best is not None:
+        return contest, found
+    least = contest.least(meshes)
+    if least is None or least.used > contest.allowed:
+        return contest, replace(found, used=math.inf if least is None else least.used)
+    best = contest.fastest_within(least)
+    free = contest.anew(math.inf)
+    free.run(meshes)
+    return contest, Searched(best, min(free.bound, best.solution.seconds), memory_of(contest.model, best))
+
+
+def _fitting_by_sum(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contest, Searched]:
+    """The last of the contests whose programs have about as much memory as is allowed."""
+    contest.run(meshes)
+    if contest.best is None and not math.isinf(contest.needed):
+        contest = contest.anew(_HOPE * contest.allowed)
+        contest.run(meshes)
+    floor, used = contest.bound, 0.0
+    for left in reversed(range(_TIGHTER)):
+        if contest.best is None:
+            break
+        used = memory_of(contest.model, contest.best)
+        if used <= contest.allowed:
+            return contest, Searched(contest.best, floor, used)
+        if left:
+            contest = contest.anew(contest.memory - (used - contest.allowed))
+            contest.run(meshes)
+    return contest, Searched(None, floor, used)
+
+
+def plan_captured(
+    captured: Captured,
+    topology: Topology,
+    chosen: Family,
+    *,
+    mesh: tuple[int, ...] | None = None,
+    mode: str = "train",
+    memory: float | None = None,
+    optimizer: str = "adamw",
+    panels: int | None = None,
+    chunks: Mapping[str, int] | None = None,
+    schedule: str = "none",
+    constraints: Sequence[str] | Mapping[str, str] = (),
+    time_limit: float = 120.0,
+    stats: Mapping[str, Any] | None = None,
+) -> Plan:
+    """``plan`` for a model that was captured already; nothing is hidden unless asked for."""
+    started = time.perf_counter()
+    hides = overlapping(schedule)
+    unknown = undrawn(captured.graph_module.graph) if hides else []
+    if unknown:
+        _log.warning("planned without overlap: %s draw random numbers in a way that has no schedule", ", ".join(unknown))
+        schedule, hides = "none", False
+    panels = 1 if chunks else panels
+    bound = topology.device.memory if memory is None else memory
+    asked = parse(constraints or ())
+    model = prepare(captured, asked)
+    analysis = time.perf_counter() - started
+    meshes = [mesh] if mesh is not None else list(candidate_meshes(topology.devices, chosen.axes, chosen.least))
+    together = model.parameter_bytes if hides else 0.0
+    contest = Contest(model, topology, chosen, bound, bound, mode, optimizer, panels, started + time_limit, together)
+
+    def search(weights: Weights) -> Searched:
+        nonlocal contest
+        contest, found = _fitting(contest.anew(bound, weights), meshes)
+        return found
+
+    try:
+        if hides:
+            found, floor = least_step(search, lambda one: priced(model, one)[0].sums(), depth_of(model), contest.deadline)
+        else:
+            found = search(EVEN)
+            floor = found.floor
+    except TimeoutError as error:
+        raise TimeLimitError(f"{error} (it is {time_limit:g} s)") from error
+    best = found.best
+    if best is None:
+        raise _conflict(contest, meshes, asked) or _nothing_fits(contest, found.used)
+    sums, least = None, best.solution.seconds
+    told: dict[str, Any] = {}
+    if hides or chunks:
+        prices, panelled = priced(model, best)
+    if hides:
+        _warn_of_lone_parts(prices)
+        sums = prices.sums()
+        least = sums.step
+        if chunks is None and not panelled:
+            chunks = best_chunks(prices, sums)
+    if chunks:
+        made = in_parts(prices, chunks)
+        _tell(chunks, made, hides)
+        sums = chunked(prices, made) if hides else sums
+        chunks = {kind: count for kind, count in chunks.items() if count == 1 or kind in made.counts}
+        told = {"chunked": {kind: len(names) for kind, names in made.cut.items()}, "whole": made.whole}
+    gap = max(0.0, 1 - floor / least) if least else 0.0
+    plan = describe_plan(
+        model,
+        best,
+        sums=sums,
+        strategy=chosen.name,
+        optimal=gap <= 1e-9,
+        gap=gap if gap > 1e-9 else 0.0,
+        mode=mode,
+        memory_bound=bound,
+        chunks=chunks or {},
+        schedule=schedule,
+        constraints=tuple(one.text for one in asked),
+        planning={},
+        **told,
+    )
+    planning = dict(stats or {}) | {
+        "seconds": time.perf_counter() - started,
+        "analysis_seconds": analysis,
+        "assembly_seconds": contest.assembling,
+        "solver_seconds": contest.solving,
+        "variables": best.solution.variables,
+        "method": best.solution.method,
+        "meshes": len(meshes),
+        "panels": panels,
+        "operators": len(model.operators),
+        "folded_operators": sum(model.stands[n] is n for n in model.operators),
+    }
+    _log.info(
+        "%s on %s of %s: mesh %s, step %.4g s, %s, in %.2f s",
+        chosen.name,
+        f"{topology.devices} devices",
+        topology.name,
+        "x".join(map(str, plan.mesh_shape)),
+        plan.predicted.step_seconds,
+        "proven optimal" if plan.optimal else f"within {plan.gap:.2%} of the bound",
+        planning["seconds"],
+    )
+    return replace(plan, planning=planning)
+
+
+def _warn_of_lone_parts(prices: Priced) -> None:
+    """Operators do other things to a dim of one element than to a longer one, and graphs that differ are not scheduled."""
+    parts = uneven(prices.model.captured.graph_module.graph, sharding_of(prices))
+    lone = {name: None for name, first, last in parts if any(b <= 1 < a for a, b in zip(first, last, strict=True))}
+    if lone:
+        _log.warning(
+            "planned with overlap, but it may run without: parts of one element, and longer ones, at %s; "
+            "devices whose graphs differ for that run them as they are",
+            ", ".join(list(lone)[:3]) + (f" and {len(lone) - 3} more" if len(lone) > 3 else ""),
+        )
+
+
+def _tell(chunks: Mapping[str, int], made: Chunked, hides: bool) -> None:
+    """Warns of chunks that were asked for in vain."""
+    for kind, count in chunks.items():
+        if count > 1 and kind not in made.counts:
+            why = "; ".join(f"{name}: {reason}" for name, reason in list(made.whole.items())[:3]) or "nothing communicates"
+            _log.warning("chunks: nothing comes in %d chunks of the %s (%s)", count, kind, why)
+    if made.counts and not hides:
+        _log.warning("chunks %s win nothing with schedule='none', which hides no communication", dict(made.counts))
+
+
+def _conflict(contest: Contest, meshes: Sequence[tuple[int, ...]], asked: Sequence[Constraint]) -> ConstraintError | None:
+    """Which constraints leave no plan; None where there would be none without them."""
+
+    def feasible(some: Sequence[Constraint]) -> bool:
+        return contest.of(_pinned(contest.model, some)).admits(meshes)
+
+    return minimal(asked, feasible) if asked and feasible(()) else None
+
+
+def _nothing_fits(contest: Contest, needed: float) -> AutotpError:
+    """Why there is no plan, the smallest of which needs so many bytes."""
+    if math.isinf(needed):
+        return contest.indivisible or AutotpError(f"strategy {contest.chosen.name!r} has no plan: {NO_LAYOUT}")
+    bound, name = contest.allowed, contest.chosen.name
+    others = [other for other in ("auto", "zero3") if other != name]
+    return MemoryBoundError(
+        f"no plan of strategy {name!r} fits {bound / 1e9:.3g} GB on each device: the smallest needs "
+        f"{needed / 1e9:.3g} GB, {(needed - bound) / 1e9:.3g} GB more; use more devices, a smaller batch, an optimizer "
+        f"with less state, or strategy {' or '.join(map(repr, others))}",
+        needed,
+        bound,
+    )

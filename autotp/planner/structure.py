@@ -1,0 +1,310 @@
+"""What planning needs of a model for a number of mesh axes, whatever their sizes.
+
+Nodes with all their strategies, parameters with all their resting layouts, and tensors with the layouts that they can have
+and those that readers want, all as codes. A mesh then only masks what does not exist on it and fills in prices.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import fx
+
+from autotp.costs.model import Model
+from autotp.costs.prices import flop_of
+from autotp.planner.folding import signature
+from autotp.plans.families import Restriction
+from passes.layouts.codes import DIM, INNER, SUM, WHOLE
+from passes.layouts.reshard_matrix import Walks
+from passes.rules.factors import Value, value_of
+from passes.rules.shapes import operands_of, results_of
+from passes.rules.table import rule_of, saved_by
+from passes.sharding.panel import data_position
+from passes.strategies.space import Space, space
+
+__all__ = ["Choice", "Edge", "Rest", "Structure", "structure"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """The strategies of operators that are alike.
+
+    Attributes:
+        space: of one of them.
+        flop: of the whole operator, forward.
+        gradient: gradients flow through it.
+        saves: its results are kept for the backward pass.
+        best: only the strategies of the highest score are the family's.
+        score: per strategy.
+    """
+
+    space: Space
+    flop: float
+    gradient: bool
+    saves: bool
+    best: bool
+    score: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rest:
+    """Where a parameter, input or constant may rest.
+
+    Attributes:
+        value: the whole tensor.
+        rows: coded layouts.
+        groups: of the layouts of one group, only the first that fits a mesh is offered.
+        parameter: it has a gradient and optimizer state.
+    """
+
+    value: torch.Tensor
+    rows: np.ndarray
+    groups: np.ndarray
+    parameter: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Edge:
+    """A tensor between its producer and its readers.
+
+    Attributes:
+        name: of the node that gives it.
+        value: the whole tensor.
+        producer: index of the producing node.
+        have: per strategy of the producer, a row of ``rows``.
+        rows: the coded layouts that it can have.
+        uses: (index of the reader, per strategy a row of ``wants``).
+        wants, gradients: the layouts that readers want, and in which they return the gradient.
+        saved: wanted tensors that a reader keeps for its backward pass.
+        products: wanted tensors that products read as data.
+        copies: the tensors of the model that it stands for.
+        parameter: it is a parameter.
+        trained: a gradient comes back.
+        keeps: what readers save of it is an activation's.
+    """
+
+    name: str
+    value: torch.Tensor
+    producer: int
+    have: np.ndarray
+    rows: np.ndarray
+    uses: tuple[tuple[int, np.ndarray], ...]
+    wants: np.ndarray
+    gradients: np.ndarray
+    saved: np.ndarray
+    products: np.ndarray
+    copies: tuple[Value, ...]
+    parameter: bool
+    trained: bool
+    keeps: bool
+
+    @property
+    def count(self) -> int:
+        """How many such tensors the model has."""
+        return len(self.copies)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Structure:
+    """See the module's docstring. ``nodes`` are (graph node, its choices, number of copies)."""
+
+    model: Model
+    chosen: Restriction
+    axes: int
+    nodes: Sequence[tuple[fx.Node, Choice | Rest | None, int]]
+    edges: Sequence[Edge]
+    index: Mapping[fx.Node, int]
+    walks: Walks = field(default_factory=Walks)
+
+
+def structure(model: Model, chosen: Restriction, axes: int) -> Structure:
+    """The structure of a model's plans on meshes of so many axes, within a family."""
+    return _Builder(model, chosen, axes).run()
+
+
+class _Registry:
+    """Distinct rows of codes, numbered."""
+
+    def __init__(self, axes: int) -> None:
+        self.known: dict[bytes, int] = {}
+        self.rows: list[np.ndarray] = []
+        self.axes = axes
+
+    def add(self, rows: np.ndarray) -> np.ndarray:
+        """The number of each row."""
+        rows = np.ascontiguousarray(rows)
+        distinct, inverse = np.unique(
+            rows.view(np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))).ravel(), return_inverse=True
+        )
+        numbers = np.empty(len(distinct), np.int64)
+        for i, row in enumerate(distinct):
+            key = row.tobytes()
+            if key not in self.known:
+                self.known[key] = len(self.rows)
+                self.rows.append(np.frombuffer(key, np.int64))
+            numbers[i] = self.known[key]
+        return numbers[inverse]
+
+    @property
+    def array(self) -> np.ndarray:
+        return np.array(self.rows, np.int64).reshape(len(self.rows), -1)
+
+
+class _Builder:
+    def __init__(self, model: Model, chosen: Restriction, axes: int) -> None:
+        self.model, self.chosen, self.axes = model, chosen, axes
+        self.captured = model.captured
+        self.whole = np.full((1, axes), WHOLE, np.int64)
+        self.copies: dict[fx.Node, int] = defaultdict(int)
+        for node in model.stands.values():
+            self.copies[node] += 1
+        self.index: dict[fx.Node, int] = {}
+        self.nodes: list[tuple[fx.Node, Choice | Rest | None, int]] = []
+        self.alike: dict[object, Choice] = {}
+
+    def stand(self, node: fx.Node) -> fx.Node:
+        return self.model.stands.get(node, node)
+
+    def run(self) -> Structure:
+        graph = self.captured.graph_module.graph
+        for node in self.model.operators:
+            if self.stand(node) is node:
+                self.add(node, self.choice(node), self.copies[node])
+        wanted = self.wanted_parameters()
+        for node in graph.nodes:
+            if node.op == "placeholder" and self.stand(node) is node:
+                self.add(node, self.rest(node, wanted.get(node, [])), max(1, self.copies[node]))
+        output = graph.output_node()
+        self.add(output, None, 1)
+        return Structure(self.model, self.chosen, self.axes, self.nodes, self.edges(output), self.index)
+
+    def add(self, node: fx.Node, choice: Choice | Rest | None, count: int) -> None:
+        self.index[node] = len(self.nodes)
+        self.nodes.append((node, choice, count))
+
+    def choice(self, node: fx.Node) -> Choice:
+        operator = self.model.operators[node]
+        parameters = frozenset(self.captured.parameters)
+        weight = any(value_of(n)[0].name in parameters for n in operands_of(node))
+        gradient = any((node, i) in self.model.trained for i in range(len(results_of(node))))
+        key = signature(operator, parameters), weight, gradient
+        if key not in self.alike:
+            table, chosen = rule_of(node), self.chosen
+            found = space(operator, self.axes, lambda axis, factor: chosen.allows(operator, axis, factor))
+            saves = saved_by(node) == "result" and gradient
+            best = chosen.prefers(table is not None and table.flop is not None and weight)
+            score = np.array(
+                [chosen.score(operator, found.assignment(s)) for s in range(len(found.serves))] if best else []
+            )
+            self.alike[key] = Choice(found, flop_of(node), gradient, saves, best, score)
+        return self.alike[key]
+
+    def wanted_parameters(self) -> dict[fx.Node, list[np.ndarray]]:
+        """Parameter -> the layouts that any strategy of a reader wants."""
+        found: dict[fx.Node, list[np.ndarray]] = defaultdict(list)
+        for node in self.model.operators:
+            choice = self.nodes[self.index[self.stand(node)]][1]
+            assert isinstance(choice, Choice)
+            if self.stand(node) is node:
+                for position, operand in enumerate(operands_of(node)):
+                    if operand.name in self.captured.parameters:
+                        found[self.stand(operand)].append(choice.space.wants[position])
+        return found
+
+    def rest(self, node: fx.Node, wanted: Sequence[np.ndarray]) -> Rest:
+        value = node.meta["val"]
+        rests = self.chosen.family.rest
+        if node.name not in self.captured.parameters or rests == "whole":
+            return Rest(value, self.whole, np.zeros(1, np.int64), node.name in self.captured.parameters)
+        settled = np.unique(np.concatenate([self.whole, *(np.where(w == SUM, WHOLE, w) for w in wanted)]), axis=0)
+        options: dict[tuple[int, ...], int] = {}
+        groups = 0
+        for row in settled[::-1]:
+            left = [a for a in range(self.axes) if row[a] == WHOLE and self.chosen.rests(a) != "whole"]
+            for count in range(len(left), -1, -1) if rests == "sharded" else range(len(left) + 1):
+                for axes in itertools.combinations(left, count):
+                    for option in self.further(tuple(int(c) for c in row), axes, value.dim()):
+                        options.setdefault(option, groups)
+                    groups += 1
+        return Rest(value, np.array(list(options), np.int64), np.array(list(options.values())), True)
+
+    def further(self, row: tuple[int, ...], axes: Sequence[int], dims: int) -> list[tuple[int, ...]]:
+        """Layouts sharded on further axes, all of them on one dim: untouched dims first."""
+        if not axes:
+            return [row]
+        order = sorted(range(dims), key=lambda d: (any(c >= 0 and c // DIM == d for c in row), d))
+        found = []
+        for dim in order:
+            others = [(a, c % DIM) for a, c in enumerate(row) if c >= 0 and c // DIM == dim]
+            outermost = all(a < min(axes) and blocks == 1 for a, blocks in others)
+            code = dim * DIM + (1 if outermost else INNER)
+            found.append(tuple(code if a in axes else c for a, c in enumerate(row)))
+        return found
+
+    def edges(self, output: fx.Node) -> list[Edge]:
+        grouped: dict[tuple, list[Value]] = defaultdict(list)
+        example: dict[tuple, fx.Node] = {}
+        readers: dict[Value, list[tuple[fx.Node, int]]] = defaultdict(list)
+        named: dict[Value, fx.Node] = {}
+        for node in self.model.operators:
+            for position, operand in enumerate(operands_of(node)):
+                readers[value_of(operand)].append((self.stand(node), position))
+                named[value_of(operand)] = operand
+        for leaf in output.args[0]:  # type: ignore[union-attr]
+            if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), torch.Tensor):
+                readers[value_of(leaf)].append((output, 0))
+                named[value_of(leaf)] = leaf
+        for (producer, result), uses in readers.items():
+            key = (self.stand(producer), result, tuple(sorted(uses, key=lambda u: (self.index[u[0]], u[1]))))
+            grouped[key].append((producer, result))
+            example.setdefault(key, named[(producer, result)])
+        return [self.edge(example[key], key, tuple(copies)) for key, copies in grouped.items()]
+
+    def edge(self, node: fx.Node, key: tuple, copies: tuple[Value, ...]) -> Edge:
+        producer, result, uses = key
+        parameter = producer.name in self.captured.parameters
+        trained = (producer, result) in self.model.trained
+        made = self.nodes[self.index[producer]][1]
+        rows, wants = _Registry(self.axes), _Registry(self.axes)
+        have = rows.add(made.space.results[result] if isinstance(made, Choice) else made.rows)  # type: ignore[union-attr]
+        found: list[tuple[int, np.ndarray]] = []
+        saved: list[np.ndarray] = []
+        products: list[np.ndarray] = []
+        for user, position in uses:
+            choice = self.nodes[self.index[user]][1]
+            if isinstance(choice, Choice):
+                layouts, gradients = choice.space.wants[position], choice.space.gradients[position]
+            else:
+                layouts = gradients = self.whole
+            gradients = gradients if trained else np.full_like(gradients, WHOLE)
+            column = wants.add(np.concatenate([layouts, gradients], axis=1))
+            found.append((self.index[user], column))
+            if saved_by(user) == "operands":
+                product = not parameter and data_position(user) == position
+                (products if product else saved).append(column)
+        mask = [np.zeros(len(wants.rows), bool), np.zeros(len(wants.rows), bool)]
+        for chosen, columns in zip(mask, (saved, products), strict=True):
+            for column in columns:
+                chosen[column] = True
+        value = node.meta["val"]
+        return Edge(
+            name=node.name,
+            value=value,
+            producer=self.index[producer],
+            have=have,
+            rows=rows.array,
+            uses=tuple(found),
+            wants=np.ascontiguousarray(wants.array[:, : self.axes]),
+            gradients=np.ascontiguousarray(wants.array[:, self.axes :]),
+            saved=mask[0],
+            products=mask[1],
+            copies=copies,
+            parameter=parameter,
+            trained=trained,
+            keeps=not parameter and producer.op != "placeholder" and value.dtype.is_floating_point,
+        )

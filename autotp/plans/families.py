@@ -1,0 +1,188 @@
+"""Families: the known schemes as restrictions of the one search space.
+
+A family says which factors each mesh axis may serve, which uses of an axis a weight's operator should make if it can, and
+how parameters rest. It never adds a strategy.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from autotp.errors import AutotpError
+from passes.rules.factors import Factor, Operator
+
+__all__ = ["FAMILIES", "Family", "Restriction", "family"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One scheme.
+
+    Each mesh axis has a role, a letter: ``b`` splits the batch; ``m`` splits rows (batch or tokens); ``d``, depth, splits
+    rows and leaves parameters whole; ``n`` splits columns; ``w`` splits columns or rows of the weight, as each operator
+    likes. What no contraction decides follows: columns are features.
+
+    Attributes:
+        name: as the user writes it.
+        summary: one line.
+        axes: the greatest number of mesh axes that it has a use for, and ``least`` the smallest that shows the scheme.
+        roles: given the number of axes, the words of roles to try; None leaves every axis free.
+        between: what ``w`` axes may split outside contractions besides features: roles of factors.
+        both: with two ``w`` axes, a weight's operator uses one for its result and one for its reduction.
+        whole_norms: normalisation sees the whole hidden dim.
+        scatters: a partial sum may be reduced straight into shards; else it is all-reduced, as the scheme's authors do.
+        fills: every operator uses as many axes as it can, so that all tensors rest as the scheme says; else only those
+            with a weight do.
+        rest: how parameters rest: "free", "whole" or "sharded".
+    """
+
+    name: str
+    summary: str
+    axes: int = 3
+    least: int = 1
+    roles: Callable[[int], Sequence[str]] | None = None
+    between: frozenset[str] = frozenset()
+    both: bool = False
+    whole_norms: bool = False
+    scatters: bool = True
+    fills: bool = False
+    rest: str = "free"
+
+    def restrictions(self, axes: int) -> list[Restriction]:
+        """The restrictions to try on a mesh of so many axes; the best plan of all is the family's."""
+        return [Restriction(self, word) for word in ([None] if self.roles is None else self.roles(axes))]
+
+
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """A family on a mesh whose axes have their roles; ``roles`` is None where the family leaves them free."""
+
+    family: Family
+    roles: str | None = None
+
+    def allows(self, operator: Operator, axis: int, factor: Factor | None) -> bool:
+        """Whether ``axis`` may serve ``factor`` of ``operator`` (None: pass partial sums through)."""
+        if self.roles is None:
+            return True
+        role = self.roles[axis]
+        if role == "b":
+            return factor is not None and factor.role == "batch"
+        if factor is None:
+            return True
+        if role in "md":
+            return factor.role in ("batch", "token") and factor.kind in ("", "m")
+        if factor.kind:
+            return factor.kind in ("n" if role == "n" else "nk")
+        if self.family.whole_norms and operator.rule is not None and factor.name in operator.rule.inner:
+            return "cross_entropy" in str(operator.node.target)
+        return factor.role == "feature" or (role == "w" and factor.role in self.family.between)
+
+    def prefers(self, weight: bool) -> bool:
+        """Whether only the best strategies of an operator are the family's; ``weight``: it multiplies by one."""
+        return self.roles is not None and (weight or self.family.fills)
+
+    def score(self, operator: Operator, assignment: Sequence[str | None]) -> int:
+        """How far a strategy makes the uses of the axes that the family asks for."""
+        if self.roles is None:
+            return 0
+        score, kinds = 0, []
+        for role, served in zip(self.roles, assignment, strict=True):
+            if served is not None and served in operator.factors:
+                score += 2
+                if role == "w":
+                    kinds.append(operator.factors[served].kind)
+        return score + len(set(kinds) if self.family.both else kinds)
+
+    def rests(self, axis: int) -> str:
+        """How parameters rest along an axis: "free", "whole" or "sharded"."""
+        return "whole" if self.roles is not None and self.roles[axis] == "d" else self.family.rest
+
+
+def _words(*tails: str) -> Callable[[int], list[str]]:
+    """Roles by number of axes: the word of that length; beyond the longest, batch axes outside it."""
+
+    def roles(axes: int) -> list[str]:
+        length = min(axes, max(map(len, tails)))
+        orders = {"".join(order) for tail in tails if len(tail) == length for order in itertools.permutations(tail)}
+        return ["b" * (axes - length) + word for word in sorted(orders)]
+
+    return roles
+
+
+FAMILIES: dict[str, Family] = {
+    f.name: f
+    for f in (
+        Family("auto", "the whole space, per operator"),
+        Family("data", "every axis splits the batch; parameters whole", 1, roles=_words("b"), rest="whole"),
+        Family("zero3", "every axis splits the batch; parameters sharded at rest", 1, roles=_words("b"), rest="sharded"),
+        Family(
+            "megatron-1d",
+            "the last axis splits columns, then rows; the others the batch",
+            2,
+            roles=_words("w"),
+            scatters=False,
+        ),
+        Family(
+            "megatron-sp",
+            "megatron-1d with the sequence split between",
+            2,
+            roles=_words("w"),
+            between=frozenset({"token"}),
+        ),
+        Family(
+            "tensor3d",
+            "two axes split columns and rows, swapped in the next layer",
+            roles=_words("w", "ww"),
+            both=True,
+            scatters=False,
+        ),
+        Family(
+            "atp",
+            "tensor3d with norms that see the whole hidden dim",
+            roles=_words("w", "ww"),
+            both=True,
+            whole_norms=True,
+            scatters=False,
+        ),
+        Family(
+            "summa-2d",
+            "one axis splits rows, one columns; operands are gathered panel by panel",
+            least=2,
+            roles=_words("m", "mn"),
+            fills=True,
+            rest="sharded",
+        ),
+        Family(
+            "tesseract-2.5d",
+            "summa-2d in each of several layers of depth that share the weights and split the batch",
+            least=3,
+            roles=_words("m", "mn", "dmn"),
+            fills=True,
+            rest="sharded",
+        ),
+        Family(
+            "3d",
+            "one axis each splits rows, columns and the reduction; every operand rests on all three",
+            least=3,
+            roles=_words("w", "mw", "mww"),
+            between=frozenset({"batch", "token"}),
+            both=True,
+            fills=True,
+            rest="sharded",
+        ),
+    )
+}
+"""Name -> family: what ``strategy=`` may be."""
+
+
+def family(name: str) -> Family:
+    """The family of that name.
+
+    Raises:
+        AutotpError: for an unknown name; lists the known ones.
+    """
+    if name not in FAMILIES:
+        raise AutotpError(f"strategy {name!r} is unknown; choose one of {', '.join(FAMILIES)}")
+    return FAMILIES[name]

@@ -1,0 +1,254 @@
+"""A plan: a mesh, a strategy per operator, a resting layout per parameter, and what they are predicted to cost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, fx
+
+from autotp.errors import AutotpError, PlanMismatchError
+from autotp.plans.plan_file import AS_WRITTEN, FORMAT, decode_layout, encode_layout, read
+from autotp.plans.planned_operator import PlannedOperator, Predicted
+from costmodel import Topology
+from costmodel.files import write_atomically
+from passes.capture import Captured
+from passes.layouts.layout import Layout, describe
+from passes.sharding.chunk import CHUNKS
+
+__all__ = [
+    "AXIS_NAMES",
+    "FORMAT",
+    "Plan",
+    "PlannedOperator",
+    "Predicted",
+    "check_chunks",
+    "decode_layout",
+    "encode_layout",
+    "fingerprint",
+    "overlapping",
+]
+
+#: Names of mesh axes, outermost first.
+AXIS_NAMES = ("x", "y", "z", "w")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The planner's result; see the attributes' own documentation. Saved as JSON, never pickled.
+
+    Attributes:
+        strategy: the family that was searched.
+        mesh_shape, mesh_axes: sizes and names of the mesh axes, outermost first.
+        topology: the machine it was planned for.
+        operators: every operator of the captured graph, in order.
+        layouts: parameter name -> resting layout.
+        optimal, gap: whether the solver proved this plan optimal; else its relative distance to the proven bound.
+            Chunks are chosen for the plan that was found: the proof is about plans without.
+        predicted: see ``Predicted``.
+        model_hash: identifies the captured graph.
+        mode, optimizer: what memory and time were counted for.
+        memory_bound: bytes allowed on each device.
+        chunks: in how many chunks devices do their work, so that one's collectives are under way while another is computed:
+            ``batch``, of the whole batch, and ``rows``, of the rows of matrix products that communicate; 1 where not given.
+        chunked: kind of chunks -> how many operators are cut.
+        whole: name of an operator that works on what comes in chunks, or could -> why it is not cut.
+        schedule: how it is to be run, and was predicted: ``overlap`` or ``none``.
+        constraints: that the user gave, as texts (see `autotp.plans.constraints`).
+        planning: how the plan was found (times in seconds, sizes).
+    """
+
+    strategy: str
+    mesh_shape: tuple[int, ...]
+    mesh_axes: tuple[str, ...]
+    topology: Topology
+    operators: tuple[PlannedOperator, ...]
+    layouts: Mapping[str, Layout]
+    optimal: bool
+    gap: float
+    predicted: Predicted
+    model_hash: str
+    mode: str
+    optimizer: str
+    memory_bound: float
+    chunks: Mapping[str, int] = field(default_factory=dict)
+    chunked: Mapping[str, int] = field(default_factory=dict)
+    whole: Mapping[str, str] = field(default_factory=dict)
+    schedule: str = "none"
+    constraints: tuple[str, ...] = ()
+    planning: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Checks the chunks.
+
+        Raises:
+            AutotpError: a kind of chunks is unknown, or a number is not positive.
+        """
+        check_chunks(self.chunks)
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return self.topology.devices
+
+    @property
+    def assignments(self) -> Mapping[str, tuple[str | None, ...]]:
+        """Operator name -> per mesh axis the factor that it shards."""
+        return {op.name: op.assignment for op in self.operators}
+
+    @property
+    def parameters(self) -> Mapping[str, str]:
+        """Parameter name -> resting layout, for people."""
+        return {name: describe(layout, self.mesh_axes) for name, layout in self.layouts.items()}
+
+    @property
+    def replicated(self) -> list[str]:
+        """Operators that have no rule and are computed whole on every device."""
+        return [op.name for op in self.operators if op.replicated]
+
+    def resting(self, parameter: str) -> Layout:
+        """The layout in which a parameter rests.
+
+        Raises:
+            PlanMismatchError: when the plan does not know the parameter.
+        """
+        if parameter not in self.layouts:
+            raise PlanMismatchError(f"the plan has no parameter {parameter!r}; it was made for another model")
+        return self.layouts[parameter]
+
+    @property
+    def bound_ratio(self) -> float | None:
+        """Bytes that all matrix products with a weight move over their communication lower bounds; None without any."""
+        bound = sum(op.bound_bytes for op in self.operators)
+        return sum(op.bytes_moved for op in self.operators if op.bound_bytes) / bound if bound else None
+
+    @property
+    def hash(self) -> str:
+        """Identifies everything that decides the distributed graph, and nothing else."""
+        decided: dict[str, Any] = {
+            "model": self.model_hash,
+            "mesh": self.mesh_shape,
+            "operators": {op.name: op.assignment for op in self.operators},
+            "panels": {op.name: op.panels for op in self.operators if op.panels > 1},
+            "parameters": {name: encode_layout(layout) for name, layout in self.layouts.items()},
+        }
+        if any(count > 1 for count in self.chunks.values()):
+            decided["chunks"] = {kind: count for kind, count in self.chunks.items() if count > 1}
+        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        """The plan as JSON text."""
+        data: dict[str, Any] = {"format": FORMAT, "hash": self.hash}
+        for name in (
+            "strategy",
+            "mesh_shape",
+            "mesh_axes",
+            "optimal",
+            "gap",
+            "model_hash",
+            "mode",
+            "optimizer",
+        ):
+            data[name] = getattr(self, name)
+        data["memory_bound"] = self.memory_bound if self.memory_bound != float("inf") else None
+        data["topology"] = self.topology.to_dict()
+        data["predicted"] = asdict(self.predicted)
+        for name in ("chunks", "chunked", "whole"):
+            data[name] = dict(getattr(self, name))
+        data["schedule"] = self.schedule
+        data["constraints"] = list(self.constraints)
+        data["planning"] = dict(self.planning)
+        data["layouts"] = {name: encode_layout(layout) for name, layout in self.layouts.items()}
+        data["operators"] = [asdict(op) for op in self.operators]
+        return json.dumps(data, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "plan") -> Plan:
+        """Reads ``to_json``'s text.
+
+        Raises:
+            AutotpError: when the text is not a plan of this version; names the key.
+        """
+        written = read(text, source)
+        plan = cls(
+            **{name: getattr(written, name) for name in AS_WRITTEN},
+            topology=Topology.from_dict(written.topology, f"{source}: topology"),
+            layouts={name: decode_layout(layout) for name, layout in written.layouts.items()},
+            memory_bound=float("inf") if written.memory_bound is None else written.memory_bound,
+        )
+        if written.hash != plan.hash:
+            raise AutotpError(f"{source}: the plan was changed by hand (hash {written.hash}, content {plan.hash})")
+        return plan
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the plan as JSON; the file appears whole or not at all.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write_atomically(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Plan:
+        """Reads a saved plan.
+
+        Raises:
+            AutotpError: when the file is not there or is not a plan of this version.
+        """
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise AutotpError(f"{path}: cannot read the plan ({error.strerror})") from error
+        except UnicodeDecodeError as error:
+            raise AutotpError(f"{path}: cannot read the plan, it is no text ({error.reason})") from error
+        return cls.from_json(text, str(path))
+
+
+def check_chunks(chunks: Mapping[str, int]) -> None:
+    """Checks numbers of chunks.
+
+    Raises:
+        AutotpError: a kind of chunks is unknown, or a number is not positive.
+    """
+    if not isinstance(chunks, Mapping):
+        raise AutotpError(f"chunks: {chunks!r} is wrong; give a mapping such as {{'batch': 2}}")
+    for kind, count in chunks.items():
+        if kind not in CHUNKS or not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise AutotpError(f"chunks: {kind!r}: {count!r} is wrong; give {' and '.join(CHUNKS)} positive numbers")
+
+
+def overlapping(schedule: str) -> bool:
+    """Whether a schedule's name asks for overlap.
+
+    Raises:
+        AutotpError: there is no such schedule.
+    """
+    if schedule not in ("overlap", "none"):
+        raise AutotpError(f"schedule={schedule!r} is unknown; choose 'overlap' or 'none'")
+    return schedule == "overlap"
+
+
+def fingerprint(captured: Captured) -> str:
+    """Identifies a captured graph by its operators, arguments and shapes."""
+    digest = hashlib.sha256()
+
+    def show(argument: Any) -> str:
+        return argument.name if isinstance(argument, fx.Node) else repr(argument)
+
+    for node in captured.graph_module.graph.nodes:
+        value = node.meta.get("val")
+        kind = f"{tuple(value.shape)}{value.dtype}" if isinstance(value, Tensor) else ""
+        args = fx.node.map_aggregate((node.args, node.kwargs), show)
+        target = captured.parameters.get(node.name, node.name) if node.op == "placeholder" else _target(node)
+        digest.update(f"{node.op} {node.name} {target} {args} {kind}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _target(node: fx.Node) -> str:
+    text = str(node.target)
+    return text if " at 0x" not in text else f"{node.target.__module__}.{node.target.__name__}"  # type: ignore[union-attr]

@@ -1,0 +1,181 @@
+"""A scheduled pair of graphs, and how autograd sees them: one forward pass and its backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotp.errors import AutotpError
+from autotp.runtime.disjoint import Disjoint
+from passes.overlap import Halves, Overlapped
+from passes.overlap.bucket import Buckets, Enough, Hiding
+from passes.overlap.schedule import Durations, Limits
+from passes.overlap.stage import Faster, Stages
+from passes.world.ops import Parts, version_of
+
+__all__ = ["Compiled", "Overlap", "one_pass"]
+
+#: Runs one of the two graphs: a list of its inputs, which it empties -> its outputs.
+Runner = Callable[[list[Any]], Sequence[Any]]
+
+
+Plain = Callable[[int, Sequence[Parts]], Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """How graphs are overlapped.
+
+    Attributes:
+        durations: of the nodes, predicted.
+        enough: see `passes.overlap.bucket.buckets`; None: collectives are not merged.
+        limits: of the schedule.
+        faster: see `passes.overlap.stage.stages`; None: every all_reduce is one collective.
+        hiding: see `passes.overlap.bucket.buckets`.
+    """
+
+    durations: Durations
+    enough: Enough | None = None
+    limits: Limits = Limits()
+    faster: Faster | None = None
+    hiding: Hiding | None = None
+
+    def decided(self, found: Halves) -> tuple[tuple[Buckets, Buckets], tuple[Stages, Stages]]:
+        """Which collectives of traced graphs are merged, and which then go in stages."""
+        chosen = found.buckets(self.enough, self.hiding)
+        return chosen, found.stages(chosen, self.faster)
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A scheduled pair of graphs, ready to run.
+
+    Attributes:
+        graphs: what was scheduled, of this process's device or of the first.
+        forward, backward: run them.
+        without: the backward graph for when some outputs, by their places among those that may have a gradient, have none.
+        plain: the sharded graph as it is, for gradients of gradients: a seed and ``Parts`` of its inputs -> its outputs.
+        again: schedules them otherwise, without tracing them anew.
+    """
+
+    graphs: Overlapped
+    forward: Runner
+    backward: Runner
+    without: Callable[[frozenset[int]], Runner]
+    plain: Plain
+    again: Callable[[Overlap], Compiled]
+
+    def __call__(self, seed: int, inputs: Sequence[Any]) -> list[Any]:
+        """The outputs of the sharded graph; gradients flow to the trained inputs.
+
+        Args:
+            seed: for random operators.
+            inputs: of the sharded graph; each a tensor, or ``Parts``.
+        """
+        return one_pass(self, seed, inputs)
+
+
+def one_pass(compiled: Compiled, seed: int, inputs: Sequence[Any]) -> list[Any]:
+    """The outputs of a sharded graph, by its scheduled graphs; see ``Compiled``."""
+    hosted = next((len(value) for value in inputs if isinstance(value, Parts)), 0)
+    flat = [part for value in inputs for part in value] if hosted else inputs
+    return _grouped(_Pass.apply(compiled, seed, hosted, *flat), hosted)
+
+
+def _grouped(flat: Sequence[Any], hosted: int) -> list[Any]:
+    if not hosted:
+        return list(flat)
+    groups = [flat[i : i + hosted] for i in range(0, len(flat), hosted)]
+    return [Parts(group) if isinstance(group[0], Tensor) else group[0] for group in groups]
+
+
+class _Pass(torch.autograd.Function):
+    """One forward pass, and its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, compiled: Compiled, seed: int, hosted: int, *inputs: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        graphs = compiled.graphs
+        results = list(compiled.forward([*_grouped(inputs, hosted), seed]))
+        ctx.compiled, ctx.seed, ctx.hosted = compiled, seed, hosted
+        ctx.inputs, ctx.versions = inputs, [version_of(tensor) for tensor in inputs]
+        outputs, saved = results[: graphs.outputs], results[graphs.outputs :]
+        given = {id(tensor) for tensor in inputs}
+        flat: list[Any] = []
+        fixed: list[Tensor] = []
+        for i, output in enumerate(outputs):
+            for part in output if isinstance(output, Parts) else [output] * max(hosted, 1):
+                if isinstance(part, Tensor):
+                    if i in graphs.tangents:
+                        # a view made in here could not be changed in place outside
+                        part = part.clone() if part._is_view() or id(part) in given else part
+                    else:
+                        # a plain view of what has a gradient would have one, whatever it is marked as
+                        part = part.detach() if part._is_view() or id(part) in given else part
+                        fixed.append(part)
+                    given.add(id(part))
+                flat.append(part)
+        ctx.mark_non_differentiable(*fixed)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*(part for value in saved for part in (value if isinstance(value, Parts) else [value])))
+        return tuple(flat)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        graphs, hosted = ctx.compiled.graphs, ctx.hosted
+        count = max(hosted, 1)
+        if torch.is_grad_enabled():
+            return None, None, None, *_differentiable(ctx, gradients)
+        mine = [gradients[i * count + d] for i in graphs.tangents for d in range(count)]
+        missing = frozenset(i for i in range(len(graphs.tangents)) if mine[i * count] is None)
+        run = ctx.compiled.without(missing) if missing else ctx.compiled.backward
+        flat = [None if gradient is None else gradient.resolve_conj().resolve_neg().contiguous() for gradient in mine]
+        disjoint = Disjoint(gradient for gradient in flat if gradient is not None)
+        values = [*_grouped(ctx.saved_tensors, hosted), *_grouped(flat, hosted)]
+        ctx.maybe_clear_saved_tensors()
+        if _freed(ctx):
+            ctx.inputs = ()
+        del mine, flat
+        found: list[Any] = [None] * (len(graphs.inputs) * count)
+        for i, gradient, reached in zip(graphs.trained, run(values), graphs.reached, strict=True):
+            if gradient is None or reached <= missing:
+                continue
+            for d, part in enumerate(gradient if isinstance(gradient, Parts) else [gradient]):
+                found[i * count + d] = disjoint.own(part)
+        return None, None, None, *found
+
+
+def _freed(ctx: Any) -> bool:
+    """Whether what was saved for the backward pass was let go."""
+    try:
+        return ctx.saved_tensors is None
+    except RuntimeError:
+        return True
+
+
+def _differentiable(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients of the inputs, with a graph of their own: of the sharded graph as it is, which is run again."""
+    graphs, count = ctx.compiled.graphs, max(ctx.hosted, 1)
+    assert ctx.saved_tensors is not None, "torch's own error, where they were let go"
+    changed = [i for i, (tensor, was) in enumerate(zip(ctx.inputs, ctx.versions, strict=True)) if version_of(tensor) != was]
+    if changed:
+        names = ", ".join(dict.fromkeys(graphs.inputs[i // count] for i in changed))
+        raise AutotpError(f"a gradient of a gradient needs {names} as in the forward pass; it was changed in place since")
+    outputs = ctx.compiled.plain(ctx.seed, [Parts(ctx.inputs[i : i + count]) for i in range(0, len(ctx.inputs), count)])
+    places = [(i, d) for i in graphs.tangents for d in range(count)]
+    ends = [(outputs[i][d], g) for i, d in places if (g := gradients[i * count + d]) is not None]
+    wanted = [i * count + d for i in graphs.trained for d in range(count)]
+    made = torch.autograd.grad(
+        [end for end, _ in ends],
+        [ctx.inputs[i] for i in wanted],
+        [gradient for _, gradient in ends],
+        create_graph=True,
+        allow_unused=True,
+    )
+    found: list[Tensor | None] = [None] * len(ctx.inputs)
+    for i, gradient in zip(wanted, made, strict=True):
+        found[i] = gradient
+    return found

@@ -1,0 +1,170 @@
+"""Predicted durations of the nodes of a traced graph, for its schedule."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from autotp.costs.prices import Prices
+from autotp.plans.plan import Plan
+from autotp.runtime.compiled import Overlap
+from costmodel import compute
+from costmodel.overlap import LATENCY_SHARE, messages
+from passes.overlap.launch import launch, wait
+from passes.overlap.primitives import COLLECTIVES, axes_of, crop, in_one_format, laid_out, pad, within
+from passes.overlap.schedule import Work
+
+__all__ = ["enough", "hiding", "lane_of", "overlap_of", "work_of"]
+
+_aten = torch.ops.aten
+#: Collectives are merged up to so many bytes: joining and parting are copies.
+_MOST = 32 * 2**20
+#: ... and to this share of a device's memory that is in use, or this one of all it has, which no device misses.
+_SPARE, _ALWAYS = 0.08, 0.01
+_COPIES = 2
+#: Operators that cost as many FLOP as others, which torch counts.
+_COUNTED_AS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
+
+_KINDS = (
+    ("convolution", ("convolution",)),
+    ("attention", ("attention",)),
+    ("norm", ("_norm",)),
+    ("softmax", ("softmax",)),
+    ("product", ("mm", "bmm", "matmul")),
+    ("gather", ("embedding", "gather", "index", "scatter", "nll_loss")),
+    ("copy", ("clone", "cat", "stack", "copy", "slice_backward", "select_backward", "repeat", "pad", "flip", "roll")),
+)
+
+
+def overlap_of(plan: Plan, *, merge: bool = True) -> Overlap:
+    """How the graphs of a plan are overlapped.
+
+    Args:
+        plan: gives the mesh, the machine's rates, and how much memory there is to spare for joining messages.
+        merge: whether small collectives are merged.
+    """
+    prices = Prices(plan.topology, plan.mesh_shape)
+    most = min(plan.memory_bound, plan.topology.device.memory)
+    spare = max(_SPARE * plan.predicted.memory_bytes, _ALWAYS * most)
+    merged = functools.partial(enough, prices=prices, spare=spare) if merge else None
+    hides = functools.partial(hiding, prices=prices, spare=spare)
+    return Overlap(functools.partial(work_of, prices=prices), merged, faster=prices.faster_staged, hiding=hides)
+
+
+def work_of(node: fx.Node, prices: Prices) -> Work:
+    """Seconds, lane and bytes of a node of a graph that ``passes.overlap.launch.launches`` made."""
+    if node.target is launch:
+        seconds, lane = _collective(node.meta["collective"], prices)
+        return Work(seconds, lane, float(node.meta["collective"].meta["val"].nbytes))
+    traced = node.meta.get("traced", node)
+    if node.target is wait or node.op != "call_function" or node.target is operator.getitem or _is_view(traced):
+        return Work()
+    value = node.meta.get("val")
+    operands = [n.meta["val"] for n in traced.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+    results = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    if not results:
+        return Work()
+    moved = float(sum(tensor.nbytes for tensor in (*operands, *results)))
+    flop, dims = _flop(traced)
+    seconds = float(
+        compute.seconds(flop, moved, prices.topology.device, str(results[0].dtype), dims=dims, kind=_kind(node))  # type: ignore[arg-type]
+    )
+    return Work(seconds, "compute", float(sum(tensor.nbytes for tensor in results)))
+
+
+def enough(kind: str, axes: tuple[int, ...], total: float, prices: Prices, spare: float = math.inf) -> float:
+    """Bytes of one device's part from which on a collective is sent by itself.
+
+    Args:
+        kind, axes: of the collective.
+        total: bytes of one device's parts that such collectives send altogether, in as many messages as are worth their
+            latencies (`costmodel.overlap.MESSAGES`); infinite: unknown, and latency is to be a small share of the time.
+        prices: of the mesh.
+        spare: bytes of memory that joining may take.
+    """
+    factor, most = _factor(kind, axes, prices), _most(kind, axes, prices, spare)
+    nothing = float(prices.collective(kind, axes, 1.0)[0])
+    if nothing and not math.isinf(total):
+        alone = float(prices.collective(kind, axes, factor * total)[0])
+        return min(most, total / float(messages(max(alone, nothing), nothing, prices.contention(kind, axes))))
+    size = min(2.0**10, most)
+    while size < most and nothing > LATENCY_SHARE * float(prices.collective(kind, axes, factor * size)[0]):
+        size *= 2
+    return size
+
+
+def hiding(
+    kind: str, axes: tuple[int, ...], total: float, prices: Prices, spare: float = math.inf
+) -> tuple[float, float, float]:
+    """Of sending so many bytes of one device's parts: see `passes.overlap.bucket.Hiding` (and `enough`)."""
+    nothing = float(prices.collective(kind, axes, 1.0)[0])
+    alone = float(prices.collective(kind, axes, _factor(kind, axes, prices) * total)[0])
+    hidden = (1 - prices.contention(kind, axes)) * max(0.0, alone - nothing)
+    return hidden, nothing, _most(kind, axes, prices, spare)
+
+
+def _most(kind: str, axes: tuple[int, ...], prices: Prices, spare: float) -> float:
+    """Bytes of one device's part that may travel in one message."""
+    return min(_MOST, spare / _factor(kind, axes, prices) / _COPIES)
+
+
+def _factor(kind: str, axes: tuple[int, ...], prices: Prices) -> int:
+    """How many times as many bytes as a device's part the larger of a collective's tensors has."""
+    return math.prod(prices.mesh[a] for a in axes) if kind == "all_gather" else 1
+
+
+def _collective(traced: fx.Node, prices: Prices) -> tuple[float, str]:
+    kind, axes = COLLECTIVES[traced.target], axes_of(traced.target, traced.args)
+    operand: Any = traced.args[0]
+    larger = float(max(operand.meta["val"].nbytes, traced.meta["val"].nbytes))
+    return float(prices.collective(kind, axes, larger)[0]), lane_of(axes)
+
+
+def lane_of(axes: tuple[int, ...]) -> str:
+    """The name of the lane of the collectives over some mesh axes."""
+    return "axes " + ",".join(map(str, axes))
+
+
+@functools.cache
+def _viewing(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+
+
+def _is_view(node: fx.Node) -> bool:
+    # nothing is to be done where the elements are in order already, and all there
+    if node.target in (laid_out, in_one_format, within, crop, pad):
+        old, new = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+        return bool(new.shape == old.shape and new.stride() == old.stride())
+    return _viewing(node.target)
+
+
+def _kind(node: fx.Node) -> str:
+    name = str(node.target)
+    return next((kind for kind, words in _KINDS if any(word in name for word in words)), "pointwise")
+
+
+def _flop(node: fx.Node) -> tuple[float, tuple[float, float, float] | None]:
+    """FLOP, and m, k, n of a product."""
+    packet = getattr(node.target, "overloadpacket", None)
+    count: Callable[..., int] | None = flop_registry.get(_COUNTED_AS.get(packet, packet))  # type: ignore[arg-type]
+    if count is None:
+        return 0.0, None
+    args = fx.node.map_arg(node.args, lambda n: n.meta["val"])
+    kwargs = fx.node.map_arg(dict(node.kwargs), lambda n: n.meta["val"])
+    flop = float(count(*args, **kwargs, out_val=node.meta["val"]))  # type: ignore[misc]
+    if node.target in (_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default):
+        left, right = [a for a in args if isinstance(a, Tensor)][-2:]  # type: ignore[union-attr]
+        return flop, (float(left.shape[-2]), float(left.shape[-1]), float(right.shape[-1]))
+    return flop, None

@@ -1,0 +1,71 @@
+"""Outputs that other outputs are made of.
+
+A model's hidden states lie on the way to its loss: a hook on them, or ``retain_grad``, is about all that flows through
+them. What a distributed module returns is side by side, each made whole by itself, so what flows from one output into
+another is not seen there. To ask for it is an error, not a wrong number.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autotp.errors import AutotpError
+from passes.graph import above
+
+__all__ = ["guard", "made_of"]
+
+_aten = torch.ops.aten
+_DETACHED = frozenset({_aten.detach.default, _aten.detach_.default, _aten.detach_copy.default})
+
+
+def made_of(graph: fx.Graph, count: int) -> dict[int, frozenset[int]]:
+    """Number of an output -> the numbers of other outputs that are made of it, and hand gradients on to it.
+
+    Args:
+        graph: a captured or sharded graph.
+        count: how many of its outputs are the model's.
+    """
+    leaves: Any = graph.output_node().args[0]
+    nodes = [(i, leaf) for i, leaf in enumerate(leaves[:count]) if isinstance(leaf, fx.Node)]
+    reached = {i: above([leaf], _DETACHED) for i, leaf in nodes}
+    found = {i: frozenset(j for j, _ in nodes if j != i and leaf in reached[j]) for i, leaf in nodes}
+    return {i: others for i, others in found.items() if others}
+
+
+def guard(outputs: Sequence[Any], others: Mapping[int, frozenset[int]]) -> None:
+    """Lets the backward pass look whether someone wants gradients of an output that others hand theirs on to.
+
+    Args:
+        outputs: of a call, flat.
+        others: as ``made_of`` gives it.
+
+    Raises:
+        AutotpError: in the backward pass.
+    """
+    watched: dict[Any, list[tuple[int, int, int, weakref.ref[Tensor]]]] = defaultdict(list)
+    for i, dependents in others.items():
+        for j in dependents:
+            if all(isinstance(outputs[k], Tensor) and outputs[k].grad_fn is not None for k in (i, j)):
+                watched[outputs[j].grad_fn].append((outputs[j].output_nr, i, j, weakref.ref(outputs[i])))
+    for node, entries in watched.items():
+        node.register_prehook(_looking(entries))
+
+
+def _looking(entries: Sequence[tuple[int, int, int, weakref.ref[Tensor]]]) -> Callable[[Sequence[Tensor | None]], None]:
+    def look(gradients: Sequence[Tensor | None]) -> None:
+        for place, i, j, reference in entries:
+            output = reference()
+            if output is not None and gradients[place] is not None and (output._backward_hooks or output.retains_grad):
+                raise AutotpError(
+                    f"output {i} has a hook or retains its gradient, and output {j} is made of it inside the model: "
+                    "outputs are side by side here, and what flows from one into another is not seen. Compute "
+                    f"output {j} outside the model, from output {i}, or take away the hook"
+                )
+
+    return look

@@ -1,0 +1,174 @@
+"""``parallelize``: an unmodified model becomes this process's part of a distributed one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from autotp.errors import AutotpError, PlanMismatchError
+from autotp.planner import check, plan_captured
+from autotp.plans.families import family
+from autotp.plans.plan import Plan, overlapping
+from autotp.runtime.durations import overlap_of
+from autotp.runtime.module import DistributedModule
+from autotp.runtime.rewrite import apply
+from costmodel import Topology
+from passes.capture import capture
+
+__all__ = ["parallelize"]
+
+
+def parallelize(
+    model: nn.Module,
+    topology: Topology | str | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    plan: Plan | None = None,
+    strategy: str = "auto",
+    mesh: Sequence[int] | None = None,
+    mode: str = "train",
+    memory: float | None = None,
+    optimizer: str = "adamw",
+    panels: int | None = None,
+    chunks: Mapping[str, int] | None = None,
+    inputs: str = "global",
+    schedule: str | None = None,
+    constraints: Sequence[str] | Mapping[str, str] = (),
+    initialise: Callable[[nn.Module], None] | None = None,
+) -> fx.GraphModule:
+    """Distributes ``model`` over the processes that torchrun started.
+
+    Rank 0 plans; every rank receives that plan, builds its graph and verifies that all hold the same one.
+
+    Args:
+        model: any module that ``torch.export`` takes, unmodified; it may be on ``meta``.
+        topology: the machine; by default ``Topology.local()``.
+        args, kwargs: example inputs of the global batch, the same on every rank.
+        plan: a plan made before; left out, one is made with the options that follow (see ``autotp.plan``).
+        strategy, mesh, mode, memory, optimizer, panels, chunks, constraints: see ``autotp.plan``.
+        inputs: what each call is given: ``global``, the whole batch on every rank, or ``local``, this rank's part of it
+            (dim 0, split by the mesh axes that the plan splits the batch over). Outputs are whole either way.
+        schedule: ``overlap`` runs scheduled forward and backward graphs, whose collectives are under way while something is
+            computed; ``none`` runs the sharded graph as autograd does. Left out, it is the one that ``plan`` was made for;
+            without a plan, ``overlap``.
+        initialise: fills in a module's own parameters and buffers, for models on ``meta``.
+
+    Returns:
+        A ``torch.fx.GraphModule`` with the model's call signature: ``loss.backward(); optimizer.step()`` is all there is.
+
+    Raises:
+        AutotpError: on every rank alike, when an argument is wrong or no plan fits.
+        PlanMismatchError: when the plan is not for this model or this number of processes.
+    """
+    if inputs not in ("global", "local"):
+        raise AutotpError(f"inputs={inputs!r} is unknown; choose 'global' or 'local'")
+    if schedule is not None:
+        overlapping(schedule)
+    _join()
+    captured, problem = None, None
+    try:
+        captured = capture(model, tuple(args), kwargs)
+        _refuse_hooks(model)
+    except Exception as error:  # noqa: BLE001 - every rank must hear of it before it is raised
+        problem = error
+    options: dict[str, Any] = {"mode": mode, "memory": memory, "optimizer": optimizer, "panels": panels, "chunks": chunks}
+    options |= {"schedule": schedule or "overlap", "constraints": constraints}
+    agreed: list[Any] = [None]
+    if dist.get_rank() == 0:
+        agreed = [_decide(captured, problem, topology, plan, strategy, mesh, options)]
+    dist.broadcast_object_list(agreed, src=0)
+    if isinstance(agreed[0], Exception):
+        raise agreed[0]
+    settled = Plan.from_json(agreed[0][0])
+    rewritten = None
+    if problem is None and captured is not None:
+        try:
+            rewritten = apply(captured, settled, inputs)
+        except Exception as error:  # noqa: BLE001
+            problem = error
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, (settled.hash, None if problem is None else f"{type(problem).__name__}: {problem}"))
+    _agree(reports, problem)
+    assert rewritten is not None
+    device_mesh = init_device_mesh(_kind_of_device(model), settled.mesh_shape, mesh_dim_names=settled.mesh_axes)
+    how = overlap_of(settled) if overlapping(schedule or settled.schedule) else None
+    return DistributedModule(model, settled, rewritten, device_mesh, initialise, agreed[0][1], how)
+
+
+def _join() -> None:
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ:
+        raise AutotpError(
+            "no process group: start the script with torchrun, e.g. torchrun --nproc-per-node 4 train.py "
+            "(autotp.plan and autotp.simulate need none)"
+        )
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def _kind_of_device(model: nn.Module) -> str:
+    """Where the module runs: on GPUs if the processes' library is for these, or if it knows both and the model is there."""
+    there = any(tensor.device.type == "cuda" for tensor in itertools.chain(model.parameters(), model.buffers()))
+    return "cuda" if torch.cuda.is_available() and (there or "nccl" in str(dist.get_backend())) else "cpu"
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise AutotpError(
+                f"parameter {name} has a hook on its gradient, which the distributed module's would not have: register it "
+                "there, where gradients are DTensors, and remove it here"
+            )
+
+
+def _decide(
+    captured: Any,
+    problem: Exception | None,
+    topology: Topology | str | None,
+    plan: Plan | None,
+    strategy: str,
+    mesh: Sequence[int] | None,
+    options: Mapping[str, Any],
+) -> Any:
+    """(the plan's JSON, a seed), or the error that every rank is to raise."""
+    try:
+        if problem is not None:
+            return problem
+        devices = dist.get_world_size()
+        if plan is None:
+            machine = Topology.local() if topology is None else topology
+            machine = Topology.load(machine) if isinstance(machine, str) else machine
+            if machine.devices != devices:
+                raise PlanMismatchError(
+                    f"topology {machine.name!r} has {machine.devices} devices, but {devices} processes run; start torchrun "
+                    f"with {machine.devices} processes, or give topology.resized({devices})"
+                )
+            check(options["mode"], options["optimizer"], mesh, machine, options["panels"], options["chunks"])
+            sizes = None if mesh is None else tuple(mesh)
+            plan = plan_captured(captured, machine, family(strategy), mesh=sizes, **options)
+        if plan.devices != devices:
+            raise PlanMismatchError(
+                f"the plan is for {plan.devices} devices (mesh {plan.mesh_shape}), but {devices} processes run; start "
+                f"torchrun with {plan.devices} processes, or make a plan for {devices}"
+            )
+        return plan.to_json(), torch.initial_seed()
+    except Exception as error:  # noqa: BLE001
+        return error
+
+
+def _agree(reports: Sequence[tuple[str, str | None]], problem: Exception | None) -> None:
+    if problem is not None:
+        raise problem
+    for rank, (digest, failure) in enumerate(reports):
+        if failure is not None:
+            raise PlanMismatchError(f"rank {rank} failed to build the plan's graph: {failure}")
+        if digest != reports[0][0]:
+            raise PlanMismatchError(f"rank {rank} holds plan {digest}, rank 0 {reports[0][0]}; give all ranks one model")

@@ -1,0 +1,170 @@
+"""From a model and a plan to the graph that every device runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+from torch.distributed.tensor import Replicate
+
+from autotp.errors import AutotpError, PlanMismatchError
+from autotp.plans.plan import Plan, fingerprint
+from passes.capture import CallSignature, Captured, capture
+from passes.graph import dump
+from passes.layouts.layout import Layout, fits, local_shape, place, restorable
+from passes.rules.factors import Operator, analyse
+from passes.sharding.chunk import in_chunks
+from passes.sharding.panel import loops, panel
+from passes.sharding.shard import Sharding, shard
+from passes.sharding.uneven import uneven
+from passes.sharding.unroll import unroll
+from passes.strategies.strategy import SUM, Strategy, strategies, whole_layout
+
+__all__ = ["Rewritten", "apply", "checked", "rewrite"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A sharded graph with what it was made from; ``chunks`` are the sizes of its virtual axes."""
+
+    captured: Captured
+    sharding: Sharding
+    graph_module: fx.GraphModule
+    chunks: tuple[int, ...] = ()
+
+    @property
+    def signature(self) -> CallSignature:
+        """The model's calling convention, for this device's part of the inputs."""
+        shapes = {
+            n.name: tuple(n.meta["val"].shape) for n in self.captured.graph_module.graph.nodes if n.op == "placeholder"
+        }
+        layouts = self.sharding.resting
+        return self.captured.signature.with_shapes(
+            [local_shape(shapes[name], layouts.get(name, self.whole), self.sharding.mesh) for name in self.captured.inputs]
+        )
+
+    @property
+    def even(self) -> bool:
+        """Whether every tensor's parts have one shape on all devices, so that all of them have one graph."""
+        return next(uneven(self.captured.graph_module.graph, self.sharding), None) is None
+
+    @property
+    def whole(self) -> Layout:
+        """The layout of what no device shares out."""
+        return whole_layout(len(self.sharding.mesh))
+
+
+def rewrite(model: nn.Module, plan: Plan, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Rewritten:
+    """Captures ``model`` again and shards the graph by ``plan``.
+
+    Raises:
+        PlanMismatchError: when the plan was made for another model or other inputs.
+    """
+    return apply(capture(model, tuple(args), kwargs), plan)
+
+
+def apply(captured: Captured, plan: Plan, inputs: str = "global") -> Rewritten:
+    """Shards a captured graph by ``plan``; ``inputs`` are the ``global`` batch on every device, or its ``local`` part."""
+    panels = {op.name: op.panels for op in plan.operators if op.panels > 1}
+    if panels and any(count > 1 for count in plan.chunks.values()):
+        raise AutotpError(f"the plan has panels and chunks ({dict(plan.chunks)}); plan with panels=1, or without chunks")
+    operators, chosen, resting = checked(captured, plan)
+    if inputs == "local":
+        resting |= _input_layouts(captured, operators, chosen, plan.mesh_shape)
+    sharding = Sharding(plan.mesh_shape, chosen, resting, frozenset(captured.parameters))
+    dump("captured", captured.graph_module.graph)
+    sharded, virtual = _sharded(captured, operators, sharding, plan.chunks)
+    if panels:
+        found = loops(operators, chosen, resting, plan.mesh_shape)
+        known = {node.name: loop.most for loop in found for node in loop.members}
+        for name, count in panels.items():
+            if known.get(name, 1) % count:
+                raise PlanMismatchError(f"operator {name}: it cannot have the plan's {count} panels; make a new plan")
+        sharded = panel(sharded, found, panels)
+        dump("panelled", sharded.graph)
+    return Rewritten(captured, sharding, sharded, virtual)
+
+
+def checked(captured: Captured, plan: Plan) -> tuple[Mapping[fx.Node, Operator], dict[str, Strategy], dict[str, Layout]]:
+    """The analysis of a captured graph, and the plan's strategies and resting layouts for it.
+
+    Raises:
+        PlanMismatchError: the plan was made for another model or other inputs.
+    """
+    if fingerprint(captured) != plan.model_hash:
+        raise PlanMismatchError(
+            "the plan was made for another model, or for inputs of other shapes: "
+            f"the plan's graph is {plan.model_hash}, this model's {fingerprint(captured)}; make a new plan with autotp.plan"
+        )
+    operators = analyse(captured.graph_module.graph, captured.inputs)
+    return operators, {node.name: _strategy(operators[node], plan) for node in operators}, _resting(captured, plan)
+
+
+def _sharded(
+    captured: Captured, operators: Mapping[fx.Node, Operator], sharding: Sharding, chunks: Mapping[str, int]
+) -> tuple[fx.GraphModule, tuple[int, ...]]:
+    """The sharded graph, with the chunks of every device as nodes of their own, and how many of each kind there are."""
+    made = in_chunks(captured.graph_module.graph, operators, sharding, captured.inputs, chunks)
+    virtual = tuple(made.counts.values())
+    sharded = shard(captured.graph_module, operators, made.sharding, captured.mutations)
+    dump("sharded", sharded.graph)
+    if virtual:
+        sharded = unroll(sharded, sharding.mesh, virtual)
+        dump("chunks unrolled", sharded.graph)
+    return sharded, virtual
+
+
+def _input_layouts(
+    captured: Captured, operators: Mapping[fx.Node, Operator], chosen: Mapping[str, Strategy], mesh: tuple[int, ...]
+) -> dict[str, Layout]:
+    """Dim 0 of every input, split by the axes that split the batch anywhere."""
+    axes = {
+        axis
+        for node, operator in operators.items()
+        for axis, factor in enumerate(chosen[node.name].assignment)
+        if factor is not None and factor in operator.factors and operator.factors[factor].role == "batch"
+    }
+    layout = tuple(place(0) if axis in axes else Replicate() for axis in range(len(mesh)))
+    ways = math.prod(mesh[axis] for axis in axes)
+    found = {}
+    for node in captured.graph_module.graph.nodes:
+        if node.op == "placeholder" and node.name in captured.inputs and ways > 1:
+            shape = tuple(node.meta["val"].shape)
+            if not shape or shape[0] % ways:
+                raise AutotpError(
+                    f"inputs='local': dim 0 of input {node.name!r} of shape {shape} is not divisible by the {ways} ways "
+                    "in which the plan splits the batch; use inputs='global'"
+                )
+            found[node.name] = layout
+    return found
+
+
+def _strategy(operator: Operator, plan: Plan) -> Strategy:
+    name = operator.node.name
+    wanted = plan.assignments[name]
+
+    def allow(axis: int, factor: Any) -> bool:
+        return wanted[axis] == factor.name if factor is not None else (wanted[axis] or "").startswith(SUM)
+
+    for strategy in strategies(operator, plan.mesh_shape, allow):
+        if strategy.assignment == wanted:
+            return strategy
+    raise PlanMismatchError(f"operator {name}: the plan's strategy {wanted} does not exist for it; make a new plan")
+
+
+def _resting(captured: Captured, plan: Plan) -> dict[str, Layout]:
+    resting = {}
+    shapes = {n.name: tuple(n.meta["val"].shape) for n in captured.graph_module.graph.nodes if n.op == "placeholder"}
+    for name, fqn in captured.parameters.items():
+        layout = plan.resting(fqn)
+        if not fits(shapes[name], layout, plan.mesh_shape):
+            raise PlanMismatchError(f"parameter {fqn} of shape {shapes[name]} cannot rest in the plan's layout {layout}")
+        if not restorable(layout, plan.mesh_shape):
+            raise PlanMismatchError(
+                f"parameter {fqn} rests as {layout}, whose parts torch's DTensor joins in a wrong order; make a new plan"
+            )
+        resting[name] = layout
+    return resting

@@ -1,0 +1,14 @@
+"""A model becomes a `Captured`: a functional graph of its forward pass in a canonical form.
+
+In comes any ``torch.nn.Module`` with an example call; nothing of it is run. Out goes a graph of out-of-place operators with
+the names of its parameters and buffers and the signature of its call. `export` calls the others in this order: functions
+with gradients of their own become operators (`autograd_functions`), ``vmap`` is done (`vmaps`), regions are inlined
+(`regions`), writes become values (`writes`, `view_writes`, `functional`), and every operator gets one spelling
+(`canonical`, `canonical_views`).
+"""
+
+from passes.capture.builder import CaptureError
+from passes.capture.export import Captured, capture
+from passes.capture.signature import CallSignature
+
+__all__ = ["CallSignature", "CaptureError", "Captured", "capture"]

@@ -1,0 +1,160 @@
+"""Makes a functional graph plain: what computes nothing goes, and each thing has one spelling.
+
+What is left is what a planner must choose for. Views become ``reshape``, ``permute``, ``expand``,
+``squeeze.dims``, ``unsqueeze``, ``slice``, ``select`` and ``split_with_sizes``, all with concrete sizes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from passes.capture.builder import Builder, arguments_of, operator_name
+from passes.capture.canonical_views import VIEWS, Handler
+
+__all__ = ["normalise"]
+
+aten = torch.ops.aten
+
+_CHECKS = ("aten::_assert", "aten::sym_constrain", "aten::_functional_assert", "aten::_functional_sym")
+
+
+def normalise(graph: fx.Graph, mode: FakeTensorMode, mutated: Collection[str] = ()) -> fx.Graph:
+    """The same computation in fewer and plainer operators.
+
+    Args:
+        graph: a flat functional graph whose nodes have fake values.
+        mode: the fake mode of these values.
+        mutated: names of placeholders that whoever runs the graph will overwrite; copies of them stay copies.
+
+    Returns:
+        A new graph with the same placeholders and outputs.
+    """
+    build = Builder(mode)
+    new: dict[fx.Node, Any] = {}
+    folded: set[fx.Node] = set()
+
+    def mapped(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [mapped(v) for v in value] if isinstance(value, list) else tuple(mapped(v) for v in value)
+        return tree_map(lambda v: new[v] if isinstance(v, fx.Node) else v, value)
+
+    for node in graph.nodes:
+        if node in new:
+            continue
+        if node.op == "placeholder":
+            new[node] = build.placeholder(node.name, node.meta["val"])
+        elif node.op == "output":
+            return build.finish(tree_map(lambda leaf: _copied(build, leaf, new, folded), node.args[0]))
+        elif operator_name(node.target) == "aten::clone" and _origin(new[node.args[0]]).name in mutated:
+            new[node] = build.copy(node, mapped(node.args), mapped(dict(node.kwargs)))
+        elif not operator_name(node.target).startswith(_CHECKS):
+            new[node] = _rewrite(build, node, mapped(node.args), mapped(dict(node.kwargs)))
+            if operator_name(node.target) in _COPIES and new[node] in [new[n] for n in node.all_input_nodes]:
+                folded.add(node)
+        # Right behind what they detach, and once: where they stand in the first of many layers, they would set it apart.
+        for user in [user for user in node.users if operator_name(user.target) == "aten::detach"]:
+            first = next(iter(n for n in node.users if n in new and operator_name(n.target) == "aten::detach"), None)
+            new[user] = build.copy(user, mapped(user.args), {}) if first is None else new[first]
+    raise ValueError("the graph has no output node")
+
+
+def _copied(build: Builder, leaf: Any, new: dict[fx.Node, Any], folded: Collection[fx.Node]) -> Any:
+    """An output, as a copy where it was one that was folded into what it copies: whoever has it may write to it."""
+    if not isinstance(leaf, fx.Node):
+        return leaf
+    if _origin(leaf) in folded:
+        return build.emit(aten.clone.default, (new[leaf],), like=leaf)
+    return new[leaf]
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """What a chain of views shows."""
+    while node.op == "call_function" and (operator_name(node.target) in VIEWS or node.target is aten.detach.default):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _rewrite(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
+        return args[0][args[1]]
+    handler = _HANDLERS.get(operator_name(node.target))
+    value = handler(build, node, args, kwargs) if handler and isinstance(node.target, torch._ops.OpOverload) else None
+    return build.copy(node, args, kwargs) if value is None else value
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.device == b.device
+
+
+def _first(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Operators that only copy: with no writes in the graph, the copy is the thing itself."""
+    source = next(iter(arguments_of(node, args, kwargs).values()))
+    return source if _same(source.meta["val"], node.meta["val"]) else None
+
+
+def _cast(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    source, value = next(iter(arguments_of(node, args, kwargs).values())), node.meta["val"]
+    if _same(source.meta["val"], value):
+        return source
+    if source.meta["val"].device == value.device:
+        return build.emit(aten.to.dtype, (source, value.dtype), like=node)
+    return None
+
+
+def _dropout(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    given = arguments_of(node, args, kwargs)
+    return given["input"] if given["p"] == 0 or not given["train"] else None
+
+
+def _neutral(element: float) -> Handler:
+    """A binary operator that gives its first operand back when the second is ``element``."""
+
+    def handle(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        given = arguments_of(node, args, kwargs)
+        source, other = given["self"], given["other"]
+        if isinstance(other, (int, float)) and other == element and isinstance(source, fx.Node):
+            plain = given.get("rounding_mode") is None and _same(source.meta["val"], node.meta["val"])
+            return source if plain else None
+        return None
+
+    return handle
+
+
+def _embedding(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Gradients of shards are dense, whatever was asked for: the same numbers."""
+    given = arguments_of(node, args, kwargs)
+    if not given["sparse"]:
+        return None
+    rest = (given[name] for name in ("weight", "indices", "padding_idx", "scale_grad_by_freq"))
+    return build.emit(aten.embedding.default, tuple(rest), like=node)
+
+
+def _cat(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    tensors = arguments_of(node, args, kwargs)["tensors"]
+    return tensors[0] if len(tensors) == 1 and _same(tensors[0].meta["val"], node.meta["val"]) else None
+
+
+#: What always makes a tensor of its own, though its numbers may be another's.
+_COPIES = frozenset(
+    f"aten::{name}" for name in ("clone", "lift_fresh_copy", "_to_copy", "add", "sub", "mul", "div", "true_divide", "cat")
+)
+_HANDLERS: dict[str, Handler] = {
+    **VIEWS,
+    **dict.fromkeys(
+        ("aten::alias", "aten::clone", "aten::contiguous", "aten::lift_fresh", "aten::lift_fresh_copy",
+         "aten::positive", "aten::resolve_conj", "aten::resolve_neg"), _first,
+    ),
+    **dict.fromkeys(("aten::to", "aten::_to_copy", "aten::type_as"), _cast),
+    **dict.fromkeys(("aten::dropout", "aten::feature_dropout", "aten::alpha_dropout"), _dropout),
+    **dict.fromkeys(("aten::add", "aten::sub"), _neutral(0)),
+    **dict.fromkeys(("aten::mul", "aten::div", "aten::true_divide"), _neutral(1)),
+    "aten::cat": _cat,
+    "aten::embedding": _embedding,
+}  # fmt: skip

@@ -1,0 +1,147 @@
+"""One spelling for every operator that rearranges a tensor, with concrete sizes and non-negative dims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.capture.builder import Builder, arguments_of, operator_name, outer_order
+from passes.capture.view_writes import PERMUTES, RESHAPES, SPLITS
+
+__all__ = ["VIEWS", "Handler"]
+
+aten = torch.ops.aten
+
+Handler = Callable[[Builder, fx.Node, Sequence[Any], dict[str, Any]], Any]
+"""Gives the new value of an old node from its new arguments: a node, a list of nodes, or None to copy it."""
+
+
+def _shape(node: Any) -> list[int]:
+    return list(node.meta["val"].shape)
+
+
+def _reshape(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if node.target is aten.view.dtype:
+        return None
+    source, shape = (args[0] if args else kwargs["self"]), _shape(node)
+    if _shape(source) == shape:
+        return source
+    # Reshapes of reshapes are one: fewer operators for the planner, and its rule sees the whole change.
+    if source.target is aten.reshape.default:
+        source = source.args[0]
+        if _shape(source) == shape:
+            return source
+    return build.emit(aten.reshape.default, (source, shape), like=node)
+
+
+def _permute(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    given = arguments_of(node, args, kwargs)
+    source = next(iter(given.values()))
+    if node.meta["val"].is_complex() and operator_name(node.target) in (
+        "aten::adjoint",
+        "aten::mH",
+        "aten::matrix_H",
+    ):
+        return None
+    rank = len(_shape(source))
+    order = outer_order(node.target, rank, dict(list(given.items())[1:]))
+    if order == list(range(rank)):
+        return source
+    return build.emit(aten.permute.default, (source, order), like=node)
+
+
+def _expand(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return _expanded(build, node, args[0] if args else kwargs["self"], _shape(node))
+
+
+def _expanded(build: Builder, node: fx.Node, source: Any, shape: list[int]) -> Any:
+    return source if _shape(source) == shape else build.emit(aten.expand.default, (source, shape), like=node)
+
+
+def _broadcast_tensors(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    sources = args[0] if args else kwargs["tensors"]
+    return [_expanded(build, node, s, list(v.shape)) for s, v in zip(sources, node.meta["val"], strict=True)]
+
+
+def _unsqueeze(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    given = arguments_of(node, args, kwargs)
+    return build.emit(aten.unsqueeze.default, (given["self"], given["dim"] % len(_shape(node))), like=node)
+
+
+def _squeeze(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    given = arguments_of(node, args, kwargs)
+    shape = _shape(given["self"])
+    dims = given.get("dim")
+    chosen = range(len(shape)) if dims is None else [dims] if isinstance(dims, int) else dims
+    gone = sorted({d % len(shape) for d in chosen if shape[d] == 1}) if shape else []
+    return build.emit(aten.squeeze.dims, (given["self"], gone), like=node) if gone else given["self"]
+
+
+def _slice(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    given = arguments_of(node, args, kwargs)
+    source = given["self"]
+    shape = _shape(source)
+    if shape == _shape(node):
+        return source
+    dim = given["dim"] % len(shape)
+    if operator_name(node.target) == "aten::narrow":
+        start = given["start"]
+        if isinstance(start, fx.Node):
+            return None
+        start %= shape[dim]
+        return build.emit(aten.slice.Tensor, (source, dim, start, start + given["length"]), like=node)
+    start, end, step = slice(given["start"], given["end"]).indices(shape[dim])[:2] + (given["step"],)
+    return build.emit(aten.slice.Tensor, (source, dim, start, max(start, end), step), like=node)
+
+
+def _select(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    given = arguments_of(node, args, kwargs)
+    shape = _shape(given["self"])
+    dim = given["dim"] % len(shape)
+    return build.emit(aten.select.int, (given["self"], dim, given["index"] % shape[dim]), like=node)
+
+
+def _split(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    given = arguments_of(node, args, kwargs)
+    source = given["self"]
+    if any(isinstance(v, fx.Node) for v in list(given.values())[1:]):
+        return None
+    dim = given["dim"] % len(_shape(source))
+    sizes = [v.shape[dim] for v in node.meta["val"]]
+    return [source] if len(sizes) == 1 else build.emit(aten.split_with_sizes.default, (source, sizes, dim), like=node)
+
+
+def _unbind(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    given = arguments_of(node, args, kwargs)
+    shape = _shape(given["self"])
+    dim = given["dim"] % len(shape)
+    return [build.emit(aten.select.int, (given["self"], dim, i), like=node) for i in range(shape[dim])]
+
+
+def _strided(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    # These read memory, not dims: the operand must lie as it lay in the model, whatever was dropped before.
+    old, new = node.all_input_nodes[0].meta["val"], args[0].meta["val"]
+    if old.stride() == new.stride() or not old.is_contiguous():
+        source = args[0]
+    else:
+        source = build.emit(aten.clone.default, (args[0],), {"memory_format": torch.contiguous_format}, like=node)
+    return build.emit(node.target, (source, *args[1:]), kwargs, like=node)
+
+
+VIEWS: dict[str, Handler] = {
+    **dict.fromkeys(RESHAPES, _reshape),
+    **dict.fromkeys(PERMUTES, _permute),
+    **dict.fromkeys(SPLITS, _split),
+    **dict.fromkeys(("aten::expand", "aten::expand_as", "aten::broadcast_to"), _expand),
+    **dict.fromkeys(("aten::slice", "aten::narrow"), _slice),
+    **dict.fromkeys(("aten::as_strided", "aten::view_as_complex"), _strided),
+    "aten::broadcast_tensors": _broadcast_tensors,
+    "aten::unsqueeze": _unsqueeze,
+    "aten::squeeze": _squeeze,
+    "aten::select": _select,
+    "aten::unbind": _unbind,
+}
+"""A handler for each view by its schema's name."""

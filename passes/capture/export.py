@@ -1,0 +1,237 @@
+"""Captures an unmodified model as a plain functional graph: ``torch.export``'s training IR, normalised.
+
+Nothing is run: all values are fake, and models on the meta device are welcome.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._guards import detect_fake_mode
+from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.utils._pytree import tree_leaves, tree_map
+
+from costmodel.errors import AutotpError
+from passes.capture.autograd_functions import Lost, kept_whole
+from passes.capture.builder import CaptureError
+from passes.capture.canonical import normalise
+from passes.capture.regions import inline_regions
+from passes.capture.signature import CallSignature, bind
+from passes.capture.vmaps import without_vmaps
+from passes.capture.writes import functionalise
+
+__all__ = ["CallSignature", "CaptureError", "Captured", "capture"]
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A model as a graph of out-of-place operators.
+
+    Args:
+        graph_module: placeholders (parameters, buffers, constants, inputs), then ``call_function`` nodes,
+            then a tuple of the user's output leaves and the new values of mutated buffers. Every node's
+            ``meta`` has ``val`` (its fake value), ``module`` (dotted path of the module it came from) and
+            ``source`` (``file.py:LINE`` or None).
+        parameters: placeholder name -> the parameter's name; a tied parameter has one placeholder.
+        aliases: every other name of a tied parameter or buffer -> its first in ``model.named_parameters()``.
+        unused: names of parameters that no node uses; they get no gradient.
+        buffers: placeholder name -> the buffer's name.
+        constants: placeholder name -> a tensor written out in the model's code or held as an attribute.
+        inputs: placeholder names in the order of the tensors of ``signature.flatten``.
+        outputs: number of the user's output leaves; those that are no tensors stand there as constants.
+        mutations: a mutated buffer's placeholder name -> name of the node with its new value, in the order in
+            which these follow the user's outputs.
+        signature: how the model is called.
+    """
+
+    graph_module: fx.GraphModule
+    parameters: Mapping[str, str]
+    aliases: Mapping[str, str]
+    unused: tuple[str, ...]
+    buffers: Mapping[str, str]
+    constants: Mapping[str, Tensor]
+    inputs: tuple[str, ...]
+    outputs: int
+    mutations: Mapping[str, str]
+    signature: CallSignature
+
+
+def capture(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Captured:
+    """Captures a model's forward pass for the shapes of an example call.
+
+    Args:
+        model: any module that ``torch.export`` can trace; its training mode counts.
+        args: example positional arguments.
+        kwargs: example keyword arguments; with neither, a Hugging Face model's ``dummy_inputs``.
+
+    Raises:
+        CaptureError: the model cannot be exported, or does something that has no functional form.
+        TypeError: the example arguments do not fit the model's ``forward``.
+        ValueError: no example inputs, or a model whose tied weights came apart on the meta device.
+    """
+    args, kwargs = _example(model, args, kwargs)
+    _check_tying(model)
+    program = _export(model, args, kwargs)
+    exported = program.graph_module
+    values = {n.name: n.meta.get("val") for n in exported.graph.nodes if n.op == "placeholder"}
+    names = _Names(model, program, values, args, kwargs)
+
+    mode = detect_fake_mode([n.meta.get("val") for n in exported.graph.nodes])
+    if mode is None:
+        raise CaptureError(f"{type(model).__name__}: the graph has no tensors; there is nothing to plan")
+    exported.graph = without_vmaps(exported.graph, mode)
+    graph = inline_regions(exported, mode, names.placeholders, names.renamed)
+    outputs = len(next(n for n in reversed(graph.nodes) if n.op == "output").args[0])
+    learned = {*names.parameters, *names.inputs}
+    graph, places = functionalise(graph, mode, set(names.buffers), learned)
+    graph = normalise(graph, mode, places)
+
+    result = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
+    unused = [names.parameters[n.name] for n in graph.nodes if n.name in names.parameters and not n.users]
+    signature = CallSignature.of(model.forward, args, kwargs, program.call_spec.out_spec)
+    return Captured(
+        graph_module=fx.GraphModule(nn.Module(), graph, class_name=type(model).__name__),
+        parameters=names.parameters,
+        aliases=names.aliases,
+        unused=tuple(unused),
+        buffers=names.buffers,
+        constants=names.constants,
+        inputs=tuple(names.inputs),
+        outputs=outputs,
+        mutations={buffer: result[place].name for buffer, place in places.items()},
+        signature=signature,
+    )
+
+
+def _example(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Own copies of the example inputs: export silently merges a tensor given twice into one placeholder."""
+    if not args and not kwargs:
+        kwargs = getattr(model, "dummy_inputs", None)
+        if not isinstance(kwargs, Mapping) or not kwargs:
+            kwargs = {}
+        if not kwargs and inspect.signature(model.forward).parameters:
+            raise AutotpError(f"{type(model).__name__}: no example inputs; pass args=(...) or kwargs={{...}} as in a call")
+    meta = any(p.is_meta for p in model.parameters())
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        copy = leaf.detach().to("meta") if meta and not leaf.is_meta else leaf.detach().clone()
+        return copy.requires_grad_(leaf.requires_grad)
+
+    return tree_map(own, tuple(args)), tree_map(own, dict(kwargs or {}))
+
+
+def _check_tying(model: Any) -> None:
+    """Refuses a Hugging Face model whose input and output embeddings should be one but are two on meta."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if not getattr(text, "tie_word_embeddings", False) or not hasattr(model, "get_output_embeddings"):
+        return
+    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    one, two = getattr(first, "weight", None), getattr(last, "weight", None)
+    if one is not None and two is not None and one is not two and one.is_meta and one.shape == two.shape:
+        raise AutotpError(
+            f"{type(model).__name__}: config.tie_word_embeddings is set, but the input and output embeddings "
+            "are two parameters (moving a model to meta unties them); build it under "
+            "`with torch.device('meta'):`, or call model.tie_weights() first"
+        )
+
+
+def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
+    bind(inspect.signature(model.forward), args, kwargs)
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureError(
+                f"{type(model).__name__}: module {name!r} has a backward hook, which a captured graph does not call; "
+                "remove it, or register hooks on gradients at the distributed module"
+            )
+    try:
+        with torch.enable_grad(), kept_whole():
+            return torch.export.export(model, args, kwargs, strict=False)
+    except Lost as error:
+        raise CaptureError(f"{type(model).__name__}: {error}") from error
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        essence = " ".join(lines[:3])[:400]
+        raise CaptureError(
+            f"torch.export failed on {type(model).__name__}: {type(error).__name__}: {essence}\n"
+            "Try: use_cache=False for Hugging Face causal models; experts_implementation='batched_mm' for "
+            "mixtures of experts; no Python control flow that depends on tensor values; parameters, buffers "
+            "and inputs on one device."
+        ) from error
+
+
+class _Names:
+    """Which placeholder holds what: export's placeholders without duplicates and constant arguments."""
+
+    def __init__(
+        self, model: nn.Module, program: torch.export.ExportedProgram, values: Mapping[str, Any],
+        args: tuple[Any, ...], kwargs: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.parameters: dict[str, str] = {}
+        self.buffers: dict[str, str] = {}
+        self.constants: dict[str, Tensor] = {}
+        self.renamed: dict[str, Any] = {}
+        every: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        every |= dict(model.named_buffers(remove_duplicate=False))
+        first: dict[int, str] = {}
+        for fqn, tensor in every.items():
+            first.setdefault(id(tensor), fqn)
+        canonical = {fqn: first[id(tensor)] for fqn, tensor in every.items()}
+        self.aliases = {fqn: name for fqn, name in canonical.items() if fqn != name}
+
+        user: list[str | None] = []
+        holders: dict[str, str] = {}
+        for spec in program.graph_signature.input_specs:
+            name = spec.arg.name
+            if spec.kind is InputKind.USER_INPUT:
+                constant = isinstance(spec.arg, ConstantArgument)
+                values = {**values, _unreserved(name): values[name]}
+                user.append(None if constant else _unreserved(name))
+                self.renamed[name] = (spec.arg.value,) if constant else _unreserved(name)
+            elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+                held = self.parameters if spec.kind is InputKind.PARAMETER else self.buffers
+                fqn = canonical[spec.target]
+                if holders.setdefault(fqn, name) == name:
+                    held[name] = fqn
+                self.renamed[name] = holders[fqn]
+            elif spec.kind is InputKind.CONSTANT_TENSOR:
+                self.constants[name] = program.constants[spec.target]
+                self.renamed[name] = name
+            else:
+                raise CaptureError(
+                    f"{type(model).__name__}: its graph takes '{name}', a {spec.kind.name.lower()}; "
+                    "only tensors can be planned"
+                )
+        self.inputs = _in_call_order(model, user, args, kwargs)
+        order = [*self.parameters, *self.buffers, *self.constants, *self.inputs]
+        self.placeholders = {name: values[name] for name in order}
+
+
+def _unreserved(name: str) -> str:
+    """An argument's name that is free in generated code: fx renames nodes called ``input`` or ``iter`` on its own."""
+    return f"{name}_" if hasattr(builtins, name) else name
+
+
+def _in_call_order(
+    model: nn.Module, user: Sequence[str | None], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[str]:
+    """Input names in the signature's order; export's is that of the example call. Matched by the tensors."""
+    leaves = tree_leaves((args, kwargs))
+    if len(leaves) != len(user):
+        raise CaptureError(
+            f"{type(model).__name__}: export made {len(user)} inputs of {len(leaves)} argument leaves; "
+            "pass plain tensors, numbers, lists and dicts"
+        )
+    holder = {id(leaf): name for leaf, name in zip(leaves, user, strict=True) if isinstance(leaf, Tensor)}
+    bound = tree_leaves(bind(inspect.signature(model.forward), args, kwargs))
+    return [str(holder[id(leaf)]) for leaf in bound if isinstance(leaf, Tensor)]

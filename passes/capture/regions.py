@@ -1,0 +1,158 @@
+"""Inlines the regions that ``torch.export`` makes of ``torch.no_grad`` and ``torch.autocast`` blocks.
+
+A region without gradients becomes its plain nodes; wherever a node outside uses one of their floating-point
+results, an ``aten.detach`` stands between, so that gradients end exactly where the block ended them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves, tree_map
+
+from passes.capture.builder import Builder, CaptureError, where
+from passes.graph import differentiable
+
+__all__ = ["inline_regions"]
+
+aten = torch.ops.aten
+_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+
+
+def inline_regions(
+    module: fx.GraphModule, mode: FakeTensorMode, placeholders: Mapping[str, Any], names: Mapping[str, Any]
+) -> fx.Graph:
+    """One flat graph of ``call_function`` nodes.
+
+    Args:
+        module: an exported graph module, with its regions as submodules.
+        mode: the fake mode of its values.
+        placeholders: the new graph's placeholders in order, name -> fake value.
+        names: each old placeholder's name -> the new one's name, or ``(value,)`` for a constant argument.
+
+    Returns:
+        The graph; ``node.meta["grad"]`` says whether gradients were on where the node ran.
+
+    Raises:
+        CaptureError: a control-flow operator or an active autocast region.
+    """
+    inliner = _Inliner(mode)
+    new = {name: inliner.builder.placeholder(name, value) for name, value in placeholders.items()}
+    for node in new.values():
+        node.meta["grad"] = True
+    environment = {
+        node: names[node.name][0] if isinstance(names[node.name], tuple) else new[names[node.name]]
+        for node in module.graph.nodes
+        if node.op == "placeholder"
+    }
+    output = inliner.walk(module, environment, True)
+    output = inliner.outside(output, True)
+    return inliner.builder.finish(output, functional=False)
+
+
+class _Inliner:
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.builder = Builder(mode)
+        self.detached: dict[fx.Node, fx.Node] = {}
+
+    def outside(self, value: Any, grad: bool) -> Any:
+        """``value`` as nodes with or without gradients may use it."""
+
+        def cross(node: fx.Node) -> fx.Node:
+            if not grad or node.meta["grad"] or not differentiable(node.meta.get("val")):
+                return node
+            if node not in self.detached:
+                self.detached[node] = self.builder.emit(aten.detach.default, (node,), like=node)
+                self.detached[node].meta["grad"] = True
+            return self.detached[node]
+
+        return map_arg(value, cross)
+
+    def walk(self, module: fx.GraphModule, environment: dict[fx.Node, Any], grad: bool) -> Any:
+        """Copies one (sub)module's nodes; gives its output."""
+
+        def new(value: Any) -> Any:
+            return tree_map(lambda v: environment[v] if isinstance(v, fx.Node) else v, _plain(value))
+
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                continue
+            if node.op == "output":
+                return new(node.args[0])
+            if node.op == "get_attr":
+                environment[node] = _attribute(module, node)
+                continue
+            args, kwargs = new(node.args), new(node.kwargs)
+            if node.target is _GRAD:
+                environment[node] = self.region(args[1], args[2:], bool(args[0]))
+            elif node.target is _AUTOCAST:
+                environment[node] = self.region(args[4], args[5:], grad)
+                if args[2]:
+                    _neutral(args[4], node, self.builder, args[0])
+            elif isinstance(node.target, torch._ops.HigherOrderOperator):
+                raise CaptureError(
+                    f"{where(node)}: control flow ({node.target}) cannot be planned; rewrite the model without it"
+                )
+            elif isinstance(args[0] if args else None, (list, tuple)) and _is_getitem(node):
+                environment[node] = args[0][args[1]]
+            elif not _has_tensor(node):
+                environment[node] = node.meta["val"]
+            else:
+                environment[node] = self.builder.copy(node, self.outside(args, grad), self.outside(kwargs, grad))
+                environment[node].meta["grad"] = grad
+        raise CaptureError("the exported graph has no output node")
+
+    def region(self, module: Any, operands: Any, grad: bool) -> Any:
+        inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
+        return self.walk(module, dict(zip(inputs, operands, strict=True)), grad)
+
+
+def _plain(value: Any) -> Any:
+    """fx's immutable containers as plain ones, which pytree knows."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(v) for v in value) if type(value) in (list, tuple) else [_plain(v) for v in value]
+    return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _is_getitem(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _has_tensor(node: fx.Node) -> bool:
+    """Whether a call must stay: it gives tensors, or is run for its effect alone."""
+    value = node.meta.get("val")
+    return value is None or any(isinstance(v, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
+                                for v in tree_leaves(value))  # fmt: skip
+
+
+def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
+    value: Any = module
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    if isinstance(value, torch.nn.Module):
+        return value
+    raise CaptureError(f"{where(node)}: attribute '{node.target}' is no module; register it as a buffer of the model")
+
+
+def _neutral(module: fx.GraphModule, region: fx.Node, builder: Builder, device: Any) -> None:
+    """Refuses an active autocast region unless all its values have the dtypes that they have without it."""
+    for node in module.graph.nodes:
+        if node.op != "call_function" or isinstance(node.target, torch._ops.HigherOrderOperator):
+            continue
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+        try:
+            found = builder.run(node.target, args, kwargs)
+        except Exception:
+            found = None
+        same = [getattr(v, "dtype", None) for v in tree_leaves(found)]
+        if same != [getattr(v, "dtype", None) for v in tree_leaves(node.meta.get("val"))]:
+            raise CaptureError(
+                f"{where(region)}: torch.autocast('{device}') changes the dtypes inside (at '{node.name}', "
+                f"{node.target}); cast the model itself, for example model.to(torch.bfloat16)"
+            )

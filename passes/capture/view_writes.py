@@ -1,0 +1,106 @@
+"""How a value that was written into a view gets back into the tensor that the view shows."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.capture.builder import Builder, CaptureError, arguments_of, operator_name, outer_order, where
+
+__all__ = ["PERMUTES", "RESHAPES", "SPLITS", "put_back"]
+
+aten = torch.ops.aten
+
+RESHAPES = frozenset(
+    f"aten::{n}"
+    for n in (
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "_reshape_alias",
+        "flatten",
+        "unflatten",
+        "view_as",
+        "reshape_as",
+        "ravel",
+    )
+)
+"""Operators that only change the shape, all dims in order."""
+
+PERMUTES = frozenset(
+    f"aten::{n}"
+    for n in ("t", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "numpy_T", "mT",
+              "matrix_H", "adjoint", "mH")
+)  # fmt: skip
+"""Operators that only change the order of dims (of real tensors)."""
+
+SPLITS = frozenset(
+    f"aten::{n}"
+    for n in ("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_split_with_sizes",
+              "unsafe_chunk")
+)  # fmt: skip
+"""Operators that cut one dim into parts."""
+
+_SAME = frozenset(
+    f"aten::{n}"
+    for n in ("detach", "alias", "lift_fresh", "contiguous", "to", "dropout", "expand", "slice", "type_as",
+              "expand_as", "feature_dropout", "alpha_dropout", "positive", "resolve_conj", "resolve_neg",
+              "broadcast_to", "_to_copy")
+)  # fmt: skip
+
+
+def put_back(build: Builder, view: fx.Node, source: fx.Node, new: fx.Node, like: fx.Node) -> fx.Node:
+    """The whole source with the part that a view of it shows replaced.
+
+    Args:
+        build: where new nodes go.
+        view: the node of the old graph that made the view, or ``getitem`` of a list of views.
+        source: the source's value in the new graph.
+        new: the view's new value.
+        like: the writing node, for its place in the model.
+
+    Raises:
+        CaptureError: writing through this kind of view is not known.
+    """
+    old, made = source.meta["val"], new.meta["val"]
+    item: Any = None
+    if getattr(view.target, "__name__", "") == "getitem":
+        view, item = view.args[0], view.args[1]  # type: ignore[assignment]
+    name = operator_name(view.target)
+    given = arguments_of(view, view.args, dict(view.kwargs)) if name.startswith("aten::") else {}
+    if item is not None and name == "aten::unbind":
+        return build.emit(aten.select_scatter.default, (source, new, given["dim"] % old.dim(), item), like=like)
+    if item is not None and name in SPLITS:
+        dim = given.get("dim", 0) % old.dim()
+        ends = list(accumulate(v.shape[dim] for v in view.meta["val"]))
+        start = ends[item] - made.shape[dim]
+        return build.emit(aten.slice_scatter.default, (source, new, dim, start, ends[item]), like=like)
+    if name in RESHAPES and view.target is not aten.view.dtype or name in ("aten::unsqueeze", "aten::squeeze"):
+        return build.emit(aten.reshape.default, (new, list(old.shape)), like=like)
+    if name in PERMUTES and not old.is_complex():
+        others = dict(list(given.items())[1:])
+        order = outer_order(view.target, old.dim(), others)
+        inverse = [order.index(d) for d in range(old.dim())]
+        return build.emit(aten.permute.default, (new, inverse), like=like)
+    if name in _SAME and old.shape == made.shape and old.dtype == made.dtype:
+        return new
+    if name == "aten::slice":
+        dim, start, end, step = given["dim"], given["start"], given["end"], given["step"]
+        return build.emit(aten.slice_scatter.default, (source, new, dim, start, end, step), like=like)
+    if name == "aten::narrow":
+        dim = given["dim"] % old.dim()
+        start = given["start"] % old.shape[dim] if isinstance(given["start"], int) else None
+        if start is not None:
+            return build.emit(aten.slice_scatter.default, (source, new, dim, start, start + given["length"]), like=like)
+    if name == "aten::select":
+        return build.emit(aten.select_scatter.default, (source, new, given["dim"], given["index"]), like=like)
+    if name == "aten::diagonal":
+        places = (given["offset"], given["dim1"], given["dim2"])
+        return build.emit(aten.diagonal_scatter.default, (source, new, *places), like=like)
+    raise CaptureError(
+        f"{where(like)}: an in-place operator writes through {view.target}; "
+        "use the out-of-place form (for example torch.where, torch.cat or x = x + y) in the model"
+    )

@@ -1,0 +1,350 @@
+"""Takes in-place operators out of a graph: each becomes its out-of-place form, and later uses see its result.
+
+Writes through views are put back into the tensor that the view shows, step by step (a slice by
+``slice_scatter`` and so on); other views of it are made again where they are used next. What shares memory
+with what is found by running the graph once on fake tensors. ``ExportedProgram.run_decompositions`` would
+functionalise too, but it forgets ``torch.no_grad`` blocks and ``detach`` and with them the right gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+
+from passes.capture.builder import Builder, CaptureError, arguments_of, operator_name, where
+from passes.capture.functional import batch_norm_train
+from passes.capture.view_writes import RESHAPES, put_back
+from passes.graph import differentiable
+
+__all__ = ["functionalise"]
+
+aten = torch.ops.aten
+#: Operators that take no more than the shape of a tensor.
+_SHAPED = re.compile(r"^aten::(\w+_like|new_\w+)$")
+_RENAMED = {
+    ("aten::bernoulli_", "float"): aten.bernoulli.p,
+    ("aten::normal_", ""): aten.normal_functional.default,
+}
+
+
+@dataclass
+class _Value:
+    """A node of the old graph: its value in the new one, and how to make it again from what it shows."""
+
+    now: Any
+    version: int
+    root: fx.Node
+    source: fx.Node | None = None
+
+
+def functionalise(
+    graph: fx.Graph, mode: FakeTensorMode, buffers: Collection[str], learned: Collection[str]
+) -> tuple[fx.Graph, dict[str, int]]:
+    """A graph without side effects.
+
+    Args:
+        graph: a flat graph whose nodes say in ``meta["grad"]`` whether gradients were on.
+        mode: the fake mode of its values.
+        buffers: names of placeholders that may be written.
+        learned: names of placeholders through which gradients may flow.
+
+    Returns:
+        The graph, and for each written buffer the position of its new value in the output tuple; these follow
+        the model's own outputs.
+
+    Raises:
+        CaptureError: a write to a parameter, input or constant, or one whose gradient cannot be told.
+    """
+    if not any(_has_effect(node) for node in graph.nodes):
+        return graph, {}
+    return _Functionaliser(graph, mode, buffers, learned).run()
+
+
+def _has_effect(node: fx.Node) -> bool:
+    return _is_write(node) or operator_name(node.target) in ("aten::batch_norm", "aten::instance_norm")
+
+
+class _Functionaliser:
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode, buffers: Collection[str], learned: Collection[str]) -> None:
+        self.old = graph
+        self.build = Builder(mode)
+        self.buffers = buffers
+        self.learned = learned
+        self.values: dict[fx.Node, _Value] = {}
+        self.versions: dict[fx.Node, int] = {}
+        self.owners: dict[int, list[fx.Node]] = {}
+        self.shadows: dict[fx.Node, Any] = {}
+        self.needs: dict[bool, dict[fx.Node, bool]] = {False: {}, True: {}}
+
+    def run(self) -> tuple[fx.Graph, dict[str, int]]:
+        output: list[Any] = []
+        for node in self.old.nodes:
+            if node.op == "placeholder":
+                self.shadows[node] = node.meta["val"]
+                new = self.build.placeholder(node.name, node.meta["val"])
+                new.meta["grad"] = True
+                self.root(node, new)
+            elif node.op == "output":
+                output = list(map_arg(node.args[0], self.current))
+            else:
+                self.call(node)
+        written = {n: v for n, v in self.values.items() if n.op == "placeholder" and self.versions[n]}
+        places = {}
+        for node, value in written.items():
+            places[node.name] = len(output)
+            now = value.now
+            output.append(self.without_gradient(now, now))
+        return self.build.finish(output), places
+
+    # -- what shares memory with what --
+
+    def root(self, node: fx.Node, new: Any) -> None:
+        """``node`` has memory of its own."""
+        self.values[node] = _Value(new, 0, node)
+        self.versions[node] = 0
+        if not isinstance(self.shadows[node], Tensor):
+            return
+        for key in _storages(self.shadows[node]):
+            self.owners.setdefault(key, []).append(node)
+
+    def source_of(self, node: fx.Node) -> fx.Node | None:
+        """The argument whose memory the node's result shares, if any."""
+        mine = _storages(self.shadows[node])
+        for argument in node.all_input_nodes:
+            if mine & _storages(self.shadows[argument]):
+                # The fresh results of one operator, in a tuple, each have memory of their own.
+                fresh = not isinstance(self.shadows[argument], Tensor) and self.values[argument].source is None
+                return None if fresh else argument
+        return None
+
+    def current(self, node: fx.Node) -> Any:
+        """The value that ``node`` has now, after all writes so far."""
+        value = self.values[node]
+        if value.version != self.versions[value.root]:
+            assert value.source is not None
+            self.current(value.source)
+            args, kwargs = map_arg((node.args, node.kwargs), self.current)
+            value.now, value.version = self.again(node, args, kwargs), self.versions[value.root]
+        return value.now
+
+    def again(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        # A rewritten value may have other strides than the one it replaces: a view must become a reshape.
+        if _is_write(node):
+            return args[0]
+        if operator_name(node.target) in RESHAPES and node.target is not aten.view.dtype:
+            return self.build.emit(aten.reshape.default, (args[0], list(node.meta["val"].shape)), like=node)
+        return self.build.emit(node.target, args, kwargs, like=node)
+
+    # -- gradients --
+
+    def needs_gradient(self, node: Any, *, flat: bool = False) -> bool:
+        """Whether a value of the new graph may carry a gradient to a parameter or an input.
+
+        Args:
+            node: the value; what is no node carries none.
+            flat: as the new graph has it, which has no blocks without gradients; otherwise as the model has it.
+        """
+        if not isinstance(node, fx.Node):
+            return False
+        known, pending = self.needs[flat], [node]
+        while pending:
+            unknown = [n for n in pending[-1].all_input_nodes if n not in known]
+            pending += unknown
+            if not unknown:
+                found = pending.pop()
+                known[found] = self._carries(found, flat)
+        return known[node]
+
+    def _carries(self, node: fx.Node, flat: bool) -> bool:
+        if node.op == "placeholder":
+            return node.name in self.learned and differentiable(node.meta["val"])
+        ends = node.target is aten.detach.default or _SHAPED.search(operator_name(node.target))
+        if ends or _is_running_statistic(node) or not any(map(differentiable, tree_leaves(node.meta["val"]))):
+            return False
+        return (flat or node.meta.get("grad", True)) and any(self.needs[flat][n] for n in node.all_input_nodes)
+
+    def without_gradient(self, new: fx.Node, like: fx.Node) -> fx.Node:
+        return self.build.emit(aten.detach.default, (new,), like=like) if self.needs_gradient(new, flat=True) else new
+
+    # -- calls and writes --
+
+    def call(self, node: fx.Node) -> None:
+        shadow_args, shadow_kwargs = map_arg((node.args, node.kwargs), self.shadows.__getitem__)
+        self.shadows[node] = self.build.run(node.target, shadow_args, shadow_kwargs)
+        args, kwargs = map_arg((node.args, node.kwargs), self.current)
+        if isinstance(node.target, torch._ops.OpOverload):
+            if node.target is aten.batch_norm.default:
+                given = arguments_of(node, args, kwargs)
+                if given["training"]:
+                    self.batch_norm(node, given)
+                    return
+            if operator_name(node.target) == "aten::instance_norm":
+                given = arguments_of(node, args, kwargs)
+                if given["use_input_stats"] and given["running_mean"] is not None:
+                    self.instance_norm(node, given)
+                    return
+            if _is_write(node):
+                self.in_place(node, args, kwargs)
+                return
+        source = self.source_of(node)
+        same = all(a.meta["val"] is b.meta["val"] for a, b in self._pairs(node, args, kwargs))
+        new = self.build.copy(node, args, kwargs) if same else self.again(node, args, kwargs)
+        if source is None:
+            self.root(node, new)
+        else:
+            root = self.values[source].root
+            self.values[node] = _Value(new, self.versions[root], root, source)
+
+    def _pairs(self, node: fx.Node, args: Any, kwargs: Any) -> list[tuple[fx.Node, fx.Node]]:
+        old: list[fx.Node] = node.all_input_nodes
+        new: list[fx.Node] = []
+        map_arg((args, kwargs), new.append)
+        return list(zip(old, dict.fromkeys(new), strict=False))
+
+    def batch_norm(self, node: fx.Node, given: Mapping[str, Any]) -> None:
+        names = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
+        norm = self.build.emit(batch_norm_train, [given[n] for n in names], like=node)
+        self.root(node, self.build.emit(operator.getitem, (norm, 0), like=node))
+        old = arguments_of(node, node.args, dict(node.kwargs))
+        for i, name in enumerate(("running_mean", "running_var"), 1):
+            if given[name] is not None:
+                self.write(old[name], self.build.emit(operator.getitem, (norm, i), like=node), node)
+
+    def instance_norm(self, node: fx.Node, given: Mapping[str, Any]) -> None:
+        """The norm itself needs no running statistics; these are means over the batch of each instance's own."""
+        emit = functools.partial(self.build.emit, like=node)
+        x, momentum = given["input"], given["momentum"]
+        alone = {**given, "running_mean": None, "running_var": None}
+        self.root(node, emit(aten.instance_norm.default, list(alone.values())))
+        inner = list(range(2, x.meta["val"].dim()))
+        old = arguments_of(node, node.args, dict(node.kwargs))
+        for name, made in (
+            ("running_mean", emit(aten.mean.dim, (x, inner))),
+            ("running_var", emit(aten.var.correction, (x, inner), {"correction": 1})),
+        ):
+            update = emit(aten.mul.Tensor, (emit(aten.mean.dim, (made, [0])), momentum))
+            new = emit(aten.add.Tensor, (emit(aten.mul.Tensor, (given[name], 1 - momentum)), update))
+            self.write(old[name], self.without_gradient(new, node), node)
+
+    def in_place(self, node: fx.Node, args: Any, kwargs: Any) -> None:
+        target: Any = node.target
+        reshapes = torch.Tag.inplace_view in target.tags and target is not aten.detach_.default
+        where_to = [target._schema.arguments[i].name for i in _writes(target)]
+        written = arguments_of(node, node.args, dict(node.kwargs))[where_to[0]]
+        if len(where_to) != 1 or reshapes or not isinstance(written, fx.Node):
+            raise CaptureError(f"{where(node)}: {target} cannot be made out-of-place; use an out-of-place operator")
+        before = self.current(written)
+        old = before.meta["val"]
+        kwargs = {name: value for name, value in kwargs.items() if name != where_to[0]}
+        if target is aten.copy_.default:
+            new, shape = args[1], old.shape
+        else:
+            new, shape = self.build.emit(_out_of_place(node), args, kwargs, like=node), old.shape
+            if where_to == ["out"] and new.meta["val"].shape != shape:
+                raise CaptureError(f"{where(node)}: {target} changes the shape of what it writes to")
+        if new.meta["val"].dtype != old.dtype:
+            new = self.build.emit(aten.to.dtype, (new, old.dtype), like=node)
+        if new.meta["val"].device != old.device:
+            new = self.build.emit(aten.to.device, (new, old.device, old.dtype), like=node)
+        if new.meta["val"].shape != shape:
+            new = self.build.emit(aten.expand.default, (new, list(shape)), like=node)
+        if not node.meta["grad"]:
+            new = self.without_gradient(new, node)
+        self.write(written, new, node)
+        parent = self.values[written]
+        self.values[node] = _Value(new, self.versions[parent.root], parent.root, written)
+
+    def write(self, node: fx.Node, new: fx.Node, like: fx.Node) -> None:
+        """Makes ``new`` the value of ``node`` and of all that shares memory with it."""
+        value = self.values[node]
+        self.check_writable(value.root, like)
+        if not like.meta["grad"] and self.needs_gradient(self.current(node)):
+            raise CaptureError(
+                f"{where(like)}: {like.target} changes a value under torch.no_grad() that needs a gradient; "
+                "use an out-of-place operator, or detach the value first"
+            )
+        if value.source is None:
+            value.now = new
+            self.versions[node] += 1
+        else:
+            source = value.source
+            if isinstance(self.values[source].now, fx.Node) and not isinstance(self.shadows[source], Tensor):
+                whole = self.values[source].source
+                assert whole is not None
+                source = whole
+            before = self.current(source)
+            back = new if _is_write(node) else put_back(self.build, node, before, new, like)
+            if node.target is aten.detach.default:
+                if self.needs_gradient(before):
+                    raise CaptureError(
+                        f"{where(like)}: an in-place operator writes through detach() into a value that "
+                        "needs a gradient; use an out-of-place operator"
+                    )
+                back = self.without_gradient(back, like)
+            self.write(source, back, like)
+            value.now = new
+        value.version = self.versions[value.root]
+
+    def check_writable(self, root: fx.Node, like: fx.Node) -> None:
+        shared = {n for key in _storages(self.shadows[root]) for n in self.owners[key]}
+        if len(shared) > 1:
+            names = ", ".join(sorted(n.name for n in shared))
+            raise CaptureError(f"{where(like)}: writes to memory that {names} share; give each its own tensor")
+        if root.op == "placeholder" and root.name not in self.buffers:
+            raise CaptureError(
+                f"{where(like)}: the model changes '{root.name}' in place, which is an input, a parameter "
+                "or a constant; clone it first, or register it as a buffer"
+            )
+
+
+def _is_running_statistic(node: fx.Node) -> bool:
+    """Whether a node is one of the results of ``batch_norm_train`` that never have a gradient."""
+    return node.target is operator.getitem and node.all_input_nodes[0].target is batch_norm_train and node.args[1] in (1, 2)
+
+
+def _storages(value: Any) -> set[int]:
+    return {v.untyped_storage()._cdata for v in tree_leaves(value) if isinstance(v, Tensor)}
+
+
+def _is_write(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and bool(_writes(node.target))
+
+
+def _writes(target: Any) -> list[int]:
+    """Positions of the arguments that an operator writes to."""
+    return [i for i, a in enumerate(target._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _out_of_place(node: fx.Node) -> Any:
+    target: Any = node.target
+    name, overload = target._schema.name, target._schema.overload_name
+    if (name, overload) in _RENAMED:
+        return _RENAMED[name, overload]
+    space, _, short = name.partition("::")
+    plain = f"__{short[3:]}" if short.startswith("__i") else short.removesuffix("_")
+    found = getattr(getattr(torch.ops, space), plain, None)
+    found = _without_out(target) if plain == short else getattr(found, overload or "default", None)
+    if found is None:
+        raise CaptureError(f"{where(node)}: {target} has no out-of-place form; use an out-of-place operator")
+    return found
+
+
+def _without_out(target: Any) -> Any:
+    """The overload that takes the same and gives what this one writes, such as ``div.Tensor`` for ``div.out``."""
+    packet = target.overloadpacket
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if not a.is_out]
+    for overload in packet.overloads():
+        found = getattr(packet, overload)
+        if [(a.name, str(a.type)) for a in found._schema.arguments] == wanted:
+            return found
+    return None

@@ -1,0 +1,309 @@
+"""Prices of all reshards of one tensor at once: a matrix over (layout it has, layout that is wanted).
+
+``passes.layouts.reshard.moves`` is the definition; this follows the same phases with arrays in place of steps. Where every
+dim is split evenly, which collectives a pair of layouts needs is the same on all meshes of so many axes, and what each
+moves is the tensor's size over the sizes of the axes that shard it at that moment. So ``Walks`` finds the collectives once,
+and a mesh only fills in what each of the few different ones costs. Only where two cuts of one dim differ does it depend on
+the mesh whether they are apart; those pairs are looked at again for every different answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from passes.layouts.codes import DIM, SUM, WHOLE, dims_of, fitting
+from passes.layouts.reshard import Contest
+
+__all__ = ["Collective", "Tariff", "Walks"]
+
+#: (kind, axes, bytes of the larger tensor) -> seconds, over arrays.
+Collective = Callable[[str, tuple[int, ...], np.ndarray], np.ndarray]
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+class _Walk:
+    """Layouts on their way to others: many pairs at once, phase by phase; all arrays end in ``[axes]`` and broadcast.
+
+    Args:
+        source, goal: coded layouts.
+        contending: which axes do (`passes.layouts.reshard.contended`).
+        even: all split every dim evenly, or none of the pairs does.
+    """
+
+    def __init__(self, source: np.ndarray, goal: np.ndarray, contending: np.ndarray, *, even: bool) -> None:
+        self.even = even
+        self.source, self.goal = (np.broadcast_to(c, contending.shape) for c in (source, goal))
+        self.contending = contending
+        self.state = self.source.copy()
+        self.axes = range(contending.shape[-1])
+
+    def run(self, visit: Callable[[str, tuple[int, ...], np.ndarray, np.ndarray], None]) -> None:
+        """Calls ``visit(kind, axes, where, layouts)`` for each step; the layouts are those with most elements."""
+        source, target, free = self.source, self.goal, ~self.contending
+        for a in self.axes:
+            sliced = (source[..., a] == WHOLE) & (target[..., a] >= 0) & free[..., a]
+            self.state[..., a] = np.where(sliced, target[..., a], self.state[..., a])
+        for a in reversed(self.axes) if self.even else self.axes:
+            scattered = (source[..., a] == SUM) & (target[..., a] >= 0) & free[..., a]
+            self._go(visit, "reduce_scatter", (a,), scattered, target[..., a])
+        for a in self.axes:
+            crossing = (source[..., a] >= 0) & (target[..., a] >= 0) & (source[..., a] != target[..., a]) & free[..., a]
+            self._go(visit, "all_to_all", (a,), crossing, target[..., a])
+        summed = sum(((self.state[..., a] == SUM) & (target[..., a] != SUM)) * (1 << a) for a in self.axes)
+        for chosen in range(1, 1 << len(self.axes)):
+            self._go(visit, "all_reduce", tuple(a for a in self.axes if chosen >> a & 1), summed == chosen, WHOLE)
+        for a in self.axes:
+            self._go(visit, "all_gather", (a,), (source[..., a] >= 0) & (target[..., a] < 0) & free[..., a], WHOLE)
+        for a in self.axes if self.even else reversed(self.axes):
+            self._go(visit, "all_gather", (a,), (source[..., a] >= 0) & ~free[..., a], WHOLE)
+
+    def _go(self, visit: Callable, kind: str, chosen: tuple[int, ...], where: np.ndarray, result: np.ndarray | int) -> None:
+        if not where.any():
+            return
+        before = self.state.copy() if kind == "reduce_scatter" else None
+        for a in chosen:
+            self.state[..., a] = np.where(where, result, self.state[..., a])
+        visit(kind, chosen, where, self.state if before is None else before)
+
+
+class _Step(NamedTuple):
+    """A collective: the pairs that need it, the distinct sets of axes by dim that then shard, and each pair's set."""
+
+    kind: str
+    axes: tuple[int, ...]
+    where: np.ndarray
+    shards: np.ndarray
+    place: np.ndarray
+
+
+class _Uneven:
+    """Seconds between pairs of layouts some of which split a dim unevenly: what moves is rounded up, dim by dim.
+
+    Args:
+        source, goal: coded layouts, ``[pairs, axes]``.
+        even: per pair, whether both split all dims evenly.
+    """
+
+    def __init__(self, source: np.ndarray, goal: np.ndarray, even: np.ndarray) -> None:
+        self.source, self.goal = source, goal
+        self.contest = Contest(source, goal, even)
+        self.dims = int(dims_of(np.concatenate([source, goal])).max(initial=-1)) + 1
+        self.steps: dict[bytes, list[_Step]] = {}
+
+    def price(self, shape: tuple[int, ...], itemsize: int, mesh: tuple[int, ...], collective: Collective) -> np.ndarray:
+        """Seconds for every pair."""
+        masks = self.contest.masks(mesh)
+        key = masks.tobytes()
+        if key not in self.steps:
+            self.steps[key] = self._walk(masks)
+        parts = [_parts(size, mesh) for size in shape]
+        seconds = np.zeros(len(self.source))
+        for step in self.steps[key]:
+            total = np.full(len(step.shards), float(itemsize))
+            for d, table in enumerate(parts):
+                total *= table[step.shards[:, d]] if d < self.dims else shape[d]
+            seconds[step.where] += collective(step.kind, step.axes, total)[step.place]
+        return seconds
+
+    def _walk(self, masks: np.ndarray) -> list[_Step]:
+        axes = self.source.shape[1]
+        found: list[_Step] = []
+
+        def visit(kind: str, chosen: tuple[int, ...], where: np.ndarray, layouts: np.ndarray) -> None:
+            dims = dims_of(layouts[where])
+            shards = np.stack([(dims == d) @ (1 << np.arange(axes)) for d in range(self.dims)], axis=1)
+            distinct, index = np.unique(shards, axis=0, return_inverse=True)
+            found.append(_Step(kind, chosen, np.flatnonzero(where), distinct, index.ravel()))
+
+        contending = (masks[:, None] >> np.arange(axes) & 1).astype(bool)
+        _Walk(self.source, self.goal, contending, even=False).run(visit)
+        return found
+
+
+def _parts(size: int, mesh: tuple[int, ...]) -> np.ndarray:
+    """Length of the longest part of a dim, for every set of axes (bits) that may split it."""
+    found = np.full(1 << len(mesh), size)
+    for a, n in enumerate(mesh):
+        found = np.where(np.arange(len(found)) >> a & 1, -(-found // n), found)
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tariff:
+    """What every collective costs for tensors of one size, on one mesh: ``seconds[feature]``, 0 for feature 0."""
+
+    seconds: np.ndarray
+
+    @classmethod
+    def of(cls, sizes: Sequence[float], mesh: tuple[int, ...], collective: Collective) -> list[Tariff]:
+        """One per size in bytes."""
+        axes = len(mesh)
+        shared = np.array([math.prod(n for a, n in enumerate(mesh) if mask >> a & 1) for mask in range(1 << axes)])
+        local = np.asarray(sizes, float)[:, None] / shared
+        found = np.zeros((len(sizes), len(KINDS) << 2 * axes))
+        for k, kind in enumerate(KINDS):
+            for group in range(1, 1 << axes):
+                chosen = tuple(a for a in range(axes) if group >> a & 1)
+                if kind == "all_reduce" or len(chosen) == 1:
+                    start = _feature(k, group, 0, axes)
+                    found[:, start : start + (1 << axes)] = collective(kind, chosen, local)
+        return [cls(row) for row in found]
+
+
+def _feature(kind: int, group: int, shards: int, axes: int) -> int:
+    """A number for a kind of collective over a set of axes, for a tensor that a set of axes shards; never 0."""
+    return (kind << 2 * axes) + (group << axes) + shards
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """The distinct sequences of collectives, ``[sequences, steps]`` features, and which of them each pair needs."""
+
+    sequences: np.ndarray
+    index: np.ndarray
+
+    def price(self, tariff: Tariff, where: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """Seconds of each pair, or of some."""
+        return np.asarray(tariff.seconds[self.sequences].sum(axis=-1)[self.index[where]])
+
+
+class _Routes:
+    """The collectives between all pairs of layouts.
+
+    Attributes:
+        usual: if cuts that differ are apart.
+        pairs: flat numbers of the pairs with such cuts, for which it depends on the mesh.
+    """
+
+    def __init__(self, have: np.ndarray, want: np.ndarray) -> None:
+        axes = have.shape[1]
+        every = have.repeat(len(want), axis=0), np.tile(want, (len(have), 1))
+        contest = Contest(*every, np.ones(len(every[0]), bool))
+        self.usual = _walk(*every, contest.masks(None))
+        self.pairs = contest.depending
+        self.source, self.goal = (rows[self.pairs] for rows in every)
+        self.contest = Contest(self.source, self.goal, np.ones(len(self.pairs), bool))
+        self.special: dict[int, _Found] = {}
+        self.masks: dict[Hashable, np.ndarray] = {}
+        rows = np.concatenate([have, want])
+        dims, bits = dims_of(rows), 1 << np.arange(axes)
+        self.shards = [((dims == d) * bits).sum(axis=1) for d in range(int(dims.max(initial=-1)) + 1)]
+        self.rows = rows
+
+    def price(self, mesh: tuple[int, ...], tariff: Tariff) -> np.ndarray:
+        """Seconds for every pair, flat, where dims are split evenly."""
+        seconds = self.usual.price(tariff)
+        if len(self.pairs):
+            signature = _cuts_apart(self.rows, mesh)
+            if signature not in self.masks:
+                self.masks[signature] = self.contest.masks(mesh)
+            masks = self.masks[signature]
+            special = np.empty(len(masks))
+            for mask in np.flatnonzero(np.bincount(masks)).tolist():
+                if mask not in self.special:
+                    self.special[mask] = _walk(self.source, self.goal, np.full(len(masks), mask, np.int8))
+                where = np.flatnonzero(masks == mask)
+                special[where] = self.special[mask].price(tariff, where)
+            seconds[self.pairs] = special
+        return seconds
+
+    def uneven(self, shape: tuple[int, ...], mesh: tuple[int, ...]) -> np.ndarray:
+        """Which of the layouts, had and then wanted, may exist but do not split every dim of a tensor evenly."""
+        products = [math.prod(n for a, n in enumerate(mesh) if mask >> a & 1) for mask in range(1 << len(mesh))]
+        odd, possible = np.zeros(len(self.rows), bool), np.ones(len(self.rows), bool)
+        for size, shards in zip(shape, self.shards, strict=False):
+            splits = np.array([size % ways != 0 for ways in products])
+            if splits.any():
+                odd |= splits[shards]
+                possible &= np.array([ways <= size for ways in products])[shards]
+        return np.flatnonzero(odd & possible)
+
+
+class Walks:
+    """The collectives between layouts, found once and priced on many meshes."""
+
+    def __init__(self) -> None:
+        self._routes: dict[Hashable, _Routes] = {}
+        self._uneven: dict[Hashable, _Uneven] = {}
+
+    def seconds(
+        self,
+        shape: tuple[int, ...],
+        itemsize: int,
+        have: np.ndarray,
+        want: np.ndarray,
+        mesh: tuple[int, ...],
+        tariff: Tariff,
+        collective: Collective,
+    ) -> np.ndarray:
+        """Seconds for every pair, ``[H, W]``.
+
+        Args:
+            shape: of the whole tensor.
+            itemsize: bytes of an element.
+            have, want: coded layouts; what those cost that do not fit the shape does not matter.
+            mesh: sizes of the axes.
+            tariff: for the tensor's size.
+            collective: what the tariff was made with.
+        """
+        key = have.tobytes(), want.tobytes()
+        if key not in self._routes:
+            self._routes[key] = _Routes(have, want)
+        routes = self._routes[key]
+        seconds = routes.price(mesh, tariff)
+        odd = routes.uneven(shape, mesh)
+        odd = odd[fitting(shape, routes.rows[odd], mesh)] if len(odd) else odd
+        if len(odd):
+            uneven = np.zeros(len(routes.rows), bool)
+            uneven[odd] = True
+            pairs = np.flatnonzero((uneven[: len(have), None] | uneven[None, len(have) :]).ravel())
+            if (*key, pairs.tobytes()) not in self._uneven:
+                source, goal = have[pairs // len(want)], want[pairs % len(want)]
+                self._uneven[*key, pairs.tobytes()] = _Uneven(source, goal, np.zeros(len(pairs), bool))
+            seconds[pairs] = self._uneven[*key, pairs.tobytes()].price(shape, itemsize, mesh, collective)
+        return seconds.reshape(len(have), len(want))
+
+
+def _walk(source: np.ndarray, goal: np.ndarray, masks: np.ndarray) -> _Found:
+    """The collectives between pairs of coded layouts, given the sets of axes that contend."""
+    axes = source.shape[-1]
+    contending = (masks[:, None] >> np.arange(axes) & 1).astype(bool)
+    steps: list[np.ndarray] = []
+
+    def visit(kind: str, chosen: tuple[int, ...], where: np.ndarray, layouts: np.ndarray) -> None:
+        group = sum(1 << a for a in chosen)
+        shards = sum((layouts[..., a] >= 0) * (1 << a) for a in range(axes))
+        steps.append(np.where(where, _feature(KINDS.index(kind), group, 0, axes) + shards, 0).astype(np.int16))
+
+    _Walk(source, goal, contending, even=True).run(visit)
+    return _distinct(steps, contending.shape[:-1], len(KINDS) << 2 * axes)
+
+
+def _distinct(steps: Sequence[np.ndarray], shape: tuple[int, ...], kinds: int) -> _Found:
+    """The distinct sequences among steps, each an array of ``shape`` of numbers below ``kinds``."""
+    index, first = np.zeros(math.prod(shape), np.int64), np.zeros(1, np.int64)
+    at_once = max(1, (62 - index.size.bit_length()) // kinds.bit_length())  # as many as a 64-bit key has room for
+    for start in range(0, len(steps), at_once):
+        for step in steps[start : start + at_once]:
+            index = index * kinds + step.ravel()
+        _, first, index = np.unique(index, return_index=True, return_inverse=True)
+    sequences = np.stack([np.zeros_like(first), *(step.ravel()[first] for step in steps)], axis=1)
+    return _Found(sequences, index.reshape(shape).astype(np.int32))
+
+
+def _cuts_apart(rows: np.ndarray, mesh: tuple[int, ...]) -> Hashable:
+    """What about a mesh decides which cuts of one dim are apart from each other."""
+    found: dict[int, set[int]] = {}
+    for code in np.unique(rows[rows >= 0]):
+        found.setdefault(int(code) // DIM, set()).add(int(code) % DIM)
+    pairs = {(lo, hi) for blocks in found.values() for lo in blocks for hi in blocks if lo < hi}
+    if not pairs:
+        return ()
+    products = [math.prod(n for a, n in enumerate(mesh) if mask >> a & 1) for mask in range(1, 1 << len(mesh))]
+    return tuple((lo, hi, tuple(hi % (lo * n) == 0 for n in products)) for lo, hi in sorted(pairs))

@@ -1,0 +1,67 @@
+"""Whose memory a node's result lies in."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.overlap import primitives
+from passes.overlap.launch import local
+
+__all__ = ["held", "source_of"]
+
+_aten = torch.ops.aten
+#: Operators whose results may share their operand's memory, though their schemas do not say so.
+_SHARING = frozenset(
+    {
+        _aten.reshape.default,
+        _aten._unsafe_view.default,
+        _aten.contiguous.default,
+        _aten.unsafe_split.Tensor,
+        _aten.unsafe_split_with_sizes.default,
+        _aten.unsafe_chunk.default,
+    }
+)
+#: Primitives that give what they are given, where nothing is to be done.
+_PRIMITIVES = frozenset(
+    {primitives.crop, primitives.pad, primitives.mask, primitives.laid_out, primitives.in_one_format, primitives.within}
+)
+
+
+def source_of(node: fx.Node) -> fx.Node | None:
+    """The operand in whose memory a node's result may lie."""
+    if node.op != "call_function":
+        return None
+    if node.target is local:
+        return node.args[2]  # type: ignore[return-value]
+    if node.target is _aten.copy.default:
+        return node.args[1]  # type: ignore[return-value]
+    if node.target in _PRIMITIVES:
+        return node.args[0]  # type: ignore[return-value]
+    schema = getattr(node.target, "_schema", None)
+    viewing = schema is not None and any(r.alias_info is not None for r in schema.returns)
+    # these copy only where they must, or share by contract
+    maybe = node.target in _SHARING
+    if node.target is operator.getitem or viewing or maybe:
+        return next(iter(node.all_input_nodes), None)  # a view of a constant has none
+    return None
+
+
+def held(nodes: list[fx.Node]) -> dict[fx.Node, float]:
+    """Bytes of memory that values hold which are kept together: of those in one memory, the first holds all of it."""
+    seen: set[fx.Node] = set()
+    found: dict[fx.Node, float] = {}
+    for node in nodes:
+        root = node
+        while (source := source_of(root)) is not None:
+            root = source
+        if not isinstance(root.meta.get("val"), Tensor):  # of several results, each has a memory of its own
+            root = node
+        value: Any = root.meta.get("val")
+        own = isinstance(value, Tensor) and root.op != "placeholder" and root not in seen
+        found[node] = float(value.nbytes) if own else 0.0
+        seen.add(root)
+    return found

@@ -1,0 +1,273 @@
+"""Bucketing: small collectives of one kind, group and dtype become one, where none depends on another.
+
+A collective of few bytes costs its latency; several of them in one message cost it once. Members of a bucket are neighbours
+in the order of the graph, up to a number of bytes that the cost model gives: several buckets may be better than one,
+because computing, or a collective on another link, goes on while the next is filled. Collectives of which one sends on what
+the other has made have as many buckets.
+
+Nothing that something waits for is held up: of collectives that come amid products, such as those of two chunks, only
+those travel together whose operands the same products make.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from costmodel.overlap import messages
+from passes.graph import emit
+from passes.overlap.aliasing import source_of
+from passes.overlap.primitives import COLLECTIVES, axes_of
+
+__all__ = ["Buckets", "Enough", "Hiding", "buckets", "merge"]
+
+_aten = torch.ops.aten
+
+_COPIES = frozenset({_aten.clone.default, _aten.cat.default, _aten.stack.default, _aten._to_copy.default})
+
+#: (kind, mesh axes, bytes of this device's parts in all collectives of a kind) -> from how many on one is no longer small.
+Enough = Callable[[str, tuple[int, ...], float], float]
+
+#: (kind, mesh axes, bytes of this device's parts) -> seconds of sending them that computing could hide, those of sending
+#: none, and the bytes that may travel in one message.
+Hiding = Callable[[str, tuple[int, ...], float], tuple[float, float, float]]
+
+#: Sets of collectives, as their places among a graph's nodes.
+Buckets = tuple[tuple[int, ...], ...]
+
+
+def buckets(graph: fx.Graph, enough: Enough, hiding: Hiding | None = None) -> Buckets:
+    """Which small collectives of a traced graph to merge.
+
+    Args:
+        graph: collectives are operators of `passes.overlap.primitives`.
+        enough: from how many bytes on a collective is sent by itself.
+        hiding: of collectives that send on what others have made; None: those have buckets of their own.
+    """
+    nodes = list(graph.nodes)
+    number = {node: i for i, node in enumerate(nodes)}
+    return tuple(tuple(number[node] for node in members) for members in _buckets(nodes, enough, hiding))
+
+
+def merge(graph: fx.Graph, chosen: Buckets) -> None:
+    """Merges collectives of a traced graph in place.
+
+    Args:
+        graph: see ``buckets``.
+        chosen: of this graph, or of another device's with the same nodes.
+    """
+    nodes = list(graph.nodes)
+    for places in chosen:
+        _merge(graph, [nodes[i] for i in places])
+    if chosen:
+        _sort(graph)
+        graph.lint()
+
+
+def _key(node: fx.Node) -> Hashable:
+    return node.target, axes_of(node.target, node.args), str(node.args[2:]), node.meta["val"].dtype
+
+
+def _group(node: fx.Node) -> tuple[str, tuple[int, ...]]:
+    return COLLECTIVES[node.target], axes_of(node.target, node.args)
+
+
+def _size(node: fx.Node) -> float:
+    value = node.args[0].meta["val"]  # type: ignore[union-attr]
+    return float(value.nbytes)
+
+
+def _buckets(nodes: Sequence[fx.Node], enough: Enough, hiding: Hiding | None) -> list[list[fx.Node]]:
+    """Sets of collectives to merge. Merging keeps the graph free of cycles, as each set is checked with those before it."""
+    number = {node: i for i, node in enumerate(nodes)}
+    amid = _amid(nodes)
+    small: dict[Hashable, list[fx.Node]] = {}
+    large: dict[Hashable, list[fx.Node]] = {}
+    for node in nodes:
+        if node.target in COLLECTIVES:
+            kind = small if _size(node) < enough(*_group(node), math.inf) else large
+            kind.setdefault((_key(node), amid[node]), []).append(node)
+    behind = _Behind(nodes)
+    found = []
+    for group, limit in _limits(list(small.values()), list(large.values()), enough, hiding):
+        open_: list[fx.Node] = []
+        for node in group:
+            fits = sum(map(_size, open_)) + _size(node) <= limit
+            if open_ and (not fits or not behind.independent(open_, node)):
+                if len(open_) > 1:
+                    found.append(open_)
+                    behind.merge(open_)
+                open_ = []
+            open_.append(node)
+        if len(open_) > 1:
+            found.append(open_)
+            behind.merge(open_)
+    return sorted(found, key=lambda members: number[members[-1]])
+
+
+def _limits(
+    small: Sequence[list[fx.Node]], large: Sequence[list[fx.Node]], enough: Enough, hiding: Hiding | None
+) -> Iterator[tuple[list[fx.Node], float]]:
+    """Sets of small collectives, each with the bytes that travel together.
+
+    What one makes and another sends on, such as a gradient that is scattered within nodes and then reduced between them,
+    comes in as many messages as both are worth: were it one, the whole of one would wait for the whole of the other.
+    """
+    groups = [*small, *large]
+    totals = [sum(map(_size, group)) for group in groups]
+    chains = _chains(groups) if hiding is not None else [[i] for i in range(len(groups))]
+    for chain in chains:
+        figures = [hiding(*_group(groups[i][0]), totals[i]) for i in chain] if hiding is not None else []
+        hidden, latency = sum(figure[0] for figure in figures), sum(figure[1] for figure in figures)
+        for i in chain:
+            if i < len(small) and len(chain) == 1:
+                yield groups[i], enough(*_group(groups[i][0]), totals[i])
+            elif i < len(small):
+                count = float(messages(hidden + latency, latency, 0.0)) if latency else math.inf
+                yield groups[i], min(figures[chain.index(i)][2], totals[i] / count)
+
+
+def _chains(groups: Sequence[Sequence[fx.Node]]) -> list[list[int]]:
+    """Which sets of collectives, by number, send on what others of them have made."""
+    of = {node: i for i, group in enumerate(groups) for node in group}
+    together = list(range(len(groups)))  # a set's representative, by way of others
+
+    def first(i: int) -> int:
+        while together[i] != i:
+            i = together[i]
+        return i
+
+    for node, i in of.items():
+        for other in _next_collectives(node):
+            together[first(of[other])] = first(i)
+    found: dict[int, list[int]] = defaultdict(list)
+    for i in range(len(groups)):
+        found[first(i)].append(i)
+    return list(found.values())
+
+
+def _next_collectives(node: fx.Node) -> set[fx.Node]:
+    """The collectives that send on what one has made."""
+    found: set[fx.Node] = set()
+    seen, pending = {node}, [node]
+    while pending:
+        for user in pending.pop().users:
+            if user.target in COLLECTIVES:
+                found.add(user)
+            elif user not in seen and (user.target in _COPIES or source_of(user) is not None):
+                seen.add(user)
+                pending.append(user)
+    return found
+
+
+def _amid(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """Which products each node comes after, as bits; 0 where it comes before or behind all that it has to do with."""
+    before: dict[fx.Node, int] = {}
+    behind: dict[fx.Node, bool] = {}
+    bit = 1
+    for node in nodes:
+        before[node] = 0
+        for operand in node.all_input_nodes:
+            before[node] |= before[operand]
+        if _is_product(node):
+            before[node] |= bit
+            bit <<= 1
+    for node in reversed(nodes):
+        behind[node] = all(behind[user] and not _is_product(user) for user in node.users)
+    return {node: 0 if behind[node] else before[node] for node in nodes}
+
+
+def _is_product(node: fx.Node) -> bool:
+    return getattr(node.target, "overloadpacket", None) in flop_registry
+
+
+class _Behind:
+    """Which nodes depend on which, merged sets counted as one."""
+
+    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+        self.one = {node: node for node in nodes}
+        self.members: dict[fx.Node, list[fx.Node]] = {}
+        self.users = {node: list(node.users) for node in nodes}
+
+    def independent(self, members: Sequence[fx.Node], other: fx.Node) -> bool:
+        """Whether merging ``other`` into a set keeps the graph free of cycles: no way leads from one to another."""
+        wanted = {*members, other}
+        seen: set[fx.Node] = set()
+        pending = [user for member in wanted for user in self.after(member)]
+        while pending:
+            node = self.one[pending.pop()]
+            if node in wanted:
+                return False
+            if node not in seen:
+                seen.add(node)
+                pending += self.after(node)
+        return True
+
+    def after(self, node: fx.Node) -> list[fx.Node]:
+        return [user for member in self.members.get(node, [node]) for user in self.users[member]]
+
+    def merge(self, members: list[fx.Node]) -> None:
+        self.members[members[0]] = members
+        for member in members:
+            self.one[member] = members[0]
+
+
+def _merge(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
+    kind = COLLECTIVES[members[0].target]
+    parts = [node.args[0] for node in members]
+    shapes = [list(node.meta["val"].shape) for node in members]
+    # What a group's members exchange is told apart by the leading dim, but for all_reduce and what is yet to be stacked.
+    rows = kind in ("reduce_scatter", "all_to_all")
+    ways = members[0].args[2] if kind == "all_gather" else 0
+    with graph.inserting_before(members[-1].next):
+        flat = []
+        for part in parts:
+            lead = [part.meta["val"].shape[0]] if rows else []  # type: ignore[union-attr]
+            plain = part.meta["val"].dim() == len(lead) + 1  # type: ignore[union-attr]
+            flat.append(part if plain else emit(graph, _aten.reshape.default, part, [*lead, -1]))
+        joined = emit(graph, _aten.cat.default, flat, 1 if rows else 0)
+        sent = emit(graph, members[0].target, joined, *members[0].args[1:])
+        lead = [ways] if ways else [shapes[0][0]] if kind == "all_to_all" else []
+        lengths = [math.prod(shape) // math.prod(lead) for shape in shapes]
+        pieces = emit(graph, _aten.split_with_sizes.default, sent, lengths, len(lead))
+        for i, (node, shape) in enumerate(zip(members, shapes, strict=True)):
+            piece = emit(graph, operator.getitem, pieces, i)
+            if lead and not _copied(node):  # a piece is not contiguous, as what it replaces is
+                piece = emit(graph, _aten.clone.default, piece)
+                piece.kwargs = {"memory_format": torch.contiguous_format}
+            plain = len(shape) == len(lead) + 1
+            node.replace_all_uses_with(piece if plain else emit(graph, _aten.view.default, piece, shape))
+    for node in members:
+        graph.erase_node(node)
+
+
+def _copied(node: fx.Node) -> bool:
+    """Whether all that is done with what others sent is to put their parts together in another order."""
+    parts = [part for user in node.users for part in user.users]
+    return all(user.target is _aten.unbind.int for user in node.users) and all(
+        reader.target is _aten.cat.default for part in parts for reader in part.users
+    )
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Puts nodes behind what they read, keeping the order otherwise."""
+    number = {node: i for i, node in enumerate(graph.nodes)}
+    missing = {node: len(set(node.all_input_nodes)) for node in number}
+    ready = [(i, node) for node, i in number.items() if not missing[node]]
+    heapq.heapify(ready)
+    last = graph._root
+    while ready:
+        _, node = heapq.heappop(ready)
+        last.append(node)
+        last = node
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, (number[user], user))

@@ -1,0 +1,100 @@
+"""Lets an operator write where its operand was, when nobody reads that any more: gradients are added up in place, and
+an all-reduce leaves its result where the summand was.
+
+Autograd does so too. It saves the memory of a result, and the time to touch memory that is not in the caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.overlap.aliasing import source_of
+from passes.overlap.launch import HOSTED, launch, wait
+
+__all__ = ["inplace"]
+
+_aten = torch.ops.aten
+_FORMS: dict[Any, Any] = {
+    _aten.add.Tensor: _aten.add_.Tensor,
+    _aten.sub.Tensor: _aten.sub_.Tensor,
+    _aten.mul.Tensor: _aten.mul_.Tensor,
+    _aten.mul.Scalar: _aten.mul_.Scalar,
+    _aten.div.Tensor: _aten.div_.Tensor,
+    _aten.div.Scalar: _aten.div_.Scalar,
+    _aten.neg.default: _aten.neg_.default,
+}
+
+
+def inplace(graph: fx.Graph) -> None:
+    """Changes a scheduled graph, whose order is final."""
+    nodes = list(graph.nodes)
+    number = {node: i for i, node in enumerate(nodes)}
+    roots: dict[fx.Node, fx.Node] = {}
+    last: dict[fx.Node, int] = {}
+    readers: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
+    for node in nodes:
+        source = source_of(node)
+        roots[node] = node if source is None else roots[source]
+        ends = number[node]
+        if node.target is launch:  # what is sent is read until it has arrived
+            ends = max((number[user] for user in node.users if user.target is wait), default=len(nodes))
+        for source in node.all_input_nodes:
+            last[roots[source]] = max(last.get(roots[source], 0), ends)
+            readers.setdefault(roots[source], []).append((node, ends))
+    into: dict[fx.Node, fx.Node] = {}
+
+    def found(node: fx.Node) -> fx.Node:
+        root = roots[node]
+        while root in into:
+            root = into[root]
+        return root
+
+    for node in nodes:
+        if node.target is launch and node.args[1] == "all_reduce":
+            operand: Any = node.args[2]
+            root = roots[operand]
+            # It is written from the launch on: whoever else reads it must have done so by then.
+            others = [end for reader, end in readers[root] if reader is not node]
+            alone = root not in into.values() and all(end < number[node] for end in others)
+            if alone and _fresh(root) and _whole(operand, root):
+                node.args = (node.args[0], "all_reduce_", *node.args[2:])
+        form = _FORMS.get(node.target)
+        if form is None or not isinstance(node.args[0], fx.Node):
+            continue
+        operand = node.args[0]
+        root = found(operand)
+        if _fresh(root) and last[root] == number[node] and _alike(node, operand, root, found):
+            node.target = form
+            into[node] = root  # the result lives where the operand did
+            last[root] = max(last[root], last.get(node, number[node]))
+
+
+def _fresh(node: fx.Node) -> bool:
+    """Whether a node made a tensor of its own that nobody else knows."""
+    return node.op == "call_function" and node.target not in HOSTED and isinstance(node.target, torch._ops.OpOverload)
+
+
+def _whole(operand: fx.Node, root: fx.Node) -> bool:
+    """Whether a tensor is all of the storage that it lies in, as it lies there."""
+    mine, whole = operand.meta.get("val"), root.meta.get("val")
+    return isinstance(mine, Tensor) and isinstance(whole, Tensor) and mine.numel() == whole.numel() and mine.is_contiguous()
+
+
+def _alike(node: fx.Node, operand: fx.Node, root: fx.Node, found: Callable[[fx.Node], fx.Node]) -> bool:
+    """Whether the result fits into the operand exactly, and no other operand lies there."""
+    mine, result, whole = operand.meta.get("val"), node.meta.get("val"), root.meta.get("val")
+    if not (isinstance(mine, Tensor) and isinstance(result, Tensor) and isinstance(whole, Tensor)):
+        return False
+    others = [n for n in node.all_input_nodes if n is not operand]
+    return (
+        mine.shape == result.shape
+        and mine.dtype == result.dtype
+        and mine.device == result.device
+        and mine.numel() == whole.numel()
+        and mine.stride() == result.stride()
+        and not any(found(other) is root for other in others)
+    )

@@ -1,0 +1,115 @@
+"""From a traced graph to one that runs: collectives become launches and waits, other primitives calls of the world.
+
+Functions that take a ``world`` accept one tensor (this process's part) or ``Parts`` (those of all devices of the mesh).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.layouts.reshard import Step
+from passes.overlap import primitives
+from passes.overlap.primitives import COLLECTIVES
+from passes.rules.table import name_of
+from passes.world.ops import Parts
+from passes.world.world import Pending, World
+
+__all__ = ["HOSTED", "called", "draw", "launch", "launches", "local", "offset", "wait"]
+
+
+class _Launched:
+    """A collective under way, and whether its results are ``Parts``."""
+
+    def __init__(self, pending: Pending, hosted: bool) -> None:
+        self.pending, self.hosted = pending, hosted
+
+
+def launch(world: World, kind: str, value: Any, *args: Any) -> _Launched:
+    """Begins a collective: the name of one of ``World``'s primitives, and its arguments after the tensor."""
+    hosted = isinstance(value, Parts)
+    given = [tuple(a) if isinstance(a, list) else a for a in args]
+    return _Launched(getattr(world, kind)(list(value) if hosted else [value], *given), hosted)
+
+
+def wait(launched: _Launched) -> Any:
+    """A collective's result, when it is there."""
+    results = launched.pending.wait()
+    return Parts(results) if launched.hosted else results[0]
+
+
+def local(world: World, name: str, value: Tensor, *args: Any, index: int = 0) -> Tensor:
+    """What `passes.overlap.primitives` names so, for one hosted device: what is done on it alone."""
+    return _LOCAL[name](world, value, index, *args)
+
+
+_LOCAL: Mapping[str, Any] = {
+    "own": lambda world, x, i, dim, blocks, axis, *_: world.own(x, Step("slice", (axis,), dim=dim, blocks=blocks), i),
+    "mask": lambda world, x, i, axes: world.masked(x, axes, i).contiguous(),
+    "pad": lambda world, x, i, dim, length: world.pad(x, dim, length).contiguous(),
+    "crop": lambda world, x, i, dim, length: world.crop(x, dim, length),
+    "laid_out": lambda world, x, i, order: x.contiguous(memory_format=order),
+    "in_one_format": lambda world, x, i: world.in_one_format(x),
+    "within": lambda world, x, i, outside, message: world.within(x, outside, message),
+}
+
+
+def offset(world: World, size: int, axes: tuple[int, ...], like: Any) -> Any:
+    """`passes.overlap.primitives.offset`: a tensor without dims."""
+    near = like[0] if isinstance(like, Parts) else like
+    starts = [torch.full((), start, dtype=torch.int64, device=near.device) for start in world.offset(size, axes)]
+    return Parts(starts) if isinstance(like, Parts) else starts[0]
+
+
+def draw(world: World, seed: int, salt: int, axes: tuple[int, ...], like: Any, method: str, by: Sequence[float]) -> Any:
+    """`passes.overlap.primitives.draw`, by the same generators as ``passes.world.ops.seeded``."""
+    parts = like if isinstance(like, Parts) else [like]
+    results = [world.draw(seed, salt, axes, i, part, method, *by) for i, part in enumerate(parts)]
+    return Parts(results) if isinstance(like, Parts) else results[0]
+
+
+#: What is called once for all hosted devices.
+HOSTED = frozenset({launch, wait, offset, draw})
+
+_NAMES = {getattr(primitives, name): name for name in _LOCAL}
+
+
+def launches(graph: fx.Graph) -> fx.Graph:
+    """The same graph with a launch and a wait for every collective; it reads the attribute ``world``."""
+    result = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    world: fx.Node | None = None
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            values[node] = result.placeholder(str(node.target))
+            values[node].meta = dict(node.meta)
+            continue
+        if world is None and node.op != "output":
+            world = result.get_attr("world")
+        args: Any = fx.node.map_arg(node.args, lambda n: values[n])
+        target: Any = node.target
+        if target in COLLECTIVES:
+            rest = args[1:2] if target is primitives.all_gather else args[1:]
+            begun = result.call_function(launch, (world, COLLECTIVES[target], args[0], *rest))
+            begun.meta = {"collective": node}
+            values[node] = result.call_function(wait, (begun,))
+        elif target in _NAMES:
+            values[node] = result.call_function(local, (world, _NAMES[target], *args))
+        elif target is primitives.offset:
+            values[node] = result.call_function(offset, (world, *args))
+        elif target is primitives.draw:
+            values[node] = result.call_function(draw, (world, *args))
+        else:
+            values[node] = result.node_copy(node, lambda n: values[n])
+        values[node].meta = dict(node.meta) | {"traced": node}
+    return result
+
+
+def called(node: fx.Node) -> str:
+    """What a node of a scheduled graph does, by name: an operator, a collective, or one of this module's functions."""
+    if node.target is launch:
+        return COLLECTIVES[node.meta["collective"].target]
+    return str(node.args[1]) if node.target is local else name_of(node).removeprefix(f"{__name__}.")

@@ -1,0 +1,167 @@
+"""A joint graph cut in two: the forward pass with what it leaves behind, and the backward pass.
+
+The backward pass is what depends on the gradients of the outputs. What it reads of the rest is saved, except parameters
+that were gathered: those it gathers again, from the parts that rest anyway.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.graph import above, below
+from passes.overlap.aliasing import held
+from passes.overlap.primitives import COLLECTIVES, crop, in_one_format, own, pad
+from passes.overlap.trace import Joint
+
+__all__ = ["Cut", "cut"]
+
+_aten = torch.ops.aten
+#: What a reshard is made of besides collectives: it moves numbers and computes none.
+_MOVES = frozenset(
+    getattr(_aten, name)
+    for name in [
+        "_unsafe_view",
+        "alias",
+        "cat",
+        "clone",
+        "constant_pad_nd",
+        "detach",
+        "expand",
+        "flatten",
+        "narrow",
+        "permute",
+        "reshape",
+        "select",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "stack",
+        "t",
+        "transpose",
+        "unbind",
+        "unflatten",
+        "unsqueeze",
+        "view",
+    ]
+)
+
+_PLACED = frozenset({own, pad, crop, in_one_format})
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Two graphs.
+
+    Attributes:
+        forward: inputs, seed -> outputs, then what is saved.
+        backward: what is saved, gradients of the outputs that have one -> gradients of the inputs that have one.
+        outputs: how many outputs come before what is saved.
+    """
+
+    forward: fx.Graph
+    backward: fx.Graph
+    outputs: int
+
+
+def cut(joint: Joint) -> Cut:
+    """Cuts a joint graph whose placeholders are the inputs, the seed and the gradients of the outputs."""
+    nodes = list(joint.graph.nodes)
+    placeholders = [n for n in nodes if n.op == "placeholder"]
+    count = len(joint.inputs) + 1
+    inputs, tangents = placeholders[:count], placeholders[count:]
+    leaves: Any = nodes[-1].args[0]
+    outputs, gradients = list(leaves[: joint.outputs]), list(leaves[joint.outputs :])
+    later = below(nodes, tangents)
+    again = _gathered(nodes, {inputs[i] for i in joint.regathered}, later)
+    needed, saved = _needed(gradients, later, again, above(outputs))
+    kept = [n for n in nodes if n in saved]
+    forward, values = fx.Graph(), {}
+    for node in inputs:
+        values[node] = _placeholder(forward, node)
+    wanted = above([*outputs, *kept])
+    for node in nodes:
+        if node in wanted and node not in values and node not in later:
+            values[node] = forward.node_copy(node, lambda n: values[n])
+    forward.output(tuple(values[o] if isinstance(o, fx.Node) else o for o in (*outputs, *kept)))
+    backward, values = fx.Graph(), {}
+    sizes = held(kept)
+    for node in (*kept, *tangents):
+        values[node] = _placeholder(backward, node)
+        values[node].meta["held"] = sizes.get(node, 0.0)
+    for node in _when_needed([n for n in nodes if n in needed and n not in values], later):
+        values[node] = backward.node_copy(node, lambda n: values[n])
+    backward.output(tuple(values[g] if isinstance(g, fx.Node) else g for g in gradients))
+    return Cut(forward, backward, len(outputs))
+
+
+def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    made = graph.placeholder(node.name)
+    made.meta = dict(node.meta)
+    return made
+
+
+def _gathered(nodes: Sequence[fx.Node], parameters: set[fx.Node], later: set[fx.Node]) -> set[fx.Node]:
+    """Values that are a parameter's numbers, moved, some all-gather among the moves."""
+    moved, gathered = set(parameters), set()
+    for node in nodes:
+        if node.op != "call_function" or node in later:
+            continue
+        packet = getattr(node.target, "overloadpacket", node.target)
+        gathers = COLLECTIVES.get(node.target) in ("all_gather", "all_to_all")
+        if not (gathers or packet in _MOVES or node.target in _PLACED or node.target is operator.getitem):
+            continue
+        sources = node.all_input_nodes
+        if sources and all(n in moved for n in sources):
+            moved.add(node)
+            if gathers or any(n in gathered for n in sources):
+                gathered.add(node)
+    return gathered
+
+
+def _needed(
+    gradients: Sequence[Any], later: set[fx.Node], again: set[fx.Node], forward: set[fx.Node]
+) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Nodes that the backward pass runs, and the values that it is given.
+
+    It runs what depends on a gradient, what is done again, and what the outputs do not need.
+    """
+    runs: set[fx.Node] = set()
+    given: set[fx.Node] = set()
+    pending = [g for g in gradients if isinstance(g, fx.Node)]
+    while pending:
+        node = pending.pop()
+        if node in runs or node in given:
+            continue
+        source = node.all_input_nodes[0] if node.target is operator.getitem else node
+        spared = node.op != "placeholder" and source not in forward
+        if node in later or node in again or spared or (node.op != "placeholder" and not node.all_input_nodes):
+            runs.add(node)
+            pending += node.all_input_nodes
+        else:
+            given.add(node)
+    return runs, given
+
+
+def _when_needed(nodes: Sequence[fx.Node], later: set[fx.Node]) -> list[fx.Node]:
+    """The nodes in their order, but what the backward pass does again right before it is first read."""
+    among, found, seen = set(nodes), [], set()
+    for node in nodes:
+        pending = [node] if node in later else []
+        while pending:
+            last = pending[-1]
+            missing = [n for n in last.all_input_nodes if n in among and n not in seen]
+            if missing:
+                pending += missing
+                continue
+            pending.pop()
+            if last not in seen:
+                seen.add(last)
+                found.append(last)
+    return found + [node for node in nodes if node not in seen]

@@ -1,0 +1,239 @@
+"""Overlap: a sharded graph becomes a forward and a backward graph whose collectives run while something is computed.
+
+Convolutions are given their inputs as they read them best (`passes.overlap.channels_last`). Then the graph is traced
+(`passes.overlap.trace`), cut in two (`passes.overlap.partition`), sums of products joined (`passes.overlap.join_products`),
+views that change nothing left out (`passes.overlap.tidy`), small collectives merged (`passes.overlap.bucket`), all_reduces
+over several levels of the network done level by level (`passes.overlap.stage`), every collective a launch and a wait
+(`passes.overlap.launch`), and put in an order that hides them (`passes.overlap.schedule`). A backward pass from some of the
+outputs has a graph of its own (`passes.overlap.prune`), and values lie in memory as they were traced
+(`autotp.runtime.strides`).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.graph import _BoxedCodeGen
+
+from passes.graph import dump
+from passes.overlap.bucket import Buckets, Enough, Hiding, buckets, merge
+from passes.overlap.channels_last import channels_last, quicker, worthwhile
+from passes.overlap.inplace import inplace
+from passes.overlap.join_products import join_products
+from passes.overlap.launch import launches
+from passes.overlap.partition import Cut, cut
+from passes.overlap.primitives import COLLECTIVES
+from passes.overlap.prune import drop_zeros, pruned
+from passes.overlap.schedule import Durations, Limits, Slot, reordered, schedule
+from passes.overlap.stage import Faster, Stages, stage, stages
+from passes.overlap.tidy import tidy
+from passes.overlap.trace import Joint, trace
+from passes.world.world import World
+
+__all__ = ["Halves", "Orders", "Overlapped", "agreed", "first_alike", "halves"]
+
+#: The places, in a graph's first order, of its nodes: those of the forward graph, then those of the backward graph.
+Orders = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Overlapped:
+    """The two graphs of one device, in the order in which autograd would have run them.
+
+    Attributes:
+        forward: inputs of the sharded graph, a seed -> its outputs, then what is saved.
+        backward: what is saved, gradients of the outputs that have one -> gradients of the inputs that have one.
+        constants: tensors that the graphs read by name.
+        inputs: names of the sharded graph's placeholders.
+        trained: positions of the inputs whose gradients ``backward`` gives.
+        outputs: how many outputs come before what is saved.
+        tangents: positions of the outputs that have a gradient.
+        reached: see `passes.overlap.trace.Joint`.
+    """
+
+    forward: fx.Graph
+    backward: fx.Graph
+    constants: Mapping[str, Tensor]
+    inputs: tuple[str, ...]
+    trained: tuple[int, ...]
+    outputs: int
+    tangents: tuple[int, ...]
+    reached: tuple[frozenset[int], ...]
+
+    def slots(self, durations: Durations, limits: Limits) -> tuple[list[Slot], list[Slot]]:
+        """When each node of either graph is to run, by prediction; in the order in which it is to."""
+        return schedule(self.forward, durations, limits), schedule(self.backward, durations, limits)
+
+    def orders(self, slots: tuple[Sequence[Slot], Sequence[Slot]]) -> Orders:
+        """Slots as numbers, which another device with graphs of the same signature understands."""
+        found = []
+        for graph, half in zip((self.forward, self.backward), slots, strict=True):
+            number = {node: i for i, node in enumerate(graph.nodes)}
+            found.append(tuple(number[slot.node] for slot in half))
+        return found[0], found[1]
+
+    def modules(self, orders: Orders, world: World) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The graphs in the given orders, to run in ``world``; each takes a list of its inputs, which it empties."""
+        found = []
+        for graph, order in zip((self.forward, self.backward), orders, strict=True):
+            nodes = list(graph.nodes)
+            arranged = reordered(graph, [nodes[i] for i in order])
+            inplace(arranged)
+            dump("scheduled", arranged)
+            arranged.set_codegen(_BoxedCodeGen())
+            root = nn.Module()
+            root.world = world
+            for name, constant in self.constants.items():
+                root.register_buffer(name, constant, False)
+            found.append(fx.GraphModule(root, arranged, class_name="Overlapped"))
+        return found[0], found[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """A traced forward and backward pass of one device, as autograd runs them: collectives are operators.
+
+    Attributes:
+        joint: what was traced.
+        mesh: sizes of the mesh axes.
+        cut: its halves.
+        constants: tensors that the graphs read by name.
+    """
+
+    joint: Joint
+    mesh: tuple[int, ...]
+    cut: Cut
+    constants: Mapping[str, Tensor]
+
+    def choices(self) -> tuple[Halves, Halves]:
+        """Refined, and as it is: where dims are split unevenly, other devices may have other products joined."""
+        return self.refined(), self
+
+    def refined(self) -> Halves:
+        """Without sums of zeros, with sums of products joined and views that change nothing left out: sizes decide."""
+        forward, backward = copy.deepcopy(self.cut.forward), copy.deepcopy(self.cut.backward)
+        drop_zeros(backward)
+        join_products(backward)
+        dump("sums of products joined, backward", backward)
+        for graph in (forward, backward):
+            tidy(graph)
+        return replace(self, cut=replace(self.cut, forward=forward, backward=backward))
+
+    @property
+    def signature(self) -> str:
+        """The same for graphs with the same nodes and edges, whatever their sizes: ranks must agree on it."""
+        digest = hashlib.sha256()
+        for graph in (self.cut.forward, self.cut.backward):
+            number = {node: i for i, node in enumerate(graph.nodes)}
+            for node in graph.nodes:
+                rest = node.args[1:] if node.target in COLLECTIVES else ()
+                digest.update(f"{node.op} {node.target} {rest} {[number[n] for n in node.all_input_nodes]}\n".encode())
+        return digest.hexdigest()[:16]
+
+    @property
+    def sizes(self) -> str:
+        """The same for graphs of one signature whose tensors have the same sizes."""
+        nodes = (node for graph in (self.cut.forward, self.cut.backward) for node in graph.nodes)
+        shapes = [tuple(node.meta["val"].shape) for node in nodes if isinstance(node.meta.get("val"), Tensor)]
+        return hashlib.sha256(str(shapes).encode()).hexdigest()[:16]
+
+    def without(self, missing: frozenset[int]) -> Halves:
+        """A backward graph for when these of the outputs that may have a gradient have none; the forward graph is empty.
+
+        Only of what is not refined: of joined products nothing can be left out.
+        """
+        forward = fx.Graph()
+        forward.output(())
+        backward = pruned(self.cut.backward, len(self.joint.tangents), missing)
+        return replace(self, cut=replace(self.cut, forward=forward, backward=backward))
+
+    def buckets(self, enough: Enough | None, hiding: Hiding | None = None) -> tuple[Buckets, Buckets]:
+        """Which small collectives to merge, in either half; None: none is."""
+        if enough is None:
+            return (), ()
+        return buckets(self.cut.forward, enough, hiding), buckets(self.cut.backward, enough, hiding)
+
+    def stages(self, chosen: tuple[Buckets, Buckets], faster: Faster | None) -> tuple[Stages, Stages]:
+        """Which all_reduces of the graphs with merged collectives go in stages, in either half; None: none does."""
+        if faster is None:
+            return (), ()
+        forward, backward = self._merged(chosen)
+        return stages(forward, self.mesh, faster), stages(backward, self.mesh, faster)
+
+    def overlapped(
+        self, chosen: tuple[Buckets, Buckets], staged: tuple[Stages, Stages] = ((), ()), *, alike: bool = True
+    ) -> Overlapped:
+        """The graphs with merged collectives and all_reduces in stages, which are launched and waited for.
+
+        Args:
+            chosen: see ``buckets``.
+            staged: see ``stages``.
+            alike: whether all devices' graphs have the same ``sizes``.
+        """
+        halves = self._merged(chosen)
+        for graph, places in zip(halves, staged, strict=True):
+            stage(graph, self.mesh, places, alike=alike)
+        forward, backward = map(launches, halves)
+        return Overlapped(
+            forward,
+            backward,
+            self.constants,
+            self.joint.inputs,
+            self.joint.trained,
+            self.cut.outputs,
+            self.joint.tangents,
+            self.joint.reached,
+        )
+
+    def _merged(self, chosen: tuple[Buckets, Buckets]) -> tuple[fx.Graph, fx.Graph]:
+        forward, backward = copy.deepcopy(self.cut.forward), copy.deepcopy(self.cut.backward)
+        for graph, sets in zip((forward, backward), chosen, strict=True):
+            merge(graph, sets)
+        return forward, backward
+
+
+def halves(
+    sharded: fx.GraphModule,
+    mesh: tuple[int, ...],
+    at: tuple[int, ...],
+    inputs: Mapping[str, Tensor],
+    trained: frozenset[str],
+) -> Halves:
+    """The forward and backward graph of the device at ``at``.
+
+    Args:
+        sharded: see ``passes.sharding.shard.shard``.
+        mesh: sizes of the mesh axes.
+        at: the device's coordinates.
+        inputs: placeholder -> a tensor like this device's part of it.
+        trained: placeholders whose gradients are wanted; none: the backward graph is empty.
+
+    Raises:
+        Untraceable: see ``passes.overlap.trace.trace``.
+    """
+    device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
+    if worthwhile(sharded):
+        sharded = channels_last(sharded, functools.partial(quicker, device))
+    joint = trace(sharded, mesh, at, inputs, trained)
+    dump("traced, forward and backward", joint.graph)
+    parts = cut(joint)
+    dump("cut, forward", parts.forward)
+    dump("cut, backward", parts.backward)
+    return Halves(joint, mesh, parts, {name: value.to(device) for name, value in joint.constants.items()})
+
+
+def first_alike(signatures: Iterable[Iterable[str]]) -> int | None:
+    """The first choice whose graphs are alike on all devices, by each one's signatures; None where none is."""
+    return next((i for i, each in enumerate(zip(*signatures, strict=False)) if len(set(each)) == 1), None)
+
+
+def agreed(choices: Collection[Sequence[Halves]]) -> list[Halves] | None:
+    """Of every device's choices, the first with which all are alike; None where none is."""
+    which = first_alike((choice.signature for choice in each) for each in choices)
+    return None if which is None else [each[which] for each in choices]

@@ -1,0 +1,95 @@
+"""Operators of the library ``autotp``: what a traced graph says where a sharded graph talks to its world.
+
+They have shapes, for tracing, and no numbers: before a graph runs, `passes.overlap.launch` puts calls of a
+`passes.world.world.World` in their place. Nothing in them
+tells one device of a mesh from another, so devices whose parts have equal shapes have one graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.layouts import layout
+from passes.layouts.layout import take_block
+
+__all__ = ["COLLECTIVES", "axes_of"]
+
+_LIBRARY = torch.library.Library("autotp", "DEF")
+
+
+def _define(schema: str, shape: Any) -> Any:
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, shape, "Meta")
+    # Autograd sees them only inside functions with gradients of their own, or where there is none to pass on.
+    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    return getattr(torch.ops.autotp, name).default
+
+
+def _as(x: Tensor) -> dict[str, Any]:
+    return {"dtype": x.dtype, "device": x.device}
+
+
+def _like(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _resized(x: Tensor, dim: int, length: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = length
+    return x.new_empty(shape)
+
+
+def _own(x: Tensor, dim: int, blocks: int, axis: int, ways: int, traced: int) -> Tensor:
+    return torch.empty_like(take_block(x, dim, blocks, ways, traced), memory_format=torch.contiguous_format)
+
+
+all_reduce = _define("all_reduce(Tensor x, int[] axes, str op) -> Tensor", _like)
+all_gather = _define(
+    "all_gather(Tensor x, int axis, int ways) -> Tensor", lambda x, axis, ways: x.new_empty((ways, *x.shape))
+)
+reduce_scatter = _define("reduce_scatter(Tensor x, int axis) -> Tensor", lambda x, axis: x.new_empty(x.shape[1:]))
+all_to_all = _define("all_to_all(Tensor x, int axis) -> Tensor", _like)
+#: This device's block of a dim, as a copy; ``traced`` is the coordinate along the axis for which shapes were traced.
+own = _define("own(Tensor x, int dim, int blocks, int axis, int ways, int traced) -> Tensor", _own)
+#: The tensor on devices whose coordinates on the axes are 0, zeros on others.
+mask = _define("mask(Tensor x, int[] axes) -> Tensor", _like)
+pad = _define("pad(Tensor x, int dim, int length) -> Tensor", _resized)
+crop = _define("crop(Tensor x, int dim, int length) -> Tensor", _resized)
+#: The elements in some order in memory; the tensor itself, where they are.
+laid_out = _define(
+    "laid_out(Tensor x, MemoryFormat order) -> Tensor", lambda x, order: torch.empty_like(x, memory_format=order)
+)
+#: In a memory format that leaves no doubt; the tensor itself, where it lies so.
+in_one_format = _define(
+    "in_one_format(Tensor x) -> Tensor", lambda x: torch.empty_strided(x.shape, layout.in_one_format(x).stride(), **_as(x))
+)
+#: The tensor, if ``outside`` is 0; else an IndexError.
+within = _define("within(Tensor ids, Tensor outside, str message) -> Tensor", lambda ids, *_: torch.empty_like(ids))
+#: Where this device's part of a dim begins, a tensor without dims.
+offset = _define(
+    "offset(int size, int[] axes, Tensor like) -> Tensor",
+    lambda size, axes, like: torch.empty((), dtype=torch.int64, device=like.device),
+)
+#: Random numbers, alike on devices that differ on none of the axes: of a tensor's method, such as ``bernoulli_``.
+draw = _define(
+    "draw(Tensor seed, int salt, int[] axes, Tensor like, str method, float[] by) -> Tensor",
+    lambda seed, salt, axes, like, method, by: _like(like),
+)
+
+#: The operators that stand for collectives.
+COLLECTIVES: Mapping[Any, str] = {
+    all_reduce: "all_reduce",
+    all_gather: "all_gather",
+    reduce_scatter: "reduce_scatter",
+    all_to_all: "all_to_all",
+}
+
+
+def axes_of(target: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """The mesh axes of a collective's group."""
+    return tuple(args[1]) if target is all_reduce else (args[1],)

@@ -1,0 +1,245 @@
+"""The order in which a graph with collectives runs: launched early, waited for late, compute in between.
+
+List scheduling on several resources. Compute runs one operator after the other; a collective occupies its group's link from
+its launch until it is done. Whenever the program is free it launches what can be launched, most urgent first, then runs an
+operator whose operands are there; only when there is none does it wait. Urgent is what has the longest way to the end of
+the graph. But before a link would be idle, what leads to a collective on it soonest comes first: of two chunks that are
+equally urgent one runs ahead, and communicates while the other is computed. The order depends on the graph, on predicted
+durations and on sizes alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from passes.overlap.aliasing import source_of
+from passes.overlap.launch import launch, wait
+
+__all__ = ["Durations", "Limits", "Slot", "Work", "reordered", "schedule"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What scheduling knows of a node.
+
+    Attributes:
+        seconds: how long it occupies its lane.
+        lane: ``compute``, or the group of a collective.
+        bytes: what its result holds; 0 for a view.
+    """
+
+    seconds: float = 0.0
+    lane: str = "compute"
+    bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """When a node runs, by prediction: seconds from the graph's start, in the lane of its `Work`."""
+
+    node: fx.Node
+    begin: float
+    end: float
+    lane: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a schedule must keep to.
+
+    Attributes:
+        collectives: that may be under way at once in one lane.
+        slack: a share of the peak of what the order given holds at once. Beyond that and the peak together, nothing is
+            launched before its time, and the most urgent goes first only if it fits; what is begun by then may hold more.
+    """
+
+    collectives: int = 8
+    slack: float = 0.05
+
+
+Durations = Callable[[fx.Node], Work]
+#: What is ready: less its urgency, its number in the order given, and the node.
+Entry = tuple[float, int, fx.Node]
+
+
+def schedule(graph: fx.Graph, durations: Durations, limits: Limits = Limits()) -> list[Slot]:
+    """A good order of a graph's nodes, placeholders and the output left out.
+
+    Args:
+        graph: see ``passes.overlap.launch.launches``.
+        durations: of every node; a launch has its collective's.
+        limits: see there.
+
+    Returns:
+        In the order in which the nodes are to run.
+    """
+    return _Scheduler(graph, durations, limits).run()
+
+
+def reordered(graph: fx.Graph, order: Iterable[fx.Node]) -> fx.Graph:
+    """The same graph with its nodes in another order."""
+    result = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    nodes = list(graph.nodes)
+    for node in (*(n for n in nodes if n.op == "placeholder"), *order, nodes[-1]):
+        values[node] = result.node_copy(node, lambda n: values[n])
+    return result
+
+
+class _Memory:
+    """The bytes of results that are held; a value is held until all have run that read it, or a view of it."""
+
+    def __init__(self, work: Mapping[fx.Node, Work]) -> None:
+        self.work = work
+        self.roots: dict[fx.Node, fx.Node] = {}
+        for node in work:
+            source = node.all_input_nodes[0] if node.target is wait else source_of(node)
+            self.roots[node] = node if source is None else self.roots[source]
+        self.left: dict[fx.Node, int] = defaultdict(int)
+        for node in work:
+            for root in self.read(node):
+                self.left[root] += 1
+            if any(user.op == "output" for user in node.users):  # what the graph gives is held to the end
+                self.left[self.roots[node]] += 1
+        self.held = sum(each.bytes for node, each in work.items() if node.op == "placeholder")
+
+    def read(self, node: fx.Node) -> set[fx.Node]:
+        """The memories that a node reads."""
+        sources = node.all_input_nodes
+        if node.target is wait:  # what is sent is held until it has arrived
+            sources = [*sources, *sources[0].all_input_nodes]
+        return {self.roots[n] for n in sources if n in self.roots}
+
+    def change(self, node: fx.Node) -> float:
+        """Bytes by which running a node lets what is held grow."""
+        return self.work[node].bytes - sum(self.work[root].bytes for root in self.read(node) if self.left[root] == 1)
+
+    def run(self, node: fx.Node) -> None:
+        """Counts a node that has run."""
+        self.held += self.change(node)
+        for root in self.read(node):
+            self.left[root] -= 1
+
+
+def _peak(nodes: Sequence[fx.Node], work: Mapping[fx.Node, Work]) -> float:
+    memory, most = _Memory(work), 0.0
+    for node in nodes:
+        memory.run(node)
+        most = max(most, memory.held)
+    return most
+
+
+class _Scheduler:
+    def __init__(self, graph: fx.Graph, durations: Durations, limits: Limits) -> None:
+        self.nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+        self.work = {node: durations(node) for node in self.nodes}
+        given = {n: Work(bytes=n.meta.get("held", 0.0)) for n in graph.nodes if n.op == "placeholder"}
+        self.limits = limits
+        known = given | self.work
+        self.most = _peak(self.nodes, known) * (1 + limits.slack)
+        self.memory = _Memory(known)
+        self.number = {node: i for i, node in enumerate(self.nodes)}
+        self.users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        self.missing: dict[fx.Node, int] = {}
+        for node in self.nodes:
+            sources = {n for n in node.all_input_nodes if n in self.number}
+            self.missing[node] = len(sources)
+            for source in sources:
+                self.users[source].append(node)
+        self.urgency: dict[fx.Node, float] = {}
+        for node in reversed(self.nodes):
+            self.urgency[node] = self.work[node].seconds + max((self.urgency[u] for u in self.users[node]), default=0.0)
+        self.nearest: dict[fx.Node, tuple[float, str]] = {}
+        for node in reversed(self.nodes):
+            ways = [(0.0, self.work[u].lane) if u.target is launch else self.nearest[u] for u in self.users[node]]
+            seconds, lane = min(ways, default=(math.inf, ""))
+            self.nearest[node] = (math.inf, "") if node.target is launch else (seconds + self.work[node].seconds, lane)
+        self.free: dict[str, float] = defaultdict(float)
+        self.ready: dict[str, list[Entry]] = {"launch": [], "wait": [], "compute": []}
+        self.done: dict[fx.Node, float] = {}
+        self.under_way: dict[str, int] = defaultdict(int)
+        self.now = 0.0
+
+    def run(self) -> list[Slot]:
+        slots: list[Slot] = []
+        for node in self.nodes:
+            if not self.missing[node]:
+                self.offer(node)
+        while any(self.ready.values()):
+            node = self.pick()
+            work = self.work[node]
+            self.memory.run(node)
+            if node.target is launch:
+                begin = max(self.now, self.free[work.lane])
+                self.done[node] = self.free[work.lane] = begin + work.seconds
+                slots.append(Slot(node, begin, self.done[node], work.lane))
+                self.under_way[work.lane] += 1
+            else:
+                if node.target is wait:
+                    begun = node.all_input_nodes[0]
+                    self.now = max(self.now, self.done[begun])
+                    self.under_way[self.work[begun].lane] -= 1
+                slots.append(Slot(node, self.now, self.now + work.seconds, "compute"))
+                self.now += work.seconds
+            for user in self.users[node]:
+                self.missing[user] -= 1
+                if not self.missing[user]:
+                    self.offer(user)
+        return slots
+
+    def offer(self, node: fx.Node) -> None:
+        kind = "launch" if node.target is launch else "wait" if node.target is wait else "compute"
+        heapq.heappush(self.ready[kind], (-self.urgency[node], self.number[node], node))
+
+    def pick(self) -> fx.Node:
+        ready = self.ready
+        arrived = [e for e in ready["wait"] if self.done[e[2].all_input_nodes[0]] <= self.now]
+        most = self.limits.collectives
+        open_ = [e for e in ready["launch"] if self.under_way[self.work[e[2]].lane] < most]
+        free = [e for e in open_ if not self.crowded(e[2])]
+        if free:
+            return self.take("launch", min(free))
+        if ready["launch"] and not open_ and arrived:
+            return self.take("wait", min(arrived))
+        if ready["compute"]:
+            return self.take(*self.best(open_, arrived))
+        if ready["wait"]:
+            return self.take("wait", min(ready["wait"], key=lambda e: (self.done[e[2].all_input_nodes[0]], e)))
+        return heapq.heappop(ready["launch"])[2]
+
+    def crowded(self, node: fx.Node) -> bool:
+        """Whether there is too little memory left for a node to be run before its time."""
+        return self.memory.held + self.memory.change(node) > self.most
+
+    def best(self, launches: Sequence[Entry], arrived: Sequence[Entry]) -> tuple[str, Entry]:
+        """Which of the operators that are ready to run, or of the collectives to launch or, arrived, to take in."""
+        ready = self.ready["compute"]
+        # Where no lane waits to be fed, the order given is the best: what was just made is still in the caches.
+        first = min(ready, key=lambda e: e[1])
+        if self.crowded(ready[0][2]):  # the order given is known to fit
+            waiting = [("launch", e) for e in launches] + [("wait", e) for e in arrived]
+            return min([("compute", first), *waiting], key=lambda each: each[1][1])
+        hurried = []
+        for kind, entries in (("wait", arrived), ("compute", ready)):
+            for entry in entries:
+                seconds, lane = self.nearest[entry[2]]
+                if self.free[lane] <= self.now + seconds < math.inf:
+                    hurried.append((seconds, entry, kind))
+        if hurried:
+            _, entry, kind = min(hurried)
+            return kind, entry
+        urgent = [e for e in arrived if e < first]
+        return ("wait", min(urgent)) if urgent else ("compute", first)
+
+    def take(self, kind: str, entry: Entry) -> fx.Node:
+        if entry is self.ready[kind][0]:
+            return heapq.heappop(self.ready[kind])[2]
+        self.ready[kind].remove(entry)
+        heapq.heapify(self.ready[kind])
+        return entry[2]

@@ -1,0 +1,247 @@
+"""The joint graph of a sharded graph: its forward and backward pass in ATen, collectives as operators of their own.
+
+The sharded graph is run once on fake tensors, for one device of the mesh, in a world whose collectives are operators of the
+library ``autotp``. What autograd does is recorded too, so the gradients' collectives are operators like the others, and a
+pass over the graph may move them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from passes.graph import differentiable
+from passes.layouts.reshard import Step
+from passes.overlap import primitives
+from passes.sharding.shard import draws
+from passes.world import ops
+from passes.world.random_ops import DRAWN
+from passes.world.world import Pending, World
+
+__all__ = ["Joint", "Untraceable", "trace", "undrawn"]
+
+_aten = torch.ops.aten
+
+
+class Untraceable(Exception):
+    """A graph does what a traced graph cannot say; it runs as it is."""
+
+
+class _TracedWorld(World):
+    """One device of a mesh, whose dealings with others are recorded."""
+
+    def __init__(self, mesh_shape: tuple[int, ...], at: tuple[int, ...]) -> None:
+        super().__init__(mesh_shape, [at])
+        self.seed_value: Any = None
+
+    def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
+        return Pending([primitives.all_reduce(parts[0], list(axes), op)])
+
+    def all_gather(self, parts: Sequence[Tensor], axis: int) -> Pending:
+        return Pending([primitives.all_gather(parts[0], axis, self.mesh_shape[axis])])
+
+    def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> Pending:
+        return Pending([primitives.reduce_scatter(parts[0], axis)])
+
+    def all_to_all(self, parts: Sequence[Tensor], axis: int) -> Pending:
+        return Pending([primitives.all_to_all(parts[0], axis)])
+
+    def next_seed(self) -> Any:
+        return self.seed_value
+
+    def offset(self, size: int, axes: Sequence[int], like: Any = None) -> list[Any]:
+        return [primitives.offset(size, list(axes), like)]
+
+    def pad(self, tensor: Tensor, dim: int, length: int) -> Tensor:
+        return primitives.pad(tensor, dim % tensor.dim(), length)
+
+    def crop(self, tensor: Tensor, dim: int, length: int) -> Tensor:
+        return primitives.crop(tensor, dim % tensor.dim(), length)
+
+    def own(self, tensor: Tensor, step: Step, index: int) -> Tensor:
+        (axis,) = step.axes
+        return primitives.own(tensor, step.dim, step.blocks, axis, self.mesh_shape[axis], self.hosted[0][axis])
+
+    def masked(self, tensor: Tensor, axes: Sequence[int], index: int) -> Tensor:
+        return primitives.mask(tensor, list(axes))
+
+    def in_one_format(self, tensor: Tensor) -> Tensor:
+        return primitives.in_one_format(tensor)
+
+    def within(self, ids: Tensor, outside: Tensor, message: str) -> Tensor:
+        return primitives.within(ids, outside, message)
+
+    def seeded(
+        self, seed: Any, salt: int, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any
+    ) -> Any:
+        def noise(like: Tensor, method: str, *by: float) -> Tensor:
+            return primitives.draw(seed, salt, list(axes), like, method, list(by))
+
+        if function not in DRAWN:
+            raise Untraceable(f"{function} draws random numbers")
+        return DRAWN[function](noise, *args, **kwargs)
+
+
+def undrawn(graph: fx.Graph) -> list[str]:
+    """Names of the nodes of a captured graph that draw random numbers in a way that is not known here."""
+    return [node.name for node in graph.nodes if node.op == "call_function" and draws(node) and node.target not in DRAWN]
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """A joint graph.
+
+    Attributes:
+        graph: inputs (those of the sharded graph, a seed, gradients of differentiable outputs) -> outputs, then the
+            gradients of differentiable inputs.
+        constants: tensors that the graph reads by name.
+        inputs: names of the sharded graph's placeholders.
+        trained: positions of the inputs whose gradients are given.
+        regathered: positions of the parameters that are gathered before use, and again for the backward pass.
+        outputs: how many outputs the sharded graph has.
+        tangents: positions of the outputs that have a gradient.
+        reached: per gradient, from which of ``tangents``, by their numbers, autograd comes to its input.
+    """
+
+    graph: fx.Graph
+    constants: Mapping[str, Tensor]
+    inputs: tuple[str, ...]
+    trained: tuple[int, ...]
+    regathered: tuple[int, ...]
+    outputs: int
+    tangents: tuple[int, ...]
+    reached: tuple[frozenset[int], ...]
+
+
+def trace(
+    sharded: fx.GraphModule,
+    mesh: tuple[int, ...],
+    at: tuple[int, ...],
+    inputs: Mapping[str, Tensor],
+    trained: frozenset[str],
+) -> Joint:
+    """Traces a sharded graph for the device at ``at``.
+
+    Args:
+        sharded: see ``passes.sharding.shard.shard``; its ``world`` is replaced.
+        mesh: sizes of the mesh axes.
+        at: the device's coordinates.
+        inputs: placeholder -> a tensor of the shape, dtype and device of this device's part; only that is read.
+        trained: placeholders whose gradients are wanted; none of them: the graph is the forward pass alone.
+
+    Raises:
+        Untraceable: the graph reads values while it runs, or draws random numbers in a way that is not known here.
+    """
+    names = tuple(str(n.target) for n in sharded.graph.nodes if n.op == "placeholder")
+    wanted = tuple(i for i, name in enumerate(names) if name in trained)
+    world = _TracedWorld(mesh, at)
+    tangents: list[int] = []
+    reached: list[frozenset[int]] = [frozenset()] * len(wanted)
+
+    # Outputs are whole, so their gradients' shapes are known before the graph has run.
+    *_, output = sharded.graph.nodes
+    floating = [i for i, value in enumerate(output.meta["values"]) if wanted and differentiable(value)]
+
+    def joint(*flat: Tensor) -> list[Any]:
+        values, seed, gradients = flat[: len(names)], flat[len(names)], flat[len(names) + 1 :]
+        with torch.set_grad_enabled(bool(wanted)):
+            live = [v.detach().requires_grad_(i in wanted) for i, v in enumerate(values)]
+            world.seed_value = seed
+            outputs = list(sharded.forward(*live))  # without the hooks that a module has
+            found: Sequence[Any] = ()
+            tangents[:] = [i for i in floating if outputs[i].requires_grad]
+            if tangents:
+                ends = [outputs[i] for i in tangents]
+                reached[:] = _reached(ends, [live[i] for i in wanted])
+                given = [gradients[floating.index(i)].to(outputs[i].dtype) for i in tangents]
+                found = torch.autograd.grad(ends, [live[i] for i in wanted], given, allow_unused=True)
+        return [*(o.detach() if isinstance(o, Tensor) else o for o in outputs), *found]
+
+    def traced() -> fx.GraphModule:
+        with _device(inputs.values()), torch.autograd.set_detect_anomaly(False), FakeTensorMode(allow_non_fake_inputs=True):
+            parts = [_like(inputs[name]) for name in names]
+            seed = torch.empty((), dtype=torch.int64)
+            values = [output.meta["values"][i] for i in floating]
+            flat = [*parts, seed, *(torch.empty(v.shape, dtype=v.dtype, device=parts[0].device) for v in values)]
+            module = make_fx(joint)(*flat)
+            if any(_mutates(node) for node in module.graph.nodes):
+                module = make_fx(torch.func.functionalize(module))(*flat)
+        return module
+
+    previous = sharded.world
+    sharded.recompile()
+    sharded.world = world
+    try:
+        with ThreadPoolExecutor(1) as apart:  # the caller's hooks and modes are its thread's, and not the graph's
+            module = apart.submit(traced).result()
+    except (
+        torch._subclasses.fake_tensor.DataDependentOutputException,
+        torch._subclasses.fake_tensor.DynamicOutputShapeException,
+    ) as error:
+        raise Untraceable(f"it reads values while it runs ({type(error).__name__}: {error})") from error
+    finally:
+        sharded.world = previous
+    spare = [n for n in module.graph.nodes if n.op == "placeholder"][len(names) + 1 :]
+    for i, node in zip(floating, spare, strict=True):
+        if i not in tangents:
+            module.graph.erase_node(node)
+    _tidy(module.graph)
+    regathered = tuple(names.index(name) for name in _gathered(sharded) if name in names)
+    constants = {str(n.target): getattr(module, str(n.target)) for n in module.graph.nodes if n.op == "get_attr"}
+    outputs = len(output.meta["values"])
+    return Joint(module.graph, constants, names, wanted, regathered, outputs, tuple(tangents), tuple(reached))
+
+
+def _device(tensors: Iterable[Tensor]) -> AbstractContextManager[Any]:
+    """Makes the device of some tensors the current one, which it is for each thread by itself."""
+    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _reached(ends: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[frozenset[int]]:
+    """Per leaf, the numbers of the ends from which autograd comes to it."""
+    found: dict[int, set[int]] = {}
+    for number, end in enumerate(ends):
+        if end.grad_fn is None:
+            found.setdefault(id(end), set()).add(number)
+        waiting, seen = [end.grad_fn], set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if (variable := getattr(node, "variable", None)) is not None:
+                found.setdefault(id(variable), set()).add(number)
+            waiting.extend(before for before, _ in node.next_functions)
+    return [frozenset(found.get(id(leaf), ())) for leaf in leaves]
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """A fake tensor like one that is real, or on meta, where a processor is meant."""
+    device = "cpu" if tensor.device.type == "meta" else tensor.device
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _gathered(sharded: fx.GraphModule) -> list[str]:
+    """Names of the placeholders that `passes.world.ops.gather` reads."""
+    return [str(n.args[1].target) for n in sharded.graph.nodes if n.target is ops.gather]  # type: ignore[union-attr]
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _tidy(graph: fx.Graph) -> None:
+    """Drops what says nothing without autograd: detached tensors, aliases, results that nobody reads."""
+    for node in graph.nodes:
+        if node.target in (_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default):
+            node.replace_all_uses_with(node.args[0])
+    graph.eliminate_dead_code()

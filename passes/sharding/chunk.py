@@ -1,0 +1,276 @@
+"""Chunking: which operators a virtual mesh axis cuts, and for which of their factors.
+
+Two ways, which may be had together, as two virtual axes. *The batch*: every operator that can works on a part of the batch
+at a time (Tensor3D's overdecomposition); chunks flow from the inputs on, and where an operator cannot follow, they are
+joined. *Operators*: the rows of single matrix products whose operands, results or gradients communicate (ATP's chunks).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, fx
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from passes.layouts.layout import is_shard, place, splits
+from passes.rules.factors import Factor, Operator, value_of
+from passes.rules.shapes import operands_of, results_of
+from passes.sharding.shard import Sharding
+from passes.strategies.strategy import SUM, Strategy, replicated, strategies
+
+__all__ = ["CHUNKS", "Chunked", "Cuts", "Options", "by_batch", "by_rows", "communicating", "extended", "in_chunks"]
+
+#: What may be cut into chunks, in the order of their virtual axes.
+CHUNKS = ("batch", "rows")
+
+#: Operator name -> the factor that a virtual axis cuts, or partial sums passed through, or None.
+Cuts = Mapping[str, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunked:
+    """A sharding by which devices do their work in chunks.
+
+    Attributes:
+        sharding: with a virtual axis behind the mesh for each of ``counts``.
+        counts: kind of chunks -> how many, of those kinds that cut something.
+        cut: kind of chunks -> names of the operators that it cuts.
+        whole: name of an operator that works on what comes in chunks, or could -> why it is not cut.
+    """
+
+    sharding: Sharding
+    counts: Mapping[str, int]
+    cut: Mapping[str, tuple[str, ...]]
+    whole: Mapping[str, str]
+
+
+def in_chunks(
+    graph: fx.Graph,
+    operators: Mapping[fx.Node, Operator],
+    sharding: Sharding,
+    inputs: Collection[str],
+    chunks: Mapping[str, int],
+    stands: Mapping[fx.Node, fx.Node] | None = None,
+) -> Chunked:
+    """A sharding with virtual axes, in so many chunks as are asked for.
+
+    Args:
+        graph, operators, sharding, inputs: see `by_batch`.
+        chunks: kind of `CHUNKS` -> how many.
+        stands: see `Options`.
+    """
+    made = sharding
+    counts: dict[str, int] = {}
+    cut: dict[str, tuple[str, ...]] = {}
+    whole: dict[str, str] = {}
+    for kind in CHUNKS:
+        count = chunks.get(kind, 1)
+        if count < 2:
+            continue
+        options = Options(None if counts else stands)  # in chunks, operators that were alike may not be
+        if kind == "batch":
+            cuts = by_batch(graph, operators, made, inputs, count, options)
+            left = _reading(operators, inputs, cuts)
+        else:
+            talking = communicating(operators, sharding)
+            cuts = by_rows(operators, made, talking, count, options)
+            left = [node for node in operators if node.name in talking and cuts[node.name] is None]
+        for node in left:
+            whole[node.name] = f"{kind}: {_why(operators[node], options.of(operators[node], made, count), kind)}"
+        if any(cuts.values()):
+            made = extended(operators, made, cuts, count, options)
+            counts[kind] = count
+            cut[kind] = tuple(name for name, factor in cuts.items() if factor is not None)
+    return Chunked(made, counts, cut, whole)
+
+
+def _reading(operators: Mapping[fx.Node, Operator], inputs: Collection[str], cuts: Cuts) -> list[fx.Node]:
+    """The operators that are whole and read what is cut, or the batch itself."""
+
+    def cut(operand: fx.Node) -> bool:
+        source = value_of(operand)[0]
+        return source.name in inputs if source.op == "placeholder" else cuts.get(source.name) is not None
+
+    found = []
+    for node, operator in operators.items():
+        batch = operator.rule is None or any(factor.role == "batch" for factor in operator.factors.values())
+        if batch and cuts[node.name] is None and any(map(cut, operands_of(node))):
+            found.append(node)
+    return found
+
+
+def _why(operator: Operator, options: Sequence[Strategy], kind: str) -> str:
+    """Why an operator is whole, which has these options."""
+    if operator.rule is None:
+        return "it has no rule"
+    batch = {factor.name for factor in operator.factors.values() if factor.role == "batch"}
+    if kind == "batch" and any(strategy.assignment[-1] in batch for strategy in options):
+        return "what else it works on is whole"
+    if kind == "batch" and batch & operator.rule.inner:
+        return "it needs the whole batch at once"
+    return "its parts would be uneven"
+
+
+class Options:
+    """The strategies that extend operators' own by a virtual axis; those of operators that are alike are found once.
+
+    Args:
+        stands: operator -> one that is alike in everything, its strategy included; those not in it stand for themselves.
+    """
+
+    def __init__(self, stands: Mapping[fx.Node, fx.Node] | None = None) -> None:
+        self.stands = stands or {}
+        self.known: dict[Hashable, list[Strategy]] = {}
+
+    def of(self, operator: Operator, sharding: Sharding, chunks: int) -> list[Strategy]:
+        """Even parts only; the first leaves the operator whole."""
+        key = self.stands.get(operator.node, operator.node), sharding.mesh, chunks
+        if key not in self.known:
+            self.known[key] = _options(operator, sharding, chunks)
+        return self.known[key]
+
+
+def by_batch(
+    graph: fx.Graph,
+    operators: Mapping[fx.Node, Operator],
+    sharding: Sharding,
+    inputs: Collection[str],
+    chunks: int,
+    options: Options | None = None,
+) -> Cuts:
+    """What a virtual axis of ``chunks`` cuts, operator by operator, for the batch to be worked on in so many parts.
+
+    Args:
+        graph: a captured graph.
+        operators: its analysis.
+        sharding: for the mesh, without the virtual axis.
+        inputs: placeholders that are the user's inputs.
+        chunks: how many.
+        options: what is known of them.
+    """
+    options = options or Options()
+    whole: Placement = Replicate()
+    have: dict[object, Placement | None] = {}  # None: whole or cut, as one likes
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta.get("val")
+            splits = node.name in inputs and isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] % chunks == 0
+            have[(node, 0)] = None if splits else whole
+    found: dict[str, str | None] = {}
+    for node, operator in operators.items():
+        best, least = replicated(operator, len(sharding.mesh) + 1), float("inf")
+        flows = any(have.get(value_of(operand)) != whole for operand in operands_of(node))
+        for strategy in options.of(operator, sharding, chunks):
+            cost = _cost(node, strategy, have)
+            if cost < least or (cost == least and best.assignment[-1] is None and flows):
+                best, least = strategy, cost
+        found[node.name] = best.assignment[-1]
+        for i, layout in enumerate(best.results):
+            have[(node, i)] = layout[-1]
+    return found
+
+
+def _cost(node: fx.Node, strategy: Strategy, have: Mapping[object, Placement | None]) -> float:
+    """Bytes that are joined or cut anew, and sums that are made of parts."""
+    cost = 0.0
+    for operand, want in zip(operands_of(node), strategy.wants, strict=True):
+        value: Tensor = operand.meta["val"]
+        mine, wanted = have.get(value_of(operand)), want.layout[-1]
+        free = mine is None and (wanted == Replicate() or (is_shard(wanted) and wanted == place(0)))
+        if not free and mine != wanted:
+            cost += value.nbytes
+    for result, layout in zip(results_of(node), strategy.results, strict=True):
+        if isinstance(layout[-1], Partial):
+            cost += 0.5 * result.nbytes
+    return cost
+
+
+def _options(operator: Operator, sharding: Sharding, chunks: int) -> list[Strategy]:
+    """The strategies that extend an operator's own by a virtual axis, even parts only; the first leaves it whole."""
+    mine = sharding.strategies[operator.node.name].assignment
+    mesh = (*sharding.mesh, chunks)
+    axis = len(sharding.mesh)
+    inner = frozenset(operator.rule.inner) if operator.rule is not None else frozenset()
+
+    def allow(at: int, factor: Factor | None) -> bool:
+        if at == axis:
+            return factor is None or (factor.name not in inner and factor.size % chunks == 0)
+        if factor is None:
+            return (mine[at] or "").startswith(SUM)
+        return mine[at] == factor.name
+
+    return [s for s in strategies(operator, mesh, allow) if s.assignment[:-1] == mine and _even(operator.node, s, mesh)]
+
+
+def _even(node: fx.Node, strategy: Strategy, mesh: tuple[int, ...]) -> bool:
+    """Whether all dims that the virtual axis, the last, cuts are split evenly."""
+    axis = len(mesh) - 1
+    tensors = [(n.meta["val"], want.layout) for n, want in zip(operands_of(node), strategy.wants, strict=True)]
+    tensors += zip(results_of(node), strategy.results, strict=True)
+    for tensor, layout in tensors:
+        for dim, size in enumerate(tensor.shape):
+            cutting = [part.axis for part in splits(layout, dim, mesh)]
+            if axis in cutting and size % math.prod(mesh[a] for a in cutting):
+                return False
+    return True
+
+
+def communicating(operators: Mapping[fx.Node, Operator], sharding: Sharding) -> list[str]:
+    """Names of the matrix products whose operands, results or activations' gradients communicate."""
+    found = []
+    for node, operator in operators.items():
+        kinds = {factor.kind for factor in operator.factors.values()}
+        if not {"m", "n", "k"} <= kinds:
+            continue
+        strategy = sharding.strategies[node.name]
+        data = strategy.wants[0]
+        partial = [*(p for layout in strategy.results for p in layout), *data.gradient]
+        if any(isinstance(p, Partial) for p in partial):
+            found.append(node.name)
+    return found
+
+
+def by_rows(
+    operators: Mapping[fx.Node, Operator],
+    sharding: Sharding,
+    names: Collection[str],
+    chunks: int,
+    options: Options | None = None,
+) -> Cuts:
+    """What a virtual axis cuts when the rows of some matrix products come in ``chunks`` parts; see `by_batch`."""
+    known = options or Options()
+    found: dict[str, str | None] = {}
+    for node, operator in operators.items():
+        found[node.name] = None
+        if node.name in names:
+            rows = {f.name for f in operator.factors.values() if f.kind == "m"}
+            cuts = [s.assignment[-1] for s in known.of(operator, sharding, chunks) if s.assignment[-1] in rows]
+            found[node.name] = cuts[0] if cuts else None
+    return found
+
+
+def extended(
+    operators: Mapping[fx.Node, Operator],
+    sharding: Sharding,
+    cuts: Cuts,
+    chunks: int,
+    options: Options | None = None,
+) -> Sharding:
+    """A sharding with a virtual axis behind its mesh, along which everything rests whole.
+
+    Raises:
+        ValueError: an operator cannot be cut as asked.
+    """
+    known = options or Options()
+    chosen: dict[str, Strategy] = {}
+    for node, operator in operators.items():
+        wanted = cuts.get(node.name)
+        made = next((s for s in known.of(operator, sharding, chunks) if s.assignment[-1] == wanted), None)
+        if made is None:
+            raise ValueError(f"operator {node.name} cannot be cut for {wanted} into {chunks} chunks")
+        chosen[node.name] = made
+    resting = {name: (*layout, Replicate()) for name, layout in sharding.resting.items()}
+    return replace(sharding, mesh=(*sharding.mesh, chunks), strategies=chosen, resting=resting)

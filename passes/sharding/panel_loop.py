@@ -1,0 +1,258 @@
+"""Panelled products: a loop that gathers one panel of the operands while the panel before it is multiplied.
+
+``C[m,n] = A[m,k] B[k,n]`` for operands that are gathered before use need not hold them whole. Along the loop's factor
+(m, n or k) every operand that has it comes panel by panel, and the result, or the sum over k, is built up. The backward
+pass gathers the panels again and reduces each panel of a gradient while the next one is multiplied. The panels of SUMMA
+(van de Geijn and Watts, 1997) are of this kind, with k as the loop's factor.
+
+A panel is not a contiguous range: it has an equal part of what each device owns, so that every device sends and receives
+the same in every round. Blocks of the loop's dim are aligned between the operands by cutting it into as many blocks as
+the least common multiple of the numbers of their owners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from passes.layouts.reshard import Step
+from passes.world.ops import Parts
+from passes.world.world import Pending, World
+
+__all__ = ["Operand", "panelled"]
+
+
+class Operand(NamedTuple):
+    """How a panelled product gets one operand, and returns its gradient.
+
+    Attributes:
+        dim: the dim of the loop's factor, -1 where the operand lacks it.
+        cuts: the number of blocks of that dim on one device; each gives a part to every panel.
+        before: gathers of other dims, done once, before the loop.
+        loop: gathers of each panel.
+        scatter: their mirrors, for each panel of the gradient.
+        after: what else the whole gradient needs, after the loop.
+    """
+
+    dim: int
+    cuts: int
+    before: tuple[Step, ...] = ()
+    loop: tuple[Step, ...] = ()
+    scatter: tuple[Step, ...] = ()
+    after: tuple[Step, ...] = ()
+
+    @classmethod
+    def of(cls, plain: Sequence[Any]) -> Operand:
+        """From nested tuples, as a graph holds them."""
+        dim, cuts, *stages = plain
+        return cls(dim, cuts, *(tuple(Step(*step) for step in stage) for stage in stages))
+
+    @property
+    def plain(self) -> tuple[Any, ...]:
+        """As nested tuples, as a graph holds them."""
+        return self.dim, self.cuts, *(tuple(tuple(step) for step in stage) for stage in self[2:])
+
+
+def panelled(
+    world: World,
+    data: Any,
+    weights: Sequence[Any],
+    operands: Sequence[tuple],
+    factor: str,
+    panels: int,
+    cuts: int,
+    transposed: Sequence[bool],
+) -> Any:
+    """The products of ``data`` [..., k] with each of ``weights``, in ``panels`` panels.
+
+    Args:
+        world: the mesh.
+        data: this device's part, or ``Parts``; so are the weights.
+        weights: [n, k] where ``transposed``, else [k, n].
+        operands: of data, then of each weight: ``Operand.plain``.
+        factor: what the loop runs over: the name of the result's dim, as a number ("0", "-1"), or "k".
+        panels: how many.
+        cuts: blocks of the loop's dim of the result.
+        transposed: per weight.
+
+    Returns:
+        a list with one product per weight.
+    """
+    whole = [data, *weights]
+    count = len(data) if isinstance(data, Parts) else 1
+    flat = [t for value in whole for t in (value if isinstance(value, Parts) else [value])]
+    loop = _Loop(world, [Operand.of(o) for o in operands], factor, panels, cuts, tuple(transposed), count)
+    results = _Panelled.apply(loop, *flat)
+    grouped = [Parts(results[i : i + count]) for i in range(0, len(results), count)]
+    return grouped if isinstance(data, Parts) else [g[0] for g in grouped]
+
+
+class _Loop(NamedTuple):
+    world: World
+    operands: list[Operand]
+    factor: str
+    panels: int
+    cuts: int
+    transposed: tuple[bool, ...]
+    hosted: int
+
+    @property
+    def result_dim(self) -> int | None:
+        """The loop's dim in the results; None where the loop sums."""
+        return None if self.factor == "k" else int(self.factor)
+
+    def grouped(self, flat: Sequence[Any]) -> list[list[Any]]:
+        """One list of hosted parts per tensor."""
+        return [list(flat[i : i + self.hosted]) for i in range(0, len(flat), self.hosted)]
+
+    def begin(self, values: list[list[Tensor]]) -> list[list[Tensor]]:
+        """The operands after the gathers that come before the loop."""
+        return [self.world.run(o.before, v) if o.before else v for o, v in zip(self.operands, values, strict=True)]
+
+    def launch(self, values: list[list[Tensor]], panel: int) -> list[Pending]:
+        """Starts to gather one panel of every operand that has panels."""
+        found = []
+        for operand, value in zip(self.operands, values, strict=True):
+            if operand.dim >= 0:
+                value = [self.cut(v, operand.dim, operand.cuts, panel) for v in value]
+            found.append(self.world.launch(operand.loop, value))
+        return found
+
+    def cut(self, tensor: Tensor, dim: int, cuts: int, panel: int) -> Tensor:
+        """The parts of all blocks that belong to one panel, side by side."""
+        return self.slot(tensor, dim, cuts, panel).flatten(dim % tensor.dim(), dim % tensor.dim() + 1).contiguous()
+
+    def slot(self, tensor: Tensor, dim: int, cuts: int, panel: int) -> Tensor:
+        """A view of one panel's place in a tensor: (.. cuts, part ..)."""
+        dim %= tensor.dim()
+        return tensor.unflatten(dim, (cuts, self.panels, -1)).select(dim + 1, panel)
+
+    def put(self, target: Tensor, dim: int, cuts: int, panel: int, value: Tensor) -> None:
+        """Writes one panel to its place."""
+        dim %= target.dim()
+        self.slot(target, dim, cuts, panel).copy_(value.unflatten(dim, (cuts, -1)))
+
+
+def _product(data: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    return torch.matmul(data, weight.t() if transposed else weight)
+
+
+def _weight_gradient(data: Tensor, gradient: Tensor, transposed: bool) -> Tensor:
+    rows, columns = data.reshape(-1, data.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+    return columns.t() @ rows if transposed else rows.t() @ columns
+
+
+class _Sum:
+    """A result that is built up from panels: summed, or put side by side."""
+
+    def __init__(self, loop: _Loop, dim: int | None, cuts: int) -> None:
+        self.loop, self.dim, self.cuts = loop, dim, cuts
+        self.value: Tensor | None = None
+        self.dtype = torch.float32
+
+    def add(self, panel: int, part: Tensor) -> None:
+        if self.value is None:
+            self.dtype = part.dtype
+            if self.dim is None:  # sums of many low-precision terms would lose what one product keeps
+                self.value = part.float() if part.dtype.itemsize < 4 else part
+                return
+            shape = list(part.shape)
+            shape[self.dim] *= self.loop.panels
+            self.value = part.new_empty(shape)
+        if self.dim is None:
+            self.value += part
+        else:
+            self.loop.put(self.value, self.dim, self.cuts, panel, part)
+
+    def get(self) -> Tensor:
+        assert self.value is not None
+        return self.value.to(self.dtype)
+
+
+class _Panelled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loop: _Loop, *flat: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.loop = loop
+        ctx.save_for_backward(*flat)
+        values = loop.begin(loop.grouped(flat))
+        results = [[_Sum(loop, loop.result_dim, loop.cuts) for _ in range(loop.hosted)] for _ in values[1:]]
+        for panel, (data, *weights) in _rounds(loop, values):
+            for i, weight in enumerate(weights):
+                for at in range(loop.hosted):
+                    results[i][at].add(panel, _product(data[at], weight[at], loop.transposed[i]))
+        return tuple(one.get() for result in results for one in result)
+
+    @staticmethod
+    def backward(ctx: Any, *flat: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise RuntimeError("gradients of gradients do not pass products in panels; plan it again with panels=1")
+        loop: _Loop = ctx.loop
+        gradients, values = loop.grouped(flat), loop.begin(loop.grouped(ctx.saved_tensors))
+        needed = loop.grouped(ctx.needs_input_grad[1:])
+        found = [_Gradient(loop, operand) if any(n) else None for operand, n in zip(loop.operands, needed, strict=True)]
+        dim = loop.result_dim
+        for panel, (data, *weights) in _rounds(loop, values):
+            parts = gradients
+            if dim is not None:
+                parts = [[loop.cut(g, dim, loop.cuts, panel) for g in gradient] for gradient in gradients]
+            if found[0] is not None:
+                found[0].add(panel, _data_gradients(loop, parts, weights, data))
+            for i, gradient in enumerate(found[1:]):
+                if gradient is not None:
+                    terms = zip(data, parts[i], strict=True)
+                    gradient.add(panel, [_weight_gradient(d.to(g.dtype), g, loop.transposed[i]) for d, g in terms])
+        results: list[Any] = [None]
+        for gradient in found:
+            results += [None] * loop.hosted if gradient is None else gradient.get()
+        return tuple(results)
+
+
+def _data_gradients(
+    loop: _Loop, gradients: list[list[Tensor]], weights: list[list[Tensor]], data: list[Tensor]
+) -> list[Tensor]:
+    found = []
+    for at in range(loop.hosted):
+        terms = [
+            _product(g[at], w[at].to(g[at].dtype), not t)
+            for g, w, t in zip(gradients, weights, loop.transposed, strict=True)
+        ]
+        found.append(sum(terms[1:], terms[0]).to(data[at].dtype))
+    return found
+
+
+def _rounds(loop: _Loop, values: list[list[Tensor]]) -> Any:
+    """(panel, operands) for each round; the next panel's gathers are under way meanwhile."""
+    pending = loop.launch(values, 0)
+    for panel in range(loop.panels):
+        current = [p.wait() for p in pending]
+        if panel + 1 < loop.panels:
+            pending = loop.launch(values, panel + 1)
+        yield panel, current
+
+
+class _Gradient:
+    """One operand's gradient, reduced panel by panel where it has panels; one reduction is under way at a time."""
+
+    def __init__(self, loop: _Loop, operand: Operand) -> None:
+        self.loop, self.operand = loop, operand
+        dim = operand.dim if operand.dim >= 0 else None
+        self.sums = [_Sum(loop, dim, operand.cuts) for _ in range(loop.hosted)]
+        self.pending: tuple[int, Pending] | None = None
+
+    def add(self, panel: int, parts: list[Tensor]) -> None:
+        self._settle()
+        self.pending = panel, self.loop.world.launch(self.operand.scatter, parts)
+
+    def _settle(self) -> None:
+        if self.pending is not None:
+            panel, pending = self.pending
+            for one, part in zip(self.sums, pending.wait(), strict=True):
+                one.add(panel, part)
+            self.pending = None
+
+    def get(self) -> list[Tensor]:
+        self._settle()
+        return self.loop.world.run(self.operand.after, [one.get() for one in self.sums])

@@ -1,0 +1,198 @@
+"""Unrolls virtual axes: a graph sharded over them too becomes one in which every chunk has its own nodes.
+
+What no virtual axis tells apart keeps one node. A reshard between chunks and the whole is one node that takes, or gives,
+a list: the chunks' parts. The graph can be run as any sharded graph can.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Sequence
+
+from torch import fx, nn
+from torch.distributed.tensor import Partial
+
+from passes.graph import differentiable
+from passes.layouts.layout import is_shard
+from passes.layouts.reshard import Step
+from passes.world import ops
+from passes.world.world import LocalWorld
+
+__all__ = ["unroll"]
+
+Place = tuple[int, ...]
+Steps = tuple[tuple, ...]
+
+
+def unroll(module: fx.GraphModule, mesh: tuple[int, ...], chunks: tuple[int, ...]) -> fx.GraphModule:
+    """The graph for a mesh, from one that was sharded for the mesh and virtual axes behind it.
+
+    Args:
+        module: see ``passes.sharding.shard.shard``, for the mesh ``mesh + chunks``; parameters and inputs rest whole on the
+            virtual axes.
+        mesh: sizes of the mesh axes.
+        chunks: sizes of the virtual axes.
+    """
+    graph = _Unroller(module.graph, len(mesh), chunks).run()
+    root = nn.Module()
+    root.world = LocalWorld((1,) * len(mesh))
+    result = fx.GraphModule(root, graph, class_name="Sharded")
+    graph.lint()
+    return result
+
+
+class _Unroller:
+    def __init__(self, source: fx.Graph, real: int, chunks: tuple[int, ...]) -> None:
+        self.source, self.real, self.chunks = source, real, chunks
+        self.graph = fx.Graph()
+        self.axes: dict[fx.Node, frozenset[int]] = {}
+        self.values: dict[fx.Node, dict[Place, fx.Node]] = {}
+        self.worlds: dict[tuple[Place, ...], fx.Node] = {}
+
+    def run(self) -> fx.Graph:
+        nothing = (0,) * len(self.chunks)
+        for node in self.source.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                copy = self.graph.node_copy(node)
+                self.put(node, frozenset(), {nothing: copy})
+                self.world = copy if node.op == "get_attr" else getattr(self, "world", None)
+            elif node.op == "output":
+                last = self.graph.output(fx.node.map_arg(node.args[0], lambda n: self.values[n][nothing]))
+                last.meta = dict(node.meta)
+            elif node.target in (ops.reshard, ops.gather):
+                self.reshard(node)
+            elif node.target in (ops.all_sum, ops.all_reduce, ops.all_max):
+                self.collective(node)
+            else:
+                self.operator(node)
+        return self.graph
+
+    def put(self, node: fx.Node, axes: frozenset[int], values: dict[Place, fx.Node]) -> None:
+        self.axes[node], self.values[node] = axes, values
+
+    def places(self, axes: frozenset[int]) -> list[Place]:
+        """The chunks that some virtual axes tell apart; 0 on the others."""
+        return list(itertools.product(*(range(n if a in axes else 1) for a, n in enumerate(self.chunks, self.real))))
+
+    def at(self, node: fx.Node, place: Place) -> fx.Node:
+        """A node's value for a chunk."""
+        axes = self.axes[node]
+        return self.values[node][tuple(c if a in axes else 0 for a, c in enumerate(place, self.real))]
+
+    def _at(self, place: Place, node: fx.Node) -> fx.Node:
+        return self.at(node, place)
+
+    def world_of(self, places: Sequence[Place]) -> fx.Node:
+        """The node of the world of some chunks."""
+        key = tuple(places)
+        if key not in self.worlds:
+            with self.graph.inserting_after(self.world):
+                self.worlds[key] = self.graph.call_function(ops.chunked, (self.world, self.chunks, key))
+        return self.worlds[key]
+
+    def virtual(self, axes: Sequence[int]) -> frozenset[int]:
+        return frozenset(a for a in axes if a >= self.real)
+
+    def operator(self, node: fx.Node) -> None:
+        axes = frozenset().union(*(self.axes[n] for n in node.all_input_nodes))
+        placed = node.target in (ops.offset, ops.seeded)
+        if placed:
+            axes |= self.virtual(node.args[2] if node.target is ops.offset else node.args[3])  # type: ignore[arg-type]
+        found = {}
+        for place in self.places(axes):
+            found[place] = self.graph.node_copy(node, functools.partial(self._at, place))
+            found[place].meta["chunk"] = place
+            if placed and axes:
+                found[place].args = (self.world_of([place]), *found[place].args[1:])
+        self.put(node, axes, found)
+
+    def collective(self, node: fx.Node) -> None:
+        """A sum or maximum inside an operator."""
+        value, chosen = node.args[1], tuple(node.args[2])  # type: ignore[arg-type]
+        if not self.virtual(chosen):
+            return self.operator(node)
+        step: Steps = (tuple(Step("all_reduce", chosen)),)
+        before = self.axes[value] | self.virtual(chosen)  # type: ignore[index]
+        if node.target is ops.all_max:
+            after = before - self.virtual(chosen)
+            return self.across(node, value, before, after, step, (), "max")  # type: ignore[arg-type]
+        if node.target is ops.all_reduce:
+            after = before - self.virtual(chosen)
+            return self.across(node, value, before, after, step, ())  # type: ignore[arg-type]
+        return self.across(node, value, before, before, step, step)  # type: ignore[arg-type]
+
+    def reshard(self, node: fx.Node) -> None:
+        value: fx.Node = node.args[1]  # type: ignore[assignment]
+        forward, backward = node.args[2], node.args[3]
+        if not any(self.virtual(_axes(step)) for step in (*forward, *backward)):  # type: ignore[misc]
+            return self.operator(node)
+        want = node.meta["want"]
+        after = frozenset(
+            a
+            for a in range(self.real, self.real + len(self.chunks))
+            if is_shard(want.layout[a])
+            or isinstance(want.layout[a], Partial)
+            or (differentiable(node.meta["val"]) and isinstance(want.gradient[a], Partial))
+        )
+        mine = self.axes[value]
+        if mine <= after and not any(self.virtual(_axes(step)) for step in forward):  # type: ignore[union-attr, arg-type]
+            # What is alike for the chunks moves once; their gradients are added before they move.
+            summed, rest = self.summed_first(backward)  # type: ignore[arg-type]
+            if summed is not None:
+                source = value
+                if forward or rest:
+                    moved = {
+                        place: self.graph.call_function(node.target, (self.world, self.at(value, place), forward, rest))  # type: ignore[arg-type]
+                        for place in self.places(mine)
+                    }
+                    for one in moved.values():
+                        one.meta = dict(node.meta)
+                    source = node
+                    self.put(node, mine, moved)
+                return self.across(node, source, after, after, (), summed)
+        crossed = frozenset().union(*(self.virtual(_axes(step)) for step in (*forward, *backward)))  # type: ignore[misc, arg-type]
+        return self.across(node, value, mine | after | crossed, after, forward, backward)  # type: ignore[arg-type]
+
+    def summed_first(self, steps: Steps) -> tuple[Steps | None, Steps]:
+        """The sums along virtual axes, and the other steps; None if there are other steps along virtual axes."""
+        summed: list[int] = []
+        rest = []
+        for step in steps:
+            virtual = self.virtual(_axes(step))
+            if virtual and step[0] != "all_reduce":
+                return None, ()
+            summed += sorted(virtual)
+            real = tuple(a for a in step[1] if a < self.real)
+            if real:
+                rest.append((step[0], real, *step[2:]))
+        return ((tuple(Step("all_reduce", tuple(summed))),) if summed else ()), tuple(rest)
+
+    def across(
+        self,
+        node: fx.Node,
+        value: fx.Node,
+        axes: frozenset[int],
+        after: frozenset[int],
+        forward: Steps,
+        backward: Steps,
+        op: str = "sum",
+    ) -> None:
+        """A move along virtual axes, from the chunks of ``value`` to those of ``after``."""
+        places, given, wanted = self.places(axes), self.places(self.axes[value]), self.places(after)
+        spread = tuple(
+            given.index(tuple(c if a in self.axes[value] else 0 for a, c in enumerate(p, self.real))) for p in places
+        )
+        kept = tuple(places.index(place) for place in wanted)
+        parts = [self.values[value][place] for place in given]
+        all_ = self.graph.call_function(
+            ops.reshard_chunks, (self.world_of(places), parts, forward, backward, spread, kept, op)
+        )
+        all_.meta = dict(node.meta)
+        found = {place: self.graph.call_function(operator.getitem, (all_, i)) for i, place in enumerate(wanted)}
+        self.put(node, after, found)
+
+
+def _axes(step: tuple) -> tuple[int, ...]:
+    return tuple(step[1])

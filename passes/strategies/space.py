@@ -1,0 +1,121 @@
+"""The strategies of an operator on all meshes with so many axes, as arrays.
+
+What a strategy asks of operands and leaves in results depends, axis by axis, only on the factor that the axis serves, not
+on the axis's size. So the arrays are made once for every number of axes; which rows exist on a mesh is a mask.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from passes.layouts.codes import WHOLE, code_of, fitting, ways
+from passes.rules.factors import Operator
+from passes.rules.shapes import operands_of, results_of
+from passes.rules.table import rule_of
+from passes.strategies.strategy import SUM, Allow, Strategy, effect, strategy_of, uneven_matters
+
+__all__ = ["Space", "space"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Space:
+    """All strategies of one operator for a number of axes; row 0 replicates.
+
+    Attributes:
+        operator: the operator.
+        names: what an axis can serve: None, factors, ``"+i"``.
+        serves: ``[S, axes]`` indices into ``names``.
+        wants, gradients: per operand, codes ``[S, axes]``.
+        results: per result, codes ``[S, axes]``.
+    """
+
+    operator: Operator
+    names: tuple[str | None, ...]
+    serves: np.ndarray
+    wants: tuple[np.ndarray, ...]
+    gradients: tuple[np.ndarray, ...]
+    results: tuple[np.ndarray, ...]
+
+    def assignment(self, row: int) -> tuple[str | None, ...]:
+        """Per axis the factor that it serves."""
+        return tuple(self.names[i] for i in self.serves[row])
+
+    def strategy(self, row: int) -> Strategy:
+        """The strategy of a row."""
+        return strategy_of(self.operator, self.assignment(row))
+
+    def axes_of(self, names: frozenset[str]) -> np.ndarray:
+        """``[S, axes]``: whether the axis serves one of these factors."""
+        chosen = np.array([name in names for name in self.names])
+        return chosen[self.serves]
+
+    def factors(self) -> np.ndarray:
+        """``[S, axes]``: whether the axis serves a factor at all."""
+        return np.array([name in self.operator.factors for name in self.names])[self.serves]
+
+    def valid(self, mesh: tuple[int, ...]) -> np.ndarray:
+        """``[S]``: which strategies exist on a mesh."""
+        found = ~((np.array(mesh) == 1) & (self.serves != 0)).any(axis=-1)
+        if self.operator.rule is None:
+            return found
+        table = rule_of(self.operator.node)
+        assert table is not None
+        divided = uneven_matters(self.operator)
+        for index, name in enumerate(self.names):
+            factor = self.operator.factors.get(name or "")
+            if factor is None:
+                continue
+            count = np.where(self.serves == index, np.array(mesh), 1).prod(axis=-1)
+            if factor.sole and factor.base not in divided:
+                found &= (factor.size % count == 0) | (count <= factor.size)
+            else:
+                found &= factor.size % count == 0
+        operands = [tuple(n.meta["val"].shape) for n in operands_of(self.operator.node)]
+        outputs = [tuple(t.shape) for t in results_of(self.operator.node)]
+        for shape, rows in (*zip(operands, self.wants, strict=True), *zip(outputs, self.results, strict=True)):
+            found &= fitting(shape, rows, mesh)
+        if table.shape is not None:
+            uneven = sum((size % ways(self.results[0], d, mesh) != 0).astype(int) for d, size in enumerate(outputs[0]))
+            found &= np.asarray(uneven) <= 1
+        return found
+
+
+def space(operator: Operator, axes: int, allow: Allow | None = None) -> Space:
+    """All strategies of ``operator`` on ``axes`` axes; ``allow`` as for ``passes.strategies.strategy.strategies``."""
+    operands, results = operands_of(operator.node), results_of(operator.node)
+    names: list[str | None] = [None]
+    choices = [[0] for _ in range(axes)]
+    if operator.rule is not None:
+        names += [f.name for f in operator.factors.values() if f.offered]
+        factors = len(names)
+        if operator.rule.linear and operator.sums:
+            names += [SUM + str(i) for i in range(len(operator.rule.linear))]
+        for axis in range(axes):
+            for index in range(1, len(names)):
+                factor = operator.factors[names[index]] if index < factors else None  # type: ignore[index]
+                if allow is None or allow(axis, factor):
+                    choices[axis].append(index)
+    count = math.prod(map(len, choices))
+    serves = np.array(list(itertools.product(*choices)), dtype=np.int64).reshape(count, axes)
+    if operator.rule is None:
+        whole = np.full((count, axes), WHOLE)
+        return Space(
+            operator, tuple(names), serves, (whole,) * len(operands), (whole,) * len(operands), (whole,) * len(results)
+        )
+    effects = [effect(operator.rule, name) for name in names]
+
+    def column(of: list) -> np.ndarray:
+        return np.array([code_of(p) for p in of], dtype=np.int64)[serves]
+
+    return Space(
+        operator,
+        tuple(names),
+        serves,
+        tuple(column([e.wants[i] for e in effects]) for i in range(len(operands))),
+        tuple(column([e.gradients[i] for e in effects]) for i in range(len(operands))),
+        tuple(column([e.results[i] for e in effects]) for i in range(len(results))),
+    )

@@ -1,0 +1,154 @@
+"""Virtual mesh axes: "devices" that are chunks of one device's work, run one after the other on it.
+
+A chunk of a batch, or of a matrix product's rows, is to a strategy what a device is: something that a mesh axis cuts a
+factor for. Collectives along a virtual axis are local sums and joins; along the others, each chunk has its own, which is
+what lets one chunk's collective run while another chunk is computed. What is alike for all chunks is computed once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.layouts.reshard import Step, sums_first
+from passes.world.world import Pending, World
+
+__all__ = ["ChunkedWorld"]
+
+
+class ChunkedWorld(World):
+    """Chunks of every device that another world hosts.
+
+    Args:
+        base: the world of the devices.
+        chunks: sizes of the virtual axes, which come behind the mesh's.
+        places: the chunks, as coordinates on the virtual axes. ``hosted`` lists ``base.hosted`` for each.
+    """
+
+    base: World
+
+    def __init__(self, base: World, chunks: tuple[int, ...], places: Sequence[tuple[int, ...]]) -> None:
+        super().__init__(base.mesh_shape + chunks, [at + place for place in places for at in base.hosted])
+        self.__dict__["base"] = base  # not a submodule: it belongs to whoever made it
+        self.real, self.count, self.places = len(base.mesh_shape), len(base.hosted), list(places)
+
+    def launch(self, steps: Iterable[Step], parts: Sequence[Tensor]) -> Pending:
+        """See ``World.launch``; what is to be summed over chunks is summed first, so that one collective moves the sum."""
+        return super().launch(sums_first(steps, self.real), parts)
+
+    def _split_axes(self, axes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return tuple(a for a in axes if a < self.real), tuple(a for a in axes if a >= self.real)
+
+    def _each(self, collective: Callable[[list[Tensor]], Pending], parts: Sequence[Tensor]) -> Pending:
+        """A collective of the base world for every chunk; chunks that have the same tensors share one."""
+        known: dict[tuple[int, ...], Pending] = {}
+        order = []
+        for start in range(0, len(parts), self.count):
+            mine = list(parts[start : start + self.count])
+            key = tuple(map(id, mine))
+            if key not in known:
+                known[key] = collective(mine)
+            order.append(key)
+
+        def finish(_: list[Tensor]) -> list[Tensor]:
+            results = {key: pending.wait() for key, pending in known.items()}
+            return [part for key in order for part in results[key]]
+
+        return Pending(parts).then(finish)
+
+    def _locally(
+        self, parts: Sequence[Tensor], axes: tuple[int, ...], join: Callable[[list[Tensor]], Tensor], own: bool
+    ) -> list[Tensor]:
+        """For every group along virtual axes, its joined tensors; or of these, what a member owns."""
+        groups: dict[Any, list[int]] = {}
+        for index, at in enumerate(self.hosted):
+            rest = tuple(c for a, c in enumerate(at) if a not in axes)
+            groups.setdefault((index % self.count, rest), []).append(index)
+        results = list(parts)
+        for members in groups.values():
+            joined = join([parts[i] for i in members])
+            for position, i in enumerate(members):
+                results[i] = joined[position].clone() if own else joined
+        return results
+
+    def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
+        """See ``World.all_reduce``."""
+        real, virtual = self._split_axes(axes)
+        if virtual:
+            parts = self._locally(parts, virtual, _summed if op == "sum" else _largest, False)
+        return self._each(lambda mine: self.base.all_reduce(mine, real, op), parts) if real else Pending(parts)
+
+    def all_gather(self, parts: Sequence[Tensor], axis: int) -> Pending:
+        """See ``World.all_gather``."""
+        if axis < self.real:
+            return self._each(lambda mine: self.base.all_gather(mine, axis), parts)
+        return Pending(self._locally(parts, (axis,), torch.stack, False))
+
+    def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> Pending:
+        """See ``World.reduce_scatter``."""
+        if axis < self.real:
+            return self._each(lambda mine: self.base.reduce_scatter(mine, axis), parts)
+        return Pending(self._locally(parts, (axis,), _summed, True))
+
+    def all_to_all(self, parts: Sequence[Tensor], axis: int) -> Pending:
+        """See ``World.all_to_all``."""
+        if axis < self.real:
+            return self._each(lambda mine: self.base.all_to_all(mine, axis), parts)
+        return Pending(self._locally(parts, (axis,), lambda group: torch.stack(group, 1), True))
+
+    def offset(self, size: int, axes: Sequence[int], like: Any = None) -> list[Any]:
+        """See ``World.offset``; virtual axes cut what the others leave."""
+        real, virtual = self._split_axes(axes)
+        starts = self.base.offset(size, real, like) * len(self.places) if real else [0] * len(self.hosted)
+        for axis in real:
+            size //= self.mesh_shape[axis]
+        return [start + more for start, more in zip(starts, super().offset(size, virtual), strict=True)]
+
+    def own(self, tensor: Tensor, step: Step, index: int) -> Tensor:
+        """See ``World.own``."""
+        if step.axes[0] < self.real:
+            return self.base.own(tensor, step, index % self.count)
+        return super().own(tensor, step, index)
+
+    def masked(self, tensor: Tensor, axes: Sequence[int], index: int) -> Tensor:
+        """See ``World.masked``."""
+        real, virtual = self._split_axes(axes)
+        tensor = self.base.masked(tensor, real, index % self.count) if real else tensor
+        return super().masked(tensor, virtual, index)
+
+    def in_one_format(self, tensor: Tensor) -> Tensor:
+        """See ``World.in_one_format``."""
+        return self.base.in_one_format(tensor)
+
+    def within(self, ids: Tensor, outside: Tensor, message: str) -> Tensor:
+        """See ``World.within``."""
+        return self.base.within(ids, outside, message)
+
+    def pad(self, tensor: Tensor, dim: int, length: int) -> Tensor:
+        """See ``World.pad``."""
+        return self.base.pad(tensor, dim, length)
+
+    def crop(self, tensor: Tensor, dim: int, length: int) -> Tensor:
+        """See ``World.crop``."""
+        return self.base.crop(tensor, dim, length)
+
+    def seeded(
+        self, seed: Any, salt: int, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any
+    ) -> Any:
+        """See ``World.seeded``: chunks that a virtual axis tells apart draw different numbers."""
+        real, virtual = self._split_axes(axes)
+        for axis in virtual:
+            salt = salt * 1_000_003 + 1 + self.hosted[index][axis]
+        return self.base.seeded(seed, salt % 2**62, real, index % self.count, function, args, kwargs)
+
+
+def _summed(group: list[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, group)
+
+
+def _largest(group: list[Tensor]) -> Tensor:
+    return functools.reduce(torch.maximum, group)

@@ -1,0 +1,364 @@
+"""Worlds: who takes part in a collective.
+
+A sharded graph is the same for every device; a *world* gives it its surroundings. `passes.world.process` is one process of
+a ``torch.distributed`` job. ``LocalWorld`` is every device of a mesh at once, in this process: its collectives are local
+``stack`` and ``sum``. Both offer the same four primitives over the devices that they host (one, or all), each of which
+returns at once what is ``Pending``. ``run`` executes reshard steps on them, padding uneven chunks so that every message
+has one size; ``launch`` leaves the last step under way.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from costmodel.errors import AutotpError
+from passes.layouts.layout import even_chunk, extent, in_one_format, take_block
+from passes.layouts.reshard import Step
+from passes.world.random_ops import DRAWN
+
+__all__ = ["LocalWorld", "Pending", "World", "reduced"]
+
+
+#: Passes whose seeds are known, for those that do them again: more than lie between a pass and its backward pass.
+_REMEMBERED = 65536
+
+
+class Pending:
+    """A collective under way: the hosted devices' results, to be had by ``wait``.
+
+    Args:
+        parts: the tensors that the collective fills, one per hosted device.
+        work: torch's handle, None when nothing is under way.
+        sent: tensors that must live until the end.
+    """
+
+    def __init__(self, parts: Iterable[Tensor], work: Any = None, sent: Any = None) -> None:
+        self._parts, self._work, self._sent = list(parts), work, sent
+        self._then: list[Callable[[list[Tensor]], list[Tensor]]] = []
+
+    def then(self, function: Callable[[list[Tensor]], list[Tensor]]) -> Pending:
+        """The same with local work on the results, done when they are waited for."""
+        self._then.append(function)
+        return self
+
+    def whenever_done(self, call: Callable[[Any], Any]) -> None:
+        """Calls a function when the collective is done: at once when nothing is under way."""
+        if self._work is None:
+            call(None)
+        else:
+            self._work.get_future().add_done_callback(call)
+
+    def wait(self) -> list[Tensor]:
+        """The results, when they are there."""
+        if self._work is not None:
+            self._work.wait()
+        for function in self._then:
+            self._parts = function(self._parts)
+        self._work, self._sent, self._then = None, None, []
+        return self._parts
+
+
+class World(nn.Module):
+    """The mesh as a graph sees it. ``hosted`` lists the coordinates of the devices that live in this process."""
+
+    def __init__(self, mesh_shape: tuple[int, ...], hosted: Sequence[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.mesh_shape = mesh_shape
+        self.hosted = tuple(hosted)
+        self.regather: Any = None
+        self._seeds = torch.Generator()
+        self._repeated: int | None = None
+        self._given: dict[int, int | None] = {}
+        self.seed(torch.initial_seed())
+
+    def seed(self, seed: int) -> None:
+        """Starts the sequence of seeds for random operators; every device must be given the same."""
+        self._seeds.manual_seed(seed % 2**63)
+
+    def next_seed(self) -> int:
+        """The next seed, the same on every device.
+
+        A pass within a backward pass does again what one did before (``torch.utils.checkpoint``), and is given the seed of
+        that: the one that began where the program's own generator, whose state checkpoints restore, stands now.
+        """
+        if self._repeated is not None:
+            return self._repeated
+        place = int(torch.randint(2**62, (), device="cpu"))
+        if torch._C._current_graph_task_id() != -1 and place in self._given:
+            if (before := self._given[place]) is None:
+                raise AutotpError(
+                    "a checkpoint does a forward pass again, but several began at the same state of torch's generator, and "
+                    "each dropped something else: do not seed it anew between them"
+                )
+            return before
+        seed = int(torch.randint(2**62, (), generator=self._seeds))
+        self._given[place] = None if place in self._given else seed
+        if len(self._given) > _REMEMBERED:
+            del self._given[next(iter(self._given))]
+        return seed
+
+    @contextmanager
+    def repeating(self, seed: int) -> Iterator[None]:
+        """A pass that was run before is run again, with its seed; the sequence of seeds does not go on."""
+        before, self._repeated = self._repeated, seed
+        try:
+            yield
+        finally:
+            self._repeated = before
+
+    @abstractmethod
+    def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
+        """Every device of the group gets the sum (or ``max``) of the group's tensors."""
+
+    def all_reduce_(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
+        """``all_reduce`` that may leave its results where the tensors were, which nobody else reads."""
+        return self.all_reduce(parts, axes, op)
+
+    @abstractmethod
+    def all_gather(self, parts: Sequence[Tensor], axis: int) -> Pending:
+        """Every device gets the group's tensors, stacked in a new dim 0: memory of its own, of which views are given."""
+
+    @abstractmethod
+    def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> Pending:
+        """Device i of the group gets the sum of everybody's ``part[i]``."""
+
+    @abstractmethod
+    def all_to_all(self, parts: Sequence[Tensor], axis: int) -> Pending:
+        """Device i of the group gets everybody's ``part[i]``, stacked in dim 0."""
+
+    def extra_repr(self) -> str:
+        """The mesh's shape and the number of hosted devices."""
+        return f"mesh={self.mesh_shape}, hosted={len(self.hosted)}"
+
+    def run(self, steps: Iterable[Step], parts: Sequence[Tensor]) -> list[Tensor]:
+        """Executes reshard steps on the hosted devices' parts of one tensor."""
+        return self.launch(steps, parts).wait()
+
+    def launch(self, steps: Iterable[Step], parts: Sequence[Tensor]) -> Pending:
+        """``run`` that does not wait for the last step."""
+        pending = Pending(parts)
+        for step in steps:
+            pending = getattr(self, f"_{step.kind}")(step, pending.wait())
+        return pending
+
+    def offset(self, size: int, axes: Sequence[int], like: Any = None) -> list[Any]:
+        """Where each hosted device's contiguous part of a dim of ``size``, split by ``axes``, begins."""
+        starts = []
+        for at in self.hosted:
+            start, length = 0, size
+            for axis in axes:
+                chunk = even_chunk(length, self.mesh_shape[axis])
+                start += min(at[axis] * chunk, length)
+                length = extent(length, (self.mesh_shape[axis],), (at[axis],))
+            starts.append(start)
+        return starts
+
+    def own(self, tensor: Tensor, step: Step, index: int) -> Tensor:
+        """A copy of the part of ``tensor`` that a slicing step leaves a hosted device; a view would keep all of it."""
+        (axis,) = step.axes
+        part = take_block(tensor, step.dim, step.blocks, self.mesh_shape[axis], self.hosted[index][axis])
+        return part.clone(memory_format=torch.contiguous_format)
+
+    def masked(self, tensor: Tensor, axes: Sequence[int], index: int) -> Tensor:
+        """``tensor`` where a hosted device comes first along the axes, else zeros."""
+        return tensor if all(self.hosted[index][axis] == 0 for axis in axes) else torch.zeros_like(tensor)
+
+    def pad(self, tensor: Tensor, dim: int, length: int) -> Tensor:
+        """``tensor`` with zeros at the end of a dim, up to ``length``."""
+        missing = length - tensor.shape[dim]
+        if missing == 0:
+            return tensor
+        filler = list(tensor.shape)
+        filler[dim] = missing
+        return torch.cat([tensor, tensor.new_zeros(filler)], dim)
+
+    def crop(self, tensor: Tensor, dim: int, length: int) -> Tensor:
+        """The inverse of ``pad``."""
+        return tensor.narrow(dim, 0, length).contiguous()
+
+    def in_one_format(self, tensor: Tensor) -> Tensor:
+        """``tensor`` in a memory format that its strides leave no doubt about; see
+        `passes.layouts.layout.in_one_format`."""
+        return in_one_format(tensor)
+
+    def within(self, ids: Tensor, outside: Tensor, message: str) -> Tensor:
+        """``ids``, if ``outside`` is 0; see `passes.world.ops.within`."""
+        if outside.is_cuda:  # as torch's own lookups: the processor does not wait for the device to find out
+            torch._assert_async(outside == 0, message)
+        elif outside:
+            raise IndexError(message)
+        return ids
+
+    def seeded(
+        self, seed: Any, salt: int, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any
+    ) -> Any:
+        """A random operator on a hosted device; see `passes.world.ops.seeded`."""
+        if self._repeated is not None and function in DRAWN:  # a scheduled pass drew this way, whatever the kernel does
+            noise = functools.partial(self.draw, seed, salt, axes, index)
+            return DRAWN[function](noise, *args, **kwargs)
+        with self.generator(seed, salt, axes, index, tree_leaves((args, kwargs))):
+            return function(*args, **kwargs)
+
+    def draw(self, seed: Any, salt: int, axes: Sequence[int], index: int, like: Tensor, method: str, *by: float) -> Tensor:
+        """Random numbers on a hosted device, by a tensor's method; see `passes.overlap.primitives.draw`."""
+        with self.generator(seed, salt, axes, index, [like]):
+            return getattr(torch.empty_like(like, memory_format=torch.contiguous_format), method)(*by)
+
+    @contextmanager
+    def generator(self, seed: int, salt: int, axes: Sequence[int], index: int, near: Iterable[Any]) -> Iterator[None]:
+        """Seeds torch's generators, of the processor and of the devices of the tensors ``near``, for one operator."""
+        devices = {t.device for t in near if isinstance(t, Tensor) and t.device.type == "cuda"}
+        with torch.random.fork_rng(devices=list(devices)):
+            mixed = seed
+            for number in (salt, *(self.hosted[index][axis] for axis in axes)):
+                draw = torch.Generator().manual_seed((mixed + number) % 2**63)
+                mixed = int(torch.randint(2**62, (), generator=draw))
+            torch.default_generator.manual_seed(mixed)
+            for device in devices:
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(mixed)
+            yield
+
+    def _slice(self, step: Step, parts: list[Tensor]) -> Pending:
+        return Pending(self.own(part, step, i) for i, part in enumerate(parts))
+
+    def _mask(self, step: Step, parts: list[Tensor]) -> Pending:
+        return Pending(self.masked(part, step.axes, i) for i, part in enumerate(parts))
+
+    def _all_reduce(self, step: Step, parts: list[Tensor]) -> Pending:
+        return self.all_reduce(parts, step.axes)
+
+    def _reduce_scatter(self, step: Step, parts: list[Tensor]) -> Pending:
+        (axis,) = step.axes
+        ways = self.mesh_shape[axis]
+        stacked = [self._split(part, step.dim, step.blocks, ways) for part in parts]
+        lengths = [extent(part.shape[step.dim], (ways,), (at[axis],)) for part, at in zip(parts, self.hosted, strict=True)]
+
+        def finish(shards: list[Tensor]) -> list[Tensor]:
+            if step.blocks > 1:
+                return [_join_blocks(shard, step.dim) for shard in shards]
+            return [self.crop(shard, step.dim, n) for shard, n in zip(shards, lengths, strict=True)]
+
+        return self.reduce_scatter(stacked, axis).then(finish)
+
+    def _all_gather(self, step: Step, parts: list[Tensor]) -> Pending:
+        (axis,) = step.axes
+        ways = self.mesh_shape[axis]
+        if not step.size:
+            pending = self.all_gather(parts, axis)
+            return pending.then(lambda gathered: [_join_dim(part, step.dim, step.blocks) for part in gathered])
+        outer_ways = [self.mesh_shape[a] for a in step.outer]
+        totals = [extent(step.size, outer_ways, [at[a] for a in step.outer]) for at in self.hosted]
+        # every group has its own total, and every message of one group one length
+        equal = [self.pad(part, step.dim, even_chunk(n, ways)) for part, n in zip(parts, totals, strict=True)]
+
+        def finish(gathered: list[Tensor]) -> list[Tensor]:
+            joined = [_join_dim(part, step.dim, 1) for part in gathered]
+            return [self.crop(part, step.dim, n) for part, n in zip(joined, totals, strict=True)]
+
+        return self.all_gather(equal, axis).then(finish)
+
+    def _all_to_all(self, step: Step, parts: list[Tensor]) -> Pending:
+        (axis,) = step.axes
+        ways = self.mesh_shape[axis]
+        stacked = [self._split(part, step.to_dim, step.to_blocks, ways) for part in parts]
+        if step.to_blocks > 1:
+            stacked = [torch.stack([_join_blocks(s, step.to_dim) for s in part]) for part in stacked]
+        pending = self.all_to_all(stacked, axis)
+        return pending.then(lambda found: [_join_dim(part, step.dim, step.blocks) for part in found])
+
+    def _split(self, tensor: Tensor, dim: int, blocks: int, ways: int) -> Tensor:
+        """(.. dim ..) -> (ways, .., [blocks,] chunk, ..), padded; with blocks > 1 the block dim stays before the chunk."""
+        if blocks > 1:
+            return torch.stack(tensor.unflatten(dim, (blocks, -1)).chunk(ways, dim + 1))
+        chunk = even_chunk(tensor.shape[dim], ways)
+        padded = self.pad(tensor, dim, chunk * ways)
+        return padded.unflatten(0, (ways, chunk)) if dim == 0 else torch.stack(padded.split(chunk, dim))
+
+
+def _join_blocks(tensor: Tensor, dim: int) -> Tensor:
+    """(.., blocks, chunk, ..) -> (.., dim, ..)."""
+    return tensor.flatten(dim, dim + 1)
+
+
+def _join_dim(stacked: Tensor, dim: int, blocks: int) -> Tensor:
+    """(ways, .., dim, ..) -> (.., dim, ..): the inverse of splitting every one of ``blocks`` blocks of ``dim``."""
+    if blocks == 1 and dim == 0:
+        return stacked.flatten(0, 1)
+    parts = stacked.unbind(0)
+    if blocks == 1:
+        return torch.cat(parts, dim)
+    return torch.cat([part.unflatten(dim, (blocks, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
+
+
+class LocalWorld(World):
+    """Every device of a mesh, in this one process. As elsewhere, what arrives is contiguous, however it was sent."""
+
+    def __init__(self, mesh_shape: tuple[int, ...]) -> None:
+        super().__init__(mesh_shape, list(itertools.product(*(range(n) for n in mesh_shape))))
+
+    def _groups(self, axes: Sequence[int]) -> Iterable[list[int]]:
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, at in enumerate(self.hosted):
+            groups.setdefault(tuple(c for a, c in enumerate(at) if a not in axes), []).append(index)
+        return groups.values()
+
+    def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
+        """See ``World.all_reduce``."""
+        result = list(parts)
+        for group in self._groups(axes):
+            stacked = _stacked(parts[i] for i in group)
+            value = reduced(stacked, op)
+            for i in group:
+                result[i] = value.clone()
+        return Pending(result)
+
+    def all_reduce_(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
+        """See ``World.all_reduce_``; it writes at once, so that who reads too late is found out."""
+        for part, value in zip(parts, self.all_reduce(parts, axes, op).wait(), strict=True):
+            part.copy_(value)
+        return Pending(parts)
+
+    def all_gather(self, parts: Sequence[Tensor], axis: int) -> Pending:
+        """See ``World.all_gather``."""
+        result = list(parts)
+        for group in self._groups((axis,)):
+            stacked = _stacked(parts[i] for i in group)
+            for i in group:
+                result[i] = stacked.clone()
+        return Pending(result)
+
+    def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> Pending:
+        """See ``World.reduce_scatter``."""
+        result = list(parts)
+        for group in self._groups((axis,)):
+            total = reduced(_stacked(parts[i] for i in group))
+            for position, i in enumerate(group):
+                result[i] = total[position].clone()
+        return Pending(result)
+
+    def all_to_all(self, parts: Sequence[Tensor], axis: int) -> Pending:
+        """See ``World.all_to_all``."""
+        result = list(parts)
+        for group in self._groups((axis,)):
+            for position, i in enumerate(group):
+                result[i] = _stacked(parts[j][position] for j in group)
+        return Pending(result)
+
+
+def reduced(stacked: Tensor, op: str = "sum") -> Tensor:
+    """The sum (or ``max``) over dim 0, of the same dtype: torch's own sum of narrow integers is wider."""
+    return stacked.sum(0, dtype=stacked.dtype) if op == "sum" else stacked.amax(0)
+
+
+def _stacked(parts: Iterable[Tensor]) -> Tensor:
+    return torch.stack([part.contiguous() for part in parts])

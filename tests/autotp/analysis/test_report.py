@@ -1,0 +1,199 @@
+"""The report for the browser: what it tells, and that it works in one."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from models import MODELS
+from test_planner import SLOW
+
+import autotp
+from autotp.analysis.report import content, page
+from autotp.analysis.trace import predicted_events, scheduled, trainable
+from autotp.cli.report import write_report
+from autotp.planner import plan_captured
+from autotp.plans.families import family
+from passes.capture import capture
+
+FOUR = autotp.Topology.flat(4, bandwidth=1e8, latency=1e-6, device=SLOW)
+CHROMIUM = shutil.which("chromium")
+
+
+@pytest.fixture(scope="module")
+def planned():
+    model, args, kwargs = MODELS["gpt2"]()
+    captured = capture(model, args, kwargs)
+    return model, captured, plan_captured(captured, FOUR, family("tensor3d"), mesh=(2, 2), schedule="overlap", chunks={})
+
+
+@pytest.fixture(scope="module")
+def told(planned):
+    model, captured, plan = planned
+    events = predicted_events(scheduled(captured, plan, trainable(model)))
+    return content(captured, plan, events=events, title="a model")
+
+
+def test_the_report_tells_what_the_plan_says(planned, told):
+    _, _, plan = planned
+    assert [op[0] for op in told["operators"]] == [op.name for op in plan.operators]
+    for (_, module, row, seconds, communication, reads), op in zip(told["operators"], plan.operators, strict=True):
+        assert told["modules"][module] == op.module and told["rows"][row]["scheme"] == op.scheme
+        assert tuple(told["rows"][row]["layouts"]) == op.layouts
+        assert (seconds, communication) == (op.seconds, op.communication_seconds)
+        assert all(0 <= read < len(plan.operators) for read in reads)
+    named = {op[0]: op for op in told["operators"]}
+    loss = next(op for op in told["operators"] if "cross_entropy" in told["rows"][op[2]]["target"])
+    assert loss[5], "the loss reads other operators"
+    assert all(row["alternatives"] for row in told["rows"] if row["considered"] > 1)
+    assert {row["name"] for row in told["rows"]} <= named.keys()
+
+
+def test_its_costs_are_the_plans(planned, told):
+    _, _, plan = planned
+    costs = told["costs"]
+    computing = sum(one["seconds"] for one in costs if one["what"] == "computing")
+    assert computing == pytest.approx(sum(op.seconds - op.communication_seconds for op in plan.operators), rel=1e-9)
+    moving = sum(one["seconds"] for one in costs if one["what"] != "computing")
+    assert moving == pytest.approx(sum(op.communication_seconds for op in plan.operators), rel=1e-9)
+    assert all(one["what"].startswith("parameters") for one in costs if one["hidden"])
+
+
+def test_its_timeline_is_the_schedule(planned, told):
+    model, captured, plan = planned
+    slots = scheduled(captured, plan, trainable(model))
+    forward, backward = (max(slot.end for slot in half) for half in slots)
+    ends = [begin + seconds for _, begin, seconds, *_ in told["timeline"]["events"]]
+    assert max(ends) == pytest.approx(forward + backward, rel=1e-9)
+    assert told["timeline"]["tracks"][0] == "compute" and {"axes 0", "axes 1"} < set(told["timeline"]["tracks"])
+    assert "all_reduce" in told["timeline"]["names"]
+
+
+def test_a_page_is_one_file_and_holds_any_text(told):
+    hostile = {**told, "title": "</script><script>alert(1)</script> {{script}}"}
+    text = page(hostile)
+    assert not re.search(r"(src|href)=\"(?!data:)", text) and "http://www.w3.org" in text
+    assert not re.search(r"https?://(?!www\.w3\.org)", text), "nothing is fetched"
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    assert json.loads(found[1])["title"] == hostile["title"] and text.count("<script>alert") == 0
+
+
+def test_nothing_half_written_is_left(planned, tmp_path):
+    model, captured, plan = planned
+    with pytest.raises(autotp.AutotpError, match="no directory"):
+        write_report(tmp_path / "missing" / "report.html", model, captured, plan, False, "a model")
+    other, x = torch.nn.Linear(4, 4), torch.randn(4, 4)
+    with pytest.raises(autotp.AutotpError, match="another model"):
+        write_report(tmp_path / "report.html", other, capture(other, (x,)), plan, False, "a model")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("no chromium: install it (apt-get install chromium) to test the report in a browser")
+    api = pytest.importorskip("playwright.sync_api")
+    with api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def opened(browser, told, tmp_path):
+    """The report of a small model, and of one with ten thousand operators, each in a page that fails on any error."""
+    errors = []
+
+    def open_(given):
+        file = tmp_path / f"report{len(list(tmp_path.iterdir()))}.html"
+        file.write_text(page(given))
+        tab = browser.new_page(viewport={"width": 1400, "height": 900})
+        tab.on("pageerror", lambda error: errors.append(str(error)))
+        tab.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        tab.on("request", lambda request: errors.append(request.url) if not request.url.startswith("file:") else None)
+        tab.goto(f"file://{file}")
+        return tab
+
+    yield open_
+    assert not errors
+
+
+def shown(tab):
+    """The text of the rows in sight of the view that is open."""
+    return tab.eval_on_selector_all("section:not([hidden]) .list .row", "rows => rows.map(row => row.textContent)")
+
+
+def test_in_a_browser(opened, planned, told):
+    tab = opened(told)
+    _, _, plan = planned
+    assert tab.title() == "a model" and "x 2 × y 2" in tab.text_content("#facts")
+    # the tree: collapsed, opened, folded
+    assert shown(tab)[0].startswith("▾the model")
+    before = len(shown(tab))
+    tab.click("[data-does=expand]")
+    assert len(shown(tab)) > before
+    assert any("0 … 1 × 2" in row for row in shown(tab)) == (
+        told["rows"][-1]["copies"] > 1 or len(told["rows"]) < len(plan.operators)
+    )
+    tab.click("[data-does=collapse]")
+    assert len(shown(tab)) == before
+    # the graph: a box for every part, entered by a click
+    boxes = tab.locator(".graph .box")
+    assert boxes.count() == before - 1
+    boxes.filter(has_text="transformer").click()
+    assert tab.locator(".crumbs").text_content() == "the model . transformer" and boxes.count() > 3
+    # the table: search, sort, explanation
+    tab.click("[data-tab=Operators]")
+    tab.fill("input[type=search]", "addmm c_attn")
+    wanted = [op.name for op in plan.operators if "addmm" in op.target and "c_attn" in op.module]
+    assert [row.split("transformer")[0] for row in shown(tab)] == wanted
+    assert f"{len(wanted)} of {len(plan.operators)} operators" in tab.text_content("section:not([hidden]) .bar")
+    tab.locator("section:not([hidden]) .row").first.click()
+    operator = next(op for op in plan.operators if op.name == wanted[0])
+    detail = tab.text_content("#detail")
+    assert operator.scheme in detail and operator.module in detail and "--pin" in detail and "Reshards around it" in detail
+    tab.keyboard.press("Escape")
+    assert not tab.is_visible("#detail")
+    tab.fill("input[type=search]", "")
+    tab.get_by_text("communicating", exact=True).last.click()
+    times = tab.evaluate("() => OPERATORS.map(each => each.communication).sort((a, b) => b - a)")
+    assert (
+        tab.evaluate("time => seconds(time)", times[0])
+        == tab.locator("section:not([hidden]) .row").first.locator(".cell").last.text_content()
+    )
+    # the other views
+    tab.click("[data-tab=Costs]")
+    assert "all_reduce" in tab.text_content("section:not([hidden])")
+    tab.click("[data-tab=Machine]")
+    assert tab.locator("section:not([hidden]) .device").count() == 4
+    tab.click("[data-tab=Schedule]")
+    assert "axis x" in tab.text_content("section:not([hidden])")
+    whole = tab.evaluate("() => timeline.to - timeline.from")
+    tab.locator("canvas").hover()
+    tab.mouse.wheel(0, -300)
+    tab.wait_for_function("whole => timeline.to - timeline.from < whole", arg=whole)
+
+
+def test_ten_thousand_operators_in_a_browser(opened, told):
+    """Copies of the model beside each other, none folded: only what is in sight is in the document."""
+    copies = -(-10_000 // len(told["operators"]))
+    size, modules = len(told["operators"]), len(told["modules"])
+    operators = [
+        [f"{name}_{copy}", module + copy * modules, row, seconds, moving, [read + copy * size for read in reads]]
+        for copy in range(copies)
+        for name, module, row, seconds, moving, reads in told["operators"]
+    ]
+    names = [f"copy{copy}.{name}".rstrip(".") for copy in range(copies) for name in told["modules"]]
+    tab = opened({**told, "operators": operators, "modules": names})
+    tab.click("[data-does=expand]")
+    lines = tab.evaluate("() => document.querySelector('.list .inner').clientHeight / HEIGHT")
+    assert lines > 10_000 / 2 and len(shown(tab)) < 100
+    tab.evaluate("() => { document.querySelector('.list').scrollTop = 1e7; }")
+    tab.wait_for_function(
+        f"() => [...document.querySelectorAll('.list .row')].some(row => row.textContent.includes('_{copies - 1}'))"
+    )
+    tab.click("[data-tab=Operators]")
+    tab.fill("input[type=search]", f"copy{copies - 1}")
+    assert f"{size} of {len(operators):,} operators" in tab.text_content("section:not([hidden]) .bar")
+    assert len(shown(tab)) < 100

@@ -1,0 +1,178 @@
+"""Plans for overlap: the step's formula, the proof, and chunks priced as a virtual axis."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_planner import SLOW, small_problems
+
+import autotp
+from autotp.costs.model import depth_of
+from autotp.costs.prices import Prices
+from autotp.planner import plan_captured, prepare
+from autotp.planner.assemble import assemble
+from autotp.planner.describe import Found, priced
+from autotp.planner.ilp import evaluate, solve
+from autotp.planner.least_step import best_chunks, chunked, in_parts
+from autotp.planner.structure import structure
+from autotp.plans.families import family
+from benchmarks.models import Transformer
+from costmodel import overlap
+from costmodel.overlap import Weight, Weights
+from passes.capture import capture
+
+positive = st.floats(1e-3, 1e3)
+
+
+@settings(deadline=None, derandomize=True)
+@given(positive, positive, positive, st.integers(1, 100), st.tuples(st.floats(0, 1), st.floats(0, 1)), st.floats(0, 1))
+def test_a_weighted_sum_of_both_sides_is_the_programs_objective(compute, activations, parameters, depth, contention, share):
+    device, network = overlap.sides(compute, activations, parameters, 0.0, depth, 1, contention)
+    weight = overlap.weights(((share, 1 - share), (1.0,)), depth).forward
+    mixed = weight.compute * compute
+    for seconds, taken, parameter in ((activations, contention[0], False), (parameters, contention[1], True)):
+        mixed += float(weight.of(np.array([seconds, taken * seconds, seconds]), parameter=parameter))
+    assert mixed == pytest.approx(share * device + (1 - share) * network, rel=1e-9)
+    assert max(device, network) >= mixed * (1 - 1e-9)
+    assert max(device, network) <= (compute + activations + parameters) * (1 + 1e-9), "hiding never costs"
+
+
+def test_limits_of_the_formula():
+    assert overlap.sides(3.0, 0.0, 1.0, 0.0, 1e9, 1, (0, 0))[0] == pytest.approx(3.1), "of parameters all but a tenth hides"
+    assert overlap.sides(3.0, 0.0, 1.0, 0.0, 2, 1, (0, 0))[0] == pytest.approx(3.5), "in a model of two layers half"
+    assert overlap.sides(3.0, 2.0, 0.0, 0.0, 10, 1, (0, 0))[0] == pytest.approx(5.0), "activations are waited for"
+    assert overlap.sides(3.0, 2.0, 1.0, 1.5, 1e9, 1, (1, 1))[0] == pytest.approx(6.0), "full contention hides nothing"
+    assert overlap.hidden_by_batch(2.0, 10, 1) == 0 and overlap.hidden_by_batch(2.0, 10, 2) == pytest.approx(1.9)
+    assert overlap.hidden_by_rows(2.0, 3.0, 4) == pytest.approx(1.5) and overlap.hidden_by_rows(2.0, 3.0, 1) == 0
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=30), st.floats(0.0, 1e-2))
+def test_what_travels_together_costs_a_message_at_least_and_no_more_than_alone(moving, latency):
+    whole = sum(moving)
+    found = [float(overlap.merged(latency + one, latency, one / whole)) for one in moving]
+    assert latency + whole <= sum(found) * (1 + 1e-9)
+    assert sum(found) <= (latency + whole / (1 - overlap.LATENCY_SHARE)) * (1 + 1e-9)
+    assert all(one <= (latency + alone) * (1 + 1e-9) for one, alone in zip(found, moving, strict=True))
+
+
+def test_the_step_equals_exhaustive_search_where_it_is_proven():
+    proven = found = 0
+    nothing, kinds = Weight(0, 0, 0), (Weight(1, 0, 0), Weight(0, 1, 0), Weight(0, 0, 1))
+    levels = Weight(0, 0, 0, (1.0,)), Weight(0, 0, 0, (0.0, 1.0))
+    for seed, model, mesh, flat, problem in small_problems():
+        nodes = (
+            replace(flat.topology.levels[0], size=2, bandwidth=5e6, name="within"),
+            replace(flat.topology.levels[0], size=2, name="between"),
+        )
+        topology = replace(flat.topology, levels=nodes) if len(mesh) == 2 else flat.topology
+        prices = Prices(topology, mesh, together=model.parameter_bytes)
+        every = (*kinds, *levels[: len(topology.levels)])
+        pure_weights = [*(Weights(kind, nothing) for kind in every), *(Weights(nothing, kind) for kind in every)]
+        pure = [
+            assemble(
+                structure(model, family("auto").restrictions(len(mesh))[0], len(mesh)), prices, math.inf, weights=weights
+            )
+            for weights in pure_weights
+        ]
+        plan = plan_captured(
+            model.captured,
+            prices.topology,
+            family("auto"),
+            mesh=mesh,
+            panels=1,
+            chunks={},
+            schedule="overlap",
+            memory=math.inf,
+        )
+        least = math.inf
+        depth = depth_of(model)
+        for choice in itertools.product(*(range(len(n.cost)) for n in problem.nodes)):
+            if math.isfinite(evaluate(problem, choice).seconds):
+                sums = [evaluate(each.problem, choice).seconds for each in pure]
+                halves = sums[: len(every)], sums[len(every) :]
+                passes = (max(overlap.sides(*half[:3], 0.0, depth, 1, (0, 0), half[3:])) for half in halves)
+                least = min(least, sum(passes))
+        assert plan.predicted.step_seconds >= least * (1 - 1e-9), seed
+        assert plan.predicted.step_seconds * (1 - plan.gap) <= least * (1 + 1e-9), seed
+        if plan.optimal:
+            assert plan.predicted.step_seconds == pytest.approx(least, rel=1e-9), seed
+            proven += 1
+        found += 1
+    assert found >= 20 and proven >= found // 3
+
+
+def test_overlap_changes_the_choice():
+    """Where parameters' gradients hide under the backward pass, data parallelism wins; where nothing hides, it does not."""
+    model, x = Transformer(4, 128, 4), torch.randn(8, 64, 128)
+    topology = autotp.Topology.flat(4, bandwidth=2e8, latency=1e-6, device=SLOW)
+    hidden = autotp.plan(model, topology, (x,), mesh=(4,))
+    exposed = autotp.plan(model, topology, (x,), mesh=(4,), schedule="none")
+    assert hidden.predicted.step_seconds < exposed.predicted.step_seconds
+    assert hidden.predicted.exposed_seconds < hidden.predicted.communication_seconds
+    assert exposed.predicted.exposed_seconds == pytest.approx(exposed.predicted.communication_seconds)
+
+
+def made(way, count, strategy="megatron-1d", bandwidth=1e9):
+    model, x = Transformer(2, 64, 4), torch.randn(8, 16, 64)
+    analysed = prepare(capture(model, (x,)))
+    topology = autotp.Topology.flat(2, bandwidth=bandwidth, latency=1e-5, device=SLOW)
+    prices = Prices(topology, (2,))
+    assembled = assemble(structure(analysed, family(strategy).restrictions(1)[0], 1), prices, math.inf)
+    one, _ = priced(analysed, Found(assembled, solve(assembled.problem), prices))
+    return one.sums(), chunked(one, in_parts(one, {way: count}))
+
+
+@pytest.mark.parametrize("way", ["batch", "rows"])
+def test_chunks_move_the_same_bytes_more_often(way):
+    whole, cut = made(way, 2)
+    latency = cut.activations - whole.activations
+    assert latency > 0, "every chunk pays the latency"
+    assert latency < whole.activations, "and no byte twice"
+    assert cut.parameters == pytest.approx(whole.parameters), "parameters' gradients are summed up first"
+    assert cut.compute > whole.compute, "smaller products, more kernels, and sums of gradients"
+    assert cut.chunks == 2 and 0 < cut.hidden <= cut.activations
+
+
+def test_more_chunks_cost_more_and_hide_more():
+    two, four = made("batch", 2)[1], made("batch", 4)[1]
+    assert four.compute > two.compute and four.activations > two.activations
+    assert four.hidden / four.activations > two.hidden / two.activations
+
+
+@pytest.mark.parametrize("way", ["batch", "rows"])
+def test_what_cannot_be_cut_hides_nothing(way):
+    """One sequence is no batch to cut, and seven rows do not halve."""
+    model, x = Transformer(2, 64, 4), torch.randn(1, 7, 64)
+    analysed = prepare(capture(model, (x,)))
+    prices = Prices(autotp.Topology.flat(2, bandwidth=1e5, latency=1e-5, device=SLOW), (2,))
+    assembled = assemble(structure(analysed, family("megatron-1d").restrictions(1)[0], 1), prices, math.inf)
+    one, _ = priced(analysed, Found(assembled, solve(assembled.problem), prices))
+    whole, cut = one.sums(), chunked(one, in_parts(one, {way: 2}))
+    assert whole.activations > 0 and cut.hidden == 0 and cut.step == pytest.approx(whole.step)
+    assert best_chunks(one, whole) == {}
+
+
+def test_zero3_sums_chunks_gradients_before_it_scatters_them():
+    whole, cut = made("batch", 2, strategy="zero3")
+    assert cut.parameters == pytest.approx(whole.parameters), "one reduce-scatter for both chunks"
+    assert cut.compute > whole.compute
+
+
+def test_chunks_are_chosen_where_activations_are_waited_for():
+    model, x = Transformer(4, 256, 4), torch.randn(8, 128, 256)
+    slow = autotp.Topology.flat(2, bandwidth=2e4, latency=1e-6, device=SLOW)
+    plan = autotp.plan(model, slow, (x,), strategy="megatron-1d")
+    assert (
+        plan.chunks
+        and plan.predicted.step_seconds
+        < autotp.plan(model, slow, (x,), strategy="megatron-1d", chunks={}).predicted.step_seconds
+    )
+    fast = autotp.Topology.flat(2, bandwidth=1e13, latency=0.0, device=SLOW)
+    assert not autotp.plan(model, fast, (x,), strategy="megatron-1d").chunks
+    torch.testing.assert_close(autotp.simulate(model, plan, (x,))(x), model(x), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,222 @@
+"""Functionalising: programs that write in place, through views and under no_grad mean what they meant."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from test_capture import check, image, program, targets
+from torch import nn
+
+
+def _add(self: Any, y: torch.Tensor) -> Any:
+    y.add_(1).mul_(2)
+    return y.relu_() * y
+
+
+def _row(self: Any, y: torch.Tensor) -> Any:
+    y = y * 1.5
+    y[:, 0] = 3.0
+    y[1:, 2:4] += y[:-1, 4:6]
+    return y.sigmoid()
+
+
+def _through_views(self: Any, y: torch.Tensor) -> Any:
+    y = y.clone()
+    other = y.t()
+    view = y.view(2, 2, 8)
+    view.add_(y.sum())
+    view[0].transpose(0, 1)[1:3].mul_(0.5)
+    other.diagonal().neg_()
+    y.unsqueeze(0).flatten().narrow(0, 3, 4).copy_(other[:4, 0] * 2)
+    return y + other.t() * view.reshape(4, 8)
+
+
+def _rotated(self: Any, y: torch.Tensor) -> Any:
+    y = y * 2
+    y.view(4, 2, 4).permute(1, 2, 0)[0].mul_(torch.arange(1.0, 5.0, dtype=y.dtype))
+    return y.sin()
+
+
+def _masked(self: Any, y: torch.Tensor) -> Any:
+    y = y * 2
+    y.masked_fill_(y > 1, 0.5)
+    y[y < 0.3] = 0.1
+    y.index_put_((torch.tensor([0, 2]), torch.tensor([1, 1])), y[0, :2].clone(), accumulate=True)
+    y.scatter_(1, torch.zeros(4, 1, dtype=torch.long), y[:, 1:2].clone())
+    return y.clamp_(max=2.0)
+
+
+def _buffer(self: Any, y: torch.Tensor) -> Any:
+    before = self.state.clone()
+    with torch.no_grad():
+        self.state.mul_(0.9).add_(y.mean(0))
+        self.state[2:4] = y[0, :2]
+    return y + self.state, before
+
+
+def _buffer_and_view(self: Any, y: torch.Tensor) -> Any:
+    view = self.state.view(2, 4)
+    self.state.copy_(y.detach().sum(0))
+    view[1].zero_()
+    return y * self.state + view.sum()
+
+
+def _no_grad(self: Any, y: torch.Tensor) -> Any:
+    with torch.no_grad():
+        z = y * 2
+        w = z.exp()
+        with torch.enable_grad():
+            v = y.tanh() + z
+        z.add_(1)
+    return y * z + w + v
+
+
+def _no_grad_through_views(self: Any, y: torch.Tensor) -> Any:
+    t = torch.zeros_like(y)
+    with torch.no_grad():
+        self.state[2:4] = y[0, :2]
+        t[0] = y[1]
+    z = t + y * self.state
+    t[1:3] = y[1:3]
+    return z * t.detach()
+
+
+def _into_out(self: Any, y: torch.Tensor) -> Any:
+    with torch.no_grad():
+        torch.mul(y[0], 2.0, out=self.state)
+        nn.functional.normalize(self.state, dim=0, out=self.state)
+    return y @ self.state.clone()
+
+
+def _detached(self: Any, y: torch.Tensor) -> Any:
+    with torch.no_grad():
+        z = y * 2
+    z.add_(y)
+    z[0].mul_(3)
+    return z.sin()
+
+
+def _autocast_off(self: Any, y: torch.Tensor) -> Any:
+    with torch.autocast("cpu", enabled=False):
+        return y.exp() * 2
+
+
+def _split(self: Any, y: torch.Tensor) -> Any:
+    a, b = y.chunk(2, dim=-1)
+    c, d, e = y.split([1, 3, 4], dim=1)
+    f, g, h, i = y.unbind(0)
+    return a * b, c, (d, e), f + g * h - i, y.tensor_split(3, 1)[1]
+
+
+def _views(self: Any, y: torch.Tensor) -> Any:
+    y = y.reshape(2, -1, 4).movedim(0, -1).mT.unsqueeze(-1).squeeze(-1).flatten(-2).unflatten(1, (-1, 2))
+    y = y.transpose(0, 1).swapaxes(1, 2).expand(-1, -1, 4).contiguous()[..., :].view_as(torch.empty(4, 2, 4)) + 0
+    return (
+        y,
+        torch.broadcast_tensors(y, y[:1])[1].repeat(2, 1, 1),
+        y.T.to(torch.float64).type_as(y).clone() * 1,
+    )
+
+
+def _dropped(self: Any, y: torch.Tensor) -> Any:
+    y = nn.functional.dropout(y, 0.5, training=False)
+    return nn.functional.dropout(y, 0.0, training=True, inplace=True).float().double()
+
+
+def _multiple(self: Any, y: torch.Tensor) -> Any:
+    values, indices = y.topk(3, dim=1)
+    values.mul_(2)
+    return {"values": values, "indices": indices, "none": None, "number": 3}
+
+
+PROGRAMS = [
+    _add, _row, _through_views, _rotated, _masked, _buffer, _buffer_and_view, _no_grad,
+    _no_grad_through_views, _into_out, _detached, _autocast_off, _split, _views, _dropped, _multiple,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", PROGRAMS, ids=lambda f: f.__name__)
+def test_programs(function: Any) -> None:
+    check(program(function), image(4, 8))
+
+
+def test_one_spelling() -> None:
+    spelled = targets(check(program(_views), image(4, 8)))
+    found = set(spelled)
+    gone = (
+        "view.default",
+        "t.default",
+        "transpose.int",
+        "contiguous.default",
+        "flatten.using_ints",
+    )
+    assert not found & {f"aten.{name}" for name in (*gone, "add.Tensor", "mul.Tensor")}
+    assert spelled.index("aten.clone.default") == len(spelled) - 1  # the model gives a copy of what it made
+    assert "aten.split_with_sizes.default" in targets(check(program(_split), image(4, 8)))
+    assert targets(check(program(_dropped), image(4, 8))) == [
+        "aten.linear.default",
+        "aten.to.dtype",
+        "aten.to.dtype",
+    ]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_norms_that_remember(training: bool) -> None:
+    norm = nn.InstanceNorm2d(8, affine=True, track_running_stats=True, momentum=0.3)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.utils.parametrizations.spectral_norm(nn.Conv2d(8, 4, 1)))
+    check(model.train(training), image(2, 3, 6, 6))
+
+
+_VIEWS: dict[str, Any] = {
+    "select": lambda t, n: t[n % t.shape[0]],
+    "last": lambda t, n: t[..., -1],
+    "slice": lambda t, n: t[n % t.shape[0] :],
+    "step": lambda t, n: t[..., n % 2 :: 2],
+    "transpose": lambda t, n: t.transpose(0, -1),
+    "rotate": lambda t, n: t.movedim(0, -1),
+    "reshape": lambda t, n: t.reshape(-1),
+    "unflatten": lambda t, n: t.unflatten(-1, (2, -1)) if t.shape[-1] % 2 == 0 else t,
+    "unsqueeze": lambda t, n: t.unsqueeze(n % (t.dim() + 1)),
+    "squeeze": lambda t, n: t.squeeze(),
+    "narrow": lambda t, n: t.narrow(-1, 0, 1 + n % t.shape[-1]),
+    "diagonal": lambda t, n: t.diagonal() if t.dim() == 2 else t,
+    "contiguous": lambda t, n: t.contiguous(),
+}
+_WRITES: dict[str, Any] = {
+    "add": lambda t, n, y: t.add_(n),
+    "learned": lambda t, n, y: t.add_(y[0, n]),
+    "multiply": lambda t, n, y: t.mul_(0.5 + n),
+    "fill": lambda t, n, y: t.fill_(n),
+    "copy": lambda t, n, y: t.copy_(t.detach().flip(0) * n),
+    "clamp": lambda t, n, y: t.clamp_(-n - 1, n + 1),
+}
+
+
+def _random_program(seed: int) -> Any:
+    """Four views, most of them of earlier views, and a write to one of all views after each."""
+    chance = random.Random(seed)
+    views = [(chance.choice(list(_VIEWS)), chance.randrange(8), chance.randrange(4)) for _ in range(4)]
+    writes = [(chance.choice(list(_WRITES)), chance.randrange(8), chance.randrange(4)) for _ in range(4)]
+
+    def function(self: Any, y: torch.Tensor) -> Any:
+        # A buffer must not come to hold values with a gradient; anything else may. Under no_grad it gets values without.
+        buffer, fixed = seed % 3 == 0, seed % 6 == 0
+        seen = [self.state.view(2, 4) if buffer else y * 2]
+        for (view, of, i), (write, to, j) in zip(views, writes, strict=True):
+            source, target = seen[of % len(seen)], seen[-1 - to % len(seen)]
+            if source.dim():
+                seen.append(_VIEWS[view](source, i))
+            if target.numel() and target.dim():
+                with torch.set_grad_enabled(not fixed):
+                    _WRITES[write](target, j, y.detach() if buffer and not fixed else y)
+        return [y.sum() + t.cos() for t in seen]
+
+    return function
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_writes_through_views(seed: int) -> None:
+    check(program(_random_program(seed)), image(4, 8))

@@ -1,0 +1,269 @@
+"""The promise: a plan's numbers are the model's. Forward, gradients, buffers and three AdamW steps, in float64, to 1e-9."""
+
+import dataclasses
+import functools
+import math
+
+import pytest
+import torch
+from float64 import double, float64_mode
+from models import MODELS
+from torch.utils._pytree import tree_leaves
+
+import autotp
+from autotp.planner import plan_captured
+from autotp.plans.families import family
+from autotp.runtime.durations import overlap_of
+from autotp.runtime.rewrite import apply
+from autotp.runtime.simulate import Simulated
+from costmodel import Device
+from passes.capture import capture
+from passes.world.world import LocalWorld
+
+FAMILIES = ["auto", "data", "zero3", "megatron-1d", "megatron-sp", "tensor3d", "atp"]
+MESHES = [(4,), (2, 2), (8,), (2, 4), (2, 2, 2)]
+
+#: The families with a grid of rows and columns, with the meshes that suit them: [q, q, d] with depth on any axis.
+GRIDS = {
+    "summa-2d": [(2, 2), (4, 4), (3, 3), (2, 4)],
+    "tesseract-2.5d": [(2, 2, 2), (2, 2, 4), (4, 2, 2), (4, 4), (3, 3), (3, 2, 2)],
+    "3d": [(2, 2, 2), (2, 3, 2), (2, 2, 4)],
+}
+
+#: Part of each family's scheme names, and the least share of the operators with weights that must be of that scheme.
+USED = {
+    "data": ("data", 1.0),
+    "zero3": ("ZeRO-3", 0.9),
+    "megatron-1d": ("1D", 0.5),
+    "megatron-sp": ("1D", 0.5),
+    "tensor3d": ("2D Tensor3D", 0.5),
+    "atp": ("2D Tensor3D", 0.5),
+    "summa-2d": ("2D SUMMA", 0.8),
+    "tesseract-2.5d": ("2.5D", 0.8),
+    "3d": ("3D", 0.7),
+}
+
+#: Every family, model and mesh at least once; every family on at least three models.
+COVERING = [
+    ("gpt2", "auto", (2, 2)),
+    ("gpt2", "megatron-1d", (2, 4)),
+    ("gpt2", "tensor3d", (2, 2, 2)),
+    ("gpt2", "zero3", (4,)),
+    ("llama", "auto", (2, 2, 2)),
+    ("llama", "atp", (2, 4)),
+    ("llama", "data", (8,)),
+    ("llama", "megatron-sp", (2, 2)),
+    ("bert", "tensor3d", (2, 2)),
+    ("bert", "megatron-sp", (4,)),
+    ("bert", "zero3", (2, 4)),
+    ("vit", "auto", (8,)),
+    ("vit", "atp", (2, 2, 2)),
+    ("vit", "megatron-1d", (4,)),
+    ("resnet", "data", (2, 2)),
+    ("resnet", "tensor3d", (2, 4)),
+    ("resnet", "megatron-1d", (2, 2, 2)),
+    ("resnet", "auto", (4,)),
+    ("unet", "auto", (2, 2)),
+    ("unet", "zero3", (8,)),
+    ("unet", "tensor3d", (2, 2)),
+    ("unet", "data", (2, 2, 2)),
+    ("unet", "megatron-sp", (2, 4)),
+    ("unet", "atp", (4,)),
+    *(
+        (name, strategy, mesh)
+        for name in ("gpt2", "llama", "bert", "vit", "unet")
+        for strategy, mesh in (
+            ("summa-2d", (2, 2)),
+            ("tesseract-2.5d", (2, 2, 2)),
+            ("3d", (2, 2, 2)),
+        )
+    ),
+    ("bert", "summa-2d", (4, 4)),
+    ("llama", "summa-2d", (3, 3)),
+    ("gpt2", "tesseract-2.5d", (4, 2, 2)),
+    ("vit", "tesseract-2.5d", (2, 2, 4)),
+    ("unet", "3d", (2, 3, 2)),
+    ("bert", "3d", (2, 3, 2)),
+]
+
+#: Products in panels: (model, strategy, mesh, panels).
+PANELLED = [
+    ("gpt2", "summa-2d", (2, 2), 2),
+    ("llama", "summa-2d", (2, 4), 2),
+    ("bert", "tesseract-2.5d", (2, 2, 2), 4),
+    ("llama", "3d", (2, 2, 2), 2),
+    ("gpt2", "zero3", (4,), 2),
+    ("llama", "megatron-sp", (2, 2), 2),
+    ("vit", "auto", (2, 2), 2),
+]
+
+#: Scheduled graphs: every family, model and kind of chunks: (model, strategy, mesh, chunks).
+OVERLAPPED = [
+    ("gpt2", "auto", (2, 2), {}),
+    ("gpt2", "data", (4,), {"batch": 2}),
+    ("gpt2", "summa-2d", (2, 2), {"rows": 2}),
+    ("llama", "megatron-1d", (2, 2), {"rows": 2}),
+    ("llama", "tensor3d", (2, 2), {"batch": 2, "rows": 2}),
+    ("llama", "tesseract-2.5d", (2, 2, 2), {"batch": 2}),
+    ("bert", "zero3", (4,), {"batch": 2}),
+    ("bert", "megatron-sp", (2, 2), {"batch": 4}),
+    ("vit", "atp", (2, 2), {"batch": 4}),
+    ("vit", "3d", (2, 2, 2), {"rows": 2}),
+    ("resnet", "data", (4,), {"batch": 2}),
+    ("resnet", "tensor3d", (2, 2), {"batch": 2}),
+    ("unet", "megatron-1d", (4,), {"batch": 2, "rows": 2}),
+    ("unet", "tensor3d", (2, 2), {"batch": 2}),
+    ("gpt2", "tensor3d", (2, 2, 2), {"batch": 2, "rows": 2}),
+    ("bert", "summa-2d", (2, 4), {"batch": 2, "rows": 2}),
+    ("llama", "3d", (2, 2, 2), {"batch": 2, "rows": 2}),
+]
+
+#: So slow that dividing work pays at once: on a fast device the best plan for a tiny model is to compute everything
+#: everywhere, and nothing would be tested.
+SLOW = Device("slow", {"float64": 1e6, "float32": 1e6}, 1e12, 1e6, 0.0)
+
+
+@functools.cache
+def captured(name):
+    with float64_mode():
+        model, args, kwargs = double(MODELS[name])
+        return capture(model, args, kwargs)
+
+
+def tensors(output):
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def loss_of(output):
+    first = tensors(output)[0]
+    return first if first.dim() == 0 else (first**2).mean()
+
+
+def close(got, want, scale, told):
+    error = (got.detach().double() - want.detach().double()).abs().max().item() if want.numel() else 0.0
+    assert error <= 1e-9 * max(scale, 1e-300), f"{told}: off by {error:.3g} at scale {scale:.3g}"
+
+
+def check(name, strategy, mesh, panels=None, chunks=None, overlapped=False):
+    topology = autotp.Topology.flat(math.prod(mesh), bandwidth=1e12, latency=1e-9, device=SLOW)
+    plan = plan_captured(captured(name), topology, family(strategy), mesh=mesh, panels=panels)
+    plan = dataclasses.replace(plan, chunks=chunks or {})
+    # No topology asks for stages, buckets and chunks at once: every all_reduce over several axes goes level by level.
+    how = dataclasses.replace(overlap_of(plan), faster=lambda *_: True) if overlapped else None
+    with float64_mode():
+        plain, args, kwargs = double(MODELS[name])
+        model, _, _ = double(MODELS[name])
+        ours = Simulated(model, apply(captured(name), plan), LocalWorld(mesh), how)
+        # A gradient that is 0 but for rounding becomes a full step of Adam with the default epsilon, in a random direction.
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (plain, model)]
+        for step in range(3):
+            expected, output = plain(*args, **kwargs), ours(*args, **kwargs)
+            assert type(output) is type(expected)
+            for got, want in zip(tensors(output), tensors(expected), strict=True):
+                close(got, want, want.abs().max().item(), f"output in step {step}")
+            for m, result in ((plain, expected), (model, output)):
+                m.zero_grad()
+                loss_of(result).backward()
+            wanted = {n: p.grad for n, p in plain.named_parameters()}
+            largest = max(g.abs().max().item() for g in wanted.values() if g is not None)
+            for n, p in model.named_parameters():
+                if wanted[n] is None:
+                    assert p.grad is None or not p.grad.any(), n
+                else:
+                    scale = max(wanted[n].abs().max().item(), 1e-3 * largest)
+                    close(p.grad, wanted[n], scale, f"gradient of {n} in step {step}")
+            for optimizer in optimizers:
+                optimizer.step()
+    assert not overlapped or all(found is not None for found in ours._compiled.values())
+    for (n, want), got in zip(plain.named_parameters(), model.parameters(), strict=True):
+        close(got, want, max(want.abs().max().item(), 1e-2), f"parameter {n} after three steps")
+    for (n, want), got in zip(plain.named_buffers(), model.buffers(), strict=True):
+        close(got, want, want.double().abs().max().item(), f"buffer {n}")
+    return plan
+
+
+def weight_operators(plan):
+    return [op for op in plan.operators if op.target.startswith(("aten.linear", "aten.addmm", "aten.conv"))]
+
+
+def assert_used(plan, strategy, mesh):
+    operators = weight_operators(plan)
+    sharded = sum(op.scheme != "replicated" for op in operators)
+    assert sharded >= 0.5 * len(operators), [op.scheme for op in operators]
+    if 3 in mesh and mesh != (2, 3, 2):
+        return  # sizes that 3 does not divide stay whole
+    if strategy in USED and not (len(mesh) == 1 and strategy in ("tensor3d", "atp")):
+        scheme, share = USED[strategy]
+        found = sum(scheme in op.scheme for op in operators)
+        assert found >= share * len(operators), (scheme, [op.scheme for op in operators])
+
+
+@pytest.mark.parametrize(("name", "strategy", "mesh"), COVERING, ids=lambda v: str(v).replace(" ", ""))
+def test_a_covering_part(name, strategy, mesh):
+    plan = check(name, strategy, mesh)
+    assert_used(plan, strategy, mesh)
+
+
+@pytest.mark.parametrize(("name", "strategy", "mesh", "chunks"), OVERLAPPED, ids=lambda v: str(v).replace(" ", ""))
+def test_overlap(name, strategy, mesh, chunks):
+    """Scheduled forward and backward graphs, with chunks, and collectives merged and in stages."""
+    plan = check(name, strategy, mesh, 1, chunks, overlapped=True)
+    assert_used(plan, strategy, mesh)
+
+
+def test_overlap_of_panels():
+    check("llama", "3d", (2, 2, 2), 2, overlapped=True)
+
+
+@pytest.mark.parametrize(("name", "strategy", "mesh", "panels"), PANELLED, ids=lambda v: str(v).replace(" ", ""))
+def test_panels(name, strategy, mesh, panels):
+    plan = check(name, strategy, mesh, panels)
+    found = [op.panels for op in weight_operators(plan)]
+    assert set(found) <= {1, panels} and found.count(panels) >= 2
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("panels", [None, 2])
+@pytest.mark.parametrize(("strategy", "mesh"), [(s, m) for s, meshes in GRIDS.items() for m in meshes], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "unet"])
+def test_the_grids(name, strategy, mesh, panels):
+    check(name, strategy, mesh, panels)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("chunks", [{}, {"batch": 2}, {"rows": 2}, {"batch": 2, "rows": 2}], ids=str)
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize("strategy", FAMILIES)
+@pytest.mark.parametrize("name", list(m for m in MODELS if m != "llama_logits"))
+def test_the_whole_matrix_overlapped(name, strategy, mesh, chunks):
+    check(name, strategy, mesh, 1, chunks, overlapped=True)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("chunks", [{}, {"batch": 2}, {"rows": 2}, {"batch": 2, "rows": 2}], ids=str)
+@pytest.mark.parametrize(("strategy", "mesh"), [(s, m) for s, meshes in GRIDS.items() for m in meshes], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "unet"])
+def test_the_grids_overlapped(name, strategy, mesh, chunks):
+    check(name, strategy, mesh, 1, chunks, overlapped=True)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize("strategy", FAMILIES)
+@pytest.mark.parametrize("name", list(m for m in MODELS if m != "llama_logits"))
+def test_the_whole_matrix(name, strategy, mesh):
+    check(name, strategy, mesh)
+
+
+def test_the_covering_part_covers():
+    assert {f for _, f, _ in COVERING} == {*FAMILIES, *GRIDS} == set(autotp.FAMILIES)
+    assert {m for _, _, m in COVERING} >= set(MESHES)
+    assert {n for n, _, _ in COVERING} == set(MODELS) - {"llama_logits"}
+    assert {f for _, f, _, _ in OVERLAPPED} == {*FAMILIES, *GRIDS}
+    assert {n for n, _, _, _ in OVERLAPPED} == set(MODELS) - {"llama_logits"}
+
+
+def test_logits_without_labels():
+    """The loss outside the model: logits come out whole and carry gradients back."""
+    plan = check("llama_logits", "megatron-1d", (2, 2))
+    assert any("1D" in op.scheme for op in weight_operators(plan))

@@ -1,0 +1,109 @@
+"""True processes: torchrun and gloo."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from autotp.runtime.parallelize import _kind_of_device
+
+HERE = Path(__file__).parents[1]
+pytestmark = pytest.mark.distributed
+
+
+def torchrun(processes, program, *arguments, timeout=150, gpus=False):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parent}:{HERE}:{HERE / 'autotp' / 'runtime'}"}
+    environment |= {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command += [str(HERE / "torchrun_programs" / program), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    ("processes", "model", "strategy", "mesh"),
+    [
+        (2, "llama", "zero3", "2"),
+        (2, "unet", "megatron-1d", "2"),
+        (4, "llama", "megatron-sp", "2x2"),
+        (4, "unet", "tensor3d", "2x2"),
+        (8, "llama", "3d", "2x2x2"),
+    ],
+)
+def test_three_steps_equal_one_device(processes, model, strategy, mesh):
+    done = torchrun(processes, "train.py", model, strategy, mesh)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "exact" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("backend", "model_on", "runs_on"),
+    [("gloo", "cpu", "cpu"), ("gloo", "cuda", "cuda"), ("nccl", "cpu", "cuda"), ("cpu:gloo,cuda:nccl", "meta", "cuda")],
+)
+def test_a_module_runs_on_gpus_if_its_processes_do_or_the_model_is_there(backend, model_on, runs_on, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
+    with FakeTensorMode():
+        model = torch.nn.ParameterList([torch.empty(2, device=model_on)])
+    assert _kind_of_device(model) == runs_on
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize(("processes", "backend"), [(1, "nccl"), (2, "gloo")])
+@pytest.mark.parametrize(("model", "strategy"), [("llama", "zero3"), ("unet", "megatron-1d")])
+def test_three_steps_on_gpus(processes, backend, model, strategy):
+    """Several processes share one GPU, which gloo lets them and NCCL does not."""
+    done = torchrun(
+        processes, "train.py", model, strategy, str(processes), "--backend", backend, "--device", "cuda", gpus=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "exact" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("processes", "program"),
+    [*((n, program) for n in (1, 2) for program in ("own_gradients.py", "as_eager.py")), (4, "staged.py")],
+)
+def test_training_scripts_mean_what_they_mean_with_eager_modules(processes, program):
+    done = torchrun(processes, program)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "passed" in done.stdout
+
+
+def test_panels_equal_one_device():
+    done = torchrun(4, "train.py", "llama", "summa-2d", "2x2", "2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "exact" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("processes", "case"),
+    [
+        *((2, case) for case in ("meta", "dropout", "local_inputs", "checkpoint", "destroyed", "twice", "orders")),
+        *((2, case) for case in ("hooks", "state")),
+        *((4, case) for case in ("collectives", "resting")),
+    ],
+)
+def test_special_cases(processes, case):
+    done = torchrun(processes, "special.py", case)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "passed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("mismatch", "the plan is for 4 devices (mesh (4,)), but 2 processes run"),
+        ("refused", "choose a batch that is a multiple of 2"),
+    ],
+)
+def test_errors_reach_every_rank_and_end_the_job(case, message):
+    begun = time.monotonic()
+    done = torchrun(2, "special.py", case)
+    assert done.returncode != 0
+    assert done.stderr.count(message) >= 1, done.stderr[-3000:]
+    assert time.monotonic() - begun < 90
