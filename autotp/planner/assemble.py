@@ -18,7 +18,7 @@ from autotp.planner.ilp import Node, Problem, Tensor, Use
 from autotp.planner.structure import Choice, Edge, Rest, Structure
 from autotp.plans.constraints import Requirement
 from costmodel.overlap import Weight, Weights
-from passes.layouts.codes import SUM, WHOLE, decode, fitting, local_elements, restoring, ways
+from passes.layouts.codes import PARTIAL, WHOLE, decode, fitting, local_elements, restoring, ways
 from passes.layouts.layout import Layout
 from passes.layouts.reshard_matrix import Collective, Tariff
 from passes.rules.shapes import operands_of, results_of
@@ -175,7 +175,7 @@ class _Assembly:
         temporary = np.where(regather, wanted, 0.0) if edge.parameter else np.zeros(regather.shape)
         cost = edge.count * self.reshards(edge, regather) + held
         if not self.structure.chosen.family.scatters and not edge.parameter:
-            scattered = ((edge.rows[:, None, :] == SUM) & (edge.wants[None, :, :] >= 0)).any(axis=-1)
+            scattered = ((edge.rows[:, None, :] == PARTIAL) & (edge.wants[None, :, :] >= 0)).any(axis=-1)
             cost = np.where(scattered, np.inf, cost)
         uses = tuple(Use(index, want) for index, want in edge.uses)
         return Tensor(edge.name, edge.producer, edge.have, uses, cost, memory, temporary)
@@ -205,7 +205,7 @@ class _Assembly:
             again = found if forward == backward else seconds(edge.rows, edge.wants, backward)
             found = np.where(regather, found + again, found)
         if edge.trained:
-            back = np.where(edge.rows == SUM, WHOLE, edge.rows)
+            back = np.where(edge.rows == PARTIAL, WHOLE, edge.rows)
             found = found + seconds(edge.gradients, back, backward).T
         return found
 

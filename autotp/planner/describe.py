@@ -24,7 +24,7 @@ from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import name_of, rule_of
 from passes.sharding.panel import Loop, loops
-from passes.strategies.strategy import SUM, Strategy, whole_layout
+from passes.strategies.strategy import LINEAR_PREFIX, Strategy, whole_layout
 
 __all__ = ["AXIS_NAMES", "Found", "describe_plan", "held_of", "memory_of", "priced"]
 
@@ -117,7 +117,7 @@ class _Description:
             have = [self.layouts[value_of(n)] for n in operands]
             communication = own[node].communication + moved[node][0]
             shown = [w.layout for w in strategy.wants] + list(strategy.results)
-            used = sorted({f for f in strategy.assignment if f is not None and not f.startswith(SUM)})
+            used = sorted({f for f in strategy.assignment if f is not None and not f.startswith(LINEAR_PREFIX)})
             planned.append(
                 PlannedOperator(
                     name=node.name,

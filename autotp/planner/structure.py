@@ -19,7 +19,7 @@ from autotp.costs.model import Model
 from autotp.costs.prices import flop_of
 from autotp.planner.folding import signature
 from autotp.plans.families import Restriction
-from passes.layouts.codes import DIM, INNER, SUM, WHOLE
+from passes.layouts.codes import DIM, INNER, PARTIAL, WHOLE
 from passes.layouts.reshard_matrix import Walks
 from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of, results_of
@@ -221,7 +221,7 @@ class _Builder:
         rests = self.chosen.family.rest
         if node.name not in self.captured.parameters or rests == "whole":
             return Rest(value, self.whole, np.zeros(1, np.int64), node.name in self.captured.parameters)
-        settled = np.unique(np.concatenate([self.whole, *(np.where(w == SUM, WHOLE, w) for w in wanted)]), axis=0)
+        settled = np.unique(np.concatenate([self.whole, *(np.where(w == PARTIAL, WHOLE, w) for w in wanted)]), axis=0)
         options: dict[tuple[int, ...], int] = {}
         groups = 0
         for row in settled[::-1]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from passes.layouts.codes import DIM, SUM, WHOLE, dims_of, fitting
+from passes.layouts.codes import DIM, PARTIAL, WHOLE, dims_of, fitting
 from passes.layouts.reshard import Contest
 
 __all__ = ["Collective", "Tariff", "Walks"]
@@ -50,12 +50,12 @@ class _Walk:
             sliced = (source[..., a] == WHOLE) & (target[..., a] >= 0) & free[..., a]
             self.state[..., a] = np.where(sliced, target[..., a], self.state[..., a])
         for a in reversed(self.axes) if self.even else self.axes:
-            scattered = (source[..., a] == SUM) & (target[..., a] >= 0) & free[..., a]
+            scattered = (source[..., a] == PARTIAL) & (target[..., a] >= 0) & free[..., a]
             self._go(visit, "reduce_scatter", (a,), scattered, target[..., a])
         for a in self.axes:
             crossing = (source[..., a] >= 0) & (target[..., a] >= 0) & (source[..., a] != target[..., a]) & free[..., a]
             self._go(visit, "all_to_all", (a,), crossing, target[..., a])
-        summed = sum(((self.state[..., a] == SUM) & (target[..., a] != SUM)) * (1 << a) for a in self.axes)
+        summed = sum(((self.state[..., a] == PARTIAL) & (target[..., a] != PARTIAL)) * (1 << a) for a in self.axes)
         for chosen in range(1, 1 << len(self.axes)):
             self._go(visit, "all_reduce", tuple(a for a in self.axes if chosen >> a & 1), summed == chosen, WHOLE)
         for a in self.axes:
