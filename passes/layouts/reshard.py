@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from passes.layouts.codes import DIM, codes, is_even
 from passes.layouts.layout import Layout, is_shard, local_shape, splits
 
-__all__ = ["COMMUNICATING", "Contest", "Move", "Step", "contended", "moves", "steps", "sums_first"]
+__all__ = ["COMMUNICATING", "AxisConflicts", "Move", "Step", "contended", "moves", "steps", "sums_first"]
 
 #: The kinds of step that use the network; the others are local.
 COMMUNICATING = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
@@ -171,7 +171,7 @@ def contended(source: np.ndarray, target: np.ndarray, even: np.ndarray, mesh: tu
     axes = source.shape[-1]
     shape = np.broadcast_shapes(source.shape[:-1], target.shape[:-1])
     flat_source, flat_target = (np.broadcast_to(rows, (*shape, axes)).reshape(-1, axes) for rows in (source, target))
-    masks = Contest(flat_source, flat_target, np.broadcast_to(even, shape).ravel()).masks(mesh)
+    masks = AxisConflicts(flat_source, flat_target, np.broadcast_to(even, shape).ravel()).masks(mesh)
     return (masks[:, None] >> np.arange(axes) & 1).astype(bool).reshape(*shape, axes)
 
 
@@ -184,7 +184,7 @@ class _Atoms:
     dims: np.ndarray
 
 
-class Contest:
+class AxisConflicts:
     """Which axes contend between pairs of layouts, ``[pairs, axes]``, on any mesh; see ``contended``."""
 
     def __init__(self, source: np.ndarray, target: np.ndarray, even: np.ndarray) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from passes.layouts.codes import DIM, PARTIAL, WHOLE, dims_of, fitting
-from passes.layouts.reshard import Contest
+from passes.layouts.reshard import AxisConflicts
 
 __all__ = ["Collective", "Tariff", "Walks"]
 
@@ -92,13 +92,13 @@ class _Uneven:
 
     def __init__(self, source: np.ndarray, goal: np.ndarray, even: np.ndarray) -> None:
         self.source, self.goal = source, goal
-        self.contest = Contest(source, goal, even)
+        self.conflicts = AxisConflicts(source, goal, even)
         self.dims = int(dims_of(np.concatenate([source, goal])).max(initial=-1)) + 1
         self.steps: dict[bytes, list[_Step]] = {}
 
     def price(self, shape: tuple[int, ...], itemsize: int, mesh: tuple[int, ...], collective: Collective) -> np.ndarray:
         """Seconds for every pair."""
-        masks = self.contest.masks(mesh)
+        masks = self.conflicts.masks(mesh)
         key = masks.tobytes()
         if key not in self.steps:
             self.steps[key] = self._walk(masks)
@@ -184,11 +184,11 @@ class _Routes:
     def __init__(self, have: np.ndarray, want: np.ndarray) -> None:
         axes = have.shape[1]
         every = have.repeat(len(want), axis=0), np.tile(want, (len(have), 1))
-        contest = Contest(*every, np.ones(len(every[0]), bool))
-        self.usual = _walk(*every, contest.masks(None))
-        self.pairs = contest.depending
+        conflicts = AxisConflicts(*every, np.ones(len(every[0]), bool))
+        self.usual = _walk(*every, conflicts.masks(None))
+        self.pairs = conflicts.depending
         self.source, self.goal = (rows[self.pairs] for rows in every)
-        self.contest = Contest(self.source, self.goal, np.ones(len(self.pairs), bool))
+        self.conflicts = AxisConflicts(self.source, self.goal, np.ones(len(self.pairs), bool))
         self.special: dict[int, _Found] = {}
         self.masks: dict[Hashable, np.ndarray] = {}
         rows = np.concatenate([have, want])
@@ -202,7 +202,7 @@ class _Routes:
         if len(self.pairs):
             signature = _cuts_apart(self.rows, mesh)
             if signature not in self.masks:
-                self.masks[signature] = self.contest.masks(mesh)
+                self.masks[signature] = self.conflicts.masks(mesh)
             masks = self.masks[signature]
             special = np.empty(len(masks))
             for mask in np.flatnonzero(np.bincount(masks)).tolist():
