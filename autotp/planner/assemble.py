@@ -191,11 +191,11 @@ class _Assembly:
 
     def reshards(self, edge: Edge, regather: np.ndarray) -> np.ndarray:
         """Weighted seconds from every layout that a tensor has to every one wanted, with the gradient's way back."""
-        walks, shape, itemsize = self.structure.walks, tuple(edge.value.shape), edge.value.element_size()
+        pricer, shape, itemsize = self.structure.pricer, tuple(edge.value.shape), edge.value.element_size()
 
         def seconds(have: np.ndarray, want: np.ndarray, weight: Weight) -> np.ndarray:
             tariff = self.tariffs[edge.parameter, weight, _size(edge)]
-            return walks.seconds(shape, itemsize, have, want, self.mesh, tariff, self.pay(edge.parameter, weight))
+            return pricer.seconds(shape, itemsize, have, want, self.mesh, tariff, self.pay(edge.parameter, weight))
 
         forward, backward = self.weights.forward, self.weights.backward
         found = seconds(edge.rows, edge.wants, forward)

@@ -20,7 +20,7 @@ from autotp.costs.prices import flop_of
 from autotp.planner.folding import signature
 from autotp.plans.families import Restriction
 from passes.layouts.codes import DIM, INNER, PARTIAL, WHOLE
-from passes.layouts.reshard_matrix import Walks
+from passes.layouts.reshard_matrix import ReshardPricer
 from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of, saved_by
@@ -119,7 +119,7 @@ class Structure:
     nodes: Sequence[tuple[fx.Node, Choice | Rest | None, int]]
     edges: Sequence[Edge]
     index: Mapping[fx.Node, int]
-    walks: Walks = field(default_factory=Walks)
+    pricer: ReshardPricer = field(default_factory=ReshardPricer)
 
 
 def structure(model: Model, chosen: Restriction, axes: int) -> Structure:
