@@ -21,7 +21,7 @@ from costmodel.fit import Sample, robust
 from passes.layouts.reshard import Step
 from passes.world.process import ProcessWorld
 
-__all__ = ["FULL", "KINDS", "QUICK", "Clock", "Effort", "Timing", "Work", "job", "time_collective", "time_sizes"]
+__all__ = ["FULL", "KINDS", "QUICK", "Clock", "Effort", "Timing", "Workload", "job", "time_collective", "time_sizes"]
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 """The collectives that a sharded graph calls."""
@@ -156,7 +156,7 @@ def time_collective(
     step, tensor, whole = job(kind, axis, world.mesh_shape[axis], volume, clock.device)
     first = all(at == 0 for other, at in enumerate(world.hosted[0]) if other != axis)
     takes_part = first or not alone
-    work, together = Work(clock.device), _TOGETHER.get(kind, 1)
+    workload, together = Workload(clock.device), _TOGETHER.get(kind, 1)
 
     def once(pieces: int, communicating: bool) -> float:
         clock.barrier()
@@ -164,7 +164,7 @@ def time_collective(
             return 0.0
         begun = time.perf_counter()
         for _ in range(pieces):
-            work.run()
+            workload.run()
             for _ in range(together if communicating else 0):
                 world.run([step], [tensor])
         clock.synchronize()
@@ -180,7 +180,7 @@ def time_collective(
     return Timing(whole, robust([seconds / pieces / together for seconds in more]))
 
 
-class Work:
+class Workload:
     """A piece of what a step computes: some products and what follows them, on more memory than caches hold."""
 
     def __init__(self, device: torch.device) -> None:
