@@ -108,13 +108,6 @@ class Clock:
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor.tolist()
 
-    def of_all(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's values, rank by rank; the same on every rank."""
-        mine = torch.tensor(list(values), dtype=torch.float64, device=self.device)
-        found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(found, mine)
-        return [tensor.tolist() for tensor in found]
-
 
 def job(kind: str, axis: int, ways: int, volume: float, device: torch.device) -> tuple[Step, Tensor, float]:
     """A step of one collective, the float32 tensor that it takes, and the bytes of its whole tensor.
