@@ -185,7 +185,7 @@ class Explainer:
         others = list(self.others(node))
         costed = (self.alternative(node, each) for each in (others if count else ()))
         best = sorted(costed, key=lambda each: each.in_place_seconds)
-        told = [self.planned(each, node) if i < planned else each for i, each in enumerate(best[:count])]
+        alternatives = [self.planned(each, node) if i < planned else each for i, each in enumerate(best[:count])]
         return Explanation(
             name=name,
             target=name_of(node),
@@ -208,7 +208,7 @@ class Explainer:
             step_seconds=self.whole,
             step_terms=_terms(self.alike.sums),
             considered=len(others) + 1,
-            alternatives=tuple(told),
+            alternatives=tuple(alternatives),
         )
 
     def copies(self, node: fx.Node) -> list[fx.Node]:

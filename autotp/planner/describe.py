@@ -46,16 +46,16 @@ class Found:
     panels: int | None = 1
 
 
-def describe_plan(model: Model, found: Found, *, sums: Sums | None = None, **told: Any) -> Plan:
+def describe_plan(model: Model, found: Found, *, sums: Sums | None = None, **fields: Any) -> Plan:
     """The plan of a solution.
 
     Args:
         model: that was planned.
         found: the solution.
         sums: what a step takes where communication is hidden; None: nothing hides it.
-        told: the plan's fields that the solution does not decide.
+        fields: the plan's fields that the solution does not decide.
     """
-    return _Description(model, found).plan(sums, **told)
+    return _Description(model, found).plan(sums, **fields)
 
 
 def priced(model: Model, found: Found) -> tuple[Priced, bool]:
@@ -102,7 +102,7 @@ class _Description:
         stand, assembled = self.model.stands.get(node, node), self.found.assembled
         return assembled.chosen(stand, self.found.solution.choice[assembled.structure.index[stand]])
 
-    def plan(self, sums: Sums | None, **told: Any) -> Plan:
+    def plan(self, sums: Sums | None, **fields: Any) -> Plan:
         model, names = self.model, AXIS_NAMES[: len(self.mesh)]
         panels = self.panels()
         own = self.priced().operators()
@@ -153,7 +153,7 @@ class _Description:
             predicted=Predicted(step, compute, communication, step - compute, self.memory()),
             model_hash=fingerprint(self.captured),
             optimizer=self.prices.optimizer,
-            **told,
+            **fields,
         )
 
     def panels(self) -> dict[str, int]:
