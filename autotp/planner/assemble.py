@@ -77,7 +77,7 @@ class _Assembly:
         self.structure, self.prices, self.panelled, self.either = structure, prices, panelled, either
         self.weights = weights
         self.mesh = prices.mesh
-        self.alike: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+        self.by_key: dict[object, tuple[np.ndarray, np.ndarray]] = {}
         self.kept: dict[int, np.ndarray] = {}
 
     def run(self, memory_bound: float) -> Assembled:
@@ -97,10 +97,10 @@ class _Assembly:
             return Node(node.name, np.zeros(1), np.zeros(1))
         pins = self.structure.model.pins.get(node, ())
         key = id(choice), pins
-        if key not in self.alike:
+        if key not in self.by_key:
             work = self.strategies(choice, pins) if isinstance(choice, Choice) else self.layouts(choice, pins)
-            self.alike[key] = work
-        cost, memory = self.alike[key]
+            self.by_key[key] = work
+        cost, memory = self.by_key[key]
         return Node(node.name, count * cost, count * memory)
 
     def strategies(self, choice: Choice, pins: Sequence[Requirement]) -> tuple[np.ndarray, np.ndarray]:

@@ -165,7 +165,7 @@ class _Builder:
             self.copies[node] += 1
         self.index: dict[fx.Node, int] = {}
         self.nodes: list[tuple[fx.Node, Choice | Rest | None, int]] = []
-        self.alike: dict[object, Choice] = {}
+        self.by_key: dict[object, Choice] = {}
 
     def stand(self, node: fx.Node) -> fx.Node:
         return self.model.stands.get(node, node)
@@ -193,7 +193,7 @@ class _Builder:
         weight = any(value_of(n)[0].name in parameters for n in operands_of(node))
         gradient = any((node, i) in self.model.trained for i in range(len(results_of(node))))
         key = signature(operator, parameters), weight, gradient
-        if key not in self.alike:
+        if key not in self.by_key:
             table, chosen = rule_of(node), self.chosen
             found = space(operator, self.axes, lambda axis, factor: chosen.allows(operator, axis, factor))
             saves = saved_by(node) == "result" and gradient
@@ -201,8 +201,8 @@ class _Builder:
             score = np.array(
                 [chosen.score(operator, found.assignment(s)) for s in range(len(found.serves))] if best else []
             )
-            self.alike[key] = Choice(found, flop_of(node), gradient, saves, best, score)
-        return self.alike[key]
+            self.by_key[key] = Choice(found, flop_of(node), gradient, saves, best, score)
+        return self.by_key[key]
 
     def wanted_parameters(self) -> dict[fx.Node, list[np.ndarray]]:
         """Parameter -> the layouts that any strategy of a reader wants."""
