@@ -221,10 +221,10 @@ class _Builder:
         rests = self.chosen.family.rest
         if node.name not in self.captured.parameters or rests == "whole":
             return Rest(value, self.whole, np.zeros(1, np.int64), node.name in self.captured.parameters)
-        settled = np.unique(np.concatenate([self.whole, *(np.where(w == PARTIAL, WHOLE, w) for w in wanted)]), axis=0)
+        layouts = np.unique(np.concatenate([self.whole, *(np.where(w == PARTIAL, WHOLE, w) for w in wanted)]), axis=0)
         options: dict[tuple[int, ...], int] = {}
         groups = 0
-        for row in settled[::-1]:
+        for row in layouts[::-1]:
             left = [a for a in range(self.axes) if row[a] == WHOLE and self.chosen.rests(a) != "whole"]
             for count in range(len(left), -1, -1) if rests == "sharded" else range(len(left) + 1):
                 for axes in itertools.combinations(left, count):
