@@ -56,10 +56,13 @@ def report_of(path: Path) -> list[list[str]]:
     plan = timed("planning", lambda: plan_captured(captured, topology, family("auto"), schedule="overlap"))
     events = timed("scheduling", lambda: predicted_events(scheduled(captured, plan, trainable(module))))
     title = f"{NAME} on {DEVICES} devices"
-    told = timed("explaining every operator", lambda: content(captured, plan, events=events, title=title))
-    save_report(path, told)
+    contents = timed("explaining every operator", lambda: content(captured, plan, events=events, title=title))
+    save_report(path, contents)
     rows.append(
-        ["the file", f"{path.stat().st_size / 1e6:.1f} MB, {len(told['operators']):,} operators, {len(events):,} events"]
+        [
+            "the file",
+            f"{path.stat().st_size / 1e6:.1f} MB, {len(contents['operators']):,} operators, {len(events):,} events",
+        ]
     )
     return rows
 

@@ -101,10 +101,9 @@ def step(devices: int, degree: int, latency: float, assumed: Assumed) -> Step:
     backward = float(pipeline.seconds(gather + scatter, 2 * work + reduce, LAYERS))
     seconds, computing = forward + backward, 3 * work * LAYERS
     joules = energy.step_energy(topology.device, devices, computing, seconds)
-    power = energy.step_power(topology.device, computing, seconds)
     per_token = energy.per_token(joules, devices * assumed.tokens)
-    assert power is not None and per_token is not None
-    return Step(seconds, computing, assumed.tokens / seconds, float(power), float(per_token))
+    assert joules is not None and per_token is not None
+    return Step(seconds, computing, assumed.tokens / seconds, float(joules / (devices * seconds)), float(per_token))
 
 
 def all_reduced(degree: int, tokens: float) -> float:

@@ -17,7 +17,7 @@ import sympy
 from .device import Device
 from .formula import Number, compile_formula
 
-__all__ = ["ENERGY", "MONEY", "per_token", "step_energy", "step_money", "step_power"]
+__all__ = ["ENERGY", "MONEY", "per_token", "step_energy", "step_money"]
 
 N, c = sympy.symbols("N c", positive=True)
 t_compute, t_step, P_busy, P_idle = sympy.symbols("t_compute t_step P_busy P_idle", nonnegative=True)
@@ -32,7 +32,6 @@ MONEY: sympy.Expr = N * c * t_step / _HOUR
 
 _energy = compile_formula((N, t_compute, t_step, P_busy, P_idle), ENERGY)
 _money = compile_formula((N, t_step, c), MONEY)
-_power = compile_formula((N, t_compute, t_step, P_busy, P_idle), ENERGY / (N * t_step))
 
 
 def step_energy(device: Device, devices: Number, compute_seconds: Number, step_seconds: Number) -> Number | None:
@@ -54,26 +53,6 @@ def step_energy(device: Device, devices: Number, compute_seconds: Number, step_s
     if not _powers_known(device):
         return None
     return _energy(devices, compute_seconds, step_seconds, device.busy_power, device.idle_power)
-
-
-def step_power(device: Device, compute_seconds: Number, step_seconds: Number) -> Number | None:
-    """Watts that one device draws on average over a step, with its share of the node.
-
-    Args:
-        device: its ``busy_power`` and ``idle_power`` are read, in watts.
-        compute_seconds: seconds of the step in which it computes; in the rest it waits.
-        step_seconds: seconds of the whole step, above 0.
-
-    Returns:
-        Watts, or None where the device's powers are not known.
-
-    Raises:
-        ValueError: a step is shorter than the compute in it.
-    """
-    _check(compute_seconds, step_seconds)
-    if not _powers_known(device):
-        return None
-    return _power(1, compute_seconds, step_seconds, device.busy_power, device.idle_power)
 
 
 def step_money(device: Device, devices: Number, step_seconds: Number) -> Number | None:

@@ -11,7 +11,7 @@ import autotp
 from autotp.runtime.rewrite import rewrite
 from passes.overlap import halves
 from passes.overlap.launch import launch
-from passes.overlap.schedule import Work
+from passes.overlap.schedule import Task
 
 
 class Block(nn.Module):
@@ -80,7 +80,7 @@ def random_durations(seed):
 
     def durations(node):
         if node not in known:
-            known[node] = Work(chance.random(), f"lane {chance.randrange(3)}", chance.random())
+            known[node] = Task(chance.random(), f"lane {chance.randrange(3)}", chance.random())
         return dataclasses.replace(known[node], lane=known[node].lane if node.target is launch else "compute")
 
     return durations

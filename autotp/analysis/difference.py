@@ -64,7 +64,7 @@ def difference(first: Plan, second: Plan) -> Difference:
             f"the plans are of different models or inputs: the graph of one is {first.model_hash}, of the other "
             f"{second.model_hash}; plan both with the same model and example inputs"
         )
-    told = {
+    fields = {
         "mesh": (_mesh(first), _mesh(second)),
         "strategy": (first.strategy, second.strategy),
         "topology": (first.topology.name, second.topology.name),
@@ -92,7 +92,7 @@ def difference(first: Plan, second: Plan) -> Difference:
     ]
     changes.sort(key=lambda change: -abs(change.seconds[1] - change.seconds[0]))
     return Difference(
-        {name: both for name, both in told.items() if both[0] != both[1]},
+        {name: both for name, both in fields.items() if both[0] != both[1]},
         predicted,
         {name: (mine[name], other[name]) for name in mine if mine[name] != other[name]},
         tuple(changes),

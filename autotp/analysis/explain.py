@@ -15,7 +15,7 @@ from torch import fx
 from autotp.analysis.inspection import Reshard, reshard_steps
 from autotp.costs.prices import Prices, flop_of
 from autotp.costs.step import Priced, Sums
-from autotp.costs.what_if import Alike
+from autotp.costs.what_if import TensorClasses
 from autotp.errors import AutotpError
 from autotp.planner import plan_captured, prepare
 from autotp.plans.constraints import parse
@@ -168,8 +168,8 @@ class Explainer:
         self.nodes = {node.name: node for node in self.model.operators}
         self.entries = {op.name: op for op in plan.operators}
         self.own, self.charges = self.priced.operators(), self.priced.charges()
-        self.alike = Alike(self.priced)
-        self.whole = self.step(self.alike.sums)
+        self.classes = TensorClasses(self.priced)
+        self.whole = self.step(self.classes.sums)
 
     def explain(self, name: str, count: int = 5, planned: int = 1) -> Explanation:
         """See `explain_operator`."""
@@ -185,7 +185,7 @@ class Explainer:
         others = list(self.others(node))
         costed = (self.alternative(node, each) for each in (others if count else ()))
         best = sorted(costed, key=lambda each: each.in_place_seconds)
-        told = [self.planned(each, node) if i < planned else each for i, each in enumerate(best[:count])]
+        alternatives = [self.planned(each, node) if i < planned else each for i, each in enumerate(best[:count])]
         return Explanation(
             name=name,
             target=name_of(node),
@@ -206,9 +206,9 @@ class Explainer:
             ),
             bound_ratio=entry.bound_ratio,
             step_seconds=self.whole,
-            step_terms=_terms(self.alike.sums),
+            step_terms=_terms(self.classes.sums),
             considered=len(others) + 1,
-            alternatives=tuple(told),
+            alternatives=tuple(alternatives),
         )
 
     def copies(self, node: fx.Node) -> list[fx.Node]:
@@ -240,7 +240,7 @@ class Explainer:
         called = scheme(self.model.operators[node], strategy, have, parameters)
         shown = [w.layout for w in strategy.wants] + list(strategy.results)
         layouts = tuple(describe(layout, self.plan.mesh_axes) for layout in shown)
-        sums = self.alike.changed(node, strategy)
+        sums = self.classes.changed(node, strategy)
         return Alternative(called, self.pin(node.name, strategy), layouts, self.step(sums), _terms(sums))
 
     def pin(self, name: str, strategy: Strategy) -> str:

@@ -97,8 +97,8 @@ def scheduled(captured: Captured, plan: Plan, parameters: Collection[str]) -> tu
     if found is None:
         raise AutotpError(f"the graph has no schedule: {DIFFERENT}")
     mine, *others = found
-    alike = all(other.sizes == mine.sizes for other in others)
-    return mine.overlapped(*how.decided(mine), alike=alike).slots(how.durations, how.limits)
+    same_sizes = all(other.sizes == mine.sizes for other in others)
+    return mine.overlapped(*how.decided(mine), same_sizes=same_sizes).slots(how.durations, how.limits)
 
 
 def _parts(rewritten: Rewritten, at: tuple[int, ...]) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from costmodel.fit import Sample, robust
 from passes.layouts.reshard import Step
 from passes.world.process import ProcessWorld
 
-__all__ = ["FULL", "KINDS", "QUICK", "Clock", "Effort", "Timing", "Work", "job", "time_collective", "time_sizes"]
+__all__ = ["FULL", "KINDS", "QUICK", "Clock", "Effort", "Timing", "Workload", "job", "time_collective", "time_sizes"]
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 """The collectives that a sharded graph calls."""
@@ -108,13 +108,6 @@ class Clock:
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor.tolist()
 
-    def of_all(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's values, rank by rank; the same on every rank."""
-        mine = torch.tensor(list(values), dtype=torch.float64, device=self.device)
-        found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(found, mine)
-        return [tensor.tolist() for tensor in found]
-
 
 def job(kind: str, axis: int, ways: int, volume: float, device: torch.device) -> tuple[Step, Tensor, float]:
     """A step of one collective, the float32 tensor that it takes, and the bytes of its whole tensor.
@@ -156,7 +149,7 @@ def time_collective(
     step, tensor, whole = job(kind, axis, world.mesh_shape[axis], volume, clock.device)
     first = all(at == 0 for other, at in enumerate(world.hosted[0]) if other != axis)
     takes_part = first or not alone
-    work, together = Work(clock.device), _TOGETHER.get(kind, 1)
+    workload, together = Workload(clock.device), _TOGETHER.get(kind, 1)
 
     def once(pieces: int, communicating: bool) -> float:
         clock.barrier()
@@ -164,7 +157,7 @@ def time_collective(
             return 0.0
         begun = time.perf_counter()
         for _ in range(pieces):
-            work.run()
+            workload.run()
             for _ in range(together if communicating else 0):
                 world.run([step], [tensor])
         clock.synchronize()
@@ -180,7 +173,7 @@ def time_collective(
     return Timing(whole, robust([seconds / pieces / together for seconds in more]))
 
 
-class Work:
+class Workload:
     """A piece of what a step computes: some products and what follows them, on more memory than caches hold."""
 
     def __init__(self, device: torch.device) -> None:

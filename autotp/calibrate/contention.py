@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from autotp.calibrate.collectives import Clock, Effort, Work, job
+from autotp.calibrate.collectives import Clock, Effort, Workload, job
 from passes.world.process import ProcessWorld
 
 __all__ = ["time_contention"]
@@ -39,7 +39,7 @@ def time_contention(world: ProcessWorld, axis: int, effort: Effort, clock: Clock
         Between 0, nothing is, and 1; of some rounds the median, the same on every rank.
     """
     _, tensor, _ = job("all_reduce", axis, world.mesh_shape[axis], _BYTES, clock.device)
-    work = Work(clock.device)
+    workload = Workload(clock.device)
 
     def communicate(count: int) -> list[Callable[[], object]]:
         return [world.all_reduce([tensor], (axis,)).wait for _ in range(count)]
@@ -49,7 +49,7 @@ def time_contention(world: ProcessWorld, axis: int, effort: Effort, clock: Clock
         begun = time.perf_counter()
         waits = communicate(collectives)
         for _ in range(pieces):
-            work.run()
+            workload.run()
         for wait in waits:
             wait()
         clock.synchronize()

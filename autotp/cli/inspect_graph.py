@@ -71,7 +71,7 @@ def _summary(rows: Sequence[GraphRow]) -> str:
     computing = sum(row.seconds for row in rows if not row.axes)
     moving = sum(row.seconds for row in rows if row.axes)
     exposed = sum(row.exposed for row in rows)
-    told = [f"{len(rows):,} nodes, {sum(bool(row.axes) for row in rows):,} of them collectives"]
-    told += [f"computing {format_quantity(computing, 'time')}", f"communicating {format_quantity(moving, 'time')}"]
-    told.append(f"of which nothing hides {format_quantity(exposed, 'time')}")
-    return ", ".join(told)
+    parts = [f"{len(rows):,} nodes, {sum(bool(row.axes) for row in rows):,} of them collectives"]
+    parts += [f"computing {format_quantity(computing, 'time')}", f"communicating {format_quantity(moving, 'time')}"]
+    parts.append(f"of which nothing hides {format_quantity(exposed, 'time')}")
+    return ", ".join(parts)

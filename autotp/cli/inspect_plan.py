@@ -164,11 +164,11 @@ def _difference_table(found: Difference) -> RenderableType:
             parts.append(f"… and {left} more that differ (all of them with --json)")
     if found.parameters:
         table = Table("parameter", "×", "rests in the first", "in the second", header_style="bold")
-        alike = Counter((unnumbered(name), *both) for name, both in found.parameters.items())
-        for (name, one, two), count in list(alike.items())[:_SHOWN]:
+        counts = Counter((unnumbered(name), *both) for name, both in found.parameters.items())
+        for (name, one, two), count in list(counts.items())[:_SHOWN]:
             table.add_row(escape(name), str(count), escape(one), escape(two))
         parts.append(table)
-        left = sum(list(alike.values())[_SHOWN:])
+        left = sum(list(counts.values())[_SHOWN:])
         if left > 0:
             parts.append(f"… and {left} more parameters")
     return Group(*parts)

@@ -203,12 +203,12 @@ def _prediction(plan: Plan) -> Table:
 def _whole(plan: Plan, limit: int = 12) -> Text:
     """Where chunks stop, and why."""
     by_name = {operator.name: operator for operator in plan.operators}
-    alike = Counter(
+    counts = Counter(
         (unnumbered(by_name[name].module), short_target(by_name[name].target), why) for name, why in plan.whole.items()
     )
     lines = [
         f"  {f'{module}: ' if module else ''}{target}{f' × {count}' if count > 1 else ''}  ({why})"
-        for (module, target, why), count in alike.items()
+        for (module, target, why), count in counts.items()
     ]
     more = [f"  and {len(lines) - limit} more"] if len(lines) > limit else []
     return Text("\n".join(["not in chunks:", *lines[:limit], *more]), style="yellow")

@@ -58,6 +58,6 @@ def write_report(path: Path, model: nn.Module, captured: Captured, plan: Plan, t
             progress.update(task, completed=done, total=of)
 
         title = f"{name} on {plan.devices} devices"
-        told = content(captured, plan, events=events, title=title, progress=explained)
-    save_report(path, told)
+        contents = content(captured, plan, events=events, title=title, progress=explained)
+    save_report(path, contents)
     print(f"written to {path}")

@@ -17,7 +17,7 @@ from costmodel import overlap
 from passes.layouts.layout import Layout
 from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of, results_of
-from passes.strategies.strategy import SUM, Strategy, Want, whole_layout
+from passes.strategies.strategy import LINEAR_PREFIX, Strategy, Want, whole_layout
 
 __all__ = ["Moved", "Pass", "Priced", "Sums"]
 
@@ -234,7 +234,7 @@ class Priced:
         found: dict[Value, fx.Node] = {}
         for node, operator in self.model.operators.items():
             strategy = self.strategies[node.name]
-            passed = [int(a[1:]) for a in strategy.assignment if a is not None and a.startswith(SUM)]
+            passed = [int(a[1:]) for a in strategy.assignment if a is not None and a.startswith(LINEAR_PREFIX)]
             origin = node
             if passed and operator.rule is not None:
                 before = [value_of(operands_of(node)[i]) for i in operator.rule.linear[passed[0]]]

@@ -15,10 +15,10 @@ from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of, results_of
 from passes.strategies.strategy import Strategy, Want, whole_layout
 
-__all__ = ["Alike"]
+__all__ = ["TensorClasses"]
 
 
-class Alike:
+class TensorClasses:
     """The tensors of a priced plan, without chunks, in classes of those whose reshards cost the same whatever is chosen.
 
     Folded layers make most tensors copies of few: a change in a plan of thousands of operators is judged by a handful.

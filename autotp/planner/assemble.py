@@ -18,7 +18,7 @@ from autotp.planner.ilp import Node, Problem, Tensor, Use
 from autotp.planner.structure import Choice, Edge, Rest, Structure
 from autotp.plans.constraints import Requirement
 from costmodel.overlap import Weight, Weights
-from passes.layouts.codes import SUM, WHOLE, decode, fitting, local_elements, restoring, ways
+from passes.layouts.codes import PARTIAL, WHOLE, decode, fitting, local_elements, restoring, ways
 from passes.layouts.layout import Layout
 from passes.layouts.reshard_matrix import Collective, Tariff
 from passes.rules.shapes import operands_of, results_of
@@ -77,7 +77,7 @@ class _Assembly:
         self.structure, self.prices, self.panelled, self.either = structure, prices, panelled, either
         self.weights = weights
         self.mesh = prices.mesh
-        self.alike: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+        self.by_key: dict[object, tuple[np.ndarray, np.ndarray]] = {}
         self.kept: dict[int, np.ndarray] = {}
 
     def run(self, memory_bound: float) -> Assembled:
@@ -97,10 +97,10 @@ class _Assembly:
             return Node(node.name, np.zeros(1), np.zeros(1))
         pins = self.structure.model.pins.get(node, ())
         key = id(choice), pins
-        if key not in self.alike:
+        if key not in self.by_key:
             work = self.strategies(choice, pins) if isinstance(choice, Choice) else self.layouts(choice, pins)
-            self.alike[key] = work
-        cost, memory = self.alike[key]
+            self.by_key[key] = work
+        cost, memory = self.by_key[key]
         return Node(node.name, count * cost, count * memory)
 
     def strategies(self, choice: Choice, pins: Sequence[Requirement]) -> tuple[np.ndarray, np.ndarray]:
@@ -175,7 +175,7 @@ class _Assembly:
         temporary = np.where(regather, wanted, 0.0) if edge.parameter else np.zeros(regather.shape)
         cost = edge.count * self.reshards(edge, regather) + held
         if not self.structure.chosen.family.scatters and not edge.parameter:
-            scattered = ((edge.rows[:, None, :] == SUM) & (edge.wants[None, :, :] >= 0)).any(axis=-1)
+            scattered = ((edge.rows[:, None, :] == PARTIAL) & (edge.wants[None, :, :] >= 0)).any(axis=-1)
             cost = np.where(scattered, np.inf, cost)
         uses = tuple(Use(index, want) for index, want in edge.uses)
         return Tensor(edge.name, edge.producer, edge.have, uses, cost, memory, temporary)
@@ -191,11 +191,11 @@ class _Assembly:
 
     def reshards(self, edge: Edge, regather: np.ndarray) -> np.ndarray:
         """Weighted seconds from every layout that a tensor has to every one wanted, with the gradient's way back."""
-        walks, shape, itemsize = self.structure.walks, tuple(edge.value.shape), edge.value.element_size()
+        pricer, shape, itemsize = self.structure.pricer, tuple(edge.value.shape), edge.value.element_size()
 
         def seconds(have: np.ndarray, want: np.ndarray, weight: Weight) -> np.ndarray:
             tariff = self.tariffs[edge.parameter, weight, _size(edge)]
-            return walks.seconds(shape, itemsize, have, want, self.mesh, tariff, self.pay(edge.parameter, weight))
+            return pricer.seconds(shape, itemsize, have, want, self.mesh, tariff, self.pay(edge.parameter, weight))
 
         forward, backward = self.weights.forward, self.weights.backward
         found = seconds(edge.rows, edge.wants, forward)
@@ -205,7 +205,7 @@ class _Assembly:
             again = found if forward == backward else seconds(edge.rows, edge.wants, backward)
             found = np.where(regather, found + again, found)
         if edge.trained:
-            back = np.where(edge.rows == SUM, WHOLE, edge.rows)
+            back = np.where(edge.rows == PARTIAL, WHOLE, edge.rows)
             found = found + seconds(edge.gradients, back, backward).T
         return found
 

@@ -24,7 +24,7 @@ from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import name_of, rule_of
 from passes.sharding.panel import Loop, loops
-from passes.strategies.strategy import SUM, Strategy, whole_layout
+from passes.strategies.strategy import LINEAR_PREFIX, Strategy, whole_layout
 
 __all__ = ["AXIS_NAMES", "Found", "describe_plan", "held_of", "memory_of", "priced"]
 
@@ -46,16 +46,16 @@ class Found:
     panels: int | None = 1
 
 
-def describe_plan(model: Model, found: Found, *, sums: Sums | None = None, **told: Any) -> Plan:
+def describe_plan(model: Model, found: Found, *, sums: Sums | None = None, **fields: Any) -> Plan:
     """The plan of a solution.
 
     Args:
         model: that was planned.
         found: the solution.
         sums: what a step takes where communication is hidden; None: nothing hides it.
-        told: the plan's fields that the solution does not decide.
+        fields: the plan's fields that the solution does not decide.
     """
-    return _Description(model, found).plan(sums, **told)
+    return _Description(model, found).plan(sums, **fields)
 
 
 def priced(model: Model, found: Found) -> tuple[Priced, bool]:
@@ -102,7 +102,7 @@ class _Description:
         stand, assembled = self.model.stands.get(node, node), self.found.assembled
         return assembled.chosen(stand, self.found.solution.choice[assembled.structure.index[stand]])
 
-    def plan(self, sums: Sums | None, **told: Any) -> Plan:
+    def plan(self, sums: Sums | None, **fields: Any) -> Plan:
         model, names = self.model, AXIS_NAMES[: len(self.mesh)]
         panels = self.panels()
         own = self.priced().operators()
@@ -117,7 +117,7 @@ class _Description:
             have = [self.layouts[value_of(n)] for n in operands]
             communication = own[node].communication + moved[node][0]
             shown = [w.layout for w in strategy.wants] + list(strategy.results)
-            used = sorted({f for f in strategy.assignment if f is not None and not f.startswith(SUM)})
+            used = sorted({f for f in strategy.assignment if f is not None and not f.startswith(LINEAR_PREFIX)})
             planned.append(
                 PlannedOperator(
                     name=node.name,
@@ -153,7 +153,7 @@ class _Description:
             predicted=Predicted(step, compute, communication, step - compute, self.memory()),
             model_hash=fingerprint(self.captured),
             optimizer=self.prices.optimizer,
-            **told,
+            **fields,
         )
 
     def panels(self) -> dict[str, int]:

@@ -33,8 +33,8 @@ def fold(
     """
     nodes = list(operators)
     index: dict[object, int] = {}
-    told = marks or {}
-    marked = [[told.get(m) for m in (n, *(o for o in operands_of(n) if o.name in parameters))] for n in nodes]
+    mark_of = marks or {}
+    marked = [[mark_of.get(m) for m in (n, *(o for o in operands_of(n) if o.name in parameters))] for n in nodes]
     keys = [(signature(operators[n], parameters), *mine) for n, mine in zip(nodes, marked, strict=True)]
     codes = np.array([index.setdefault(key, len(index)) for key in keys])
     stands: dict[fx.Node, fx.Node] = {n: n for n in nodes}

@@ -270,7 +270,7 @@ def plan_captured(
     if best is None:
         raise _conflict(contest, meshes, asked) or _nothing_fits(contest, found.used)
     sums, least = None, best.solution.seconds
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if hides or chunks:
         prices, panelled = priced(model, best)
     if hides:
@@ -284,7 +284,7 @@ def plan_captured(
         _tell(chunks, made, hides)
         sums = chunked(prices, made) if hides else sums
         chunks = {kind: count for kind, count in chunks.items() if count == 1 or kind in made.counts}
-        told = {"chunked": {kind: len(names) for kind, names in made.cut.items()}, "whole": made.whole}
+        fields = {"chunked": {kind: len(names) for kind, names in made.cut.items()}, "whole": made.whole}
     gap = max(0.0, 1 - floor / least) if least else 0.0
     plan = describe_plan(
         model,
@@ -299,7 +299,7 @@ def plan_captured(
         schedule=schedule,
         constraints=tuple(one.text for one in asked),
         planning={},
-        **told,
+        **fields,
     )
     planning = dict(stats or {}) | {
         "seconds": time.perf_counter() - started,

@@ -19,8 +19,8 @@ from autotp.costs.model import Model
 from autotp.costs.prices import flop_of
 from autotp.planner.folding import signature
 from autotp.plans.families import Restriction
-from passes.layouts.codes import DIM, INNER, SUM, WHOLE
-from passes.layouts.reshard_matrix import Walks
+from passes.layouts.codes import DIM, INNER, PARTIAL, WHOLE
+from passes.layouts.reshard_matrix import ReshardPricer
 from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of, saved_by
@@ -119,7 +119,7 @@ class Structure:
     nodes: Sequence[tuple[fx.Node, Choice | Rest | None, int]]
     edges: Sequence[Edge]
     index: Mapping[fx.Node, int]
-    walks: Walks = field(default_factory=Walks)
+    pricer: ReshardPricer = field(default_factory=ReshardPricer)
 
 
 def structure(model: Model, chosen: Restriction, axes: int) -> Structure:
@@ -165,7 +165,7 @@ class _Builder:
             self.copies[node] += 1
         self.index: dict[fx.Node, int] = {}
         self.nodes: list[tuple[fx.Node, Choice | Rest | None, int]] = []
-        self.alike: dict[object, Choice] = {}
+        self.by_key: dict[object, Choice] = {}
 
     def stand(self, node: fx.Node) -> fx.Node:
         return self.model.stands.get(node, node)
@@ -193,7 +193,7 @@ class _Builder:
         weight = any(value_of(n)[0].name in parameters for n in operands_of(node))
         gradient = any((node, i) in self.model.trained for i in range(len(results_of(node))))
         key = signature(operator, parameters), weight, gradient
-        if key not in self.alike:
+        if key not in self.by_key:
             table, chosen = rule_of(node), self.chosen
             found = space(operator, self.axes, lambda axis, factor: chosen.allows(operator, axis, factor))
             saves = saved_by(node) == "result" and gradient
@@ -201,8 +201,8 @@ class _Builder:
             score = np.array(
                 [chosen.score(operator, found.assignment(s)) for s in range(len(found.serves))] if best else []
             )
-            self.alike[key] = Choice(found, flop_of(node), gradient, saves, best, score)
-        return self.alike[key]
+            self.by_key[key] = Choice(found, flop_of(node), gradient, saves, best, score)
+        return self.by_key[key]
 
     def wanted_parameters(self) -> dict[fx.Node, list[np.ndarray]]:
         """Parameter -> the layouts that any strategy of a reader wants."""
@@ -221,10 +221,10 @@ class _Builder:
         rests = self.chosen.family.rest
         if node.name not in self.captured.parameters or rests == "whole":
             return Rest(value, self.whole, np.zeros(1, np.int64), node.name in self.captured.parameters)
-        settled = np.unique(np.concatenate([self.whole, *(np.where(w == SUM, WHOLE, w) for w in wanted)]), axis=0)
+        layouts = np.unique(np.concatenate([self.whole, *(np.where(w == PARTIAL, WHOLE, w) for w in wanted)]), axis=0)
         options: dict[tuple[int, ...], int] = {}
         groups = 0
-        for row in settled[::-1]:
+        for row in layouts[::-1]:
             left = [a for a in range(self.axes) if row[a] == WHOLE and self.chosen.rests(a) != "whole"]
             for count in range(len(left), -1, -1) if rests == "sharded" else range(len(left) + 1):
                 for axes in itertools.combinations(left, count):

@@ -25,7 +25,7 @@ from torch import fx
 from autotp.errors import AutotpError, ConstraintError
 from autotp.plans.plan import AXIS_NAMES
 from passes.capture import Captured
-from passes.layouts.codes import DIM, SUM, WHOLE
+from passes.layouts.codes import DIM, PARTIAL, WHOLE
 from passes.rules.factors import Operator
 from passes.rules.shapes import operands_of
 from passes.rules.table import name_of
@@ -91,7 +91,7 @@ class Requirement:
         if term.what == "R":
             return np.asarray(codes == WHOLE)
         if term.what == "P":
-            return np.asarray(codes == SUM)
+            return np.asarray(codes == PARTIAL)
         if isinstance(term.what, int):
             return np.asarray((codes >= 0) & (codes // DIM == term.what))
         if space is None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from passes.layouts.layout import Layout, is_shard
 from passes.rules.factors import Operator
-from passes.strategies.strategy import SUM, Strategy
+from passes.strategies.strategy import LINEAR_PREFIX, Strategy
 
 __all__ = ["scheme"]
 
@@ -60,7 +60,7 @@ def _axes_by_use(operator: Operator, strategy: Strategy) -> dict[str, list[int]]
     for axis, chosen in enumerate(strategy.assignment):
         if chosen is None:
             continue
-        if chosen.startswith(SUM):
+        if chosen.startswith(LINEAR_PREFIX):
             axes["partial"].append(axis)
         else:
             factor = operator.factors[chosen]

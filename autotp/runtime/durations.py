@@ -20,9 +20,9 @@ from costmodel import compute
 from costmodel.overlap import LATENCY_SHARE, messages
 from passes.overlap.launch import launch, wait
 from passes.overlap.primitives import COLLECTIVES, axes_of, crop, in_one_format, laid_out, pad, within
-from passes.overlap.schedule import Work
+from passes.overlap.schedule import Task
 
-__all__ = ["enough", "hiding", "lane_of", "overlap_of", "work_of"]
+__all__ = ["enough", "hiding", "lane_of", "overlap_of", "task_of"]
 
 _aten = torch.ops.aten
 #: Collectives are merged up to so many bytes: joining and parting are copies.
@@ -59,28 +59,28 @@ def overlap_of(plan: Plan, *, merge: bool = True) -> Overlap:
     spare = max(_SPARE * plan.predicted.memory_bytes, _ALWAYS * most)
     merged = functools.partial(enough, prices=prices, spare=spare) if merge else None
     hides = functools.partial(hiding, prices=prices, spare=spare)
-    return Overlap(functools.partial(work_of, prices=prices), merged, faster=prices.faster_staged, hiding=hides)
+    return Overlap(functools.partial(task_of, prices=prices), merged, faster=prices.faster_staged, hiding=hides)
 
 
-def work_of(node: fx.Node, prices: Prices) -> Work:
+def task_of(node: fx.Node, prices: Prices) -> Task:
     """Seconds, lane and bytes of a node of a graph that ``passes.overlap.launch.launches`` made."""
     if node.target is launch:
         seconds, lane = _collective(node.meta["collective"], prices)
-        return Work(seconds, lane, float(node.meta["collective"].meta["val"].nbytes))
+        return Task(seconds, lane, float(node.meta["collective"].meta["val"].nbytes))
     traced = node.meta.get("traced", node)
     if node.target is wait or node.op != "call_function" or node.target is operator.getitem or _is_view(traced):
-        return Work()
+        return Task()
     value = node.meta.get("val")
     operands = [n.meta["val"] for n in traced.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
     results = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     if not results:
-        return Work()
+        return Task()
     moved = float(sum(tensor.nbytes for tensor in (*operands, *results)))
     flop, dims = _flop(traced)
     seconds = float(
         compute.seconds(flop, moved, prices.topology.device, str(results[0].dtype), dims=dims, kind=_kind(node))  # type: ignore[arg-type]
     )
-    return Work(seconds, "compute", float(sum(tensor.nbytes for tensor in results)))
+    return Task(seconds, "compute", float(sum(tensor.nbytes for tensor in results)))
 
 
 def enough(kind: str, axes: tuple[int, ...], total: float, prices: Prices, spare: float = math.inf) -> float:

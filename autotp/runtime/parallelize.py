@@ -87,20 +87,20 @@ def parallelize(
     dist.broadcast_object_list(agreed, src=0)
     if isinstance(agreed[0], Exception):
         raise agreed[0]
-    settled = Plan.from_json(agreed[0][0])
+    agreed_plan = Plan.from_json(agreed[0][0])
     rewritten = None
     if problem is None and captured is not None:
         try:
-            rewritten = apply(captured, settled, inputs)
+            rewritten = apply(captured, agreed_plan, inputs)
         except Exception as error:  # noqa: BLE001
             problem = error
     reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, (settled.hash, None if problem is None else f"{type(problem).__name__}: {problem}"))
+    dist.all_gather_object(reports, (agreed_plan.hash, None if problem is None else f"{type(problem).__name__}: {problem}"))
     _agree(reports, problem)
     assert rewritten is not None
-    device_mesh = init_device_mesh(_kind_of_device(model), settled.mesh_shape, mesh_dim_names=settled.mesh_axes)
-    how = overlap_of(settled) if overlapping(schedule or settled.schedule) else None
-    return DistributedModule(model, settled, rewritten, device_mesh, initialise, agreed[0][1], how)
+    device_mesh = init_device_mesh(_kind_of_device(model), agreed_plan.mesh_shape, mesh_dim_names=agreed_plan.mesh_axes)
+    how = overlap_of(agreed_plan) if overlapping(schedule or agreed_plan.schedule) else None
+    return DistributedModule(model, agreed_plan, rewritten, device_mesh, initialise, agreed[0][1], how)
 
 
 def _join() -> None:

@@ -21,7 +21,7 @@ from passes.sharding.panel import loops, panel
 from passes.sharding.shard import Sharding, shard
 from passes.sharding.uneven import uneven
 from passes.sharding.unroll import unroll
-from passes.strategies.strategy import SUM, Strategy, strategies, whole_layout
+from passes.strategies.strategy import LINEAR_PREFIX, Strategy, strategies, whole_layout
 
 __all__ = ["Rewritten", "apply", "checked", "rewrite"]
 
@@ -147,7 +147,7 @@ def _strategy(operator: Operator, plan: Plan) -> Strategy:
     wanted = plan.assignments[name]
 
     def allow(axis: int, factor: Any) -> bool:
-        return wanted[axis] == factor.name if factor is not None else (wanted[axis] or "").startswith(SUM)
+        return wanted[axis] == factor.name if factor is not None else (wanted[axis] or "").startswith(LINEAR_PREFIX)
 
     for strategy in strategies(operator, plan.mesh_shape, allow):
         if strategy.assignment == wanted:

@@ -18,7 +18,7 @@ from autotp.runtime.lockstep import execute
 from autotp.runtime.strides import Arranged, as_traced
 from passes.overlap import Halves, halves
 from passes.overlap.launch import HOSTED, launch, local
-from passes.overlap.pipeline import agreed, first_alike
+from passes.overlap.pipeline import agreed, first_agreed
 from passes.overlap.trace import Untraceable
 from passes.world import ops
 from passes.world.ops import Parts, part_of
@@ -67,9 +67,9 @@ def _plain(sharded: fx.GraphModule, world: World, seed: int, inputs: Sequence[Pa
 
 
 def _scheduled(make: Callable[[], Sequence[Halves]], world: World, how: Overlap, plain: Plain) -> Compiled:
-    choices, which, alike = _alike_everywhere(make)
+    choices, which, same_sizes = _agreed_everywhere(make)
     mine = choices[which]
-    graphs = mine.overlapped(*_from_first(lambda: how.decided(mine)), alike=alike)
+    graphs = mine.overlapped(*_from_first(lambda: how.decided(mine)), same_sizes=same_sizes)
     orders = _from_first(lambda: graphs.orders(graphs.slots(how.durations, how.limits)))
     forward, backward = map(Arranged, graphs.modules(orders, world))
     _log.info("%d and %d nodes scheduled, forward and backward", *map(len, orders))
@@ -84,7 +84,7 @@ def _scheduled(make: Callable[[], Sequence[Halves]], world: World, how: Overlap,
     return Compiled(graphs, forward, backward, without, plain, again)
 
 
-def _alike_everywhere(make: Callable[[], Sequence[Halves]]) -> tuple[Sequence[Halves], int, bool]:
+def _agreed_everywhere(make: Callable[[], Sequence[Halves]]) -> tuple[Sequence[Halves], int, bool]:
     """This process's choices, the place of the first that is alike on all, and whether its sizes are.
 
     Raises:
@@ -98,7 +98,7 @@ def _alike_everywhere(make: Callable[[], Sequence[Halves]]) -> tuple[Sequence[Ha
         reason = _why(error)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, ([each.signature for each in choices], [each.sizes for each in choices], reason))
-    which = first_alike(signatures for signatures, _, _ in found)
+    which = first_agreed(signatures for signatures, _, _ in found)
     if which is None:
         raise NoOrder(next((why for *_, why in found if why), DIFFERENT))
     return choices, which, len({sizes[which] for _, sizes, _ in found}) == 1
@@ -216,8 +216,8 @@ def _all_scheduled(
         raise NoOrder(DIFFERENT)
     known = dict(zip(choices, chosen, strict=True))
     decided = how.decided(next(iter(known.values())))
-    alike = len({each.sizes for each in known.values()}) == 1
-    made = {at: each.overlapped(*decided, alike=alike) for at, each in known.items()}
+    same_sizes = len({each.sizes for each in known.values()}) == 1
+    made = {at: each.overlapped(*decided, same_sizes=same_sizes) for at, each in known.items()}
     first = made[None if even else world.hosted[0]]
     orders = first.orders(first.slots(how.durations, how.limits))
     modules = {at: each.modules(orders, world) for at, each in made.items()}

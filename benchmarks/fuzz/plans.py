@@ -24,7 +24,7 @@ from passes.layouts.layout import Layout, fits, place, restorable
 from passes.rules.factors import Operator, analyse
 from passes.rules.table import name_of
 from passes.sharding.panel import loops
-from passes.strategies.strategy import SUM, Strategy, strategies
+from passes.strategies.strategy import LINEAR_PREFIX, Strategy, strategies
 
 __all__ = ["Use", "decided", "machine", "planned", "use_of", "uses_of"]
 
@@ -114,7 +114,7 @@ def nearest(operator: Operator, mesh: tuple[int, ...], wanted: Sequence[str | No
 
     def allow(axis: int, factor: object) -> bool:
         name = wanted[axis] or ""
-        return name == factor.name if factor is not None else name.startswith(SUM)  # type: ignore[attr-defined]
+        return name == factor.name if factor is not None else name.startswith(LINEAR_PREFIX)  # type: ignore[attr-defined]
 
     found = list(strategies(operator, mesh, allow))
     return max(found, key=lambda s: sum(a == b and a is not None for a, b in zip(s.assignment, wanted, strict=True)))
@@ -130,7 +130,7 @@ def decided(case: Case, rng: random.Random) -> Case:
     for node, operator in operators.items():
         names = [f.name for f in operator.factors.values() if f.offered]
         if operator.rule is not None and operator.rule.linear and operator.sums:
-            names += [SUM + str(i) for i in range(len(operator.rule.linear))]
+            names += [LINEAR_PREFIX + str(i) for i in range(len(operator.rule.linear))]
         wanted = [rng.choice(names) if names and rng.random() < 0.85 else None for _ in mesh]
         served[places[node.name]] = nearest(operator, mesh, wanted).assignment
     rests = {fqn: tuple(encode_layout(_rest(_shape(captured, n), mesh, rng))) for n, fqn in captured.parameters.items()}
@@ -156,7 +156,7 @@ def use_of(operator: Operator, name: str | None) -> Use:
     rule = name_of(operator.node)
     if name is None:
         return rule, "replicated"
-    if name.startswith(SUM):
+    if name.startswith(LINEAR_PREFIX):
         return rule, name
     factor = operator.factors[name]
     base = factor.base.partition("_")[0]
@@ -180,7 +180,7 @@ def uses_of(captured: Captured, plan: Plan) -> Uses:
             continue
         names = [f.name for f in operator.factors.values() if f.offered]
         if operator.rule.linear and operator.sums:
-            names += [SUM + str(i) for i in range(len(operator.rule.linear))]
+            names += [LINEAR_PREFIX + str(i) for i in range(len(operator.rule.linear))]
         offered.add(use_of(operator, None))
         offered |= {use_of(operator, name) for name in names if _alone(operator, name, plan.mesh_shape)}
         taken |= {use_of(operator, name) for name in plan.assignments[node.name]}

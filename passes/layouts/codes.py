@@ -1,6 +1,6 @@
 """Layouts as integers, so that many can be looked at at once.
 
-A layout is a row of codes, one per mesh axis: ``WHOLE``, ``SUM`` (partial), or ``dim * DIM + blocks`` for a shard of
+A layout is a row of codes, one per mesh axis: ``WHOLE``, ``PARTIAL``, or ``dim * DIM + blocks`` for a shard of
 ``dim`` that splits every one of ``blocks`` blocks alike. ``INNER`` in place of ``blocks`` means inside whatever else splits
 the dim, on whichever mesh; it is the one code that needs a mesh to become a placement.
 """
@@ -20,7 +20,7 @@ from passes.layouts.layout import Layout, blocks_of, is_shard, place, restorable
 __all__ = [
     "DIM",
     "INNER",
-    "SUM",
+    "PARTIAL",
     "WHOLE",
     "code_of",
     "codes",
@@ -33,7 +33,7 @@ __all__ = [
     "ways",
 ]
 
-WHOLE, SUM, DIM = -1, -2, 1 << 40
+WHOLE, PARTIAL, DIM = -1, -2, 1 << 40
 
 #: Blocks of a cut inside all others; divisible by what meshes are made of, so that it counts as apart from other cuts.
 INNER = 2**20 * 3**6 * 5**3 * 7
@@ -43,7 +43,7 @@ def code_of(placement: Placement) -> int:
     """The code of one placement."""
     if is_shard(placement):
         return placement.dim * DIM + blocks_of(placement)  # type: ignore[attr-defined]
-    return SUM if isinstance(placement, Partial) else WHOLE
+    return PARTIAL if isinstance(placement, Partial) else WHOLE
 
 
 def codes(layouts: Sequence[Layout]) -> np.ndarray:
@@ -56,7 +56,7 @@ def decode(row: Sequence[int], mesh: tuple[int, ...]) -> Layout:
     found: list[Placement] = []
     for code in row:
         if code < 0:
-            found.append(Partial() if code == SUM else Replicate())
+            found.append(Partial() if code == PARTIAL else Replicate())
             continue
         dim, blocks = divmod(int(code), DIM)
         if blocks == INNER:

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from passes.layouts.codes import DIM, codes, is_even
 from passes.layouts.layout import Layout, is_shard, local_shape, splits
 
-__all__ = ["COMMUNICATING", "Contest", "Move", "Step", "contended", "moves", "steps", "sums_first"]
+__all__ = ["COMMUNICATING", "AxisConflicts", "Move", "Step", "contended", "moves", "steps", "sums_first"]
 
 #: The kinds of step that use the network; the others are local.
 COMMUNICATING = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
@@ -67,38 +67,38 @@ def moves(shape: tuple[int, ...], source: Layout, target: Layout, mesh: tuple[in
     have, want = codes([source]), codes([target])
     even = is_even(shape, have, mesh) & is_even(shape, want, mesh)
     contending = contended(have, want, even, mesh)[0]
-    walk = _Walk(shape, list(source), mesh)
+    recorder = _MoveRecorder(shape, list(source), mesh)
     axes = range(len(mesh))
     plain = [a for a in axes if not contending[a]]
     for a in plain:
         if isinstance(source[a], Replicate) and is_shard(target[a]):
-            walk.split("slice", a, target[a])
+            recorder.split("slice", a, target[a])
     scattered = [a for a in plain if isinstance(source[a], Partial) and is_shard(target[a])]
-    whole = tuple(target[a] if a in scattered else now for a, now in enumerate(walk.state))
+    whole = tuple(target[a] if a in scattered else now for a, now in enumerate(recorder.state))
     for a in reversed(scattered) if even else scattered:  # what is cut unevenly has no equal blocks to go between
-        walk.split("reduce_scatter", a, target[a], whole if even else None)
+        recorder.split("reduce_scatter", a, target[a], whole if even else None)
     for a in plain:
         if is_shard(source[a]) and is_shard(target[a]) and source[a] != target[a]:
-            walk.exchange(a, target[a])
-    walk.reduce(
-        a for a in axes if isinstance(source[a], Partial) and not isinstance(target[a], Partial) and walk.partial(a)
+            recorder.exchange(a, target[a])
+    recorder.reduce(
+        a for a in axes if isinstance(source[a], Partial) and not isinstance(target[a], Partial) and recorder.partial(a)
     )
     for a in plain:
         if is_shard(source[a]) and not is_shard(target[a]):
-            walk.gather(a)
-    whole = tuple(walk.state)
+            recorder.gather(a)
+    whole = tuple(recorder.state)
     for a in axes if even else reversed(axes):
         if contending[a] and is_shard(source[a]):
-            walk.gather(a, whole if even else None)
-    walk.mask(a for a in axes if isinstance(target[a], Partial) and not isinstance(source[a], Partial))
+            recorder.gather(a, whole if even else None)
+    recorder.mask(a for a in axes if isinstance(target[a], Partial) and not isinstance(source[a], Partial))
     for a in axes:
         if contending[a] and is_shard(target[a]):
-            walk.split("slice", a, target[a])
-    assert tuple(walk.state) == target
-    return tuple(walk.found)
+            recorder.split("slice", a, target[a])
+    assert tuple(recorder.state) == target
+    return tuple(recorder.found)
 
 
-class _Walk:
+class _MoveRecorder:
     """A layout on its way to another, with the moves so far."""
 
     def __init__(self, shape: tuple[int, ...], state: list[Placement], mesh: tuple[int, ...]) -> None:
@@ -171,7 +171,7 @@ def contended(source: np.ndarray, target: np.ndarray, even: np.ndarray, mesh: tu
     axes = source.shape[-1]
     shape = np.broadcast_shapes(source.shape[:-1], target.shape[:-1])
     flat_source, flat_target = (np.broadcast_to(rows, (*shape, axes)).reshape(-1, axes) for rows in (source, target))
-    masks = Contest(flat_source, flat_target, np.broadcast_to(even, shape).ravel()).masks(mesh)
+    masks = AxisConflicts(flat_source, flat_target, np.broadcast_to(even, shape).ravel()).masks(mesh)
     return (masks[:, None] >> np.arange(axes) & 1).astype(bool).reshape(*shape, axes)
 
 
@@ -184,7 +184,7 @@ class _Atoms:
     dims: np.ndarray
 
 
-class Contest:
+class AxisConflicts:
     """Which axes contend between pairs of layouts, ``[pairs, axes]``, on any mesh; see ``contended``."""
 
     def __init__(self, source: np.ndarray, target: np.ndarray, even: np.ndarray) -> None:

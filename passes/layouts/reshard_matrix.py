@@ -2,9 +2,9 @@
 
 ``passes.layouts.reshard.moves`` is the definition; this follows the same phases with arrays in place of steps. Where every
 dim is split evenly, which collectives a pair of layouts needs is the same on all meshes of so many axes, and what each
-moves is the tensor's size over the sizes of the axes that shard it at that moment. So ``Walks`` finds the collectives once,
-and a mesh only fills in what each of the few different ones costs. Only where two cuts of one dim differ does it depend on
-the mesh whether they are apart; those pairs are looked at again for every different answer.
+moves is the tensor's size over the sizes of the axes that shard it at that moment. So ``ReshardPricer`` finds the
+collectives once, and a mesh only fills in what each of the few different ones costs. Only where two cuts of one dim differ
+does it depend on the mesh whether they are apart; those pairs are looked at again for every different answer.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from passes.layouts.codes import DIM, SUM, WHOLE, dims_of, fitting
-from passes.layouts.reshard import Contest
+from passes.layouts.codes import DIM, PARTIAL, WHOLE, dims_of, fitting
+from passes.layouts.reshard import AxisConflicts
 
-__all__ = ["Collective", "Tariff", "Walks"]
+__all__ = ["Collective", "Tariff", "ReshardPricer"]
 
 #: (kind, axes, bytes of the larger tensor) -> seconds, over arrays.
 Collective = Callable[[str, tuple[int, ...], np.ndarray], np.ndarray]
@@ -27,7 +27,7 @@ Collective = Callable[[str, tuple[int, ...], np.ndarray], np.ndarray]
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
-class _Walk:
+class _Phases:
     """Layouts on their way to others: many pairs at once, phase by phase; all arrays end in ``[axes]`` and broadcast.
 
     Args:
@@ -50,12 +50,12 @@ class _Walk:
             sliced = (source[..., a] == WHOLE) & (target[..., a] >= 0) & free[..., a]
             self.state[..., a] = np.where(sliced, target[..., a], self.state[..., a])
         for a in reversed(self.axes) if self.even else self.axes:
-            scattered = (source[..., a] == SUM) & (target[..., a] >= 0) & free[..., a]
+            scattered = (source[..., a] == PARTIAL) & (target[..., a] >= 0) & free[..., a]
             self._go(visit, "reduce_scatter", (a,), scattered, target[..., a])
         for a in self.axes:
             crossing = (source[..., a] >= 0) & (target[..., a] >= 0) & (source[..., a] != target[..., a]) & free[..., a]
             self._go(visit, "all_to_all", (a,), crossing, target[..., a])
-        summed = sum(((self.state[..., a] == SUM) & (target[..., a] != SUM)) * (1 << a) for a in self.axes)
+        summed = sum(((self.state[..., a] == PARTIAL) & (target[..., a] != PARTIAL)) * (1 << a) for a in self.axes)
         for chosen in range(1, 1 << len(self.axes)):
             self._go(visit, "all_reduce", tuple(a for a in self.axes if chosen >> a & 1), summed == chosen, WHOLE)
         for a in self.axes:
@@ -92,16 +92,16 @@ class _Uneven:
 
     def __init__(self, source: np.ndarray, goal: np.ndarray, even: np.ndarray) -> None:
         self.source, self.goal = source, goal
-        self.contest = Contest(source, goal, even)
+        self.conflicts = AxisConflicts(source, goal, even)
         self.dims = int(dims_of(np.concatenate([source, goal])).max(initial=-1)) + 1
         self.steps: dict[bytes, list[_Step]] = {}
 
     def price(self, shape: tuple[int, ...], itemsize: int, mesh: tuple[int, ...], collective: Collective) -> np.ndarray:
         """Seconds for every pair."""
-        masks = self.contest.masks(mesh)
+        masks = self.conflicts.masks(mesh)
         key = masks.tobytes()
         if key not in self.steps:
-            self.steps[key] = self._walk(masks)
+            self.steps[key] = self._steps_of(masks)
         parts = [_parts(size, mesh) for size in shape]
         seconds = np.zeros(len(self.source))
         for step in self.steps[key]:
@@ -111,7 +111,7 @@ class _Uneven:
             seconds[step.where] += collective(step.kind, step.axes, total)[step.place]
         return seconds
 
-    def _walk(self, masks: np.ndarray) -> list[_Step]:
+    def _steps_of(self, masks: np.ndarray) -> list[_Step]:
         axes = self.source.shape[1]
         found: list[_Step] = []
 
@@ -122,7 +122,7 @@ class _Uneven:
             found.append(_Step(kind, chosen, np.flatnonzero(where), distinct, index.ravel()))
 
         contending = (masks[:, None] >> np.arange(axes) & 1).astype(bool)
-        _Walk(self.source, self.goal, contending, even=False).run(visit)
+        _Phases(self.source, self.goal, contending, even=False).run(visit)
         return found
 
 
@@ -162,7 +162,7 @@ def _feature(kind: int, group: int, shards: int, axes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Found:
+class _Sequences:
     """The distinct sequences of collectives, ``[sequences, steps]`` features, and which of them each pair needs."""
 
     sequences: np.ndarray
@@ -184,12 +184,12 @@ class _Routes:
     def __init__(self, have: np.ndarray, want: np.ndarray) -> None:
         axes = have.shape[1]
         every = have.repeat(len(want), axis=0), np.tile(want, (len(have), 1))
-        contest = Contest(*every, np.ones(len(every[0]), bool))
-        self.usual = _walk(*every, contest.masks(None))
-        self.pairs = contest.depending
+        conflicts = AxisConflicts(*every, np.ones(len(every[0]), bool))
+        self.usual = _sequences_of(*every, conflicts.masks(None))
+        self.pairs = conflicts.depending
         self.source, self.goal = (rows[self.pairs] for rows in every)
-        self.contest = Contest(self.source, self.goal, np.ones(len(self.pairs), bool))
-        self.special: dict[int, _Found] = {}
+        self.conflicts = AxisConflicts(self.source, self.goal, np.ones(len(self.pairs), bool))
+        self.special: dict[int, _Sequences] = {}
         self.masks: dict[Hashable, np.ndarray] = {}
         rows = np.concatenate([have, want])
         dims, bits = dims_of(rows), 1 << np.arange(axes)
@@ -202,12 +202,12 @@ class _Routes:
         if len(self.pairs):
             signature = _cuts_apart(self.rows, mesh)
             if signature not in self.masks:
-                self.masks[signature] = self.contest.masks(mesh)
+                self.masks[signature] = self.conflicts.masks(mesh)
             masks = self.masks[signature]
             special = np.empty(len(masks))
             for mask in np.flatnonzero(np.bincount(masks)).tolist():
                 if mask not in self.special:
-                    self.special[mask] = _walk(self.source, self.goal, np.full(len(masks), mask, np.int8))
+                    self.special[mask] = _sequences_of(self.source, self.goal, np.full(len(masks), mask, np.int8))
                 where = np.flatnonzero(masks == mask)
                 special[where] = self.special[mask].price(tariff, where)
             seconds[self.pairs] = special
@@ -225,7 +225,7 @@ class _Routes:
         return np.flatnonzero(odd & possible)
 
 
-class Walks:
+class ReshardPricer:
     """The collectives between layouts, found once and priced on many meshes."""
 
     def __init__(self) -> None:
@@ -270,7 +270,7 @@ class Walks:
         return seconds.reshape(len(have), len(want))
 
 
-def _walk(source: np.ndarray, goal: np.ndarray, masks: np.ndarray) -> _Found:
+def _sequences_of(source: np.ndarray, goal: np.ndarray, masks: np.ndarray) -> _Sequences:
     """The collectives between pairs of coded layouts, given the sets of axes that contend."""
     axes = source.shape[-1]
     contending = (masks[:, None] >> np.arange(axes) & 1).astype(bool)
@@ -281,11 +281,11 @@ def _walk(source: np.ndarray, goal: np.ndarray, masks: np.ndarray) -> _Found:
         shards = sum((layouts[..., a] >= 0) * (1 << a) for a in range(axes))
         steps.append(np.where(where, _feature(KINDS.index(kind), group, 0, axes) + shards, 0).astype(np.int16))
 
-    _Walk(source, goal, contending, even=True).run(visit)
+    _Phases(source, goal, contending, even=True).run(visit)
     return _distinct(steps, contending.shape[:-1], len(KINDS) << 2 * axes)
 
 
-def _distinct(steps: Sequence[np.ndarray], shape: tuple[int, ...], kinds: int) -> _Found:
+def _distinct(steps: Sequence[np.ndarray], shape: tuple[int, ...], kinds: int) -> _Sequences:
     """The distinct sequences among steps, each an array of ``shape`` of numbers below ``kinds``."""
     index, first = np.zeros(math.prod(shape), np.int64), np.zeros(1, np.int64)
     at_once = max(1, (62 - index.size.bit_length()) // kinds.bit_length())  # as many as a 64-bit key has room for
@@ -294,7 +294,7 @@ def _distinct(steps: Sequence[np.ndarray], shape: tuple[int, ...], kinds: int) -
             index = index * kinds + step.ravel()
         _, first, index = np.unique(index, return_index=True, return_inverse=True)
     sequences = np.stack([np.zeros_like(first), *(step.ravel()[first] for step in steps)], axis=1)
-    return _Found(sequences, index.reshape(shape).astype(np.int32))
+    return _Sequences(sequences, index.reshape(shape).astype(np.int32))
 
 
 def _cuts_apart(rows: np.ndarray, mesh: tuple[int, ...]) -> Hashable:

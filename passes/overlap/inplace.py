@@ -67,7 +67,7 @@ def inplace(graph: fx.Graph) -> None:
             continue
         operand = node.args[0]
         root = found(operand)
-        if _fresh(root) and last[root] == number[node] and _alike(node, operand, root, found):
+        if _fresh(root) and last[root] == number[node] and _fits_exactly(node, operand, root, found):
             node.target = form
             into[node] = root  # the result lives where the operand did
             last[root] = max(last[root], last.get(node, number[node]))
@@ -84,7 +84,7 @@ def _whole(operand: fx.Node, root: fx.Node) -> bool:
     return isinstance(mine, Tensor) and isinstance(whole, Tensor) and mine.numel() == whole.numel() and mine.is_contiguous()
 
 
-def _alike(node: fx.Node, operand: fx.Node, root: fx.Node, found: Callable[[fx.Node], fx.Node]) -> bool:
+def _fits_exactly(node: fx.Node, operand: fx.Node, root: fx.Node, found: Callable[[fx.Node], fx.Node]) -> bool:
     """Whether the result fits into the operand exactly, and no other operand lies there."""
     mine, result, whole = operand.meta.get("val"), node.meta.get("val"), root.meta.get("val")
     if not (isinstance(mine, Tensor) and isinstance(result, Tensor) and isinstance(whole, Tensor)):

@@ -36,7 +36,7 @@ from passes.overlap.tidy import tidy
 from passes.overlap.trace import Joint, trace
 from passes.world.world import World
 
-__all__ = ["Halves", "Orders", "Overlapped", "agreed", "first_alike", "halves"]
+__all__ = ["Halves", "Orders", "Overlapped", "agreed", "first_agreed", "halves"]
 
 #: The places, in a graph's first order, of its nodes: those of the forward graph, then those of the backward graph.
 Orders = tuple[tuple[int, ...], tuple[int, ...]]
@@ -167,18 +167,18 @@ class Halves:
         return stages(forward, self.mesh, faster), stages(backward, self.mesh, faster)
 
     def overlapped(
-        self, chosen: tuple[Buckets, Buckets], staged: tuple[Stages, Stages] = ((), ()), *, alike: bool = True
+        self, chosen: tuple[Buckets, Buckets], staged: tuple[Stages, Stages] = ((), ()), *, same_sizes: bool = True
     ) -> Overlapped:
         """The graphs with merged collectives and all_reduces in stages, which are launched and waited for.
 
         Args:
             chosen: see ``buckets``.
             staged: see ``stages``.
-            alike: whether all devices' graphs have the same ``sizes``.
+            same_sizes: whether all devices' graphs have the same ``sizes``.
         """
         halves = self._merged(chosen)
         for graph, places in zip(halves, staged, strict=True):
-            stage(graph, self.mesh, places, alike=alike)
+            stage(graph, self.mesh, places, same_sizes=same_sizes)
         forward, backward = map(launches, halves)
         return Overlapped(
             forward,
@@ -228,12 +228,12 @@ def halves(
     return Halves(joint, mesh, parts, {name: value.to(device) for name, value in joint.constants.items()})
 
 
-def first_alike(signatures: Iterable[Iterable[str]]) -> int | None:
+def first_agreed(signatures: Iterable[Iterable[str]]) -> int | None:
     """The first choice whose graphs are alike on all devices, by each one's signatures; None where none is."""
     return next((i for i, each in enumerate(zip(*signatures, strict=False)) if len(set(each)) == 1), None)
 
 
 def agreed(choices: Collection[Sequence[Halves]]) -> list[Halves] | None:
     """Of every device's choices, the first with which all are alike; None where none is."""
-    which = first_alike((choice.signature for choice in each) for each in choices)
+    which = first_agreed((choice.signature for choice in each) for each in choices)
     return None if which is None else [each[which] for each in choices]

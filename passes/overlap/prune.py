@@ -59,12 +59,12 @@ def drop_zeros(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is _aten.add.Tensor and not node.kwargs and all(isinstance(a, fx.Node) for a in node.args):
             left = [n for n in node.all_input_nodes if n.target is not _aten.zeros.default]
-            if len(left) == 1 < len(node.all_input_nodes) and _alike(left[0], node):
+            if len(left) == 1 < len(node.all_input_nodes) and _same_memory(left[0], node):
                 node.replace_all_uses_with(left[0])
     graph.eliminate_dead_code()
 
 
-def _alike(one: fx.Node, other: fx.Node) -> bool:
+def _same_memory(one: fx.Node, other: fx.Node) -> bool:
     mine, its = one.meta["val"], other.meta["val"]
     return bool(mine.shape == its.shape and mine.dtype == its.dtype and mine.stride() == its.stride())
 

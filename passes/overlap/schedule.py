@@ -21,11 +21,11 @@ from torch import fx
 from passes.overlap.aliasing import source_of
 from passes.overlap.launch import launch, wait
 
-__all__ = ["Durations", "Limits", "Slot", "Work", "reordered", "schedule"]
+__all__ = ["Durations", "Limits", "Slot", "Task", "reordered", "schedule"]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Task:
     """What scheduling knows of a node.
 
     Attributes:
@@ -41,7 +41,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """When a node runs, by prediction: seconds from the graph's start, in the lane of its `Work`."""
+    """When a node runs, by prediction: seconds from the graph's start, in the lane of its `Task`."""
 
     node: fx.Node
     begin: float
@@ -63,7 +63,7 @@ class Limits:
     slack: float = 0.05
 
 
-Durations = Callable[[fx.Node], Work]
+Durations = Callable[[fx.Node], Task]
 #: What is ready: less its urgency, its number in the order given, and the node.
 Entry = tuple[float, int, fx.Node]
 
@@ -95,19 +95,19 @@ def reordered(graph: fx.Graph, order: Iterable[fx.Node]) -> fx.Graph:
 class _Memory:
     """The bytes of results that are held; a value is held until all have run that read it, or a view of it."""
 
-    def __init__(self, work: Mapping[fx.Node, Work]) -> None:
-        self.work = work
+    def __init__(self, tasks: Mapping[fx.Node, Task]) -> None:
+        self.tasks = tasks
         self.roots: dict[fx.Node, fx.Node] = {}
-        for node in work:
+        for node in tasks:
             source = node.all_input_nodes[0] if node.target is wait else source_of(node)
             self.roots[node] = node if source is None else self.roots[source]
         self.left: dict[fx.Node, int] = defaultdict(int)
-        for node in work:
+        for node in tasks:
             for root in self.read(node):
                 self.left[root] += 1
             if any(user.op == "output" for user in node.users):  # what the graph gives is held to the end
                 self.left[self.roots[node]] += 1
-        self.held = sum(each.bytes for node, each in work.items() if node.op == "placeholder")
+        self.held = sum(each.bytes for node, each in tasks.items() if node.op == "placeholder")
 
     def read(self, node: fx.Node) -> set[fx.Node]:
         """The memories that a node reads."""
@@ -118,7 +118,7 @@ class _Memory:
 
     def change(self, node: fx.Node) -> float:
         """Bytes by which running a node lets what is held grow."""
-        return self.work[node].bytes - sum(self.work[root].bytes for root in self.read(node) if self.left[root] == 1)
+        return self.tasks[node].bytes - sum(self.tasks[root].bytes for root in self.read(node) if self.left[root] == 1)
 
     def run(self, node: fx.Node) -> None:
         """Counts a node that has run."""
@@ -127,8 +127,8 @@ class _Memory:
             self.left[root] -= 1
 
 
-def _peak(nodes: Sequence[fx.Node], work: Mapping[fx.Node, Work]) -> float:
-    memory, most = _Memory(work), 0.0
+def _peak(nodes: Sequence[fx.Node], tasks: Mapping[fx.Node, Task]) -> float:
+    memory, most = _Memory(tasks), 0.0
     for node in nodes:
         memory.run(node)
         most = max(most, memory.held)
@@ -138,10 +138,10 @@ def _peak(nodes: Sequence[fx.Node], work: Mapping[fx.Node, Work]) -> float:
 class _Scheduler:
     def __init__(self, graph: fx.Graph, durations: Durations, limits: Limits) -> None:
         self.nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
-        self.work = {node: durations(node) for node in self.nodes}
-        given = {n: Work(bytes=n.meta.get("held", 0.0)) for n in graph.nodes if n.op == "placeholder"}
+        self.tasks = {node: durations(node) for node in self.nodes}
+        given = {n: Task(bytes=n.meta.get("held", 0.0)) for n in graph.nodes if n.op == "placeholder"}
         self.limits = limits
-        known = given | self.work
+        known = given | self.tasks
         self.most = _peak(self.nodes, known) * (1 + limits.slack)
         self.memory = _Memory(known)
         self.number = {node: i for i, node in enumerate(self.nodes)}
@@ -154,12 +154,12 @@ class _Scheduler:
                 self.users[source].append(node)
         self.urgency: dict[fx.Node, float] = {}
         for node in reversed(self.nodes):
-            self.urgency[node] = self.work[node].seconds + max((self.urgency[u] for u in self.users[node]), default=0.0)
+            self.urgency[node] = self.tasks[node].seconds + max((self.urgency[u] for u in self.users[node]), default=0.0)
         self.nearest: dict[fx.Node, tuple[float, str]] = {}
         for node in reversed(self.nodes):
-            ways = [(0.0, self.work[u].lane) if u.target is launch else self.nearest[u] for u in self.users[node]]
+            ways = [(0.0, self.tasks[u].lane) if u.target is launch else self.nearest[u] for u in self.users[node]]
             seconds, lane = min(ways, default=(math.inf, ""))
-            self.nearest[node] = (math.inf, "") if node.target is launch else (seconds + self.work[node].seconds, lane)
+            self.nearest[node] = (math.inf, "") if node.target is launch else (seconds + self.tasks[node].seconds, lane)
         self.free: dict[str, float] = defaultdict(float)
         self.ready: dict[str, list[Entry]] = {"launch": [], "wait": [], "compute": []}
         self.done: dict[fx.Node, float] = {}
@@ -173,20 +173,20 @@ class _Scheduler:
                 self.offer(node)
         while any(self.ready.values()):
             node = self.pick()
-            work = self.work[node]
+            task = self.tasks[node]
             self.memory.run(node)
             if node.target is launch:
-                begin = max(self.now, self.free[work.lane])
-                self.done[node] = self.free[work.lane] = begin + work.seconds
-                slots.append(Slot(node, begin, self.done[node], work.lane))
-                self.under_way[work.lane] += 1
+                begin = max(self.now, self.free[task.lane])
+                self.done[node] = self.free[task.lane] = begin + task.seconds
+                slots.append(Slot(node, begin, self.done[node], task.lane))
+                self.under_way[task.lane] += 1
             else:
                 if node.target is wait:
                     begun = node.all_input_nodes[0]
                     self.now = max(self.now, self.done[begun])
-                    self.under_way[self.work[begun].lane] -= 1
-                slots.append(Slot(node, self.now, self.now + work.seconds, "compute"))
-                self.now += work.seconds
+                    self.under_way[self.tasks[begun].lane] -= 1
+                slots.append(Slot(node, self.now, self.now + task.seconds, "compute"))
+                self.now += task.seconds
             for user in self.users[node]:
                 self.missing[user] -= 1
                 if not self.missing[user]:
@@ -201,7 +201,7 @@ class _Scheduler:
         ready = self.ready
         arrived = [e for e in ready["wait"] if self.done[e[2].all_input_nodes[0]] <= self.now]
         most = self.limits.collectives
-        open_ = [e for e in ready["launch"] if self.under_way[self.work[e[2]].lane] < most]
+        open_ = [e for e in ready["launch"] if self.under_way[self.tasks[e[2]].lane] < most]
         free = [e for e in open_ if not self.crowded(e[2])]
         if free:
             return self.take("launch", min(free))

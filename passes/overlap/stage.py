@@ -50,35 +50,38 @@ def stages(graph: fx.Graph, mesh: tuple[int, ...], faster: Faster) -> Stages:
     return tuple(found)
 
 
-def stage(graph: fx.Graph, mesh: tuple[int, ...], chosen: Stages, *, alike: bool = True) -> None:
+def stage(graph: fx.Graph, mesh: tuple[int, ...], chosen: Stages, *, same_sizes: bool = True) -> None:
     """Puts all_reduces of a traced graph in stages, in place.
 
     Args:
         graph: see ``stages``.
         mesh: sizes of the axes.
         chosen: of this graph, or of another device's with the same nodes.
-        alike: whether all devices' tensors have these sizes; else room is made for zeros in all, whose nodes stay the same.
+        same_sizes: whether all devices' tensors have these sizes; else room is made for zeros in all, whose nodes stay the
+            same.
     """
     nodes = list(graph.nodes)
     for place, inner in chosen:
         node = nodes[place]
         with graph.inserting_before(node):
-            node.replace_all_uses_with(_staged(graph, node.args[0], tuple(node.args[1]), inner, mesh, alike))
+            node.replace_all_uses_with(_staged(graph, node.args[0], tuple(node.args[1]), inner, mesh, same_sizes))
         graph.erase_node(node)
 
 
-def _staged(graph: fx.Graph, value: Any, axes: Sequence[int], inner: int, mesh: tuple[int, ...], alike: bool) -> fx.Node:
+def _staged(
+    graph: fx.Graph, value: Any, axes: Sequence[int], inner: int, mesh: tuple[int, ...], same_sizes: bool
+) -> fx.Node:
     if not inner:
         return emit(graph, all_reduce, value, list(axes), "sum")
     shape = list(value.meta["val"].shape)
     count, ways = math.prod(shape), mesh[axes[-1]]
     missing = -count % ways
-    padded = missing > 0 or not alike
+    padded = missing > 0 or not same_sizes
     flat = emit(graph, _aten.reshape.default, value, [-1])
     if padded:
         flat = emit(graph, _aten.constant_pad_nd.default, flat, [0, missing])
     share = emit(graph, reduce_scatter, emit(graph, _aten.view.default, flat, [ways, -1]), axes[-1])
-    summed = _staged(graph, share, axes[:-1], inner - 1, mesh, alike)
+    summed = _staged(graph, share, axes[:-1], inner - 1, mesh, same_sizes)
     flat = emit(graph, _aten.view.default, emit(graph, all_gather, summed, axes[-1], ways), [-1])
     if padded:
         flat = emit(graph, _aten.slice.Tensor, flat, 0, 0, count)

@@ -116,7 +116,7 @@ def instantiate(
                 known.setdefault(dim[0], size)
     for position, (tensor, shape) in enumerate(zip(bound, shapes, strict=True)):
         for index, (dim, size) in enumerate(zip(tensor, shape, strict=True)):
-            tensor[index] = _settle(expression, dim, size, known, shapes, position)
+            tensor[index] = _bind_sizes(expression, dim, size, known, shapes, position)
     used = {f for tensor in bound for dim in tensor for f in dim}
     split = len(operands)
     return OpRule(
@@ -150,7 +150,7 @@ def _bind(expression: str, dims: list[tuple[str, Dim]], shape: Shape, whole: set
     return result
 
 
-def _settle(expression: str, dim: Dim, size: int, known: dict[str, int], shapes: list, position: int) -> Dim:
+def _bind_sizes(expression: str, dim: Dim, size: int, known: dict[str, int], shapes: list, position: int) -> Dim:
     if not dim or size == 1:
         return ()
     unknown = [f for f in dim if f not in known]

@@ -19,7 +19,7 @@ from passes.layouts.layout import is_shard, place, splits
 from passes.rules.factors import Factor, Operator, value_of
 from passes.rules.shapes import operands_of, results_of
 from passes.sharding.shard import Sharding
-from passes.strategies.strategy import SUM, Strategy, replicated, strategies
+from passes.strategies.strategy import LINEAR_PREFIX, Strategy, replicated, strategies
 
 __all__ = ["CHUNKS", "Chunked", "Cuts", "Options", "by_batch", "by_rows", "communicating", "extended", "in_chunks"]
 
@@ -199,7 +199,7 @@ def _options(operator: Operator, sharding: Sharding, chunks: int) -> list[Strate
         if at == axis:
             return factor is None or (factor.name not in inner and factor.size % chunks == 0)
         if factor is None:
-            return (mine[at] or "").startswith(SUM)
+            return (mine[at] or "").startswith(LINEAR_PREFIX)
         return mine[at] == factor.name
 
     return [s for s in strategies(operator, mesh, allow) if s.assignment[:-1] == mine and _even(operator.node, s, mesh)]

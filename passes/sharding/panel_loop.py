@@ -243,10 +243,10 @@ class _Gradient:
         self.pending: tuple[int, Pending] | None = None
 
     def add(self, panel: int, parts: list[Tensor]) -> None:
-        self._settle()
+        self._collect()
         self.pending = panel, self.loop.world.launch(self.operand.scatter, parts)
 
-    def _settle(self) -> None:
+    def _collect(self) -> None:
         if self.pending is not None:
             panel, pending = self.pending
             for one, part in zip(self.sums, pending.wait(), strict=True):
@@ -254,5 +254,5 @@ class _Gradient:
             self.pending = None
 
     def get(self) -> list[Tensor]:
-        self._settle()
+        self._collect()
         return self.loop.world.run(self.operand.after, [one.get() for one in self.sums])

@@ -25,7 +25,7 @@ from passes.rules.factors import Operator, Value, value_of
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import Rule, rule_of
 from passes.sharding.panel_loop import Operand, panelled
-from passes.strategies.strategy import SUM, Strategy, Want, gradient_of, whole_layout
+from passes.strategies.strategy import LINEAR_PREFIX, Strategy, Want, gradient_of, whole_layout
 from passes.world import ops
 from passes.world.world import LocalWorld
 
@@ -375,7 +375,9 @@ class _At:
 
     @property
     def sharded(self) -> tuple[int, ...]:
-        return tuple(a for a, f in enumerate(self._strategy.assignment) if f is not None and not f.startswith(SUM))
+        return tuple(
+            a for a, f in enumerate(self._strategy.assignment) if f is not None and not f.startswith(LINEAR_PREFIX)
+        )
 
     @property
     def inner(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from passes.layouts.codes import WHOLE, code_of, fitting, ways
 from passes.rules.factors import Operator
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of
-from passes.strategies.strategy import SUM, Allow, Strategy, effect, strategy_of, uneven_matters
+from passes.strategies.strategy import LINEAR_PREFIX, Allow, Strategy, effect, strategy_of, uneven_matters
 
 __all__ = ["Space", "space"]
 
@@ -93,7 +93,7 @@ def space(operator: Operator, axes: int, allow: Allow | None = None) -> Space:
         names += [f.name for f in operator.factors.values() if f.offered]
         factors = len(names)
         if operator.rule.linear and operator.sums:
-            names += [SUM + str(i) for i in range(len(operator.rule.linear))]
+            names += [LINEAR_PREFIX + str(i) for i in range(len(operator.rule.linear))]
         for axis in range(axes):
             for index in range(1, len(names)):
                 factor = operator.factors[names[index]] if index < factors else None  # type: ignore[index]

@@ -22,7 +22,7 @@ from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of
 
 __all__ = [
-    "SUM",
+    "LINEAR_PREFIX",
     "Allow",
     "Effect",
     "Strategy",
@@ -38,7 +38,7 @@ __all__ = [
 
 #: Prefix of the pseudo-factors of an axis along which an operator takes partial sums and leaves them: ``+i`` takes the
 #: operands of ``OpRule.linear[i]`` partial.
-SUM = "+"
+LINEAR_PREFIX = "+"
 
 Allow = Callable[[int, Factor | None], bool]
 
@@ -71,7 +71,9 @@ class Strategy:
 
     def ways(self, mesh: tuple[int, ...]) -> int:
         """The number of devices among which the operator's work is divided."""
-        return math.prod(n for n, f in zip(mesh, self.assignment, strict=True) if f is not None and not f.startswith(SUM))
+        return math.prod(
+            n for n, f in zip(mesh, self.assignment, strict=True) if f is not None and not f.startswith(LINEAR_PREFIX)
+        )
 
 
 def whole_layout(axes: int) -> Layout:
@@ -110,7 +112,7 @@ def strategies(operator: Operator, mesh: tuple[int, ...], allow: Allow | None = 
         if size > 1:
             found += [f.name for f in operator.factors.values() if f.offered and (allow is None or allow(axis, f))]
             if rule.linear and operator.sums and (allow is None or allow(axis, None)):
-                found += [SUM + str(i) for i in range(len(rule.linear))]
+                found += [LINEAR_PREFIX + str(i) for i in range(len(rule.linear))]
         choices.append(found)
     for assignment in itertools.product(*choices):
         if any(assignment) and _divides(operator, assignment, mesh):
@@ -132,7 +134,7 @@ def uneven_matters(operator: Operator) -> frozenset[str]:
 
 def _divides(operator: Operator, assignment: tuple[str | None, ...], mesh: tuple[int, ...]) -> bool:
     divided = uneven_matters(operator)
-    for name in {a for a in assignment if a and not a.startswith(SUM)}:
+    for name in {a for a in assignment if a and not a.startswith(LINEAR_PREFIX)}:
         factor = operator.factors[name]
         ways = math.prod(n for n, a in zip(mesh, assignment, strict=True) if a == name)
         if factor.size % ways and (not factor.sole or factor.base in divided or ways > factor.size):
@@ -159,7 +161,7 @@ def effect(rule: OpRule, chosen: str | None) -> Effect:
         if shard is not None or chosen is None:
             wants.append(shard or whole)
             gradients.append(shard or whole)
-        elif (chosen.startswith(SUM) and index in rule.linear[int(chosen[1:])]) or (
+        elif (chosen.startswith(LINEAR_PREFIX) and index in rule.linear[int(chosen[1:])]) or (
             chosen in rule.reduced and index in rule.additive
         ):
             wants.append(partial)
@@ -167,7 +169,7 @@ def effect(rule: OpRule, chosen: str | None) -> Effect:
         else:
             wants.append(whole)
             gradients.append(partial)
-    summed = chosen is not None and (chosen.startswith(SUM) or chosen in rule.reduced)
+    summed = chosen is not None and (chosen.startswith(LINEAR_PREFIX) or chosen in rule.reduced)
     results = [_shard_of(dims, rule.sizes, chosen) or (partial if summed else whole) for dims in rule.results]
     return Effect(tuple(wants), tuple(gradients), tuple(results))
 

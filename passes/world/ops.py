@@ -134,7 +134,7 @@ class _ReshardChunks(torch.autograd.Function):
         world, count = ctx.world, ctx.world.count
         places = world.places
         # A place whose result is not kept had the same result as one that is: chunks are alike along what is not kept.
-        source = [_alike(place, [places[i] for i in ctx.kept]) for place in places]
+        source = [_represented_by(place, [places[i] for i in ctx.kept]) for place in places]
         first = [ctx.spread.index(i) for i in range(ctx.given)]
         if torch.is_grad_enabled():
             again = _ReshardChunks.apply(world, ctx.steps, ctx.forward_steps, source, first, *gradients)
@@ -143,7 +143,7 @@ class _ReshardChunks(torch.autograd.Function):
         return None, None, None, None, None, *(results[i * count + d] for i in first for d in range(count))
 
 
-def _alike(place: tuple[int, ...], kept: Sequence[tuple[int, ...]]) -> int:
+def _represented_by(place: tuple[int, ...], kept: Sequence[tuple[int, ...]]) -> int:
     told_apart = [any(other[a] for other in kept) for a in range(len(place))]
     return kept.index(tuple(c if apart else 0 for c, apart in zip(place, told_apart, strict=True)))
 

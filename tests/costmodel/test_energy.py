@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from costmodel import Device, Topology
-from costmodel.energy import ENERGY, MONEY, per_token, step_energy, step_money, step_power
+from costmodel.energy import ENERGY, MONEY, per_token, step_energy, step_money
 
 DEVICE = Device("x", {"float32": 1e12}, 1e9, 1e9, 0.0, idle_power=300.0, busy_power=500.0, price=2.0)
 
@@ -16,7 +16,6 @@ DEVICE = Device("x", {"float32": 1e12}, 1e9, 1e9, 0.0, idle_power=300.0, busy_po
 def test_energy_is_busy_and_waiting_power():
     assert step_energy(DEVICE, 4, 3.0, 5.0) == pytest.approx(4 * (500 * 3 + 300 * 2))
     assert step_energy(DEVICE, 1, 5.0, 5.0) == pytest.approx(2500)
-    assert step_power(DEVICE, 3.0, 5.0) == pytest.approx((500 * 3 + 300 * 2) / 5)
 
 
 def test_money_is_device_hours():
@@ -34,7 +33,7 @@ def test_many_steps_at_once():
 
 def test_not_known():
     cpu = Topology.load("cpu").device
-    assert step_energy(cpu, 4, 1.0, 2.0) is None and step_power(cpu, 1.0, 2.0) is None
+    assert step_energy(cpu, 4, 1.0, 2.0) is None
     assert step_money(cpu, 4, 2.0) is None and per_token(None, 10) is None
     assert step_energy(dataclasses.replace(DEVICE, idle_power=0.0), 1, 1.0, 1.0) is None
 
@@ -42,8 +41,6 @@ def test_not_known():
 def test_wrong_figures():
     with pytest.raises(ValueError, match="more than step_seconds"):
         step_energy(DEVICE, 1, 2.0, 1.0)
-    with pytest.raises(ValueError, match="more than step_seconds"):
-        step_power(DEVICE, 2.0, 1.0)
     with pytest.raises(ValueError, match="at least one"):
         per_token(1.0, 0)
     assert step_energy(DEVICE, 1, 0.1 + 0.2, 0.3) == pytest.approx(150)  # a rounding error is no mistake
@@ -65,5 +62,5 @@ def test_presets_give_powers(name):
 def test_waiting_costs_energy():
     """What arXiv 2411.13055 reports: 37 % less throughput for 6 % less power is about half as much energy again."""
     busy = dataclasses.replace(DEVICE, busy_power=700.0, idle_power=0.84 * 700)
-    assert step_power(busy, 0.63, 1.0) / step_power(busy, 1.0, 1.0) == pytest.approx(0.94, abs=0.002)
+    assert step_energy(busy, 1, 0.63, 1.0) / step_energy(busy, 1, 1.0, 1.0) == pytest.approx(0.94, abs=0.002)
     assert step_energy(busy, 1, 1.0, 1 / 0.63) / step_energy(busy, 1, 1.0, 1.0) == pytest.approx(1.49, abs=0.01)

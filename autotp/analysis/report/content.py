@@ -170,6 +170,6 @@ def _timeline(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     return {"tracks": tracks, "names": list(names), "events": rows}
 
 
-def encode(told: Mapping[str, Any]) -> str:
+def encode(contents: Mapping[str, Any]) -> str:
     """JSON that can stand in a page: no text in it ends the script element."""
-    return json.dumps(told, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return json.dumps(contents, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -19,31 +19,31 @@ __all__ = ["page", "save_report"]
 SCRIPTS = ("base", "list", "detail", "modules", "graph", "operators", "machine", "timeline", "costs", "main")
 
 
-def page(told: Mapping[str, Any]) -> str:
+def page(contents: Mapping[str, Any]) -> str:
     """The whole HTML of a report.
 
     Args:
-        told: as `autotp.analysis.report.content` gives it.
+        contents: as `autotp.analysis.report.content` gives it.
     """
     parts = resources.files("autotp.analysis.report") / "parts"
     script = "\n".join((parts / f"{name}.js").read_text() for name in SCRIPTS)
     template = (parts / "page.html").read_text()
     given = {
-        "title": html.escape(str(told.get("title") or "autotp plan")),
+        "title": html.escape(str(contents.get("title") or "autotp plan")),
         "style": (parts / "style.css").read_text(),
-        "data": encode(told),
+        "data": encode(contents),
         "script": script,
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda place: given[place[1]], template)
 
 
-def save_report(path: str | os.PathLike, told: Mapping[str, Any]) -> None:
+def save_report(path: str | os.PathLike, contents: Mapping[str, Any]) -> None:
     """Writes a report; the file appears whole or not at all.
 
     Raises:
         AutotpError: it cannot be written.
     """
     try:
-        write_atomically(path, page(told))
+        write_atomically(path, page(contents))
     except OSError as error:
         raise AutotpError(f"{path}: the report cannot be written ({error.strerror})") from error

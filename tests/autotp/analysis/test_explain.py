@@ -71,7 +71,7 @@ def test_a_change_by_classes_costs_what_all_operators_summed_up_do(explained, sc
                 chosen[copy.name] = next(way for way in ways if way.assignment == strategy.assignment)
                 layouts |= {(copy, i): layout for i, layout in enumerate(chosen[copy.name].results)}
             whole = replace(priced, strategies=chosen, layouts=layouts).sums()
-            quick = explainer.alike.changed(node, strategy)
+            quick = explainer.classes.changed(node, strategy)
             mine, theirs = (tree_leaves(dataclasses.astuple(sums)) for sums in (quick, whole))
             assert len(mine) > 10 and mine == pytest.approx(theirs, rel=1e-9)
             tried.append(len(explainer.copies(node)))

@@ -29,30 +29,30 @@ def planned():
 
 
 @pytest.fixture(scope="module")
-def told(planned):
+def contents(planned):
     model, captured, plan = planned
     events = predicted_events(scheduled(captured, plan, trainable(model)))
     return content(captured, plan, events=events, title="a model")
 
 
-def test_the_report_tells_what_the_plan_says(planned, told):
+def test_the_report_tells_what_the_plan_says(planned, contents):
     _, _, plan = planned
-    assert [op[0] for op in told["operators"]] == [op.name for op in plan.operators]
-    for (_, module, row, seconds, communication, reads), op in zip(told["operators"], plan.operators, strict=True):
-        assert told["modules"][module] == op.module and told["rows"][row]["scheme"] == op.scheme
-        assert tuple(told["rows"][row]["layouts"]) == op.layouts
+    assert [op[0] for op in contents["operators"]] == [op.name for op in plan.operators]
+    for (_, module, row, seconds, communication, reads), op in zip(contents["operators"], plan.operators, strict=True):
+        assert contents["modules"][module] == op.module and contents["rows"][row]["scheme"] == op.scheme
+        assert tuple(contents["rows"][row]["layouts"]) == op.layouts
         assert (seconds, communication) == (op.seconds, op.communication_seconds)
         assert all(0 <= read < len(plan.operators) for read in reads)
-    named = {op[0]: op for op in told["operators"]}
-    loss = next(op for op in told["operators"] if "cross_entropy" in told["rows"][op[2]]["target"])
+    named = {op[0]: op for op in contents["operators"]}
+    loss = next(op for op in contents["operators"] if "cross_entropy" in contents["rows"][op[2]]["target"])
     assert loss[5], "the loss reads other operators"
-    assert all(row["alternatives"] for row in told["rows"] if row["considered"] > 1)
-    assert {row["name"] for row in told["rows"]} <= named.keys()
+    assert all(row["alternatives"] for row in contents["rows"] if row["considered"] > 1)
+    assert {row["name"] for row in contents["rows"]} <= named.keys()
 
 
-def test_its_costs_are_the_plans(planned, told):
+def test_its_costs_are_the_plans(planned, contents):
     _, _, plan = planned
-    costs = told["costs"]
+    costs = contents["costs"]
     computing = sum(one["seconds"] for one in costs if one["what"] == "computing")
     assert computing == pytest.approx(sum(op.seconds - op.communication_seconds for op in plan.operators), rel=1e-9)
     moving = sum(one["seconds"] for one in costs if one["what"] != "computing")
@@ -60,18 +60,18 @@ def test_its_costs_are_the_plans(planned, told):
     assert all(one["what"].startswith("parameters") for one in costs if one["hidden"])
 
 
-def test_its_timeline_is_the_schedule(planned, told):
+def test_its_timeline_is_the_schedule(planned, contents):
     model, captured, plan = planned
     slots = scheduled(captured, plan, trainable(model))
     forward, backward = (max(slot.end for slot in half) for half in slots)
-    ends = [begin + seconds for _, begin, seconds, *_ in told["timeline"]["events"]]
+    ends = [begin + seconds for _, begin, seconds, *_ in contents["timeline"]["events"]]
     assert max(ends) == pytest.approx(forward + backward, rel=1e-9)
-    assert told["timeline"]["tracks"][0] == "compute" and {"axes 0", "axes 1"} < set(told["timeline"]["tracks"])
-    assert "all_reduce" in told["timeline"]["names"]
+    assert contents["timeline"]["tracks"][0] == "compute" and {"axes 0", "axes 1"} < set(contents["timeline"]["tracks"])
+    assert "all_reduce" in contents["timeline"]["names"]
 
 
-def test_a_page_is_one_file_and_holds_any_text(told):
-    hostile = {**told, "title": "</script><script>alert(1)</script> {{script}}"}
+def test_a_page_is_one_file_and_holds_any_text(contents):
+    hostile = {**contents, "title": "</script><script>alert(1)</script> {{script}}"}
     text = page(hostile)
     assert not re.search(r"(src|href)=\"(?!data:)", text) and "http://www.w3.org" in text
     assert not re.search(r"https?://(?!www\.w3\.org)", text), "nothing is fetched"
@@ -101,7 +101,7 @@ def browser():
 
 
 @pytest.fixture
-def opened(browser, told, tmp_path):
+def opened(browser, contents, tmp_path):
     """The report of a small model, and of one with ten thousand operators, each in a page that fails on any error."""
     errors = []
 
@@ -124,8 +124,8 @@ def shown(tab):
     return tab.eval_on_selector_all("section:not([hidden]) .list .row", "rows => rows.map(row => row.textContent)")
 
 
-def test_in_a_browser(opened, planned, told):
-    tab = opened(told)
+def test_in_a_browser(opened, planned, contents):
+    tab = opened(contents)
     _, _, plan = planned
     assert tab.title() == "a model" and "x 2 × y 2" in tab.text_content("#facts")
     # the tree: collapsed, opened, folded
@@ -134,7 +134,7 @@ def test_in_a_browser(opened, planned, told):
     tab.click("[data-does=expand]")
     assert len(shown(tab)) > before
     assert any("0 … 1 × 2" in row for row in shown(tab)) == (
-        told["rows"][-1]["copies"] > 1 or len(told["rows"]) < len(plan.operators)
+        contents["rows"][-1]["copies"] > 1 or len(contents["rows"]) < len(plan.operators)
     )
     tab.click("[data-does=collapse]")
     assert len(shown(tab)) == before
@@ -175,17 +175,17 @@ def test_in_a_browser(opened, planned, told):
     tab.wait_for_function("whole => timeline.to - timeline.from < whole", arg=whole)
 
 
-def test_ten_thousand_operators_in_a_browser(opened, told):
+def test_ten_thousand_operators_in_a_browser(opened, contents):
     """Copies of the model beside each other, none folded: only what is in sight is in the document."""
-    copies = -(-10_000 // len(told["operators"]))
-    size, modules = len(told["operators"]), len(told["modules"])
+    copies = -(-10_000 // len(contents["operators"]))
+    size, modules = len(contents["operators"]), len(contents["modules"])
     operators = [
         [f"{name}_{copy}", module + copy * modules, row, seconds, moving, [read + copy * size for read in reads]]
         for copy in range(copies)
-        for name, module, row, seconds, moving, reads in told["operators"]
+        for name, module, row, seconds, moving, reads in contents["operators"]
     ]
-    names = [f"copy{copy}.{name}".rstrip(".") for copy in range(copies) for name in told["modules"]]
-    tab = opened({**told, "operators": operators, "modules": names})
+    names = [f"copy{copy}.{name}".rstrip(".") for copy in range(copies) for name in contents["modules"]]
+    tab = opened({**contents, "operators": operators, "modules": names})
     tab.click("[data-does=expand]")
     lines = tab.evaluate("() => document.querySelector('.list .inner').clientHeight / HEIGHT")
     assert lines > 10_000 / 2 and len(shown(tab)) < 100

@@ -13,7 +13,7 @@ import autotp
 from autotp.analysis.trace import events_of, predicted
 from autotp.cli import main
 from autotp.costs.prices import Prices
-from autotp.runtime.durations import work_of
+from autotp.runtime.durations import task_of
 from autotp.runtime.recording import Event
 from benchmarks.models import trained
 from passes.overlap.primitives import crop, pad
@@ -84,8 +84,8 @@ def test_nothing_is_spent_where_nothing_is_cropped():
     nodes = [n for graph in (found.forward, found.backward) for n in graph.nodes]
     crops = [n for n in nodes if n.meta.get("traced", n).target in (crop, pad)]
     assert crops and all(n.meta["val"].shape == n.meta["traced"].args[0].meta["val"].shape for n in crops)
-    assert all(work_of(n, prices).seconds == 0 for n in crops)
-    assert sum(work_of(n, prices).seconds for n in nodes) > 0
+    assert all(task_of(n, prices).seconds == 0 for n in crops)
+    assert sum(task_of(n, prices).seconds for n in nodes) > 0
 
 
 def test_the_command_predicts_alone(planned, capsys):

@@ -213,11 +213,11 @@ def test_explaining_a_collective():
         assert value == pytest.approx(entry["seconds"])
     with pytest.raises(AutotpError, match="no collective is called 'reduce'"):
         explain_collective("reduce", topology, (64,), (0,), 1.0)
-    told = ["explain", "all_gather", "--topology", "dgx-h100", "--devices", "16", "--bytes", "1 MB"]
-    result = CliRunner().invoke(app, told)
+    command = ["explain", "all_gather", "--topology", "dgx-h100", "--devices", "16", "--bytes", "1 MB"]
+    result = CliRunner().invoke(app, command)
     assert result.exit_code == 0 and "lambda_ring" in result.output and "chosen" in result.output
-    assert json.loads(CliRunner().invoke(app, [*told, "--json"]).output)["collective"] == "all_gather"
-    wrong = CliRunner().invoke(app, [*told, "--mesh", "2,8", "--axes", "q"])
+    assert json.loads(CliRunner().invoke(app, [*command, "--json"]).output)["collective"] == "all_gather"
+    wrong = CliRunner().invoke(app, [*command, "--mesh", "2,8", "--axes", "q"])
     assert isinstance(wrong.exception, AutotpError)
 
 

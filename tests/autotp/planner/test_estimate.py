@@ -15,7 +15,7 @@ from autotp.plans.families import family
 from benchmarks.models import trained
 from passes.capture import capture
 
-NODES, STRATEGIES = 6, 7
+NODES, STRATEGIES, SEEDS = 6, 7, 25
 
 
 def chain(seed: int, tightness: float) -> tuple[Problem, float]:
@@ -44,7 +44,7 @@ def chain(seed: int, tightness: float) -> tuple[Problem, float]:
 @pytest.mark.parametrize("tightness", [0.1, 0.4, 0.8])
 def test_a_short_look_bounds_what_enumeration_finds(tightness):
     settled = 0
-    for seed in range(25):
+    for seed in range(SEEDS):
         problem, best = chain(seed, tightness)
         found = estimate(problem, time_limit=10)
         assert found.bound <= best * (1 + 1e-9), seed
@@ -60,12 +60,13 @@ def test_a_short_look_bounds_what_enumeration_finds(tightness):
                 assert again.solution is not None and again.solution.seconds == pytest.approx(best, rel=1e-9), seed
         for price in (0.0, 0.3 * found.price, found.price, 3 * found.price):
             assert glance(problem, cutoff=2 * best, price=price) <= best * (1 + 1e-9), seed
-    assert settled < 75
+    assert settled < SEEDS, "a bound that settles every chain leaves nothing to bound"
+    assert settled or tightness < 0.8, "where memory hardly binds, a look settles some chains"
 
 
 @pytest.mark.parametrize("tightness", [0.1, 0.4, 0.8])
 def test_settling_finds_the_optimum_or_proves_that_none_is_below_the_cutoff(tightness):
-    for seed in range(25):
+    for seed in range(SEEDS):
         problem, best = chain(seed, tightness)
         looked = estimate(problem, time_limit=10)
         for factor in (0.999, 1.001, 1.05, 1.4):

@@ -213,7 +213,7 @@ def test_one_price_for_one_reshard_and_for_the_matrix_of_all():
 
     from passes.layouts.codes import codes, is_even
     from passes.layouts.layout import fits, place
-    from passes.layouts.reshard_matrix import Tariff, Walks
+    from passes.layouts.reshard_matrix import ReshardPricer, Tariff
     from passes.strategies.strategy import Want, whole_layout
 
     draw = random.Random(0)
@@ -232,7 +232,7 @@ def test_one_price_for_one_reshard_and_for_the_matrix_of_all():
         (tariff,) = Tariff.of([value.nbytes], mesh, prices.seconds)
         even = is_even(shape, coded, mesh)
         assert even.sum() >= 5
-        every = Walks().seconds(shape, value.element_size(), coded, coded, mesh, tariff, prices.seconds)
+        every = ReshardPricer().seconds(shape, value.element_size(), coded, coded, mesh, tariff, prices.seconds)
         for i, have in enumerate(rows):
             for j, want in enumerate(wants):
                 one = prices.reshard(value, have, want, gradient=False, regather=False).seconds

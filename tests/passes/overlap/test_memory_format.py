@@ -10,7 +10,7 @@ from torch import nn
 
 import autotp
 from autotp.costs.prices import Prices
-from autotp.runtime.durations import overlap_of, work_of
+from autotp.runtime.durations import overlap_of, task_of
 from autotp.runtime.rewrite import rewrite
 from autotp.runtime.simulate import Simulated
 from passes.overlap import halves
@@ -98,7 +98,7 @@ def test_nothing_is_laid_out_between_convolutions():
     inputs = {n.name: torch.empty(n.meta["val"].shape) for n in captured.graph_module.graph.nodes if n.op == "placeholder"}
     inputs[captured.inputs[0]] = torch.empty(1, 4, 16, 16)
     found = halves(module, (2,), (0,), inputs, frozenset(captured.parameters)).refined()
-    copies = [n for n in found.cut.forward.nodes if n.target is laid_out and work_of(n, prices).seconds]
+    copies = [n for n in found.cut.forward.nodes if n.target is laid_out and task_of(n, prices).seconds]
     assert [n.args[1] for n in copies] == [torch.channels_last], "the image"
     backwards = [n for n in found.cut.backward.nodes if n.target is _aten.convolution_backward.default]
     assert len(backwards) == 3

@@ -9,7 +9,7 @@ from torch import fx
 import autotp
 from autotp.runtime.durations import overlap_of
 from passes.overlap.launch import launch, wait
-from passes.overlap.schedule import Limits, Work, schedule
+from passes.overlap.schedule import Limits, Task, schedule
 from passes.world.world import LocalWorld
 
 
@@ -42,8 +42,8 @@ def test_a_chunk_computes_while_another_communicates():
 
         def durations(node, chunks=chunks):
             if node.target is launch:
-                return Work(1.0 / chunks, "axes 0")
-            return Work(0.5 / chunks if "mm" in str(node.target) else 0.0)
+                return Task(1.0 / chunks, "axes 0")
+            return Task(0.5 / chunks if "mm" in str(node.target) else 0.0)
 
         slots = schedule(prepared(chunks={"batch": chunks})[0]((0,)).forward, durations)
         spans[chunks] = max(slot.end for slot in slots)
@@ -86,7 +86,7 @@ def by_name(seconds, bytes_):
     def durations(node):
         kind = node.name.partition("_")[0]
         lane = kind if node.target is launch else "compute"
-        return Work(seconds.get(kind, 0.0), lane, bytes_.get(kind, 0.0))
+        return Task(seconds.get(kind, 0.0), lane, bytes_.get(kind, 0.0))
 
     return durations
 
