@@ -232,6 +232,7 @@ class _Rewriter:
         given = [clear(new, n.meta.get("val") if isinstance(n, fx.Node) else None) for new, n in zip(args, node.args)]  # noqa: B905
         result = self._call(node.target, given, kwargs)
         value = node.meta["val"]
+        result.meta = {"val": value}
         if isinstance(value, torch.Tensor):
             return clear(result, value)
         items = [self._call(operator.getitem, [result, i], {}) for i in range(len(value))]

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.distributed
 
 
 def torchrun(processes, program, *arguments, timeout=150, gpus=False):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parent}:{HERE}:{HERE / 'autotp' / 'runtime'}"}
+    folders = [HERE.parent, HERE, HERE / "autotp" / "runtime", HERE / "whole"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(map(str, folders))}
     environment |= {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command += [str(HERE / "torchrun_programs" / program), *arguments]

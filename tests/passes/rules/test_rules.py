@@ -630,8 +630,9 @@ def test_strategies_divide_work():
     assert math.prod((2, 4)) == 8
 
 
-#: Rounding once, to nearest, is off by so much of an ulp at most.
-_HALF = 0.5
+#: Rounding to nearest is off by half an ulp at most. Where a device runs torch's own kernel on its part, other elements are
+#: computed by vector instructions than in the whole, which may round once more.
+_LOWERED, _OWN = 0.5, 1.0
 
 
 def error_of(got, want):
@@ -665,7 +666,7 @@ def test_rule_is_as_precise_as_the_plain_operator_in_halves(name, dtype, data):
     def compare(what, got, theirs, want, partial):
         if not want.is_floating_point() or want.dtype != torch.float64:
             return
-        once = _HALF * ulp * float(want[want.isfinite()].norm())
+        once = (_OWN if RULES[name].lower is None else _LOWERED) * ulp * float(want[want.isfinite()].norm())
         allowed = 1.1 * max(error_of(theirs, want), once) + partial * once * math.prod(mesh)
         assert error_of(got, want) <= allowed, f"{case.told}: {what}: {error_of(got, want)} > {allowed}"
 
