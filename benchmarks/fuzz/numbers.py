@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.fuzz.case import Case, build
 from passes.rules.table import RULES
@@ -133,20 +134,41 @@ def exactly(case: Case) -> Numbers | None:
         return step(model, model, args, not case.options.inference)
 
 
-def plain(case: Case, change: Callable[[nn.Module, tuple[Tensor, ...]], None] | None = None) -> Numbers:
-    """The plain model's numbers; ``change`` is made to its weights and inputs before."""
+def plain(case: Case, moved: int | None = None) -> Numbers:
+    """The plain model's numbers; with a seed, those with its weights, inputs and results moved in their last place."""
     model, args = build(case)
-    if change is not None:
-        change(model, args)
-    with Careful():
+    if moved is None:
+        with Careful():
+            return step(model, model, args, not case.options.inference)
+    _move(model, args, moved)
+    with Careful(), _Jittered(moved):
         return step(model, model, args, not case.options.inference)
 
 
+class _Jittered(TorchDispatchMode):
+    """Every second result, also of the backward pass, moves in its last place, as if rounded otherwise.
+
+    What a number that equals itself is taken from is 0 in the plain model, whatever its weights are.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        own = not any(r.alias_info is not None for r in func._schema.returns)
+        if not own or not isinstance(result, Tensor) or not result.is_floating_point() or 0 in result.stride():
+            return result
+        way = torch.randint(-1, 2, result.shape, generator=self.generator).to(result)
+        return result.copy_(torch.where(way == 0, result, torch.nextafter(result, result + way)))
+
+
 def ill_conditioned(case: Case, name: str, ours: Numbers, theirs: Numbers) -> bool:
-    """Whether the plain model's own quantity moves about as much when weights and inputs move in their last place."""
+    """Whether the plain model's own quantity moves about as much when all numbers move in their last place."""
     scale = max(_magnitude(theirs[name]), 1e-30) if name in theirs else 1.0
     off = apart(ours[name], theirs[name], scale) if name in ours and name in theirs else math.inf
-    moved = [apart(plain(case, lambda m, a, i=i: _move(m, a, i))[name], theirs[name], scale) for i in range(_MOVES)]
+    moved = [apart(plain(case, i)[name], theirs[name], scale) for i in range(_MOVES)]
     most = max(moved)
     return off <= _FACTOR * most if math.isfinite(off) else not math.isfinite(most)
 
