@@ -41,9 +41,11 @@ def step(model: Any, held: nn.Module, args: Any, train: bool = True) -> dict[str
     outputs = list(found) if isinstance(found, (tuple, list)) else [found]
     numbers = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
     seen = torch.Generator().manual_seed(0)
-    losses = [(o * torch.rand(o.shape, generator=seen).to(o)).sum().double() for o in outputs if train and o.requires_grad]
+    weights = [torch.rand(o.shape, generator=seen) for o in outputs]
+    losses = [(o * w.to(o)).sum().double() for o, w in zip(outputs, weights, strict=True) if train and o.requires_grad]
     if losses:
         sum(losses).backward()
+    if train:  # what is written over wholly has no gradient, or one of zeros
         leaves = {**dict(held.named_parameters()), **{f"input {i}": a for i, a in enumerate(args) if a.requires_grad}}
         for name, leaf in leaves.items():
             given = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
