@@ -8,7 +8,7 @@ what lets one chunk's collective run while another chunk is computed. What is al
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,28 +35,61 @@ class ChunkedWorld(World):
         super().__init__(base.mesh_shape + chunks, [at + place for place in places for at in base.hosted])
         self.__dict__["base"] = base  # not a submodule: it belongs to whoever made it
         self.real, self.count, self.places = len(base.mesh_shape), len(base.hosted), list(places)
+        self._values: list[Hashable] = list(range(len(self.places)))
 
-    def launch(self, steps: Iterable[Step], parts: Sequence[Tensor]) -> Pending:
+    def run(self, steps: Iterable[Step], parts: Sequence[Tensor], values: Sequence[int] | None = None) -> list[Tensor]:
+        """See ``World.run``.
+
+        Args:
+            steps, parts: see ``World.run``.
+            values: per chunk, the number of the value that it has, where several have one: what is the same for them moves
+                once. Devices must agree on that, so the graph decides: the tensors themselves may be one object on a
+                device whose part is not padded, and several on another.
+        """
+        return self.launch(steps, parts, values).wait()
+
+    def launch(self, steps: Iterable[Step], parts: Sequence[Tensor], values: Sequence[int] | None = None) -> Pending:
         """See ``World.launch``; what is to be summed over chunks is summed first, so that one collective moves the sum."""
-        return super().launch(sums_first(steps, self.real), parts)
+        distinct, pending = self._values, Pending(parts)
+        self._values = list(distinct if values is None else values)
+        for step in sums_first(steps, self.real):
+            pending = super().launch([step], pending.wait())
+            self._values = self._after(step)
+        self._values = distinct
+        return pending
+
+    def _after(self, step: Step) -> list[Hashable]:
+        """Which chunks have the same value after a step."""
+        _, virtual = self._split_axes(step.axes)
+        if not virtual:
+            return self._values
+        where = [tuple(place[a - self.real] for a in virtual) for place in self.places]
+        groups: dict[Hashable, list[int]] = {}
+        for i, place in enumerate(self.places):
+            groups.setdefault(tuple(c for a, c in enumerate(place, self.real) if a not in virtual), []).append(i)
+        joined: dict[int, Hashable] = {
+            i: tuple(self._values[other] for other in members) for members in groups.values() for i in members
+        }
+        if step.kind in ("slice", "mask"):
+            return list(zip(self._values, where, strict=True))
+        if step.kind in ("reduce_scatter", "all_to_all"):
+            return [(joined[i], at) for i, at in enumerate(where)]
+        return [joined[i] for i in range(len(self.places))]
 
     def _split_axes(self, axes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return tuple(a for a in axes if a < self.real), tuple(a for a in axes if a >= self.real)
 
     def _each(self, collective: Callable[[list[Tensor]], Pending], parts: Sequence[Tensor]) -> Pending:
-        """A collective of the base world for every chunk; chunks that have the same tensors share one."""
-        known: dict[tuple[int, ...], Pending] = {}
-        order = []
-        for start in range(0, len(parts), self.count):
-            mine = list(parts[start : start + self.count])
-            key = tuple(map(id, mine))
-            if key not in known:
-                known[key] = collective(mine)
-            order.append(key)
+        """A collective of the base world for every chunk; chunks that have the same value share one."""
+        known: dict[Hashable, Pending] = {}
+        order = list(self._values)
+        for i, value in enumerate(order):
+            if value not in known:
+                known[value] = collective(list(parts[i * self.count : (i + 1) * self.count]))
 
         def finish(_: list[Tensor]) -> list[Tensor]:
-            results = {key: pending.wait() for key, pending in known.items()}
-            return [part for key in order for part in results[key]]
+            results = {value: pending.wait() for value, pending in known.items()}
+            return [part for value in order for part in results[value]]
 
         return Pending(parts).then(finish)
 

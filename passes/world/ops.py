@@ -122,7 +122,7 @@ class _ReshardChunks(torch.autograd.Function):
         count = world.count
         ctx.world, ctx.forward_steps, ctx.steps = world, forward, backward
         ctx.spread, ctx.kept, ctx.given = spread, kept, len(flat) // count
-        results = world.run(forward, [flat[i * count + d] for i in spread for d in range(count)])
+        results = world.run(forward, [flat[i * count + d] for i in spread for d in range(count)], spread)
         found: list[Tensor] = []
         for i in kept:
             for part in results[i * count : (i + 1) * count]:
@@ -139,7 +139,7 @@ class _ReshardChunks(torch.autograd.Function):
         if torch.is_grad_enabled():
             again = _ReshardChunks.apply(world, ctx.steps, ctx.forward_steps, source, first, *gradients)
             return None, None, None, None, None, *again
-        results = world.run(ctx.steps, [gradients[i * count + d] for i in source for d in range(count)])
+        results = world.run(ctx.steps, [gradients[i * count + d] for i in source for d in range(count)], source)
         return None, None, None, None, None, *(results[i * count + d] for i in first for d in range(count))
 
 
@@ -176,7 +176,7 @@ def reshard_chunks(
         every = world.all_reduce(parts, step.axes, op).wait()
         results: Sequence[Tensor] = [every[i * count + d] for i in kept for d in range(count)]
     elif not differentiable(flat[0]):
-        every = world.run(forward, [flat[i * count + d] for i in spread for d in range(count)])
+        every = world.run(forward, [flat[i * count + d] for i in spread for d in range(count)], spread)
         results = [every[i * count + d] for i in kept for d in range(count)]
     else:
         results = _ReshardChunks.apply(world, forward, backward, spread, kept, *flat)
