@@ -67,7 +67,11 @@ def test_three_steps_on_gpus(processes, backend, model, strategy):
 
 @pytest.mark.parametrize(
     ("processes", "program"),
-    [*((n, program) for n in (1, 2) for program in ("own_gradients.py", "as_eager.py")), (4, "staged.py")],
+    [
+        *((n, program) for n in (1, 2) for program in ("own_gradients.py", "as_eager.py")),
+        (4, "staged.py"),
+        (2, "uneven_chunks.py"),
+    ],
 )
 def test_training_scripts_mean_what_they_mean_with_eager_modules(processes, program):
     done = torchrun(processes, program)
