@@ -64,9 +64,10 @@ class Careful(TorchFunctionMode):
         world = LocalWorld((1,))
         given = [ops.in_one_format(world, a) if isinstance(a, Tensor) else a for a in args]
         result = ops.in_one_format(world, func(*given, **(kwargs or {})))
-        for mine, copy in zip(args[3:5], given[3:5], strict=True):  # running statistics, which training changes
-            if isinstance(mine, Tensor):
-                mine.copy_(copy.detach())
+        if func is torch.ops.aten.batch_norm.default and args[5]:  # training changes the running statistics
+            for mine, copy in zip(args[3:5], given[3:5], strict=True):
+                if isinstance(mine, Tensor) and copy.data_ptr() != mine.data_ptr():
+                    mine.copy_(copy.detach())
         return result
 
 

@@ -244,7 +244,7 @@ class _Rewriter:
         Each device looks up its own ones only, so an index that is nobody's would be passed over by all of them.
         """
         found: dict[Value, list[tuple[fx.Node, int, int | None]]] = {}
-        for node, _ in self.operators.items():
+        for node in self.operators:
             rule, at = rule_of(node), _At(self, node, self.sharding.strategies[node.name])
             for position, factor in (rule.bounded or {}).items() if rule is not None else ():
                 if at.axes(factor):

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.fuzz.campaign import case_of, fuzz, shrunk
 from benchmarks.fuzz.case import Case, Leaf, Options, Ref, Step, build, source
 from benchmarks.fuzz.draws import Operand, Seeded
-from benchmarks.fuzz.numbers import ill_conditioned, plain, worst
+from benchmarks.fuzz.numbers import Careful, ill_conditioned, plain, step, worst
 from benchmarks.fuzz.operators import arguments
 from benchmarks.fuzz.run import run
 from benchmarks.fuzz.written import as_test
@@ -132,3 +133,31 @@ def test_a_printed_test_has_what_operators_serve():
     names = {"__name__": "found"}
     exec(compile(text, "<found>", "exec"), names)
     names["test_served"]()
+
+
+class Norms(nn.Module):
+    def __init__(self, training):
+        super().__init__()
+        torch.manual_seed(0)
+        self.training_norm = training
+        self.weight, self.bias = nn.Parameter(torch.rand(4).double()), nn.Parameter(torch.rand(4).double())
+        self.register_buffer("mean", torch.rand(8).double()[::2])
+        self.register_buffer("variance", torch.rand(4).double() + 0.5)
+
+    def forward(self, x):
+        statistics = self.mean, self.variance, self.training_norm
+        y = torch.ops.aten.batch_norm.default(x, self.weight, self.bias, *statistics, 0.1, 1e-5, False)
+        return torch.ops.aten.group_norm.default(y, 2, self.weight, self.bias, 1e-5, False)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_careful_plain_model_is_the_plain_model(training):
+    """Statistics written back after every kernel made stale what was saved, and cut the gradient of group norm's bias."""
+    x = torch.randn(3, 4, 5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plain, careful = Norms(training), Norms(training)
+    expected = step(plain, plain, (x,))
+    with Careful():
+        found = step(careful, careful, (x,))
+    assert expected.keys() == found.keys()
+    for name, want in expected.items():
+        torch.testing.assert_close(found[name], want, rtol=1e-12, atol=1e-14, msg=name)
