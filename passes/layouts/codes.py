@@ -125,7 +125,7 @@ def _fitting(shape: tuple[int, ...], data: bytes, dtype: np.dtype, mesh: tuple[i
             cut = here[:, axis, None]
             chunks = np.where(cut, -(-lengths // n), lengths)
             last = np.where(cut, lengths - chunks * (n - 1), lengths)
-            contiguous &= (last > 0).all(axis=-1)
+            contiguous &= (~cut | (last > 0)).all(axis=-1)
             lengths = chunks if (chunks == last).all() else np.concatenate([chunks, last], axis=-1)
         nested = size % ways(rows, d, mesh) == 0
         inner = np.where(here & (blocks == INNER), sizes, 1).prod(axis=-1)

@@ -103,7 +103,7 @@ def test_blocks_that_do_not_line_up_do_not_exist():
 def test_a_layout_fits_if_no_device_is_left_empty(data):
     """One at a time and many at once; on nested uneven cuts, where the last chunk alone had been looked at."""
     mesh = data.draw(st.sampled_from([(2, 4), (4, 2), (2, 3), (3, 2), (2, 2, 2), (3, 3), (2, 3, 2)]))
-    size = data.draw(st.integers(1, 30))
+    shape = (data.draw(st.integers(1, 30)), data.draw(st.integers(0, 2)))
     layout = tuple(data.draw(st.sampled_from([Replicate(), place(0)])) for _ in mesh)
-    parts = [local_shape((size,), layout, mesh, at)[0] for at in itertools.product(*map(range, mesh))]
-    assert fits((size,), layout, mesh) == all(parts) == fitting((size,), codes([layout]), mesh)[0]
+    parts = [local_shape(shape, layout, mesh, at)[0] for at in itertools.product(*map(range, mesh))]
+    assert fits(shape, layout, mesh) == all(parts) == fitting(shape, codes([layout]), mesh)[0]
