@@ -202,17 +202,37 @@ class _Growing:
             args[1:] = [0.3, False]
         if any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())) and self.dtype in _HALVES:
             args = [torch.float32 if isinstance(a, torch.dtype) else a for a in args]
-        given = [self.supplied(a) for a in args]
+        turned = self.turning(args)
+        first = [self.turned(args[0], *turned)] if turned else []
+        given = [*first, *map(self.supplied, args[len(first) :])]
         if name.startswith(_UNDIFFERENTIABLE):
             given = [self.emit(".detach", a) if isinstance(a, Ref) else a for a in given]
         found = self.emit(_call(name), *given, **kwargs)
         value = self.value(found.name)
+        if turned and isinstance(value, (list, tuple)) and isinstance(value[0], Tensor):
+            found = self.emit("[]", found, 0)
+            value = self.value(found.name)
+        if turned and isinstance(value, Tensor) and value.dim() > max(turned):
+            found = self.emit(".transpose", found, *turned)
         if isinstance(value, (list, tuple)):
             for i, tensor in enumerate(value):
                 if isinstance(tensor, Tensor):
                     self.emit("[]", found, i)
         elif any(kind in name for kind in _RANDOM):
             self.emit("torch.ops.aten.mul.Scalar", found, 0.0)
+
+    def turning(self, args: list[Any]) -> tuple[int, int] | None:
+        """Dims that an operator's data are transposed by before it, and its result after it, as models do."""
+        first = args[0] if args else None
+        if not isinstance(first, Operand) or first.kind != "real" or len(first.shape) < 2 or self.rng.random() < 0.8:
+            return None
+        a, b = sorted(self.rng.sample(range(len(first.shape)), 2))
+        return a, b
+
+    def turned(self, want: Operand, a: int, b: int) -> Ref:
+        shape = list(want.shape)
+        shape[a], shape[b] = shape[b], shape[a]
+        return self.emit(".transpose", self.operand(replace(want, shape=tuple(shape))), a, b)
 
     def supplied(self, argument: Any) -> Any:
         if isinstance(argument, Operand):

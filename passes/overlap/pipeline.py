@@ -14,7 +14,8 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,7 +37,12 @@ from passes.overlap.tidy import tidy
 from passes.overlap.trace import Joint, trace
 from passes.world.world import World
 
-__all__ = ["Halves", "Orders", "Overlapped", "agreed", "first_agreed", "halves"]
+__all__ = ["BACKWARD_PASSES", "PASSES", "Halves", "Orders", "Overlapped", "agreed", "first_agreed", "halves"]
+
+#: In-place passes over the two traced graphs, in order: first those of the backward graph, then those of either one. They
+#: decide by sizes; see `Halves.refined`.
+BACKWARD_PASSES: tuple[Callable[[fx.Graph], None], ...] = (drop_zeros, join_products)
+PASSES: tuple[Callable[[fx.Graph], None], ...] = (tidy,)
 
 #: The places, in a graph's first order, of its nodes: those of the forward graph, then those of the backward graph.
 Orders = tuple[tuple[int, ...], tuple[int, ...]]
@@ -118,11 +124,11 @@ class Halves:
     def refined(self) -> Halves:
         """Without sums of zeros, with sums of products joined and views that change nothing left out: sizes decide."""
         forward, backward = copy.deepcopy(self.cut.forward), copy.deepcopy(self.cut.backward)
-        drop_zeros(backward)
-        join_products(backward)
+        for of_backward in BACKWARD_PASSES:
+            of_backward(backward)
         dump("sums of products joined, backward", backward)
-        for graph in (forward, backward):
-            tidy(graph)
+        for graph, of_either in itertools.product((forward, backward), PASSES):
+            of_either(graph)
         return replace(self, cut=replace(self.cut, forward=forward, backward=backward))
 
     @property

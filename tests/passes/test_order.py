@@ -1,0 +1,57 @@
+"""The order of passes is the one that stands in the docstring of `passes`."""
+
+import importlib
+import re
+import sys
+
+import torch
+from test_exact import SLOW
+from torch import nn
+
+import autotp
+import passes
+
+MACHINE = autotp.Topology.flat(4, bandwidth=1e12, latency=1e-9, device=SLOW)
+LISTED = re.findall(r"^\d+\. `(.+?)`:", passes.__doc__, re.MULTILINE)
+
+
+def code_of(name):
+    module, _, function = name.rpartition(".")
+    return getattr(importlib.import_module(module), function).__code__
+
+
+class FirstCalls:
+    """The names of listed passes, in the order of their first calls within the context."""
+
+    def __init__(self):
+        self.names, self.codes = [], {code_of(name): name for name in LISTED}
+
+    def __enter__(self):
+        sys.setprofile(self._called)
+        return self.names
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def _called(self, frame, event, _):
+        name = self.codes.get(frame.f_code) if event == "call" else None
+        if name is not None and name not in self.names:
+            self.names.append(name)
+
+
+def passes_of(model, x, strategy, schedule, **options):
+    """Those that run when a plan is simulated, forward and backward."""
+    plan = autotp.plan(model, MACHINE, (x,), strategy=strategy, mesh=(2, 2), **options)
+    with FirstCalls() as called:
+        autotp.simulate(model, plan, (x,), schedule=schedule)(x).square().sum().backward()
+    return called
+
+
+def test_passes_run_in_the_order_that_is_documented():
+    images = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 3, padding=1))
+    overlapped = passes_of(images, torch.randn(8, 8, 8, 8), "data", "overlap", chunks={"batch": 2})
+    layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    panelled = passes_of(layers, torch.randn(16, 16), "summa-2d", "none", panels=2)
+    for called in (overlapped, panelled):
+        assert called == [name for name in LISTED if name in called]
+    assert {*overlapped, *panelled} == set(LISTED)
