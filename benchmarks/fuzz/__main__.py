@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import warnings
 from pathlib import Path
@@ -23,6 +24,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="folder for tests of what is found")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
+    logging.getLogger("autotp").setLevel(logging.ERROR)  # what each of many plans replicates is no news
     if given.output is not None:
         given.output.mkdir(parents=True, exist_ok=True)
     first, last = (given.first, None) if given.case is None else (given.case, given.case)

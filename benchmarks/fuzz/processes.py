@@ -44,7 +44,6 @@ def prepared(number: int, case: Case) -> Job | Outcome:
     """A case's plan, or why there is none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        logging.getLogger("autotp").setLevel(logging.ERROR)
         try:
             plain(case)
             exactly(case)

@@ -177,18 +177,20 @@ def take(tensor: torch.Tensor, layout: Layout, mesh: tuple[int, ...], coordinate
 
 
 def in_one_format(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with its channels last, if it lies so beyond doubt, else contiguous, with the strides of a new tensor.
+    """``tensor`` with its channels last, if it lies so and not in order too, else contiguous: with the strides of a new one.
 
     Some of torch's kernels read a tensor as if it lay as another one does, and are wrong where it does not. Strides of dims
     of size 1 mean nothing, so a tensor with such a dim can be of two memory formats at once, and kernels that ask for one
     operand's format may find the other for a second: batch norm's backward on CPU does, and so do convolutions in
     float64. Batch norm's also takes a weight for contiguous. docs/upstream.md has minimal programs.
     """
-    last = _CHANNELS_LAST.get(tensor.dim()) if min(tensor.shape, default=1) > 1 else None
-    if last is not None and tensor.is_contiguous(memory_format=last):
-        return tensor
-    tensor = tensor.contiguous()
-    strides = [math.prod(tensor.shape[d + 1 :]) for d in range(tensor.dim())]
+    last = _CHANNELS_LAST.get(tensor.dim())
+    if last is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last):
+        order = [0, *range(2, tensor.dim()), 1]
+    else:
+        tensor, order = tensor.contiguous(), list(range(tensor.dim()))
+    sizes = [tensor.shape[d] for d in order]
+    strides = [math.prod(sizes[order.index(d) + 1 :]) for d in range(tensor.dim())]
     return tensor if tensor.numel() == 0 else tensor.as_strided(tensor.shape, strides, tensor.storage_offset())
 
 

@@ -26,8 +26,8 @@ def test_the_whole_space_is_never_worse(setting):
 
 
 def test_documented_tables_come_from_commands():
-    written = {"index.md", "papers.md"}
-    for page in (page for page in DOCS.glob("*.md") if page.name not in written):
-        command = re.search(r"Made by `python -m benchmarks\.(\w+) --write`", page.read_text())
+    by_hand = {"command-line", "fuzzing", "index", "limits", "papers", "strategies", "upstream"}
+    for page in (page for page in DOCS.glob("*.md") if page.stem not in by_hand):
+        command = re.search(r"`python -m benchmarks\.(\w+) --write`", page.read_text())
         assert command is not None, page
         assert (Path(__file__).parents[2] / "benchmarks" / f"{command[1]}.py").is_file()
