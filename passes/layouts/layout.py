@@ -177,7 +177,7 @@ def take(tensor: torch.Tensor, layout: Layout, mesh: tuple[int, ...], coordinate
 
 
 def in_one_format(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with its channels last, if it lies so and is not contiguous too, else contiguous, with a new one's strides.
+    """``tensor`` with its channels last, if they are, and it is not contiguous too; else contiguous.
 
     Some of torch's kernels read a tensor as if it lay as another one does, and are wrong where it does not. Strides of dims
     of size 1 mean nothing, so a tensor with such a dim can be of two memory formats at once, and kernels that ask for one
