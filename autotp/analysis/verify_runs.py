@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Replicate
 from autotp.analysis.compare import difference, largest, listen
 from autotp.analysis.conditioning import moved
 from autotp.errors import AutotpError
-from autotp.runtime.lockstep import run_node
+from autotp.runtime.interpreter import Interpreter, execute
 from autotp.runtime.rewrite import Rewritten
 from passes.graph import differentiable
 from passes.layouts.layout import Layout, take
@@ -29,6 +29,22 @@ __all__ = ["Runs", "gradient_of_name"]
 def gradient_of_name(name: str) -> str:
     """What a value's gradient is called beside the value."""
     return f"gradient of {name}"
+
+
+class _FailedNode(Exception):
+    """A node of the sharded graph, and what it raised."""
+
+
+def _in_one_format(node: fx.Node, values: Mapping[str, Any]) -> Any:
+    """What an operator computes: its kernel may misread what the plain model hands it, too."""
+    world = LocalWorld((1,))
+    args: Any
+    kwargs: Any
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: values[n.name])
+    result = node.target(*(ops.in_one_format(world, a) if isinstance(a, Tensor) else a for a in args), **kwargs)  # type: ignore[operator]
+    if isinstance(result, Tensor):
+        return ops.in_one_format(world, result)
+    return (ops.in_one_format(world, result[0]), *result[1:])
 
 
 class Runs:
@@ -84,48 +100,38 @@ class Runs:
         given = self.inputs if inputs is None else inputs
         found: dict[str, Any] = {}
 
-        class Keeping(fx.Interpreter):
-            def run_node(self, node: fx.Node) -> Any:
-                rule = rule_of(node) if node.op == "call_function" else None
-                if careful and rule is not None and rule.misreads is not None and rule.misreads(node):
-                    found[node.name] = self.in_one_format(node)
-                else:
-                    found[node.name] = super().run_node(node)
-                return found[node.name]
-
-            def in_one_format(self, node: fx.Node) -> Any:
-                """What the operator computes: its kernel may misread what the plain model hands it, too."""
-                world, (args, kwargs) = LocalWorld((1,)), self.fetch_args_kwargs_from_env(node)
-                given = [ops.in_one_format(world, a) if isinstance(a, Tensor) else a for a in args]
-                result = self.call_function(node.target, tuple(given), kwargs)  # type: ignore[arg-type]
-                if isinstance(result, Tensor):
-                    return ops.in_one_format(world, result)
-                return (ops.in_one_format(world, result[0]), *result[1:])
+        def keep(node: fx.Node, run: Callable[[], Any]) -> Any:
+            rule = rule_of(node) if node.op == "call_function" else None
+            misread = careful and rule is not None and rule.misreads is not None and rule.misreads(node)
+            found[node.name] = _in_one_format(node, found) if misread else run()
+            return found[node.name]
 
         module = self.captured.graph_module
         names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
-        Keeping(module, garbage_collect_values=False).run(*(given[name] for name in names))
+        Interpreter(module, keep).run(*(given[name] for name in names))
         return found
 
     def distributed(self) -> tuple[dict[fx.Node, Any], tuple[fx.Node, Exception] | None]:
         """Every value of the sharded graph on every device, and the node that fails, if one does."""
         resting, everywhere = self.rewritten.sharding.resting, self.rewritten.whole
         found: dict[fx.Node, Any] = {}
-        for node in self.graph.nodes:
-            if node.op == "placeholder":
-                name = str(node.target)
-                layout, tensor = resting.get(name, everywhere), self.inputs[name]
-                found[node] = Parts(
-                    take(tensor.detach(), layout, self.mesh, at).clone().requires_grad_(tensor.requires_grad)
-                    for at in self.world.hosted
-                )
-            elif node.op == "get_attr":
-                found[node] = self.world
-            elif node.op != "output":
-                try:
-                    found[node] = run_node(node, found, self.world)
-                except Exception as error:  # noqa: BLE001 - whatever a wrong graph raises is the finding
-                    return found, (node, error)
+
+        def keep(node: fx.Node, run: Callable[[], Any]) -> Any:
+            try:
+                found[node] = run()
+            except Exception as error:  # whatever a wrong graph raises is the finding
+                raise _FailedNode(node, error) from error
+            return found[node]
+
+        inputs = {}
+        for name, tensor in self.inputs.items():
+            layout = resting.get(name, everywhere)
+            parts = (take(tensor.detach(), layout, self.mesh, at).clone() for at in self.world.hosted)
+            inputs[name] = Parts(part.requires_grad_(tensor.requires_grad) for part in parts)
+        try:
+            execute(self.rewritten.graph_module, self.world, inputs, keep)
+        except _FailedNode as failed:
+            return found, failed.args  # type: ignore[return-value]
         return found, None
 
     def leaves(self) -> Iterator[tuple[int, fx.Node, fx.Node]]:

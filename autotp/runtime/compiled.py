@@ -59,7 +59,6 @@ class Compiled:
         forward, backward: run them.
         without: the backward graph for when some outputs, by their places among those that may have a gradient, have none.
         plain: the sharded graph as it is, for gradients of gradients: a seed and ``Parts`` of its inputs -> its outputs.
-        again: schedules them otherwise, without tracing them anew.
     """
 
     graphs: Overlapped
@@ -67,7 +66,6 @@ class Compiled:
     backward: Runner
     without: Callable[[frozenset[int]], Runner]
     plain: Plain
-    again: Callable[[Overlap], Compiled]
 
     def __call__(self, seed: int, inputs: Sequence[Any]) -> list[Any]:
         """The outputs of the sharded graph; gradients flow to the trained inputs.

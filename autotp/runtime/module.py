@@ -21,7 +21,7 @@ from autotp.runtime.modes import OneMode, different_otherwise, plain_attributes,
 from autotp.runtime.output_guard import guard, made_of
 from autotp.runtime.recording import Event, recorded
 from autotp.runtime.rewrite import Rewritten
-from autotp.runtime.schedules import Schedules, compiled
+from autotp.runtime.schedules import JobAgreement, Schedules
 from autotp.runtime.state import distribute, state_of
 from autotp.runtime.strides import arranged
 from autotp.runtime.submodule import Submodule
@@ -111,7 +111,7 @@ class DistributedModule(OneMode, fx.GraphModule):
         self._made_apart = {i: others - through.get(i, frozenset()) for i, others in self._made_of.items()}
         self._resting = {name: layouts[fqn] for name, fqn in captured.parameters.items()}
         self._plain = plain_attributes(model)
-        self._overlapping = None if how is None else Schedules(rewritten.graph_module, world, how, compiled)
+        self._overlapping = None if how is None else Schedules(rewritten.graph_module, world, how, JobAgreement())
 
     def recompile(self) -> PythonCode:
         """The sharded graph as Python; what the module does when it is called, hooks and all, is ``_run``."""

@@ -15,7 +15,7 @@ import copy
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,7 +37,7 @@ from passes.overlap.tidy import tidy
 from passes.overlap.trace import Joint, trace
 from passes.world.world import World
 
-__all__ = ["BACKWARD_PASSES", "PASSES", "Halves", "Orders", "Overlapped", "agreed", "first_agreed", "halves"]
+__all__ = ["BACKWARD_PASSES", "PASSES", "Halves", "Orders", "Overlapped", "halves"]
 
 #: In-place passes over the two traced graphs, in order: first those of the backward graph, then those of either one. They
 #: decide by sizes; see `Halves.refined`.
@@ -232,14 +232,3 @@ def halves(
     dump("cut, forward", parts.forward)
     dump("cut, backward", parts.backward)
     return Halves(joint, mesh, parts, {name: value.to(device) for name, value in joint.constants.items()})
-
-
-def first_agreed(signatures: Iterable[Iterable[str]]) -> int | None:
-    """The first choice whose graphs are alike on all devices, by each one's signatures; None where none is."""
-    return next((i for i, each in enumerate(zip(*signatures, strict=False)) if len(set(each)) == 1), None)
-
-
-def agreed(choices: Collection[Sequence[Halves]]) -> list[Halves] | None:
-    """Of every device's choices, the first with which all are alike; None where none is."""
-    which = first_agreed((choice.signature for choice in each) for each in choices)
-    return None if which is None else [each[which] for each in choices]

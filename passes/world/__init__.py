@@ -2,6 +2,5 @@
 
 In come the parts of a tensor that a process hosts. Out go the parts after a collective, or a pending one. `world` defines
 the interface and hosts all devices in one process; `process` is one rank of a job, `chunked` adds chunks as further
-devices, and `counting` counts bytes; `random_ops` draws numbers that replicas agree on; `ops` are the functions that graphs
-call.
+devices; `random_ops` draws numbers that replicas agree on; `ops` are the functions that graphs call.
 """

@@ -1,7 +1,7 @@
 """What a sharded graph calls besides torch's own operators: reshards, and the few operators that need their place.
 
 Every function that takes a ``world`` accepts either one tensor (this process's part) or, under ``simulate``, ``Parts``:
-the parts of all devices of the mesh. Functions without a world are local and run once per device.
+the parts of all devices of the mesh; ``hosted`` marks them. Others are local and run once per device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +29,9 @@ __all__ = [
     "all_sum",
     "chunked",
     "gather",
+    "hosted",
     "in_one_format",
+    "is_hosted",
     "next_seed",
     "offset",
     "part_of",
@@ -39,6 +41,9 @@ __all__ = [
     "version_of",
     "within",
 ]
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Parts(list):
@@ -54,6 +59,17 @@ def part_of(value: Any, index: int) -> Any:
     if isinstance(value, dict):
         return {k: part_of(v, index) for k, v in value.items()}
     return value
+
+
+def hosted(function: _Function) -> _Function:
+    """Marks a function that is called once for all devices that a process hosts, and takes ``Parts`` itself."""
+    function.hosted = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_hosted(target: Any) -> bool:
+    """Whether what a node calls is marked by ``hosted``."""
+    return getattr(target, "hosted", False) is True
 
 
 class _Reshard(torch.autograd.Function):
@@ -91,6 +107,7 @@ def _apply(function: Callable[[list], Sequence], value: Any) -> Any:
     return function([value])[0]
 
 
+@hosted
 def reshard(world: World, value: Any, forward: Sequence[Step], backward: Sequence[Step]) -> Any:
     """Takes ``value`` to another layout by ``forward`` steps; its gradient comes back by ``backward`` steps."""
     forward, backward = [Step(*s) for s in forward], [Step(*s) for s in backward]
@@ -103,6 +120,7 @@ def reshard(world: World, value: Any, forward: Sequence[Step], backward: Sequenc
     return _apply(run, value)
 
 
+@hosted
 def chunked(world: World, chunks: tuple[int, ...], places: tuple[tuple[int, ...], ...]) -> World:
     """The world of some chunks of the hosted devices; see `passes.world.chunked`."""
     return ChunkedWorld(world, chunks, places)
@@ -148,6 +166,7 @@ def _represented_by(place: tuple[int, ...], kept: Sequence[tuple[int, ...]]) -> 
     return kept.index(tuple(c if apart else 0 for c, apart in zip(place, told_apart, strict=True)))
 
 
+@hosted
 def reshard_chunks(
     world: ChunkedWorld,
     values: Sequence[Any],
@@ -185,6 +204,7 @@ def reshard_chunks(
     return list(results)
 
 
+@hosted
 def all_sum(world: World, value: Any, axes: tuple[int, ...]) -> Any:
     """The sum over ``axes`` of partial sums that each device goes on to use for its own shard.
 
@@ -194,11 +214,13 @@ def all_sum(world: World, value: Any, axes: tuple[int, ...]) -> Any:
     return reshard(world, value, step, step)
 
 
+@hosted
 def all_reduce(world: World, value: Any, axes: tuple[int, ...]) -> Any:
     """The sum over ``axes`` of partial sums, for a use that is the same on every device: its gradient passes unchanged."""
     return reshard(world, value, (Step("all_reduce", axes),), ())
 
 
+@hosted
 def gather(world: World, value: Any, forward: Sequence[Step], backward: Sequence[Step]) -> Any:
     """``reshard`` of a parameter that is gathered before use; the backward pass may gather it again (see ``Regather``)."""
     result = reshard(world, value, forward, backward)
@@ -265,6 +287,7 @@ def _unchanged(tensor: Tensor, version: int) -> Tensor:
     return tensor
 
 
+@hosted
 def all_max(world: World, value: Any, axes: tuple[int, ...]) -> Any:
     """The maximum over ``axes``; no gradient (its users subtract it again)."""
     return _apply(lambda parts: world.all_reduce([p.detach() for p in parts], axes, "max").wait(), value)
@@ -281,11 +304,13 @@ class _InOneFormat(torch.autograd.Function):
         return None, _InOneFormat.apply(ctx.world, gradient)
 
 
+@hosted
 def in_one_format(world: World, value: Any) -> Any:
     """``value`` and its gradient as a kernel cannot misread them; see `passes.layouts.layout.in_one_format`."""
     return _apply(lambda parts: [_InOneFormat.apply(world, part) for part in parts], value)
 
 
+@hosted
 def within(world: World, value: Any, outside: Any, message: str) -> Any:
     """``value``, a tensor of ids, if none of them is ``outside``.
 
@@ -300,17 +325,20 @@ def within(world: World, value: Any, outside: Any, message: str) -> Any:
     )
 
 
+@hosted
 def offset(world: World, size: int, axes: tuple[int, ...], like: Any) -> Any:
     """Where this device's contiguous part of a dim of ``size``, split by ``axes``, begins. ``like`` gives the form."""
     starts = world.offset(size, axes, like)
     return Parts(starts) if isinstance(like, Parts) else starts[0]
 
 
+@hosted
 def next_seed(world: World) -> int:
     """A fresh seed for the random operators of one forward pass, the same on every device."""
     return world.next_seed()
 
 
+@hosted
 def seeded(world: World, seed: int, salt: int, axes: tuple[int, ...], function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Runs a random operator so that replicas agree and shards differ.
 
