@@ -15,9 +15,10 @@ from passes.overlap import Halves, Overlapped
 from passes.overlap.bucket import Buckets, Enough, Hiding
 from passes.overlap.schedule import Durations, Limits
 from passes.overlap.stage import Faster, Stages
-from passes.world.ops import Parts, version_of
+from passes.world.ops import Parts
+from passes.world.regather import version_of
 
-__all__ = ["Compiled", "Overlap", "one_pass"]
+__all__ = ["Compiled", "Overlap", "Plain", "Runner"]
 
 #: Runs one of the two graphs: a list of its inputs, which it empties -> its outputs.
 Runner = Callable[[list[Any]], Sequence[Any]]
@@ -74,14 +75,9 @@ class Compiled:
             seed: for random operators.
             inputs: of the sharded graph; each a tensor, or ``Parts``.
         """
-        return one_pass(self, seed, inputs)
-
-
-def one_pass(compiled: Compiled, seed: int, inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of a sharded graph, by its scheduled graphs; see ``Compiled``."""
-    hosted = next((len(value) for value in inputs if isinstance(value, Parts)), 0)
-    flat = [part for value in inputs for part in value] if hosted else inputs
-    return _grouped(_Pass.apply(compiled, seed, hosted, *flat), hosted)
+        hosted = next((len(value) for value in inputs if isinstance(value, Parts)), 0)
+        flat = [part for value in inputs for part in value] if hosted else inputs
+        return _grouped(_Pass.apply(self, seed, hosted, *flat), hosted)
 
 
 def _grouped(flat: Sequence[Any], hosted: int) -> list[Any]:

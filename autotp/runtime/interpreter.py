@@ -44,21 +44,28 @@ class Lockstep(Interpreter):
     """Runs a graph once for all devices of a world: a value is ``Parts``, or the same for all.
 
     Args:
-        modules: the graph of every device, which differ in no more than arguments that are not nodes; or one for all.
+        module: see ``Interpreter``.
         world: hosts the devices.
         hook: see ``Interpreter``.
+        each: where devices have graphs of their own, a node of the graph -> every device's; they differ in no more than
+            arguments that are not nodes.
     """
 
-    def __init__(self, modules: Sequence[fx.GraphModule], world: World, hook: Hook = _run) -> None:
-        super().__init__(modules[0], hook)
-        self.world = world
-        self.each = dict(zip(self.graph.nodes, zip(*(m.graph.nodes for m in modules), strict=True), strict=True))
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        world: World,
+        hook: Hook = _run,
+        each: Mapping[fx.Node, Sequence[fx.Node]] | None = None,
+    ) -> None:
+        super().__init__(module, hook)
+        self.world, self.each = world, each
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
         """A node's arguments: ``Parts`` where they are not the same for all devices."""
-        nodes = self.each[n]
-        if len(nodes) == 1:
+        if self.each is None:
             return super().fetch_args_kwargs_from_env(n)
+        nodes = self.each[n]
         kwargs = {key: self._together([node.kwargs[key] for node in nodes]) for key in n.kwargs}
         return self._together([node.args for node in nodes]), kwargs
 
@@ -106,4 +113,4 @@ def execute(module: fx.GraphModule, world: World, inputs: Mapping[str, Parts], h
         The output tuple's leaves, ``Parts`` where they are tensors.
     """
     names = [str(node.target) for node in module.graph.nodes if node.op == "placeholder"]
-    return Lockstep([module], world, hook).run(*(inputs[name] for name in names))
+    return Lockstep(module, world, hook).run(*(inputs[name] for name in names))

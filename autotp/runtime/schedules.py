@@ -143,7 +143,8 @@ def _in_lockstep(modules: Sequence[fx.GraphModule], world: World) -> Runner:
         modules: every hosted device's, or one for all.
         world: hosts the devices.
     """
-    each = dict(zip(modules[0].graph.nodes, zip(*(m.graph.nodes for m in modules), strict=True), strict=True))
+    first, several = modules[0], len(modules) > 1
+    each = dict(zip(first.graph.nodes, zip(*(module.graph.nodes for module in modules), strict=True), strict=True))
     for node, own in each.items():
         if node.target is launch and len({str(other.args[3:]) for other in own}) > 1:
             raise AutotpError(f"node {node}: devices disagree about a collective; this is a defect of autotp")
@@ -152,9 +153,9 @@ def _in_lockstep(modules: Sequence[fx.GraphModule], world: World) -> Runner:
         value = run()
         if not isinstance(value, Parts) or node.op != "call_function":
             return value
-        return Parts(map(as_traced, each[node] if len(modules) > 1 else each[node] * len(value), value))
+        return Parts(map(as_traced, each[node] if several else each[node] * len(value), value))
 
-    return lambda inputs: Lockstep(modules, world, look).boxed_run(inputs)
+    return lambda inputs: Lockstep(first, world, look, each if several else None).boxed_run(inputs)
 
 
 class Schedules:
@@ -214,7 +215,7 @@ class Schedules:
 
     def _plain(self, seed: int, inputs: Sequence[Parts]) -> Sequence[Any]:
         names = (str(node.target) for node in self.sharded.graph.nodes if node.op == "placeholder")
-        with self.world.repeating(seed):
+        with self.world.seeds.repeating(seed):
             return execute(self.sharded, self.world, dict(zip(names, inputs, strict=True)))
 
 

@@ -20,16 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from costmodel.errors import AutotpError
 from passes.layouts.layout import even_chunk, extent, in_one_format, take_block
 from passes.layouts.reshard import Step
 from passes.world.random_ops import DRAWN
+from passes.world.seeds import Seeds
 
 __all__ = ["LocalWorld", "Pending", "World", "reduced"]
-
-
-#: Passes whose seeds are known, for those that do them again: more than lie between a pass and its backward pass.
-_REMEMBERED = 65536
 
 
 class Pending:
@@ -75,45 +71,11 @@ class World(nn.Module):
         self.mesh_shape = mesh_shape
         self.hosted = tuple(hosted)
         self.regather: Any = None
-        self._seeds = torch.Generator()
-        self._repeated: int | None = None
-        self._given: dict[int, int | None] = {}
-        self.seed(torch.initial_seed())
+        self.seeds = Seeds()
 
-    def seed(self, seed: int) -> None:
-        """Starts the sequence of seeds for random operators; every device must be given the same."""
-        self._seeds.manual_seed(seed % 2**63)
-
-    def next_seed(self) -> int:
-        """The next seed, the same on every device.
-
-        A pass within a backward pass does again what one did before (``torch.utils.checkpoint``), and is given the seed of
-        that: the one that began where the program's own generator, whose state checkpoints restore, stands now.
-        """
-        if self._repeated is not None:
-            return self._repeated
-        place = int(torch.randint(2**62, (), device="cpu"))
-        if torch._C._current_graph_task_id() != -1 and place in self._given:
-            if (before := self._given[place]) is None:
-                raise AutotpError(
-                    "a checkpoint does a forward pass again, but several began at the same state of torch's generator, and "
-                    "each dropped something else: do not seed it anew between them"
-                )
-            return before
-        seed = int(torch.randint(2**62, (), generator=self._seeds))
-        self._given[place] = None if place in self._given else seed
-        if len(self._given) > _REMEMBERED:
-            del self._given[next(iter(self._given))]
-        return seed
-
-    @contextmanager
-    def repeating(self, seed: int) -> Iterator[None]:
-        """A pass that was run before is run again, with its seed; the sequence of seeds does not go on."""
-        before, self._repeated = self._repeated, seed
-        try:
-            yield
-        finally:
-            self._repeated = before
+    def next_seed(self) -> Any:
+        """The seed of a pass that begins; see `passes.world.seeds.Seeds`."""
+        return self.seeds.next()
 
     @abstractmethod
     def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
@@ -202,7 +164,9 @@ class World(nn.Module):
         self, seed: Any, salt: int, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any
     ) -> Any:
         """A random operator on a hosted device; see `passes.world.ops.seeded`."""
-        if self._repeated is not None and function in DRAWN:  # a scheduled pass drew this way, whatever the kernel does
+        if (
+            self.seeds.repeated is not None and function in DRAWN
+        ):  # a scheduled pass drew this way, whatever the kernel does
             noise = functools.partial(self.draw, seed, salt, axes, index)
             return DRAWN[function](noise, *args, **kwargs)
         with self.generator(seed, salt, axes, index, tree_leaves((args, kwargs))):
