@@ -103,7 +103,7 @@ def _parts(rewritten: Rewritten, at: tuple[int, ...]) -> dict[str, Tensor]:
     found = {}
     for node in rewritten.captured.graph_module.graph.nodes:
         if node.op == "placeholder":
-            value, layout = node.meta["val"], rewritten.sharding.resting.get(node.name, rewritten.whole)
+            value, layout = node.meta["val"], rewritten.resting(node.name)
             shape = local_shape(tuple(value.shape), layout, rewritten.sharding.mesh, at)
             found[node.name] = torch.empty(shape, dtype=value.dtype, device="meta")
     return found

@@ -21,7 +21,7 @@ from passes.rules.table import rule_of
 from passes.sharding.shard import place_constants
 from passes.world import ops
 from passes.world.ops import Parts
-from passes.world.world import LocalWorld, World
+from passes.world.world import LocalWorld, World, groups
 
 __all__ = ["Runs", "gradient_of_name"]
 
@@ -69,16 +69,12 @@ class Runs:
             raise AutotpError(
                 "the model draws random numbers (dropout), so no two runs agree; set rates to 0, plan it, and verify that"
             )
-        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        if any(tensor.is_meta for tensor in state.values()):
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             raise AutotpError("the model is on meta: it has no values to compare; build it on a real device")
         captured = self.captured
-        inputs: dict[str, Tensor] = {name: state[fqn] for name, fqn in captured.parameters.items()}
-        inputs |= {name: state[fqn] for name, fqn in captured.buffers.items()}
-        inputs |= dict(captured.constants)
-        flat = captured.signature.flatten(tuple(args), dict(kwargs or {}))
-        inputs |= dict(zip(captured.inputs, flat, strict=True))
-        self.inputs = {name: self._leaf(name, tensor) for name, tensor in inputs.items()}
+        self.inputs = {
+            name: self._leaf(name, tensor) for name, tensor in captured.values(model, args, kwargs or {}).items()
+        }
         device = next((t.device for t in self.inputs.values()), torch.device("cpu"))
         for graph in (self.graph, captured.graph_module.graph):
             place_constants(graph, device)
@@ -113,7 +109,6 @@ class Runs:
 
     def distributed(self) -> tuple[dict[fx.Node, Any], tuple[fx.Node, Exception] | None]:
         """Every value of the sharded graph on every device, and the node that fails, if one does."""
-        resting, everywhere = self.rewritten.sharding.resting, self.rewritten.whole
         found: dict[fx.Node, Any] = {}
 
         def keep(node: fx.Node, run: Callable[[], Any]) -> Any:
@@ -125,7 +120,7 @@ class Runs:
 
         inputs = {}
         for name, tensor in self.inputs.items():
-            layout = resting.get(name, everywhere)
+            layout = self.rewritten.resting(name)
             parts = (take(tensor.detach(), layout, self.mesh, at).clone() for at in self.world.hosted)
             inputs[name] = Parts(part.requires_grad_(tensor.requires_grad) for part in parts)
         try:
@@ -221,13 +216,10 @@ class Runs:
         extended = self.mesh + self.rewritten.chunks
         kept = tuple(Replicate() if isinstance(p, Partial) else p for p in layout)
         partial = [axis for axis, p in enumerate(layout) if isinstance(p, Partial)]
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for index, at in enumerate(self.world.hosted):
-            groups.setdefault(tuple(c for a, c in enumerate(at) if a not in partial), []).append(index)
         whole = whole.detach()
         scale = max(largest(whole), least)
         worst = 0.0
-        for members in groups.values():
+        for members in groups(self.world.hosted, partial):
             at = (*self.world.hosted[members[0]], *chunk)
             expected = take(whole, kept, extended[: len(kept)], at)
             given = [parts[i] for i in members]

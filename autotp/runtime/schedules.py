@@ -193,7 +193,7 @@ class Schedules:
         if found is None:
             return None
         seed = self.world.next_seed() if self.draws else 0
-        return found(seed, [values[name] for name in found.graphs.inputs])
+        return found(seed, [values[name] for name in found.graphs.joint.inputs])
 
     def _compiled(self, values: Mapping[str, Any], trained: frozenset[str]) -> Compiled | None:
         """The scheduled graphs for such values; None, in every process, where there are none: the graph runs as it is."""

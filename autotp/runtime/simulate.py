@@ -91,21 +91,15 @@ class Simulated(OneMode):
         return _as_it_is()(self, *args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        captured, sharding = self.rewritten.captured, self.rewritten.sharding
-        state = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        whole: dict[str, Tensor] = {name: state[fqn] for name, fqn in captured.parameters.items()}
-        whole |= {name: state[fqn] for name, fqn in captured.buffers.items()}
-        whole |= dict(captured.constants)
-        whole |= dict(zip(captured.inputs, captured.signature.flatten(args, kwargs), strict=True))
-        resting, everywhere = sharding.resting, self.rewritten.whole
-        parts = {name: distribute(name, whole[name], resting.get(name, everywhere), self.world) for name in whole}
+        captured, resting = self.rewritten.captured, self.rewritten.resting
+        whole = captured.values(self, args, kwargs)
+        parts = {name: distribute(name, tensor, resting(name), self.world) for name, tensor in whole.items()}
         outputs = self._schedules.run(parts) if self._schedules is not None else None
         if outputs is None:
             outputs = execute(self.rewritten.graph_module, self.world, parts)
         for name, new in zip(captured.mutations, outputs[captured.outputs :], strict=True):
-            layout = resting.get(name, everywhere)
             with torch.no_grad():
-                whole[name].copy_(assemble([p.detach() for p in new], whole[name].shape, layout, self.world))
+                whole[name].copy_(assemble([p.detach() for p in new], whole[name].shape, resting(name), self.world))
         results = [collect(leaf) if isinstance(leaf, Parts) else leaf for leaf in outputs[: captured.outputs]]
         guard(results, self._made_of)
         return captured.signature.unflatten(results)

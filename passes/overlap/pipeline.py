@@ -56,21 +56,13 @@ class Overlapped:
         forward: inputs of the sharded graph, a seed -> its outputs, then what is saved.
         backward: what is saved, gradients of the outputs that have one -> gradients of the inputs that have one.
         constants: tensors that the graphs read by name.
-        inputs: names of the sharded graph's placeholders.
-        trained: positions of the inputs whose gradients ``backward`` gives.
-        outputs: how many outputs come before what is saved.
-        tangents: positions of the outputs that have a gradient.
-        reached: see `passes.overlap.trace.Joint`.
+        joint: what they were traced from, for what their inputs and outputs are.
     """
 
     forward: fx.Graph
     backward: fx.Graph
     constants: Mapping[str, Tensor]
-    inputs: tuple[str, ...]
-    trained: tuple[int, ...]
-    outputs: int
-    tangents: tuple[int, ...]
-    reached: tuple[frozenset[int], ...]
+    joint: Joint
 
     def slots(self, durations: Durations, limits: Limits) -> tuple[list[Slot], list[Slot]]:
         """When each node of either graph is to run, by prediction; in the order in which it is to."""
@@ -186,16 +178,7 @@ class Halves:
         for graph, places in zip(halves, staged, strict=True):
             stage(graph, self.mesh, places, same_sizes=same_sizes)
         forward, backward = map(launches, halves)
-        return Overlapped(
-            forward,
-            backward,
-            self.constants,
-            self.joint.inputs,
-            self.joint.trained,
-            self.cut.outputs,
-            self.joint.tangents,
-            self.joint.reached,
-        )
+        return Overlapped(forward, backward, self.constants, self.joint)
 
     def _merged(self, chosen: tuple[Buckets, Buckets]) -> tuple[fx.Graph, fx.Graph]:
         forward, backward = copy.deepcopy(self.cut.forward), copy.deepcopy(self.cut.backward)

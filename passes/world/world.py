@@ -25,7 +25,7 @@ from passes.layouts.reshard import Step
 from passes.world.random_ops import DRAWN
 from passes.world.seeds import Seeds
 
-__all__ = ["LocalWorld", "Pending", "World", "reduced"]
+__all__ = ["LocalWorld", "Pending", "World", "groups", "reduced"]
 
 
 class Pending:
@@ -270,16 +270,10 @@ class LocalWorld(World):
     def __init__(self, mesh_shape: tuple[int, ...]) -> None:
         super().__init__(mesh_shape, list(itertools.product(*(range(n) for n in mesh_shape))))
 
-    def _groups(self, axes: Sequence[int]) -> Iterable[list[int]]:
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for index, at in enumerate(self.hosted):
-            groups.setdefault(tuple(c for a, c in enumerate(at) if a not in axes), []).append(index)
-        return groups.values()
-
     def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
         """See ``World.all_reduce``."""
         result = list(parts)
-        for group in self._groups(axes):
+        for group in groups(self.hosted, axes):
             stacked = _stacked(parts[i] for i in group)
             value = reduced(stacked, op)
             for i in group:
@@ -295,7 +289,7 @@ class LocalWorld(World):
     def all_gather(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.all_gather``."""
         result = list(parts)
-        for group in self._groups((axis,)):
+        for group in groups(self.hosted, (axis,)):
             stacked = _stacked(parts[i] for i in group)
             for i in group:
                 result[i] = stacked.clone()
@@ -304,7 +298,7 @@ class LocalWorld(World):
     def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.reduce_scatter``."""
         result = list(parts)
-        for group in self._groups((axis,)):
+        for group in groups(self.hosted, (axis,)):
             total = reduced(_stacked(parts[i] for i in group))
             for position, i in enumerate(group):
                 result[i] = total[position].clone()
@@ -313,10 +307,18 @@ class LocalWorld(World):
     def all_to_all(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.all_to_all``."""
         result = list(parts)
-        for group in self._groups((axis,)):
+        for group in groups(self.hosted, (axis,)):
             for position, i in enumerate(group):
                 result[i] = _stacked(parts[j][position] for j in group)
         return Pending(result)
+
+
+def groups(places: Iterable[Sequence[int]], axes: Sequence[int]) -> list[list[int]]:
+    """The numbers of the places that differ along some axes alone, group by group."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for number, at in enumerate(places):
+        found.setdefault(tuple(c for axis, c in enumerate(at) if axis not in axes), []).append(number)
+    return list(found.values())
 
 
 def reduced(stacked: Tensor, op: str = "sum") -> Tensor:
