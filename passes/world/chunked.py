@@ -37,17 +37,6 @@ class ChunkedWorld(World):
         self.real, self.count, self.places = len(base.mesh_shape), len(base.hosted), list(places)
         self._values: list[Hashable] = list(range(len(self.places)))
 
-    def run(self, steps: Iterable[Step], parts: Sequence[Tensor], values: Sequence[int] | None = None) -> list[Tensor]:
-        """See ``World.run``.
-
-        Args:
-            steps, parts: see ``World.run``.
-            values: per chunk, the number of the value that it has, where several have one: what is the same for them moves
-                once. Devices must agree on that, so the graph decides: the tensors themselves may be one object on a
-                device whose part is not padded, and several on another.
-        """
-        return self.launch(steps, parts, values).wait()
-
     def launch(self, steps: Iterable[Step], parts: Sequence[Tensor], values: Sequence[int] | None = None) -> Pending:
         """See ``World.launch``; what is to be summed over chunks is summed first, so that one collective moves the sum."""
         distinct, pending = self._values, Pending(parts)

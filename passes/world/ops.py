@@ -1,7 +1,7 @@
 """What a sharded graph calls besides torch's own operators: reshards, and the few operators that need their place.
 
-Every function that takes a ``world`` accepts either one tensor (this process's part) or, under ``simulate``, ``Parts``:
-the parts of all devices of the mesh; ``hosted`` marks them. Others are local and run once per device.
+A function marked ``hosted`` accepts either one tensor (this process's part) or, under ``simulate``, ``Parts``: the parts of
+all devices of the mesh. Others are local and run once per device.
 """
 
 from __future__ import annotations
@@ -67,21 +67,6 @@ def is_hosted(target: Any) -> bool:
     return getattr(target, "hosted", False) is True
 
 
-class _Reshard(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, world: World, forward: Sequence[Step], backward: Sequence[Step], *parts: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.world, ctx.forward_steps, ctx.steps = world, forward, backward
-        return tuple(_apart(r, parts) for r in world.run(forward, parts))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():  # what the gradient came by is how the gradient of a gradient goes back
-            return None, None, None, *_Reshard.apply(ctx.world, ctx.steps, ctx.forward_steps, *gradients)
-        return None, None, None, *ctx.world.run(ctx.steps, gradients)
-
-
 def _apart(result: Tensor, others: Sequence[Tensor]) -> Tensor:
     """What a function of autograd may give: no tensor that it was given or gives already, and one to change in place.
 
@@ -95,24 +80,10 @@ def _apart(result: Tensor, others: Sequence[Tensor]) -> Tensor:
     return result.detach()
 
 
-def _apply(function: Callable[[list], Sequence], value: Any) -> Any:
-    """Runs ``function`` on the list of hosted parts and gives the result the form of ``value``."""
-    if isinstance(value, Parts):
-        return Parts(function(list(value)))
-    return function([value])[0]
-
-
 @hosted
 def reshard(world: World, value: Any, forward: Sequence[Step], backward: Sequence[Step]) -> Any:
     """Takes ``value`` to another layout by ``forward`` steps; its gradient comes back by ``backward`` steps."""
-    forward, backward = [Step(*s) for s in forward], [Step(*s) for s in backward]
-
-    def run(parts: list[Tensor]) -> Sequence[Tensor]:
-        if differentiable(parts[0]):
-            return _Reshard.apply(world, forward, backward, *parts)
-        return world.run(forward, parts)
-
-    return _apply(run, value)
+    return reshard_chunks(world, [value], forward, backward, (0,), (0,))[0]
 
 
 @hosted
@@ -121,11 +92,11 @@ def chunked(world: World, chunks: tuple[int, ...], places: tuple[tuple[int, ...]
     return ChunkedWorld(world, chunks, places)
 
 
-class _ReshardChunks(torch.autograd.Function):
+class _Reshard(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
-        world: ChunkedWorld,
+        world: World,
         forward: Sequence[Step],
         backward: Sequence[Step],
         spread: Sequence[int],
@@ -150,7 +121,7 @@ class _ReshardChunks(torch.autograd.Function):
         source = [_represented_by(place, [places[i] for i in ctx.kept]) for place in places]
         first = [ctx.spread.index(i) for i in range(ctx.given)]
         if torch.is_grad_enabled():
-            again = _ReshardChunks.apply(world, ctx.steps, ctx.forward_steps, source, first, *gradients)
+            again = _Reshard.apply(world, ctx.steps, ctx.forward_steps, source, first, *gradients)
             return None, None, None, None, None, *again
         results = world.run(ctx.steps, [gradients[i * count + d] for i in source for d in range(count)], source)
         return None, None, None, None, None, *(results[i * count + d] for i in first for d in range(count))
@@ -163,7 +134,7 @@ def _represented_by(place: tuple[int, ...], kept: Sequence[tuple[int, ...]]) -> 
 
 @hosted
 def reshard_chunks(
-    world: ChunkedWorld,
+    world: World,
     values: Sequence[Any],
     forward: Sequence[Step],
     backward: Sequence[Step],
@@ -174,7 +145,7 @@ def reshard_chunks(
     """``reshard`` along virtual axes too.
 
     Args:
-        world: of the chunks that are told apart before or after.
+        world: of the chunks that are told apart before or after; of the devices, where there is one chunk.
         values: what differs before, a tensor or ``Parts`` each.
         forward, backward: steps.
         spread: per chunk of the world, which of the values it has.
@@ -193,7 +164,7 @@ def reshard_chunks(
         every = world.run(forward, [flat[i * count + d] for i in spread for d in range(count)], spread)
         results = [every[i * count + d] for i in kept for d in range(count)]
     else:
-        results = _ReshardChunks.apply(world, forward, backward, spread, kept, *flat)
+        results = _Reshard.apply(world, forward, backward, spread, kept, *flat)
     if isinstance(values[0], Parts):
         return [Parts(results[i : i + count]) for i in range(0, len(results), count)]
     return list(results)
@@ -227,7 +198,7 @@ def gather(world: World, value: Any, forward: Sequence[Step], backward: Sequence
 @hosted
 def all_max(world: World, value: Any, axes: tuple[int, ...]) -> Any:
     """The maximum over ``axes``; no gradient (its users subtract it again)."""
-    return _apply(lambda parts: world.all_reduce([p.detach() for p in parts], axes, "max").wait(), value)
+    return reshard_chunks(world, [value], (Step("all_reduce", axes),), (), (0,), (0,), "max")[0]
 
 
 class _InOneFormat(torch.autograd.Function):
@@ -241,25 +212,19 @@ class _InOneFormat(torch.autograd.Function):
         return None, _InOneFormat.apply(ctx.world, gradient)
 
 
-@hosted
-def in_one_format(world: World, value: Any) -> Any:
-    """``value`` and its gradient as a kernel cannot misread them; see `passes.layouts.layout.in_one_format`."""
-    return _apply(lambda parts: [_InOneFormat.apply(world, part) for part in parts], value)
+def in_one_format(world: World, x: Tensor) -> Tensor:
+    """``x`` and its gradient as a kernel cannot misread them; see `passes.layouts.layout.in_one_format`."""
+    return _InOneFormat.apply(world, x)
 
 
-@hosted
-def within(world: World, value: Any, outside: Any, message: str) -> Any:
-    """``value``, a tensor of ids, if none of them is ``outside``.
+def within(world: World, ids: Tensor, outside: Tensor, message: str) -> Tensor:
+    """``ids``, if none of them is ``outside``.
 
     Raises:
         IndexError: on every device where ``outside`` is not 0; the first of the two tensors is what others then read, so
             that the check is not left out.
     """
-    return (
-        Parts(map(world.within, value, outside, [message] * len(value)))
-        if isinstance(value, Parts)
-        else world.within(value, outside, message)
-    )
+    return world.within(ids, outside, message)
 
 
 @hosted

@@ -64,12 +64,24 @@ class Pending:
 
 
 class World(nn.Module):
-    """The mesh as a graph sees it. ``hosted`` lists the coordinates of the devices that live in this process."""
+    """The mesh as a graph sees it.
+
+    Args:
+        mesh_shape: sizes of its axes.
+        hosted: the coordinates of the devices that live in this process.
+
+    Attributes:
+        places: the chunks of every device, as coordinates on the virtual axes; here there is one, and no such axis.
+        count: how many devices are hosted, each of which has all of these chunks.
+    """
+
+    places: Sequence[tuple[int, ...]]
 
     def __init__(self, mesh_shape: tuple[int, ...], hosted: Sequence[tuple[int, ...]]) -> None:
         super().__init__()
         self.mesh_shape = mesh_shape
         self.hosted = tuple(hosted)
+        self.count, self.places = len(self.hosted), [()]
         self.regather: Any = None
         self.seeds = Seeds()
 
@@ -101,11 +113,19 @@ class World(nn.Module):
         """The mesh's shape and the number of hosted devices."""
         return f"mesh={self.mesh_shape}, hosted={len(self.hosted)}"
 
-    def run(self, steps: Iterable[Step], parts: Sequence[Tensor]) -> list[Tensor]:
-        """Executes reshard steps on the hosted devices' parts of one tensor."""
-        return self.launch(steps, parts).wait()
+    def run(self, steps: Iterable[Step], parts: Sequence[Tensor], values: Sequence[int] | None = None) -> list[Tensor]:
+        """Executes reshard steps on the hosted devices' parts of one tensor.
 
-    def launch(self, steps: Iterable[Step], parts: Sequence[Tensor]) -> Pending:
+        Args:
+            steps: to execute.
+            parts: of the devices, chunk by chunk.
+            values: per chunk, the number of the value that it has, where several have one: what is the same for them moves
+                once. Devices must agree on that, so the graph decides: the tensors themselves may be one object on a
+                device whose part is not padded, and several on another.
+        """
+        return self.launch(steps, parts, values).wait()
+
+    def launch(self, steps: Iterable[Step], parts: Sequence[Tensor], values: Sequence[int] | None = None) -> Pending:
         """``run`` that does not wait for the last step."""
         pending = Pending(parts)
         for step in steps:
