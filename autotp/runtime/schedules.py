@@ -123,8 +123,8 @@ def _scheduled(
     first = next(iter(graphs.values()))
     orders = agreement.decided(lambda: first.orders(first.slots(how.durations, how.limits)))
     _log.info("%d and %d nodes scheduled, forward and backward", *map(len, orders))
-    halves_of = zip(*(each.modules(orders, world) for each in graphs.values()), strict=True)
-    forward, backward = (_in_lockstep(half, world) if lockstep else Arranged(*half) for half in halves_of)
+    modules = zip(*(each.modules(orders, world) for each in graphs.values()), strict=True)
+    forward, backward = (_in_lockstep(half, world) if lockstep else Arranged(*half) for half in modules)
 
     @functools.cache
     def without(missing: frozenset[int]) -> Runner:

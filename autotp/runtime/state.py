@@ -1,4 +1,4 @@
-"""A model's state as this device's parts: made from real tensors, or from ``meta`` one module at a time, and read by a step."""
+"""A model's state as this device's parts: made from real tensors, or from ``meta`` module by module, and read by a step."""
 
 from __future__ import annotations
 
