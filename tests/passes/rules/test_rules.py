@@ -14,7 +14,8 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import Partial
 
 import passes.capture.functional  # noqa: F401  (defines autotp::batch_norm_train)
-from autotp.runtime.lockstep import collect, distribute, execute
+from autotp.runtime.interpreter import execute
+from autotp.runtime.simulate import collect, distribute
 from passes.layouts.layout import fits, place
 from passes.rules.factors import analyse
 from passes.rules.shapes import results_of
@@ -487,7 +488,7 @@ class Case:
         """(leaves, results) of the sharded operator."""
         world, leaves = LocalWorld(self.mesh), self.leaves(self.dtype)
         parts = {n: distribute(n, v, self.resting[n], world) for n, v in leaves.items()}
-        return leaves, [collect(p) for p in execute(self.sharded.graph, world, parts)]
+        return leaves, [collect(p) for p in execute(self.sharded, world, parts)]
 
     def backward(self, *runs):
         """Gradients of the same weighted sum of the results, in every run; whether there are any."""
