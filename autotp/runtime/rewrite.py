@@ -21,7 +21,8 @@ from passes.sharding.panel import loops, panel
 from passes.sharding.shard import Sharding, shard
 from passes.sharding.uneven import uneven
 from passes.sharding.unroll import unroll
-from passes.strategies.strategy import LINEAR_PREFIX, Strategy, strategies, whole_layout
+from passes.strategies.space import strategies
+from passes.strategies.strategy import LINEAR_PREFIX, Strategy, whole_layout
 
 __all__ = ["Rewritten", "apply", "checked", "rewrite"]
 

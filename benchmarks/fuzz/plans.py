@@ -24,7 +24,8 @@ from passes.layouts.layout import Layout, fits, place, restorable
 from passes.rules.factors import Operator, analyse
 from passes.rules.table import name_of
 from passes.sharding.panel import loops
-from passes.strategies.strategy import LINEAR_PREFIX, Strategy, strategies
+from passes.strategies.space import strategies
+from passes.strategies.strategy import LINEAR_PREFIX, Strategy
 
 __all__ = ["Use", "decided", "machine", "planned", "use_of", "uses_of"]
 

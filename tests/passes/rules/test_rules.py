@@ -20,7 +20,8 @@ from passes.rules.factors import analyse
 from passes.rules.shapes import results_of
 from passes.rules.table import RULES
 from passes.sharding.shard import Sharding, shard
-from passes.strategies.strategy import strategies, whole_layout
+from passes.strategies.space import strategies
+from passes.strategies.strategy import whole_layout
 from passes.world.world import LocalWorld
 
 aten = torch.ops.aten
