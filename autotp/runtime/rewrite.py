@@ -14,7 +14,8 @@ from autotp.errors import AutotpError, PlanMismatchError
 from autotp.plans.plan import Plan, fingerprint
 from passes.capture import CallSignature, Captured, capture
 from passes.graph import dump
-from passes.layouts.layout import Layout, fits, local_shape, place, restorable
+from passes.layouts.codes import fits, restorable
+from passes.layouts.layout import Layout, local_shape, place
 from passes.rules.factors import Operator, analyse
 from passes.sharding.chunk import in_chunks
 from passes.sharding.panel import loops, panel

@@ -20,7 +20,8 @@ from autotp.plans.plan_file import decode_layout, encode_layout
 from benchmarks.fuzz.case import Case, build, lines_of
 from costmodel import Topology
 from passes.capture import Captured, capture
-from passes.layouts.layout import Layout, fits, place, restorable
+from passes.layouts.codes import fits, restorable
+from passes.layouts.layout import Layout, place
 from passes.rules.factors import Operator, analyse
 from passes.rules.table import name_of
 from passes.sharding.panel import loops

@@ -22,7 +22,8 @@ from autotp.planner.structure import structure
 from autotp.plans.families import family
 from costmodel import Device
 from passes.capture import capture
-from passes.layouts.layout import blocks_of, is_shard, restorable
+from passes.layouts.codes import restorable
+from passes.layouts.layout import blocks_of, is_shard
 from passes.strategies.space import space
 
 SLOW = Device("slow", {"float32": 1e7}, 1e9, 1e7, 0.0)

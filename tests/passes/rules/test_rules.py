@@ -15,7 +15,8 @@ from torch.distributed.tensor import Partial
 
 import passes.capture.functional  # noqa: F401  (defines autotp::batch_norm_train)
 from autotp.runtime.lockstep import collect, distribute, execute
-from passes.layouts.layout import fits, place
+from passes.layouts.codes import fits
+from passes.layouts.layout import place
 from passes.rules.factors import analyse
 from passes.rules.shapes import results_of
 from passes.rules.table import RULES
