@@ -14,14 +14,16 @@ from autotp.errors import AutotpError, PlanMismatchError
 from autotp.plans.plan import Plan, fingerprint
 from passes.capture import CallSignature, Captured, capture
 from passes.graph import dump
-from passes.layouts.layout import Layout, fits, local_shape, place, restorable
+from passes.layouts.codes import fits, restorable
+from passes.layouts.layout import Layout, local_shape, place
 from passes.rules.factors import Operator, analyse
 from passes.sharding.chunk import in_chunks
 from passes.sharding.panel import loops, panel
 from passes.sharding.shard import Sharding, shard
 from passes.sharding.uneven import uneven
 from passes.sharding.unroll import unroll
-from passes.strategies.strategy import LINEAR_PREFIX, Strategy, strategies, whole_layout
+from passes.strategies.space import strategies
+from passes.strategies.strategy import LINEAR_PREFIX, Strategy, whole_layout
 
 __all__ = ["Rewritten", "apply", "checked", "rewrite"]
 

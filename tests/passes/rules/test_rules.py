@@ -16,12 +16,14 @@ from torch.distributed.tensor import Partial
 import passes.capture.functional  # noqa: F401  (defines autotp::batch_norm_train)
 from autotp.runtime.interpreter import execute
 from autotp.runtime.simulate import collect, distribute
-from passes.layouts.layout import fits, place
+from passes.layouts.codes import fits
+from passes.layouts.layout import place
 from passes.rules.factors import analyse
 from passes.rules.shapes import results_of
 from passes.rules.table import RULES
 from passes.sharding.shard import Sharding, shard
-from passes.strategies.strategy import strategies, whole_layout
+from passes.strategies.space import strategies
+from passes.strategies.strategy import whole_layout
 from passes.world.world import LocalWorld
 
 aten = torch.ops.aten
