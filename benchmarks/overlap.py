@@ -305,7 +305,8 @@ def _summary(cells: Sequence[Cell]) -> str:
         f"merged collectives all at once count where they are faster. In {within('reach')}, it takes at most {WANTED:g} "
         f"times what passes reach (median {statistics.median(over):.2f}, at most {max(over):.2f}). The median gain of the "
         f"best way over no overlap is {gain:.2f}. The planner's choice is more than 2 % slower than no overlap in "
-        f"{len(slower)} cells; other ways take up to {forced:.2f} times as long as no overlap, with small chunks.{missing}\n"
+        f"{len(slower)} cells; with small chunks, other ways take up to {forced:.2f} times as long as no overlap."
+        f"{missing}\n"
     )
 
 
