@@ -110,9 +110,9 @@ def test_training_is_not_mistaken_for_evaluation():
         ours.eval()
     assert ours.training and model.training
     norm = nn.Sequential(nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8)).double()
-    for mode, told in ((True, "batch_norm"), (False, "1 would be different in training")):
+    for mode, message in ((True, "batch_norm"), (False, "1 would be different in training")):
         ours = autotp.simulate(norm.train(mode), planned(norm, args), args)
-        with pytest.raises(autotp.AutotpError, match=told):
+        with pytest.raises(autotp.AutotpError, match=message):
             ours.train(not mode)
 
 
