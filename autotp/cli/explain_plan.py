@@ -50,7 +50,7 @@ def _shown(found: Explanation, plan: Plan) -> RenderableType:
     factors = ", ".join(f"{name} = {size:,}" for name, size in found.factors.items()) or "none"
     head = [
         f"[bold]{escape(found.name)}[/] {escape(found.target)} {escape(place)}"
-        + (f", decided together with {found.copies - 1} alike" if found.copies > 1 else ""),
+        + (f", decided together with {found.copies - 1} identical operators" if found.copies > 1 else ""),
         f"factors: {factors}",
         f"chosen: [bold]{escape(found.scheme)}[/]  {escape(found.pin)}",
         f"layouts: {escape('; '.join(found.layouts))}",
