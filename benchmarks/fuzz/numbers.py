@@ -160,8 +160,9 @@ class _Jittered(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        own = not any(r.alias_info is not None for r in func._schema.returns)
-        if not own or not isinstance(result, Tensor) or not result.is_floating_point() or 0 in result.stride():
+        own = isinstance(result, Tensor) and not any(r.alias_info is not None for r in func._schema.returns)
+        # a zero tensor, as the gradient of a sign, has no memory
+        if not own or not result.is_floating_point() or 0 in result.stride() or result._is_zerotensor():
             return result
         way = torch.randint(-1, 2, result.shape, generator=self.generator).to(result)
         return result.copy_(torch.where(way == 0, result, torch.nextafter(result, result + way)))

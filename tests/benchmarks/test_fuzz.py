@@ -115,6 +115,13 @@ def test_rounding_is_not_an_error():
     assert name == "output 1" and ratio > 1 and not ill_conditioned(case, name, wrong, theirs)
 
 
+def test_gradients_without_memory_are_not_moved():
+    """The gradient of a sign is a zero tensor, which torch gives no memory: writing there ended the process."""
+    steps = (Step("v1", "torch.ops.aten.sgn.default", (Ref("x"),)),)
+    case = Case((Leaf("x", "input", (64, 64), F64, seed=1, trained=True),), steps, ("v1",))
+    assert not plain(case, 0)["gradient of input 0"].any()
+
+
 def test_halves_are_compared_with_float64():
     leaf = Leaf("x", "input", (64, 64), torch.bfloat16, seed=3)
     case = Case((leaf,), (Step("v1", ".cumsum", (Ref("x"), 0)),), ("v1",))

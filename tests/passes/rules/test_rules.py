@@ -14,13 +14,16 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import Partial
 
 import passes.capture.functional  # noqa: F401  (defines autotp::batch_norm_train)
-from autotp.runtime.lockstep import collect, distribute, execute
-from passes.layouts.layout import fits, place
+from autotp.runtime.interpreter import execute
+from autotp.runtime.simulate import collect, distribute
+from passes.layouts.codes import fits
+from passes.layouts.layout import place
 from passes.rules.factors import analyse
 from passes.rules.shapes import results_of
 from passes.rules.table import RULES
 from passes.sharding.shard import Sharding, shard
-from passes.strategies.strategy import strategies, whole_layout
+from passes.strategies.space import strategies
+from passes.strategies.strategy import whole_layout
 from passes.world.world import LocalWorld
 
 aten = torch.ops.aten
@@ -487,7 +490,7 @@ class Case:
         """(leaves, results) of the sharded operator."""
         world, leaves = LocalWorld(self.mesh), self.leaves(self.dtype)
         parts = {n: distribute(n, v, self.resting[n], world) for n, v in leaves.items()}
-        return leaves, [collect(p) for p in execute(self.sharded.graph, world, parts)]
+        return leaves, [collect(p) for p in execute(self.sharded, world, parts)]
 
     def backward(self, *runs):
         """Gradients of the same weighted sum of the results, in every run; whether there are any."""

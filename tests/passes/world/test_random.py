@@ -44,7 +44,7 @@ def test_a_schedule_draws_what_the_sharded_graph_draws(strategy, chunks):
     results, slopes = [], []
     for kind in ("none", "overlap"):
         ours = autotp.simulate(model, plan, args, schedule=kind)
-        ours.world.seed(7)
+        ours.world.seeds.start(7)
         results.append([ours(*args) for _ in range(2)])
         slopes.append(gradients(model, results[-1][-1].square().sum()))
         assert all(ours._compiled.values()), "it was scheduled"
