@@ -11,7 +11,7 @@ from torch import nn
 
 import autotp
 from autotp.costs.prices import Prices, flop_of, kind_of
-from benchmarks.predictions import INTERCONNECTS, PLANS, Point, emulated, kendall, report
+from benchmarks.predictions import INTERCONNECTS, Point, emulated, kendall, report
 from costmodel import KINDS, Level, compute
 from passes.capture import capture
 from passes.rules.factors import analyse
@@ -55,7 +55,7 @@ def test_prices_of_all_strategies_are_those_of_each():
                 one = prices.operator(operator, every.strategy(row), flop_of(node), gradient=True)
                 assert together[row] == pytest.approx(one.compute, rel=1e-12), (node, row)
                 spent = np.array(one.passes).sum(0)[1:]
-                assert inside[:, row] == pytest.approx(spent, rel=1e-12), "communicating, the processors' time, each level"
+                assert inside[:, row] == pytest.approx(spent, rel=1e-12), "communication, device time, each level"
     assert kinds <= set(KINDS) and {"product", "convolution", "norm", "softmax", "gather", "copy"} <= kinds
 
 
@@ -81,8 +81,7 @@ def test_kendall():
 
 def test_the_interconnects_and_plans_that_are_compared():
     topologies = {name: emulated(name) for name in INTERCONNECTS}
-    assert len(topologies) >= 6 and all(topology.devices == 4 for topology in topologies.values())
-    assert len({name for name, _ in PLANS}) >= 8
+    assert all(topology.devices == 4 for topology in topologies.values())
     assert topologies["2 nodes x 2, 500 Mbit/s"].levels[1].bandwidth == 62.5e6
 
 
