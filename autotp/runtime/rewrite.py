@@ -43,9 +43,8 @@ class Rewritten:
         shapes = {
             n.name: tuple(n.meta["val"].shape) for n in self.captured.graph_module.graph.nodes if n.op == "placeholder"
         }
-        layouts = self.sharding.resting
         return self.captured.signature.with_shapes(
-            [local_shape(shapes[name], layouts.get(name, self.whole), self.sharding.mesh) for name in self.captured.inputs]
+            [local_shape(shapes[name], self.resting(name), self.sharding.mesh) for name in self.captured.inputs]
         )
 
     @property
@@ -57,6 +56,10 @@ class Rewritten:
     def whole(self) -> Layout:
         """The layout of what no device shares out."""
         return whole_layout(len(self.sharding.mesh))
+
+    def resting(self, name: str) -> Layout:
+        """The layout in which a placeholder's value rests."""
+        return self.sharding.resting.get(name, self.whole)
 
 
 def rewrite(model: nn.Module, plan: Plan, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Rewritten:
