@@ -111,7 +111,7 @@ class _Assembly:
         if choice.best and valid.any():
             valid &= choice.score == choice.score[valid].max()
         compute = self.prices.computing(choice.space, choice.flop, gradient=choice.gradient)
-        spent = self.prices.inside(choice.space, gradient=choice.gradient)
+        _, spent = self.prices.inside(choice.space, gradient=choice.gradient)
         memory = np.zeros(len(valid))
         if choice.saves and self.prices.train:
             for tensor, rows in zip(results_of(choice.space.operator.node), choice.space.results, strict=True):

@@ -49,7 +49,8 @@ def test_prices_of_all_strategies_are_those_of_each():
     for node, operator in operators().items():
         kinds.add(kind_of(node))
         every = space(operator, 2)
-        together, inside = prices.computing(every, flop_of(node), gradient=True), prices.inside(every, gradient=True)
+        together = prices.computing(every, flop_of(node), gradient=True)
+        _, inside = prices.inside(every, gradient=True)
         for row in range(len(together)):
             if every.valid((2, 2))[row]:
                 one = prices.operator(operator, every.strategy(row), flop_of(node), gradient=True)

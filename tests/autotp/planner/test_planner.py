@@ -211,8 +211,8 @@ def test_one_price_for_one_reshard_and_for_the_matrix_of_all():
     """The planner prices all reshards of a tensor at once; one by one they cost the same."""
     from torch.distributed.tensor import Partial, Replicate
 
-    from passes.layouts.codes import codes, is_even
-    from passes.layouts.layout import fits, place
+    from passes.layouts.codes import codes, fits, is_even
+    from passes.layouts.layout import place
     from passes.layouts.reshard_matrix import ReshardPricer, Tariff
     from passes.strategies.strategy import Want, whole_layout
 
@@ -253,7 +253,7 @@ def test_arrays_of_strategies_are_priced_as_each_is():
                 found = space(operator, len(mesh))
                 valid = np.flatnonzero(found.valid(mesh))
                 flop, gradient = flop_of(node), True
-                seconds = prices.computing(found, flop, gradient=gradient) + prices.inside(found, gradient=gradient)[0]
+                seconds = prices.computing(found, flop, gradient=gradient) + prices.inside(found, gradient=gradient)[1][0]
                 for row in valid[:40]:
                     one = prices.operator(operator, found.strategy(row), flop, gradient=gradient).seconds
                     assert seconds[row] == pytest.approx(one, rel=1e-9), (node, found.assignment(row))
