@@ -131,12 +131,8 @@ class Prices:
             found[1] += latency
         return np.asarray(found)
 
-    def seconds(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
-        """Seconds of a collective over ``axes`` for many sizes, in bytes of the larger tensor on one device."""
-        return np.asarray(self.spent(kind, axes, volumes)[0])
-
     def alone(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
-        """``seconds`` of one collective, not in stages."""
+        """Seconds of one collective over ``axes``, not in stages, for many sizes in bytes."""
         link = self.topology.link(self.devices, axes, kind)
         return np.asarray(collectives.of_link(kind, volumes, link, self.topology.library))
 
