@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from torch import fx
 
 from autotp.analysis.inspection import Reshard, reshard_steps
@@ -30,7 +31,7 @@ from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import name_of
 from passes.sharding.panel import loops
-from passes.strategies.space import strategies
+from passes.strategies.space import Space, strategies
 from passes.strategies.strategy import Strategy, whole_layout
 
 __all__ = ["Alternative", "Explainer", "Explanation", "explain_operator", "priced_plan"]
@@ -181,7 +182,7 @@ class Explainer:
         operator, strategy = self.model.operators[node], self.priced.strategies[name]
         own, charged = self.own[node], self.charges[node]
         gradient = any((node, i) in self.model.trained for i in range(len(results_of(node))))
-        work = self.prices.work(operator, strategy, flop_of(node), gradient=gradient)
+        work = self.prices.work(Space.alone(operator, strategy), flop_of(node), gradient=gradient)
         values = {} if work is None else work.values(self.plan.topology.device)
         others = list(self.others(node))
         costed = (self.alternative(node, each) for each in (others if count else ()))
@@ -201,7 +202,7 @@ class Explainer:
             inner_seconds=own.communication,
             reshard_seconds=sum(moved.price.communication / shared for moved, shared in charged),
             expression=str(compute.KERNEL) if work is not None else "0",
-            values={str(symbol): float(value) for symbol, value in values.items()},
+            values={str(symbol): np.asarray(value).item() for symbol, value in values.items()},
             reshards=tuple(
                 step for moved, shared in charged for step in reshard_steps(self.plan, self.priced, moved, shared)
             ),
