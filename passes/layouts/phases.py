@@ -46,13 +46,14 @@ class Change(NamedTuple):
         return self.before if self.kind in ("slice", "reduce_scatter") else self.after
 
 
-def changes(source: np.ndarray, goal: np.ndarray, masks: np.ndarray, *, even: bool) -> Iterator[Change]:
+def changes(source: np.ndarray, goal: np.ndarray, masks: np.ndarray, *, even: bool, local: bool = True) -> Iterator[Change]:
     """The changes from one layout to another for every pair, in the order in which they happen.
 
     Args:
         source, goal: coded layouts, ``[pairs, axes]``.
         masks: ``[pairs]`` sets of axes that contend (`AxisConflicts`).
         even: all split every dim evenly, or none of the pairs does.
+        local: also those that do not use the network.
     """
     outwards = range(source.shape[-1])[::-1]
     inwards = outwards[::-1]
@@ -77,6 +78,9 @@ def changes(source: np.ndarray, goal: np.ndarray, masks: np.ndarray, *, even: bo
         if not where.any():
             continue
         end = np.where(where, result, state)
+        if not local and kind not in COMMUNICATING:
+            state = end
+            continue
         if order is None:
             sets = (where * (1 << np.arange(len(inwards)))).sum(axis=-1)
             for chosen in np.unique(sets[sets > 0]).tolist():

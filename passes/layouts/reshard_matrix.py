@@ -66,12 +66,11 @@ class _Uneven:
     def _steps_of(self, masks: np.ndarray) -> list[_Step]:
         axes = self.source.shape[1]
         found: list[_Step] = []
-        for change in changes(self.source, self.goal, masks, even=False):
-            if change.kind in COMMUNICATING:
-                dims = dims_of(change.larger[change.pairs])
-                shards = np.stack([(dims == d) @ (1 << np.arange(axes)) for d in range(self.dims)], axis=1)
-                distinct, index = np.unique(shards, axis=0, return_inverse=True)
-                found.append(_Step(change.kind, change.axes, np.flatnonzero(change.pairs), distinct, index.ravel()))
+        for change in changes(self.source, self.goal, masks, even=False, local=False):
+            dims = dims_of(change.larger[change.pairs])
+            shards = np.stack([(dims == d) @ (1 << np.arange(axes)) for d in range(self.dims)], axis=1)
+            distinct, index = np.unique(shards, axis=0, return_inverse=True)
+            found.append(_Step(change.kind, change.axes, np.flatnonzero(change.pairs), distinct, index.ravel()))
         return found
 
 
@@ -223,12 +222,11 @@ def _sequences_of(source: np.ndarray, goal: np.ndarray, masks: np.ndarray) -> _S
     """The collectives between pairs of coded layouts, given the sets of axes that contend."""
     axes = source.shape[-1]
     steps: list[np.ndarray] = []
-    for change in changes(source, goal, masks, even=True):
-        if change.kind in COMMUNICATING:
-            group = sum(1 << a for a in change.axes)
-            shards = sum((change.larger[:, a] >= 0) * (1 << a) for a in range(axes))
-            feature = _feature(COMMUNICATING.index(change.kind), group, 0, axes)
-            steps.append(np.where(change.pairs, feature + shards, 0).astype(np.int16))
+    for change in changes(source, goal, masks, even=True, local=False):
+        group = sum(1 << a for a in change.axes)
+        shards = (change.larger >= 0) @ (1 << np.arange(axes, dtype=np.int16))
+        feature = _feature(COMMUNICATING.index(change.kind), group, 0, axes)
+        steps.append(np.where(change.pairs, feature + shards, 0).astype(np.int16))
     return _distinct(steps, len(source), len(COMMUNICATING) << 2 * axes)
 
 
