@@ -20,6 +20,7 @@ from autotp.errors import AutotpError
 from autotp.planner import plan_captured, prepare
 from autotp.plans.constraints import parse
 from autotp.plans.families import family
+from autotp.plans.options import Options
 from autotp.plans.plan import Plan
 from autotp.plans.schemes import scheme
 from autotp.runtime.rewrite import checked
@@ -254,19 +255,8 @@ class Explainer:
         pins = [f"{copy.name}={terms}" for copy in self.copies(node)]
         plan = self.plan
         try:
-            found = plan_captured(
-                self.captured,
-                plan.topology,
-                family(plan.strategy),
-                mesh=plan.mesh_shape,
-                mode=plan.mode,
-                memory=plan.memory_bound,
-                optimizer=plan.optimizer,
-                panels=plan.planning.get("panels", 1),
-                chunks={} if plan.schedule == "overlap" else None,
-                schedule=plan.schedule,
-                constraints=[*plan.constraints, *pins],
-            )
+            options = replace(Options.of(plan), chunks={}, constraints=[*plan.constraints, *pins])
+            found = plan_captured(self.captured, plan.topology, options)
         except AutotpError:
             return other
         return replace(other, planned_seconds=found.predicted.step_seconds)

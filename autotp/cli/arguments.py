@@ -12,18 +12,30 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from torch import Tensor, nn
 
 from autotp.analysis.sweep import takes_devices
 from autotp.cli.huggingface import configured
 from autotp.errors import AutotpError
-from costmodel import Topology, UnitError, parse_quantity
+from autotp.plans.plan import Plan
+from costmodel import OPTIMIZERS, Topology, UnitError, parse_quantity
 
 __all__ = [
+    "AsJson",
+    "Everything",
+    "Html",
+    "Memory",
+    "Mode",
     "ModelSpecError",
+    "Optimizer",
+    "Panels",
+    "PlannedModel",
+    "SavedPlan",
+    "Timeline",
     "beginning",
     "call_factory",
     "chunks_of",
@@ -32,9 +44,34 @@ __all__ = [
     "memory_of",
     "mesh_of",
     "native_output_on_stderr",
+    "save_plan",
     "topologies",
     "working",
 ]
+
+
+def beginning(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """For a shell's completion: those of ``known`` that begin with what was typed."""
+    return lambda incomplete: [name for name in known if name.startswith(incomplete)]
+
+
+# Options that several commands have.
+Memory = Annotated[str | None, typer.Option(help='Memory to use on each device, such as "80 GB"; left out, all of it.')]
+Mode = Annotated[str, typer.Option(help="train or inference.")]
+Optimizer = Annotated[
+    str, typer.Option(help=f"Whose state to count: {', '.join(OPTIMIZERS)}.", autocompletion=beginning(OPTIMIZERS))
+]
+Panels = Annotated[
+    int | None, typer.Option(help="Panels in which products gather their operands; left out, as memory needs.")
+]
+SavedPlan = Annotated[Path, typer.Argument(help="A plan that `autotp plan --save` wrote.")]
+PlannedModel = Annotated[str, typer.Option(help="FILE.py:FACTORY or package.module:factory, as it was planned.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Html = Annotated[Path | None, typer.Option(help="Write a report for the browser, one file, to FILE.html.")]
+Timeline = Annotated[
+    bool | None, typer.Option(help="Whether the report shows the schedule; left out, unless the model is very large.")
+]
+Everything = Annotated[bool, typer.Option("--all", help="Show the cheap operators too.")]
 
 
 class ModelSpecError(AutotpError):
@@ -176,11 +213,6 @@ def _is_library(file: str) -> bool:
     return file == __file__ or file.startswith("<") or "site-packages" in Path(file).parts
 
 
-def beginning(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """For a shell's completion: those of ``known`` that begin with what was typed."""
-    return lambda incomplete: [name for name in known if name.startswith(incomplete)]
-
-
 def topologies(incomplete: str) -> list[str]:
     """For a shell's completion: presets, and TOML files."""
     files = [str(path) for path in Path().glob(f"{glob.escape(incomplete)}*") if path.is_dir() or path.suffix == ".toml"]
@@ -217,6 +249,15 @@ def memory_of(text: str) -> float:
         return parse_quantity(text, "memory")
     except UnitError as error:
         raise AutotpError(f"--memory: {error}") from error
+
+
+def save_plan(plan: Plan, path: Path | None) -> None:
+    """Writes a plan to the file that ``--save`` gives, if any."""
+    if path is not None:
+        try:
+            plan.save(path)
+        except OSError as error:
+            raise AutotpError(f"--save {path}: cannot write the plan ({error.strerror})") from error
 
 
 @contextmanager

@@ -6,6 +6,6 @@ an integer program of it, `ilp` solves it, `contest` compares candidates, `least
 the plan.
 """
 
-from autotp.planner.search import candidate_meshes, check, plan, plan_captured, prepare
+from autotp.planner.search import candidate_meshes, plan, plan_captured, plan_model, prepare
 
-__all__ = ["candidate_meshes", "check", "plan", "plan_captured", "prepare"]
+__all__ = ["candidate_meshes", "plan", "plan_captured", "plan_model", "prepare"]

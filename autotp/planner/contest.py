@@ -41,7 +41,8 @@ from autotp.planner.ilp import (
 from autotp.planner.least_memory import Smallest, quicker, smallest
 from autotp.planner.moments import Moments
 from autotp.planner.structure import Choice, Structure, structure
-from autotp.plans.families import Family, Restriction
+from autotp.plans.families import Restriction
+from autotp.plans.options import Options
 from costmodel import Topology
 from costmodel.overlap import Weights
 
@@ -93,12 +94,10 @@ class Contest:
     Attributes:
         model: analysed and folded.
         topology: of as many devices as the meshes have.
-        chosen: the family.
+        options: what was asked for; where it leaves panels out, none are tried first, and then the fastest where memory is
+            short.
         memory: bytes that a program may count on each device.
         allowed: bytes that a step may take on each device.
-        mode: ``train`` or ``inference``.
-        optimizer: a key of ``costmodel.memory.OPTIMIZERS``.
-        panels: of every product; None tries none first, and then the fastest where memory is short.
         deadline: on the performance counter; every solve gets a moment at least.
         together: see ``Prices``.
         weights: what seconds count, by what may hide them; costs and bounds are then weighted sums.
@@ -113,12 +112,9 @@ class Contest:
 
     model: Model
     topology: Topology
-    chosen: Family
+    options: Options
     memory: float
     allowed: float
-    mode: str
-    optimizer: str
-    panels: int | None
     deadline: float
     together: float = 0.0
     weights: Weights = EVEN
@@ -200,7 +196,7 @@ class Contest:
 
     def _promising(self, meshes: Sequence[tuple[int, ...]]) -> Iterator[tuple[float, tuple[int, ...], Restriction]]:
         """Meshes with the roles of their axes, balanced ones first; where memory is short, by what a glance promises."""
-        pairs = [(mesh, restriction) for mesh in meshes for restriction in self.chosen.restrictions(len(mesh))]
+        pairs = [(mesh, restriction) for mesh in meshes for restriction in self.options.family.restrictions(len(mesh))]
         pairs.sort(key=lambda pair: max(pair[0]))
         number = 0
         while number < len(pairs) and (self.best is None or not self.prices):
@@ -212,16 +208,16 @@ class Contest:
                 yield entry
 
     def _variants(self) -> list[int | None]:
-        return [1, None] if self.panels is None else [self.panels]
+        return [1, None] if self.options.panels is None else [self.options.panels]
 
     def _glance(self, mesh: tuple[int, ...], restriction: Restriction) -> float:
         """Seconds that a mesh is not below, with or without panels."""
-        candidate, price = Candidate(mesh, restriction, self.panels), self.prices.get(self.panels or 1, 0.0)
+        candidate, price = Candidate(mesh, restriction, self.options.panels), self.prices.get(self.options.panels or 1, 0.0)
         try:
             _, bound = self._ask(
                 candidate,
                 lambda p: glance(p, cutoff=self.cutoff, price=price),
-                either=price if self.panels is None else None,
+                either=price if self.options.panels is None else None,
             )
         except BatchError as error:
             self.indivisible = error
@@ -309,7 +305,7 @@ class Contest:
 
     def _all(self, meshes: Sequence[tuple[int, ...]]) -> Iterator[Candidate]:
         for mesh in meshes:
-            for restriction in self.chosen.restrictions(len(mesh)):
+            for restriction in self.options.family.restrictions(len(mesh)):
                 for count in self._variants():
                     yield Candidate(mesh, restriction, count)
 
@@ -370,7 +366,8 @@ class Contest:
         return assembled
 
     def _prices(self, mesh: tuple[int, ...]) -> Prices:
-        return Prices(self.topology, mesh, train=self.mode == "train", optimizer=self.optimizer, together=self.together)
+        options = self.options
+        return Prices(self.topology, mesh, train=options.trains, optimizer=options.optimizer, together=self.together)
 
     def _left(self) -> float:
         return max(_LEAST_SECONDS, self.deadline - time.perf_counter())

@@ -22,7 +22,7 @@ from autotp.analysis.trace import scheduled, trainable
 from autotp.cli import main
 from autotp.costs.footprint import Footprint
 from autotp.planner import plan_captured
-from autotp.plans.families import family
+from autotp.plans.options import Options
 from passes.capture import capture
 from passes.strategies.strategy import strategies
 
@@ -34,7 +34,7 @@ def explained(request):
     model, args, kwargs = MODELS[request.param]()
     captured = capture(model, args, kwargs)
     plans = {
-        schedule: plan_captured(captured, FOUR, family("auto"), mesh=(2, 2), schedule=schedule, chunks={})
+        schedule: plan_captured(captured, FOUR, Options("auto", mesh=(2, 2), schedule=schedule, chunks={}))
         for schedule in ("none", "overlap")
     }
     return captured, plans
@@ -114,12 +114,7 @@ def test_forcing_the_next_best_gives_the_cost_that_is_claimed(explained, schedul
         forced = plan_captured(
             captured,
             FOUR,
-            family("auto"),
-            mesh=(2, 2),
-            schedule=schedule,
-            chunks={},
-            constraints=pins,
-            panels=plan.planning["panels"],
+            Options("auto", mesh=(2, 2), schedule=schedule, chunks={}, constraints=pins, panels=plan.planning["panels"]),
         )
         assert forced.predicted.step_seconds == pytest.approx(best.planned_seconds, rel=1e-9)
         assert best.planned_seconds <= best.in_place_seconds * (1 + 1e-9), "planned anew is no worse than left alone"
@@ -159,7 +154,7 @@ def test_rows_and_filters(explained):
 def test_the_graphs_that_a_device_runs():
     model, args, kwargs = MODELS["gpt2"]()
     captured = capture(model, args, kwargs)
-    plan = plan_captured(captured, FOUR, family("tensor3d"), mesh=(2, 2), schedule="overlap", chunks={})
+    plan = plan_captured(captured, FOUR, Options("tensor3d", mesh=(2, 2), schedule="overlap", chunks={}))
     halves = scheduled(captured, plan, trainable(model))
     for half in halves:
         rows = graph_rows(half, plan.mesh_axes)

@@ -21,6 +21,7 @@ from autotp.planner.ilp import evaluate, solve
 from autotp.planner.least_step import best_chunks, chunked, in_parts
 from autotp.planner.structure import structure
 from autotp.plans.families import family
+from autotp.plans.options import Options
 from benchmarks.models import Transformer
 from costmodel import overlap
 from costmodel.overlap import Weight, Weights
@@ -83,12 +84,7 @@ def test_the_step_equals_exhaustive_search_where_it_is_proven():
         plan = plan_captured(
             model.captured,
             prices.topology,
-            family("auto"),
-            mesh=mesh,
-            panels=1,
-            chunks={},
-            schedule="overlap",
-            memory=math.inf,
+            Options("auto", mesh=mesh, panels=1, chunks={}, schedule="overlap", memory=math.inf),
         )
         least = math.inf
         depth = depth_of(model)

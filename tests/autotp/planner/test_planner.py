@@ -20,6 +20,7 @@ from autotp.planner.assemble import assemble
 from autotp.planner.ilp import Infeasible, evaluate, solve
 from autotp.planner.structure import structure
 from autotp.plans.families import family
+from autotp.plans.options import Options
 from costmodel import Device
 from passes.capture import capture
 from passes.layouts.layout import blocks_of, is_shard, restorable
@@ -119,7 +120,7 @@ def test_predicted_seconds_equal_the_objective(strategy):
     model, args, kwargs = MODELS["gpt2"]()
     topology = autotp.Topology.flat(4, bandwidth=1e8, latency=1e-6, device=SLOW)
     captured = capture(model, args, kwargs)
-    plan = plan_captured(captured, topology, family(strategy), mesh=(2, 2))
+    plan = plan_captured(captured, topology, Options(strategy, mesh=(2, 2), schedule="none"))
     prices = Prices(topology, (2, 2))
     problem = built(prepare(captured), (2, 2), strategy, prices, SLOW.memory)
     assert plan.predicted.step_seconds == pytest.approx(solve(problem).seconds, rel=1e-9)
@@ -308,7 +309,7 @@ def test_what_is_needed_is_what_the_plan_with_the_least_memory_takes(name, model
     captured = capture(model, (x,))
 
     def planned(memory, strategy="auto", mesh=None):
-        return plan_captured(captured, topology, family(strategy), mesh=mesh, memory=memory)
+        return plan_captured(captured, topology, Options(strategy, mesh=mesh, memory=memory, schedule="none"))
 
     def needed(mesh):
         with pytest.raises(autotp.MemoryBoundError) as refused:
