@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import fx
+from torch import Tensor, fx
 
 from autotp.plans.constraints import Requirement
 from passes.capture import Captured
@@ -39,6 +39,16 @@ class Model:
         nodes = self.captured.graph_module.graph.find_nodes(op="placeholder")
         values = [node.meta["val"] for node in nodes if node.target in self.captured.parameters]
         return float(sum(value.nbytes for value in values))
+
+    @property
+    def outputs(self) -> list[fx.Node]:
+        """The tensors that the graph returns."""
+        leaves: Sequence = self.captured.graph_module.graph.output_node().args[0]  # type: ignore[assignment]
+        return [leaf for leaf in leaves if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), Tensor)]
+
+    def differentiated(self, node: fx.Node) -> bool:
+        """Whether gradients flow through an operator."""
+        return any((node, i) in self.trained for i in range(len(results_of(node))))
 
 
 def trained_values(captured: Captured, operators: Mapping[fx.Node, Operator]) -> frozenset[Value]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -23,7 +23,7 @@ from autotp.costs.model import Model
 from autotp.costs.prices import Prices
 from autotp.errors import BatchError
 from autotp.planner.assemble import EVEN, Assembled, assemble
-from autotp.planner.describe import Found, held_of, memory_of
+from autotp.planner.describe import Found
 from autotp.planner.ilp import (
     Infeasible,
     Problem,
@@ -271,11 +271,9 @@ class Contest:
         if solution.seconds >= self.cutoff:
             return True
         found = Found(assembled, solution, self._prices(candidate.mesh), candidate.panels)
-        if candidate.panels != 1:
-            used = memory_of(self.model, found)
-            if used > self.allowed:
-                self.needed = min(self.needed, used)
-                return False
+        if candidate.panels != 1 and found.memory > self.allowed:
+            self.needed = min(self.needed, found.memory)
+            return False
         self.best = found
         return True
 
@@ -299,7 +297,7 @@ class Contest:
             least.moments,
             least.found,
             lambda choice: evaluate(assembled.problem, choice).seconds,
-            lambda choice: max(self._held(least.candidate, assembled, choice).values()) <= self.allowed,
+            lambda choice: self._found(least.candidate, assembled, choice).memory <= self.allowed,
         )
         return self._found(least.candidate, assembled, choice)
 
@@ -321,11 +319,11 @@ class Contest:
         moments = Moments(assembled, self._prices(candidate.mesh), candidate.panels != 1)
         deadline = max(self.deadline, time.perf_counter() + _EXPLAINING)
         problem = replace(assembled.problem, memory_bound=math.inf)
-        found = smallest(problem, moments, lambda choice: self._held(candidate, assembled, choice), start, deadline, known)
-        return Least(candidate, assembled, moments, found)
 
-    def _held(self, candidate: Candidate, assembled: Assembled, choice: tuple[int, ...]) -> dict[Moment, float]:
-        return held_of(self.model, self._found(candidate, assembled, choice))
+        def held(choice: tuple[int, ...]) -> Mapping[Moment, float]:
+            return self._found(candidate, assembled, choice).held
+
+        return Least(candidate, assembled, moments, smallest(problem, moments, held, start, deadline, known))
 
     def _found(self, candidate: Candidate, assembled: Assembled, choice: tuple[int, ...]) -> Found:
         solution = solution_at(assembled.problem, choice, 0.0, "footprint")

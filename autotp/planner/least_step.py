@@ -71,11 +71,11 @@ def least_step(
         floor = max(floor, found.floor)
         met.append((sums(found.best), found))
         following, ceiling = _next_shares([each.sides for each, _ in met])
-        if min(each.step for each, _ in met) <= floor * (1 + 1e-9) or ceiling <= floor * (1 + 1e-6):
+        if min(each.step(hides=True) for each, _ in met) <= floor * (1 + 1e-9) or ceiling <= floor * (1 + 1e-6):
             break
         shares = following
-    best = min(met, key=lambda each: each[0].step)
-    return best[1], min(floor, best[0].step)
+    best = min(met, key=lambda each: each[0].step(hides=True))
+    return best[1], min(floor, best[0].step(hides=True))
 
 
 def _next_shares(lines: Sequence[Sides]) -> tuple[Sides, float]:
@@ -101,21 +101,16 @@ def _normal(shares: Sequence[float]) -> tuple[float, ...]:
     return tuple(share / sum(shares) for share in shares)
 
 
-def best_chunks(priced: Priced, whole: Sums) -> dict[str, int]:
-    """The chunks with which a step is shortest, none where they win little.
-
-    Args:
-        priced: a plan's strategies.
-        whole: what a step takes without chunks.
-    """
+def best_chunks(priced: Priced) -> dict[str, int]:
+    """The chunks with which the step of a plan's strategies is shortest, none where they win little."""
     chosen: dict[str, int] = {}
-    best = whole
-    if whole.activations < _WORTH * whole.step:
+    whole = best = priced.sums.step(hides=True)
+    if priced.sums.activations < _WORTH * whole:
         return chosen
     for way in CHUNKS:
         for count in _COUNTS:
-            found = chunked(priced, in_parts(priced, {way: count}))
-            if found.step >= min(best.step, (1 - _WORTH) * whole.step):
+            found = chunked(priced, in_parts(priced, {way: count})).step(hides=True)
+            if found >= min(best, (1 - _WORTH) * whole):
                 break
             chosen, best = {way: count}, found
     return chosen
@@ -143,7 +138,7 @@ def chunked(priced: Priced, made: Chunked) -> Sums:
         made: the same in chunks, as ``in_parts`` makes them.
     """
     if not made.counts:
-        return priced.sums()
+        return priced.sums
     model, prices, strategies = priced.model, priced.prices, made.sharding.strategies
     virtual = Prices(
         prices.topology,
@@ -157,4 +152,4 @@ def chunked(priced: Priced, made: Chunked) -> Sums:
     rest = (Replicate(),) * len(made.counts)
     layouts |= {value: (*layout, *rest) for value, layout in priced.layouts.items() if value not in layouts}
     rows = None if "batch" in made.counts else made.cut["rows"]
-    return Priced(model, virtual, strategies, layouts).sums(next(iter(made.counts.values())), rows)
+    return Priced(model, virtual, strategies, layouts).in_chunks(next(iter(made.counts.values())), rows)

@@ -17,7 +17,7 @@ from autotp.costs.step import Priced
 from autotp.errors import AutotpError, ConstraintError, MemoryBoundError, TimeLimitError
 from autotp.planner.assemble import EVEN
 from autotp.planner.contest import Contest
-from autotp.planner.describe import AXIS_NAMES, describe_plan, memory_of, priced
+from autotp.planner.describe import AXIS_NAMES, describe_plan
 from autotp.planner.folding import fold
 from autotp.planner.ilp import NO_LAYOUT
 from autotp.planner.least_step import Searched, best_chunks, chunked, in_parts, least_step, sharding_of
@@ -165,7 +165,7 @@ def _fitting(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Conte
     best = contest.fastest_within(least)
     free = contest.anew(math.inf)
     free.run(meshes)
-    return contest, Searched(best, min(free.bound, best.solution.seconds), memory_of(contest.model, best))
+    return contest, Searched(best, min(free.bound, best.solution.seconds), best.memory)
 
 
 def _fitting_by_sum(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contest, Searched]:
@@ -178,7 +178,7 @@ def _fitting_by_sum(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tupl
     for left in reversed(range(_TIGHTER)):
         if contest.best is None:
             break
-        used = memory_of(contest.model, contest.best)
+        used = contest.best.memory
         if used <= contest.allowed:
             return contest, Searched(contest.best, floor, used)
         if left:
@@ -217,7 +217,7 @@ def plan_captured(captured: Captured, topology: Topology, options: Options, stat
 
     try:
         if hides:
-            found, floor = least_step(search, lambda one: priced(model, one)[0].sums(), depth_of(model), contest.deadline)
+            found, floor = least_step(search, lambda one: one.priced.sums, depth_of(model), contest.deadline)
         else:
             found = search(EVEN)
             floor = found.floor
@@ -226,16 +226,14 @@ def plan_captured(captured: Captured, topology: Topology, options: Options, stat
     best = found.best
     if best is None:
         raise _conflict(contest, meshes, asked) or _nothing_fits(contest, found.used)
-    sums, least = None, best.solution.seconds
+    prices = best.priced
+    sums, least = prices.sums, best.solution.seconds
     fields: dict[str, Any] = {}
-    if hides or chunks:
-        prices, panelled = priced(model, best)
     if hides:
         _warn_of_lone_parts(prices)
-        sums = prices.sums()
-        least = sums.step
-        if chunks is None and not panelled:
-            chunks = best_chunks(prices, sums)
+        least = sums.step(hides)
+        if chunks is None and not prices.panels:
+            chunks = best_chunks(prices)
     if chunks:
         made = in_parts(prices, chunks)
         _tell(chunks, made, hides)
@@ -244,9 +242,9 @@ def plan_captured(captured: Captured, topology: Topology, options: Options, stat
         fields = {"chunked": {kind: len(names) for kind, names in made.cut.items()}, "whole": made.whole}
     gap = max(0.0, 1 - floor / least) if least else 0.0
     plan = describe_plan(
-        model,
         best,
-        sums=sums,
+        sums,
+        hides=hides,
         strategy=chosen.name,
         optimal=gap <= 1e-9,
         gap=gap if gap > 1e-9 else 0.0,

@@ -70,7 +70,7 @@ def test_a_change_by_classes_costs_what_all_operators_summed_up_do(explained, sc
                 ways = strategies(model.operators[copy], plans[schedule].mesh_shape)
                 chosen[copy.name] = next(way for way in ways if way.assignment == strategy.assignment)
                 layouts |= {(copy, i): layout for i, layout in enumerate(chosen[copy.name].results)}
-            whole = replace(priced, strategies=chosen, layouts=layouts).sums()
+            whole = replace(priced, strategies=chosen, layouts=layouts).sums
             quick = explainer.classes.changed(node, strategy)
             mine, theirs = (tree_leaves(dataclasses.astuple(sums)) for sums in (quick, whole))
             assert len(mine) > 10 and mine == pytest.approx(theirs, rel=1e-9)
@@ -127,7 +127,7 @@ def test_what_is_held_at_the_worst_moment_is_the_predicted_memory(explained):
     captured, plans = explained
     for plan in plans.values():
         priced = priced_plan(captured, plan)
-        held = Footprint(priced.model, priced.prices, priced.strategies, priced.layouts, {}, priced.again).explain()
+        held = Footprint(priced).explain()
         assert sum(size for *_, size in held) == pytest.approx(plan.predicted.memory_bytes, rel=1e-6)
         assert {"parameter"} <= {kind for kind, *_ in held}
 
