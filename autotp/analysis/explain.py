@@ -13,8 +13,9 @@ from typing import Any
 from torch import fx
 
 from autotp.analysis.inspection import Reshard, reshards_of
+from autotp.costs.priced import Priced
 from autotp.costs.prices import Prices, flop_of
-from autotp.costs.step import Priced, Sums
+from autotp.costs.step import Sums
 from autotp.costs.what_if import TensorClasses
 from autotp.errors import AutotpError
 from autotp.planner import plan_captured, prepare

@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
+from autotp.costs.priced import Moved, Priced
 from autotp.costs.prices import flop_of
-from autotp.costs.step import Moved, Priced
 from autotp.plans.plan import Plan
 from passes.layouts.layout import describe
 from passes.layouts.reshard import COMMUNICATING, moves

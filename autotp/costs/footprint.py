@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from autotp.costs.step import Priced
+from autotp.costs.priced import Priced
 from passes.layouts.layout import Layout
 from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of, results_of

@@ -7,7 +7,8 @@ from collections.abc import Hashable, Mapping
 
 from torch import fx
 
-from autotp.costs.step import Moved, Priced, Sums
+from autotp.costs.priced import Moved, Priced
+from autotp.costs.step import Sums
 from passes.layouts.layout import Layout
 from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of

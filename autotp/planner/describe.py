@@ -13,8 +13,9 @@ from torch import fx
 
 from autotp.costs.footprint import Footprint, Moment
 from autotp.costs.panels import choose_panels
+from autotp.costs.priced import Priced
 from autotp.costs.prices import Prices
-from autotp.costs.step import Priced, Sums
+from autotp.costs.step import Sums
 from autotp.planner.assemble import Assembled
 from autotp.planner.ilp import Solution
 from autotp.plans.plan import AXIS_NAMES, Plan, PlannedOperator, fingerprint

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from ortools.math_opt.python import mathopt
 from torch.distributed.tensor import Replicate
 
+from autotp.costs.priced import Priced
 from autotp.costs.prices import Prices
-from autotp.costs.step import Priced, Sums
+from autotp.costs.step import Sums
 from autotp.planner.describe import Found
 from costmodel import overlap
 from costmodel.overlap import Weights

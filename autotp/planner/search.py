@@ -13,9 +13,10 @@ from typing import Any
 from torch import nn
 
 from autotp.costs.model import Model, depth_of, trained_values
-from autotp.costs.step import Priced
+from autotp.costs.priced import Priced
 from autotp.errors import AutotpError, ConstraintError, MemoryBoundError, TimeLimitError
 from autotp.planner.assemble import EVEN
+from autotp.planner.candidates import Candidates
 from autotp.planner.contest import Contest
 from autotp.planner.describe import AXIS_NAMES, describe_plan
 from autotp.planner.folding import fold
@@ -208,7 +209,7 @@ def plan_captured(captured: Captured, topology: Topology, options: Options, stat
     every = candidate_meshes(topology.devices, chosen.axes, chosen.least) if options.mesh is None else [options.mesh]
     meshes = [tuple(mesh) for mesh in every]
     together = model.parameter_bytes if hides else 0.0
-    contest = Contest(model, topology, options, bound, bound, started + options.time_limit, together)
+    contest = Contest(Candidates(model, topology, options, together), bound, bound, started + options.time_limit)
 
     def search(weights: Weights) -> Searched:
         nonlocal contest
@@ -316,7 +317,7 @@ def _conflict(contest: Contest, meshes: Sequence[tuple[int, ...]], asked: Sequen
     """Which constraints leave no plan; None where there would be none without them."""
 
     def feasible(some: Sequence[Constraint]) -> bool:
-        return contest.of(_pinned(contest.model, some)).admits(meshes)
+        return contest.of(_pinned(contest.candidates.model, some)).admits(meshes)
 
     return minimal(asked, feasible) if asked and feasible(()) else None
 
@@ -324,8 +325,10 @@ def _conflict(contest: Contest, meshes: Sequence[tuple[int, ...]], asked: Sequen
 def _nothing_fits(contest: Contest, needed: float) -> AutotpError:
     """Why there is no plan, the smallest of which needs so many bytes."""
     if math.isinf(needed):
-        return contest.indivisible or AutotpError(f"strategy {contest.options.family.name!r} has no plan: {NO_LAYOUT}")
-    bound, name = contest.allowed, contest.options.family.name
+        return contest.indivisible or AutotpError(
+            f"strategy {contest.candidates.options.family.name!r} has no plan: {NO_LAYOUT}"
+        )
+    bound, name = contest.allowed, contest.candidates.options.family.name
     others = [other for other in ("auto", "zero3") if other != name]
     return MemoryBoundError(
         f"no plan of strategy {name!r} fits {bound / 1e9:.3g} GB on each device: the smallest needs "

@@ -12,7 +12,7 @@ from torch import fx
 
 from autotp.analysis.explain import Explainer, Explanation
 from autotp.analysis.inspection import reshard_steps
-from autotp.costs.step import Priced
+from autotp.costs.priced import Priced
 from autotp.plans.plan import Plan
 from costmodel import Topology
 from passes.capture import Captured
