@@ -32,7 +32,8 @@ from passes.rules.factors import value_of
 from passes.rules.shapes import operands_of
 from passes.rules.table import name_of
 from passes.sharding.panel import loops
-from passes.strategies.strategy import Strategy, strategies
+from passes.strategies.space import strategies
+from passes.strategies.strategy import Strategy
 
 __all__ = ["Alternative", "Explainer", "Explanation", "explain_operator", "priced_plan"]
 

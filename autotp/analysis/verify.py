@@ -232,7 +232,7 @@ class _Comparison:
     def layout_of(self, node: fx.Node) -> Layout:
         producer, index = value_of(node)
         if producer.op == "placeholder":
-            return self.rewritten.sharding.resting.get(producer.name, self.rewritten.whole)
+            return self.rewritten.resting(producer.name)
         return self.rewritten.sharding.strategies[producer.name].results[index]
 
     def outputs(self, whole: Mapping[str, Any], parts: Mapping[fx.Node, Any]) -> dict[str, float]:
@@ -295,7 +295,7 @@ class _Comparison:
                 continue
             given = self.runs.part_gradients[node]
             values = [wanted.new_zeros(p.shape) if g is None else g for g, p in zip(given, parts[node], strict=True)]
-            layout = self.rewritten.sharding.resting.get(str(node.target), self.rewritten.whole)
+            layout = self.rewritten.resting(str(node.target))
             found[fqn] = self.error(values, wanted, layout, self.runs.cancelled(str(node.target)))
         return found
 

@@ -21,13 +21,13 @@ from autotp.runtime.modes import OneMode, different_otherwise, plain_attributes,
 from autotp.runtime.output_guard import guard, made_of
 from autotp.runtime.recording import Event, recorded
 from autotp.runtime.rewrite import Rewritten
-from autotp.runtime.schedules import Schedules, compiled
-from autotp.runtime.state import carrying, distribute, local_part, local_parts, state_of
+from autotp.runtime.schedules import JobAgreement, Schedules
+from autotp.runtime.state import distribute, local_part, local_parts, state_of
 from autotp.runtime.submodule import Submodule
 from passes.layouts.layout import Layout, describe
 from passes.sharding.shard import place_constants, used_groups
-from passes.world import ops
 from passes.world.process import ProcessWorld
+from passes.world.regather import Regather
 
 __all__ = ["DistributedModule"]
 
@@ -64,7 +64,7 @@ class DistributedModule(OneMode, fx.GraphModule):
         captured, sharding = rewritten.captured, rewritten.sharding
         root = nn.Module()
         world = ProcessWorld(mesh, used_groups(rewritten.graph_module))
-        world.seed(seed)
+        world.seeds.start(seed)
         root.add_module(_WORLD, world)
         layouts = {fqn: sharding.resting[name] for name, fqn in captured.parameters.items()}
         for fqn in captured.unused:
@@ -77,7 +77,7 @@ class DistributedModule(OneMode, fx.GraphModule):
             if captured.aliases.get(fqn, fqn) != fqn:
                 continue
             if fqn in layouts:
-                attach(fqn, carrying(learned[fqn], distribute(tensor, layouts[fqn], mesh)))
+                attach(fqn, _carrying(learned[fqn], distribute(tensor, layouts[fqn], mesh)))
             else:
                 attach(fqn, tensor.detach().to(mesh.device_type, copy=True), fqn in persistent)
         for alias, fqn in captured.aliases.items():
@@ -108,7 +108,7 @@ class DistributedModule(OneMode, fx.GraphModule):
         self._made_apart = {i: others - through.get(i, frozenset()) for i, others in self._made_of.items()}
         self._resting = {name: layouts[fqn] for name, fqn in captured.parameters.items()}
         self._plain = plain_attributes(model)
-        self._overlapping = None if how is None else Schedules(rewritten.graph_module, world, how, compiled)
+        self._overlapping = None if how is None else Schedules(rewritten.graph_module, world, how, JobAgreement())
 
     def recompile(self) -> PythonCode:
         """The sharded graph as Python; what the module does when it is called, hooks and all, is ``_run``."""
@@ -127,7 +127,7 @@ class DistributedModule(OneMode, fx.GraphModule):
         results = self._overlapping.run(self._values(parameters, inputs)) if self._overlapping is not None else None
         scheduled = results is not None
         if results is None and torch.is_grad_enabled():
-            with ops.Regather(world):  # type: ignore[arg-type]
+            with Regather(world):  # type: ignore[arg-type]
                 results = self._sharded(*inputs)  # type: ignore[operator]
         elif results is None:
             results = self._sharded(*inputs)  # type: ignore[operator]
@@ -144,7 +144,7 @@ class DistributedModule(OneMode, fx.GraphModule):
         shared = (self.get_submodule(_WORLD), self._captured, self._signature, self._overlapping, self.plan)
         memo |= {id(each): each for each in shared} | {id(self): made}
         for parameter in self.parameters():  # without its gradient, as torch copies a parameter
-            memo[id(parameter)] = carrying(parameter, parameter.detach().clone())
+            memo[id(parameter)] = _carrying(parameter, parameter.detach().clone())
         made.__dict__ |= {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
         made.recompile()
         return made
@@ -208,8 +208,8 @@ class DistributedModule(OneMode, fx.GraphModule):
         values: dict[str, Tensor] = {name: parameter._local_tensor for name, parameter in parameters.items()}
         trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
         if trained and torch.is_grad_enabled():
-            # The scheduled graphs give every part a gradient of its own.
-            parts = local_parts({captured.parameters[name]: parameters[name] for name in trained}, disjoint=True)
+            names = tuple(captured.parameters[name] for name in trained)
+            parts = local_parts(names, [parameters[name] for name in trained])
             values |= dict(zip(trained, parts, strict=True))
         # What the step updates may be saved for the backward pass as it was.
         for name in captured.buffers:
@@ -235,6 +235,15 @@ def _foreign(name: str, parameter: Any, layout: Layout, plan: Plan) -> str:
         "place of the module's own, as load_state_dict(assign=True) does. Load without assign=True, or by "
         "torch.distributed.checkpoint.state_dict.set_model_state_dict"
     )
+
+
+def _carrying(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """A parameter in another's place, with what scripts attach to one, such as a mark for the optimizer."""
+    made = nn.Parameter(data, parameter.requires_grad)
+    for name, value in vars(parameter).items():
+        if not hasattr(made, name):
+            setattr(made, name, value)
+    return made
 
 
 def _bound(rewritten: Rewritten) -> fx.Graph:

@@ -1,9 +1,9 @@
-"""A model's state as this device's parts, from real tensors or from ``meta``, and their gradients' way back."""
+"""A model's state as this device's parts: made from real tensors, or from ``meta`` module by module, and read by a step."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from autotp.errors import AutotpError
 from autotp.runtime.strides import arranged
 from passes.layouts.layout import Layout, take
 
-__all__ = ["carrying", "distribute", "local_part", "local_parts", "state_of"]
+__all__ = ["distribute", "local_part", "local_parts", "state_of"]
 
 #: Uses of a storage that one tensor has: the tensor's, and that of the object that is asked.
 _OWN_USES = 2
@@ -88,32 +88,21 @@ def _unset(tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
-def carrying(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
-    """A parameter in another's place, with what scripts attach to one, such as a mark for the optimizer."""
-    made = nn.Parameter(data, parameter.requires_grad)
-    for name, value in vars(parameter).items():
-        if not hasattr(made, name):
-            setattr(made, name, value)
-    return made
-
-
-def local_parts(parameters: Mapping[str, Any], *, disjoint: bool) -> tuple[Tensor, ...]:
-    """This device's parts of parameters; their gradients go back as ``DTensor``.
-
-    Args:
-        parameters: name -> ``DTensor``.
-        disjoint: whether every gradient will have memory of its own; autograd may give several parameters the same.
-    """
-    return _LocalParts.apply(tuple(parameters), disjoint, *parameters.values())
-
-
 def local_part(parameter: Tensor, name: str) -> Tensor:
     """This device's part of a parameter; its gradient goes back as a ``DTensor``."""
-    return local_parts({name: parameter}, disjoint=False)[0]
+    return _LocalParts.apply((name,), False, parameter)[0]
+
+
+def local_parts(names: tuple[str, ...], parameters: Sequence[Any]) -> tuple[Tensor, ...]:
+    """``local_part`` of all parameters of a step whose gradients share no memory (see `autotp.runtime.disjoint`)."""
+    return _LocalParts.apply(names, True, *parameters)
 
 
 class _LocalParts(torch.autograd.Function):
-    """This device's parts of all parameters at once: a step calls it once, where ``to_local`` is called for each."""
+    """This device's parts of all parameters at once: a step calls it once, where ``to_local`` is called for each.
+
+    The scheduled graphs give every part a gradient of its own (``disjoint``); autograd may give several the same.
+    """
 
     @staticmethod
     def forward(ctx: Any, names: tuple[str, ...], disjoint: bool, *parameters: Any) -> tuple[Tensor, ...]:  # type: ignore[override]

@@ -20,11 +20,13 @@ from autotp.plans.plan_file import decode_layout, encode_layout
 from benchmarks.fuzz.case import Case, build, lines_of
 from costmodel import Topology
 from passes.capture import Captured, capture
-from passes.layouts.layout import Layout, fits, place, restorable
+from passes.layouts.codes import fits, restorable
+from passes.layouts.layout import Layout, place
 from passes.rules.factors import Operator, analyse
 from passes.rules.table import name_of
 from passes.sharding.panel import loops
-from passes.strategies.strategy import LINEAR_PREFIX, Strategy, strategies
+from passes.strategies.space import strategies
+from passes.strategies.strategy import LINEAR_PREFIX, Strategy
 
 __all__ = ["Use", "decided", "machine", "planned", "use_of", "uses_of"]
 
