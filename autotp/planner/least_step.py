@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ortools.math_opt.python import mathopt
 from torch.distributed.tensor import Replicate
 
 from autotp.costs.priced import Priced
 from autotp.costs.prices import Prices
 from autotp.costs.step import Sums
 from autotp.planner.describe import Found
+from autotp.planner.shares import Shares, next_shares
 from costmodel import overlap
 from costmodel.overlap import Weights
 from passes.sharding.chunk import CHUNKS, Chunked, in_chunks
 from passes.sharding.shard import Sharding
 
 __all__ = ["Searched", "best_chunks", "chunked", "in_parts", "least_step", "sharding_of"]
-
-#: Of either pass, figures of the processors and of each level of the network: seconds if that limits it, or its share.
-Sides = tuple[tuple[float, ...], tuple[float, ...]]
 
 _ROUNDS = 8
 _COUNTS = (2, 4)
@@ -54,7 +51,7 @@ def least_step(
         The best choice of all that were met, and the bound in seconds; what the first search found where nothing fits.
     """
     met: list[tuple[Sums, Searched]] = []
-    shares: Sides = (1.0,), (1.0,)
+    shares: Shares = (1.0,), (1.0,)
     floor = 0.0
     for _ in range(_ROUNDS):
         if met and time.perf_counter() > deadline:
@@ -71,35 +68,12 @@ def least_step(
             break
         floor = max(floor, found.floor)
         met.append((sums(found.best), found))
-        following, ceiling = _next_shares([each.sides for each, _ in met])
+        following, ceiling = next_shares([each.sides for each, _ in met])
         if min(each.step(hides=True) for each, _ in met) <= floor * (1 + 1e-9) or ceiling <= floor * (1 + 1e-6):
             break
         shares = following
     best = min(met, key=lambda each: each[0].step(hides=True))
     return best[1], min(floor, best[0].step(hides=True))
-
-
-def _next_shares(lines: Sequence[Sides]) -> tuple[Sides, float]:
-    """(shares, value) where the least of the lines, the sums of sides weighted by shares, is greatest."""
-    unit = max(side for line in lines for one in line for side in one) or 1.0  # a solver takes small numbers for 0
-    model = mathopt.Model()
-    shares = [[model.add_variable(lb=0.0, ub=1.0) for _ in one] for one in lines[0]]
-    for one in shares:
-        model.add_linear_constraint(sum(one) == 1.0)
-    least = model.add_variable(lb=0.0)
-    for line in lines:
-        pairs = [pair for one, sides in zip(shares, line, strict=True) for pair in zip(one, sides, strict=True)]
-        terms = [mu * (side / unit) for mu, side in pairs]
-        model.add_linear_constraint(least <= sum(terms))
-    model.maximize(least)
-    found = mathopt.solve(model, mathopt.SolverType.GLOP)
-    first, second = (_normal([max(0.0, found.variable_values(mu)) for mu in one]) for one in shares)
-    return (first, second), unit * found.objective_value()
-
-
-def _normal(shares: Sequence[float]) -> tuple[float, ...]:
-    """With the sum 1, from which a solver may be a little off."""
-    return tuple(share / sum(shares) for share in shares)
 
 
 def best_chunks(priced: Priced) -> dict[str, int]:
