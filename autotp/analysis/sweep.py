@@ -23,7 +23,7 @@ from costmodel import Topology, TopologyError
 from costmodel.energy import per_token, step_energy, step_money
 from passes.capture import Captured, capture
 
-__all__ = ["Point", "batch_of", "forward_flop", "sweep", "takes_devices"]
+__all__ = ["Point", "batch_of", "example_of", "forward_flop", "sweep", "takes_devices"]
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -187,6 +187,36 @@ def takes_devices(factory: Callable[..., Any]) -> bool:
         return False
 
 
+def example_of(made: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any] | None]:
+    """A model, its positional example inputs and those by keyword, as a factory returns them.
+
+    Raises:
+        AutotpError: it returned something else.
+    """
+    parts = made if isinstance(made, tuple) else (made,)
+    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
+        raise AutotpError(
+            f"the factory returned {_types(made)}; "
+            "expected (model, args), (model, args, kwargs) or (model, kwargs), the model an nn.Module"
+        )
+    args: Any = parts[1] if len(parts) > 1 else ()
+    kwargs: Any = parts[2] if len(parts) > 2 else None
+    if len(parts) == 2 and isinstance(args, Mapping):
+        args, kwargs = (), args
+    if isinstance(args, Tensor):
+        args = (args,)
+    if not isinstance(args, tuple | list) or not (kwargs is None or isinstance(kwargs, Mapping)):
+        raise AutotpError(
+            f"the factory returned {_types(made)}; "
+            "args must be a tuple of positional inputs and kwargs a dict from names to inputs"
+        )
+    return parts[0], tuple(args), None if kwargs is None else dict(kwargs)
+
+
+def _types(made: Any) -> str:
+    return f"({', '.join(type(part).__name__ for part in made)})" if isinstance(made, tuple) else type(made).__name__
+
+
 def forward_flop(captured: Captured) -> float:
     """FLOP of all products of a captured model's forward pass (matrix products, convolutions, attention)."""
     return sum(flop_of(node) for node in captured.graph_module.graph.nodes if node.op == "call_function")
@@ -226,13 +256,7 @@ def _placeholders(captured: Captured) -> list[fx.Node]:
 
 
 def _workload(made: Any, tokens: int | None, mode: str) -> _Workload:
-    model, *example = made if isinstance(made, tuple) else (made,)
-    if not isinstance(model, nn.Module):
-        raise AutotpError(f"the factory returned {type(model).__name__} first; expected (model, args, kwargs)")
-    if len(example) == 1 and isinstance(example[0], Mapping):
-        example = [(), example[0]]
-    args, kwargs = (*example, (), None)[:2] if len(example) != 1 else (example[0], None)
-    captured = capture(model, (args,) if isinstance(args, Tensor) else tuple(args), kwargs)
+    captured = capture(*example_of(made))
     counted, unit = batch_of(captured)
     flop = forward_flop(captured) * (3 if mode == "train" else 1)
     return _Workload(captured, tokens or counted, "tokens" if tokens else unit, flop, _dtype(captured))

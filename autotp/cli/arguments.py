@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -16,9 +16,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
-from autotp.analysis.sweep import takes_devices
+from autotp.analysis.sweep import example_of, takes_devices
 from autotp.cli.huggingface import configured
 from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
@@ -105,7 +105,10 @@ def call_factory(
     except Exception as error:
         attribute = spec.rpartition(":")[2]
         raise ModelSpecError(f"--model {spec!r}: {attribute}() raised {_describe(error)}") from error
-    return _example(made, spec)
+    try:
+        return example_of(made)
+    except AutotpError as error:
+        raise ModelSpecError(f"--model {spec!r}: {error}") from error
 
 
 def find_factory(spec: str) -> Callable[..., Any]:
@@ -168,33 +171,6 @@ def _import(where: str, spec: str) -> ModuleType:
         return module
     except Exception as error:
         raise ModelSpecError(f"--model {spec!r}: importing {where} raised {_describe(error)}") from error
-
-
-def _example(made: Any, spec: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any] | None]:
-    parts = made if isinstance(made, tuple) else (made,)
-    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
-        raise ModelSpecError(
-            f"--model {spec!r}: the factory returned {_types(made)}; "
-            "expected (model, args), (model, args, kwargs) or (model, kwargs), the model an nn.Module"
-        )
-    args: Any = parts[1] if len(parts) > 1 else ()
-    kwargs: Any = parts[2] if len(parts) > 2 else None
-    if len(parts) == 2 and isinstance(args, Mapping):
-        args, kwargs = (), args
-    if isinstance(args, Tensor):
-        args = (args,)
-    if not isinstance(args, tuple | list) or not (kwargs is None or isinstance(kwargs, Mapping)):
-        raise ModelSpecError(
-            f"--model {spec!r}: the factory returned {_types(made)}; "
-            "args must be a tuple of positional inputs and kwargs a dict from names to inputs"
-        )
-    return parts[0], tuple(args), None if kwargs is None else dict(kwargs)
-
-
-def _types(made: Any) -> str:
-    if isinstance(made, tuple):
-        return f"({', '.join(type(part).__name__ for part in made)})"
-    return type(made).__name__
 
 
 def _describe(error: Exception) -> str:
