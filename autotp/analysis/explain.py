@@ -162,7 +162,7 @@ class Explainer:
         node, entry = self.nodes[name], self.entries[name]
         operator, strategy = self.model.operators[node], self.priced.strategies[name]
         cost = self.priced.costs[node]
-        work = self.prices.work(operator, strategy, flop_of(node), gradient=self.model.differentiated(node))
+        work = self.prices.work(operator, strategy, flop_of(node), gradient=node in self.model.differentiated)
         values = {} if work is None else work.values(self.plan.topology.device)
         others = list(self.others(node))
         costed = (self.alternative(node, each) for each in (others if count else ()))

@@ -219,7 +219,7 @@ class Footprint:
         for key in gathered:
             if self.last[key] is node:
                 self.drop(key)
-        if self.prices.train and self.model.differentiated(node):
+        if self.prices.train and node in self.model.differentiated:
             self.save(node, strategy, saved_by(node))
 
     def save(self, node: fx.Node, strategy: Strategy, saves: str) -> None:

@@ -139,7 +139,7 @@ class Priced:
 
     def alone(self, node: fx.Node, strategy: Strategy) -> Price:
         """What an operator costs by itself with a strategy."""
-        gradient = self.model.differentiated(node)
+        gradient = node in self.model.differentiated
         return self.prices.operator(self.model.operators[node], strategy, flop_of(node), gradient=gradient)
 
     @cached_property

@@ -181,7 +181,7 @@ class Moments:
     def _reader(self, value: Value, user: fx.Node, position: int) -> _Reader:
         if user not in self.order:
             return _Reader(len(self.order), False, False, False)
-        trained = self.model.differentiated(user)
+        trained = user in self.model.differentiated
         real = value[0].op != "placeholder" and operands_of(user)[position].meta["val"].dtype.is_floating_point
         saves = self.prices.train and trained and real and saved_by(user) == "operands"
         data = self.panelled and data_position(user) == position
