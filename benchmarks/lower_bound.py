@@ -1,4 +1,4 @@
-"""How far from the communication lower bound the four linears of a GPT-3-175B layer are, by family and devices."""
+"""The communication of the four linear layers of a GPT-3-175B layer relative to its lower bound, by family and devices."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Step times with and without overlap on emulated interconnects: python -m benchmarks.overlap [--write] (two hours)
 
-What was measured is kept in benchmarks/measured/overlap.json, case by case as it is done; the document is made of that. So
-a run that is broken off loses one case, and ``--only unet,megatron-1d`` measures again what has these names.
+Measurements are stored in benchmarks/measured/overlap.json after every case, and the document is generated from this file.
+An interrupted run loses only one case, and ``--only unet,megatron-1d`` repeats the cases with these names.
 
-A GPT of 8 layers, narrow with long sequences for the families that move parameters and wide with short ones for those that
-move activations (so that the network is what limits, not the processors that drive it), and a U-Net. For every family and
-number of ranks, three uplink rates: those at which the step's communication should take half as
-long, as long, and twice as long as its computing. Computing alone and communicating alone are measured in the same runs.
+The models are a GPT of 8 layers, narrow with long sequences for the families that communicate parameters and wide with
+short ones for those that communicate activations (so that the network is the bottleneck, not the CPUs that drive it), and a
+U-Net. Every family and number of ranks has three uplink rates, at which the communication of a step should take half as
+long, as long, and twice as long as its computation. Both alone are measured in the same runs.
 Needs root, for network namespaces with rate-limited links.
 """
 

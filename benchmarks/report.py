@@ -28,7 +28,7 @@ from passes.capture import capture
 
 NAME, LAYERS, BATCH, DEVICES, MACHINE = "Llama-3 70B", 80, 64, 64, "h200"
 TIMES = 5
-#: Runs an action, and tells the milliseconds until a frame with its result was shown.
+#: Runs an action, and returns the milliseconds until a frame with its result was shown.
 SHOWN = """action => new Promise(done => {
   const begin = performance.now();
   new Function(action)();

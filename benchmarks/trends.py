@@ -1,4 +1,4 @@
-"""What the papers report, by the cost model and the planner alone."""
+"""The results of the papers, as predicted by the cost model and the planner alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from benchmarks.tables import command
 
 
 def make() -> str:
-    """Predicts the trends that four papers report, and sets them beside their figures."""
+    """Predicts the trends that four papers report, and compares them with the papers' figures."""
     sections = "\n".join(
         (
             trends_mesh.tensor3d_section(),

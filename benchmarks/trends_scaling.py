@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from benchmarks.tables import table
 from costmodel import Topology, collectives, compute, energy, pipeline, volumes
 
-#: Llama-2-7B's layers, which are all alike: attention of four square matrices, an MLP of three.
+#: The layers of Llama-2-7B are identical: attention with four square matrices, and an MLP with three.
 LAYERS, HIDDEN, INNER = 32, 4096, 11008
 PARAMETERS = 4 * HIDDEN**2 + 3 * HIDDEN * INNER
 ITEMSIZE = 2
@@ -25,7 +25,7 @@ HOST_POWER = 575.0
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """What the figures do not tell.
+    """Assumptions where the paper gives no figures.
 
     Attributes:
         tokens: of each device in a step (weak scaling): one sequence of so many for each device of a replica.

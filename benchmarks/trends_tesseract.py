@@ -44,7 +44,7 @@ ORDER = (4, 4), (4, 2), (4, 1), (8, 1)
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """What the figures do not tell.
+    """Assumptions where the paper gives no figures.
 
     Attributes:
         sequence: tokens of a sequence.

@@ -1,4 +1,4 @@
-"""Traffic counted while rewritten graphs run, beside the closed forms of the papers."""
+"""Traffic counted while rewritten graphs run, compared with the closed forms of the papers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class CountingWorld(LocalWorld):
 
 
 def closed_form(kind: str, name: str, values: Mapping[str, int]) -> float:
-    """Elements that the closed form tells for one pair of linear layers, or for one transformer layer."""
+    """Elements for one pair of linear layers, or for one transformer layer, according to the closed form."""
     known = {getattr(volumes, symbol): value for symbol, value in values.items()}
     rows = {volumes.m: BATCH * SEQUENCE}
     if kind == "layer":
@@ -126,7 +126,7 @@ def make() -> str:
             found, names = counted(kind, name, roles, mesh)
             expected = closed_form(kind, name, values)
             if found != expected:
-                raise SystemExit(f"{name} {mesh} {kind}: counted {found:,.0f}, the closed form tells {expected:,.0f}")
+                raise SystemExit(f"{name} {mesh} {kind}: counted {found:,.0f}, but the closed form is {expected:,.0f}")
             cells += [f"{found:,.0f}", f"{expected:,.0f}"]
         rows.append([*cells, ", ".join(sorted(names))])
     header = ["family", "", "mesh", "linears: counted", "closed form", "layer: counted", "closed form", "named"]

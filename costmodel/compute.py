@@ -79,18 +79,18 @@ def seconds(
 class Work:
     """What one device does for an operator: the arguments of `seconds`."""
 
-    flop: float
-    bytes: float
+    flop: Number
+    bytes: Number
     dtype: str
     kind: str
-    dims: tuple[float, float, float] | None
+    dims: tuple[Number, Number, Number] | None
     launches: float
 
     def seconds(self, device: Device) -> Number:
         """Seconds on a device."""
         return seconds(self.flop, self.bytes, device, self.dtype, dims=self.dims, kind=self.kind, launches=self.launches)
 
-    def values(self, device: Device) -> dict[sympy.Symbol, float]:
+    def values(self, device: Device) -> dict[sympy.Symbol, Number]:
         """The values of the symbols of ``KERNEL``."""
         half, (rows, reduced, columns) = _product(self.dims, device)
         return {
@@ -102,9 +102,9 @@ class Work:
             eta: device.efficiency,
             h: half,
             s: device.slowdown.get(self.kind, 1.0),
-            m: float(rows),
-            k: float(reduced),
-            n: float(columns),
+            m: rows,
+            k: reduced,
+            n: columns,
         }
 
 

@@ -15,7 +15,7 @@ FORMATS = ("contiguous", "reversed", "channels last", "every second", "open", "o
 
 
 def laid(tensor: Tensor, form: str, rng: random.Random) -> Tensor:
-    """A tensor of the same numbers, in another form of memory; ``expanded`` wants numbers that are alike along dim 0."""
+    """A tensor of the same numbers, in a different memory format; ``expanded`` needs numbers that are equal along dim 0."""
     rank = tensor.dim()
     if form == "reversed":
         return _in_order(tensor, list(reversed(range(rank))))

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from torch import fx
 
 from autotp.analysis.inspection import Reshard, reshards_of
@@ -32,7 +33,7 @@ from passes.rules.factors import value_of
 from passes.rules.shapes import operands_of
 from passes.rules.table import name_of
 from passes.sharding.panel import loops
-from passes.strategies.space import strategies
+from passes.strategies.space import Space, strategies
 from passes.strategies.strategy import Strategy
 
 __all__ = ["Alternative", "Explainer", "Explanation", "explain_operator", "priced_plan"]
@@ -161,8 +162,8 @@ class Explainer:
             raise AutotpError(f"the plan has no operator {name!r}; its operators are {said}, … (see `autotp inspect`)")
         node, entry = self.nodes[name], self.entries[name]
         operator, strategy = self.model.operators[node], self.priced.strategies[name]
-        cost = self.priced.costs[node]
-        work = self.prices.work(operator, strategy, flop_of(node), gradient=node in self.model.differentiated)
+        cost, gradient = self.priced.costs[node], node in self.model.differentiated
+        work = self.prices.work(Space.alone(operator, strategy), flop_of(node), gradient=gradient)
         values = {} if work is None else work.values(self.plan.topology.device)
         others = list(self.others(node))
         costed = (self.alternative(node, each) for each in (others if count else ()))
@@ -182,7 +183,7 @@ class Explainer:
             inner_seconds=cost.own.communication,
             reshard_seconds=cost.reshards,
             expression=str(compute.KERNEL) if work is not None else "0",
-            values={str(symbol): float(value) for symbol, value in values.items()},
+            values={str(symbol): np.asarray(value).item() for symbol, value in values.items()},
             reshards=reshards_of(self.plan, self.priced, node),
             bound_ratio=entry.bound_ratio,
             step_seconds=self.whole,

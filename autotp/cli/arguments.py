@@ -1,4 +1,4 @@
-"""What the commands' options mean: models by reference, meshes, amounts of memory; and how commands say what they do."""
+"""Parsing of the commands' options: models by reference, meshes, amounts of memory; and progress messages."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ Everything = Annotated[bool, typer.Option("--all", help="Show the cheap operator
 
 
 class ModelSpecError(AutotpError):
-    """What ``--model`` names cannot be found, fails, or returns no model."""
+    """The target of ``--model`` cannot be found, fails, or does not return a model."""
 
 
 def load_model(spec: str, devices: int = 1) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any] | None]:
@@ -112,7 +112,7 @@ def call_factory(
 
 
 def find_factory(spec: str) -> Callable[..., Any]:
-    """The factory that a text names.
+    """The factory with a name, as given to ``--model``.
 
     Args:
         spec: ``FILE.py:FACTORY`` or ``package.module:factory``; the directory of the file, or the current
@@ -190,13 +190,13 @@ def _is_library(file: str) -> bool:
 
 
 def topologies(incomplete: str) -> list[str]:
-    """For a shell's completion: presets, and TOML files."""
+    """For shell completion: presets, and TOML files."""
     files = [str(path) for path in Path().glob(f"{glob.escape(incomplete)}*") if path.is_dir() or path.suffix == ".toml"]
     return beginning(Topology.preset_names())(incomplete) + sorted(files)
 
 
 def mesh_of(text: str) -> tuple[int, ...]:
-    """The mesh that ``--mesh`` gives, such as ``2,2`` or ``2x2``."""
+    """Parses ``--mesh``, such as ``2,2`` or ``2x2``."""
     try:
         shape = tuple(int(size) for size in text.replace("x", ",").split(","))
     except ValueError:
@@ -207,7 +207,7 @@ def mesh_of(text: str) -> tuple[int, ...]:
 
 
 def chunks_of(text: str) -> dict[str, int]:
-    """The chunks that ``--chunks`` gives, such as ``batch=2,rows=2``; `Plan` checks the kinds."""
+    """Parses ``--chunks``, such as ``batch=2,rows=2``; `Plan` checks the kinds."""
     found = {}
     for part in text.split(","):
         kind, _, count = part.partition("=")
@@ -220,7 +220,7 @@ def chunks_of(text: str) -> dict[str, int]:
 
 
 def memory_of(text: str) -> float:
-    """The bytes that ``--memory`` gives."""
+    """Parses ``--memory`` to bytes."""
     try:
         return parse_quantity(text, "memory")
     except UnitError as error:
@@ -238,7 +238,7 @@ def save_plan(plan: Plan, path: Path | None) -> None:
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Says on stderr, where that is a terminal, what takes its time."""
+    """Shows the current activity on stderr, if it is a terminal."""
     # On stderr, and nothing at all where stderr is no terminal: stdout stays clean for pipes.
     with Console(stderr=True).status(f"{what} …"), native_output_on_stderr():
         yield
@@ -246,7 +246,7 @@ def working(what: str) -> Iterator[None]:
 
 @contextmanager
 def native_output_on_stderr() -> Iterator[None]:
-    """Inside, what the solver now and then prints to the process's stdout, in C++, goes to stderr."""
+    """Redirects the occasional output of the solver's C++ code from stdout to stderr."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

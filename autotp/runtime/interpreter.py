@@ -18,26 +18,23 @@ __all__ = ["Hook", "Interpreter", "Lockstep", "execute"]
 Hook = Callable[[fx.Node, Callable[[], Any]], Any]
 
 
-def _run(_: fx.Node, run: Callable[[], Any]) -> Any:
-    return run()
-
-
 class Interpreter(fx.Interpreter):
     """Runs a graph once, and holds no value longer than the graph does.
 
     Args:
         module: has the graph, and the tensors that it reads by name.
-        hook: is called for every node, except for the placeholders of ``boxed_run``.
+        hook: if any, is called for every node, except for the placeholders of ``boxed_run``.
     """
 
-    def __init__(self, module: fx.GraphModule, hook: Hook = _run) -> None:
+    def __init__(self, module: fx.GraphModule, hook: Hook | None = None) -> None:
         super().__init__(module)
         self.extra_traceback = False  # errors are the operators' own, as when the graph runs by itself
         self.hook = hook
 
     def run_node(self, n: fx.Node) -> Any:
-        """The value of a node, as the hook gives it."""
-        return self.hook(n, functools.partial(super().run_node, n))
+        """The value of a node, as the hook gives it if there is one."""
+        run = super().run_node
+        return run(n) if self.hook is None else self.hook(n, functools.partial(run, n))
 
 
 class Lockstep(Interpreter):
@@ -55,7 +52,7 @@ class Lockstep(Interpreter):
         self,
         module: fx.GraphModule,
         world: World,
-        hook: Hook = _run,
+        hook: Hook | None = None,
         each: Mapping[fx.Node, Sequence[fx.Node]] | None = None,
     ) -> None:
         super().__init__(module, hook)
@@ -97,10 +94,10 @@ class Lockstep(Interpreter):
 
     def _of_each(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Parts:
         devices = range(len(self.world.hosted))
-        return Parts(function(*part_of(args, i), **part_of(kwargs, i)) for i in devices)
+        return Parts(function(*part_of(args, i), **(part_of(kwargs, i) if kwargs else {})) for i in devices)
 
 
-def execute(module: fx.GraphModule, world: World, inputs: Mapping[str, Parts], hook: Hook = _run) -> Sequence[Any]:
+def execute(module: fx.GraphModule, world: World, inputs: Mapping[str, Parts], hook: Hook | None = None) -> Sequence[Any]:
     """Runs a sharded graph for every device.
 
     Args:

@@ -1,6 +1,6 @@
-"""A case: a small module as data, from which its source text and its values are made, and how it is to be run.
+"""A case: a small module as data, from which its source and its values are generated, and the options of its run.
 
-The module that is run is the one that is printed: ``source`` gives the text, ``build`` executes it.
+The module that runs is the one that is printed: ``source`` returns the text, and ``build`` executes it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The numbers of a step, and whether two devices' worth of them are one model's.
+"""The numbers of a step, and the comparison of a distributed step's numbers with those of the model.
 
 ``step`` and ``apart`` are printed with tests, so they are self-contained.
 """
@@ -30,7 +30,7 @@ _WORSE, _PLACES = 1.1, 2.0
 _CANCELLED = 1e-2
 
 Numbers = Mapping[str, Tensor]
-#: The quantity that is off the most, and by how many times what is allowed.
+#: The quantity with the largest error, and the error relative to what is allowed.
 Worst = tuple[str, float]
 
 
@@ -54,7 +54,7 @@ def step(model: Any, held: nn.Module, args: Any, train: bool = True) -> dict[str
 
 
 class Careful(TorchFunctionMode):
-    """Gives kernels that misread some memory formats what they cannot misread: the plain model meets the defects too."""
+    """Converts operands of kernels that misread some memory formats, since the original model has these defects too."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         """One call."""

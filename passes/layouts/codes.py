@@ -100,9 +100,11 @@ def is_even(shape: tuple[int, ...], rows: np.ndarray, mesh: tuple[int, ...]) -> 
 
 def local_elements(shape: tuple[int, ...], rows: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
     """Elements on one device (the one with most), per coded layout."""
+    dims = dims_of(rows)
     total = np.ones(rows.shape[:-1])
     for d, size in enumerate(shape):
-        total = total * -(-size // ways(rows, d, mesh))
+        here = dims == d
+        total *= -(-size // np.where(here, mesh, 1).prod(axis=-1)) if here.any() else size
     return total
 
 

@@ -62,7 +62,7 @@ class Factor:
     offered: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Operator:
     """A node with its rule, cut into the graph's common factors.
 

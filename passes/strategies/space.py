@@ -15,7 +15,7 @@ import numpy as np
 from torch.distributed.tensor.placement_types import Placement
 
 from passes.layouts.codes import code_of, fitting, ways
-from passes.rules.factors import Operator
+from passes.rules.factors import Factor, Operator
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of
 from passes.strategies.strategy import LINEAR_PREFIX, Allow, Effect, Strategy, effect
@@ -29,7 +29,7 @@ class Space:
 
     Attributes:
         operator: the operator.
-        names: what an axis can serve: None, factors, ``"+i"``.
+        names: what an axis may serve: None, factors, ``"+i"``.
         effects: of each of them.
         serves: ``[S, axes]`` indices into ``names``.
         wants, gradients: per operand, codes ``[S, axes]``.
@@ -54,6 +54,12 @@ class Space:
 
         wants, gradients, results = ([getattr(e, n) for e in effects] for n in ("wants", "gradients", "results"))
         return cls(operator, tuple(names), effects, serves, columns(wants), columns(gradients), columns(results))
+
+    @classmethod
+    def alone(cls, operator: Operator, strategy: Strategy) -> Space:
+        """One strategy, as row 0."""
+        names = list(dict.fromkeys((None, *strategy.assignment)))
+        return cls.of(operator, names, np.array([[names.index(name) for name in strategy.assignment]]))
 
     def assignment(self, row: int) -> tuple[str | None, ...]:
         """Per axis the factor that it serves."""
@@ -107,18 +113,14 @@ def space(operator: Operator, axes: int, allow: Allow | None = None) -> Space:
         axes: of the mesh.
         allow: says whether an axis may serve a factor (None as a factor stands for partial sums passed through).
     """
-    names: list[str | None] = [None]
-    choices = [[0] for _ in range(axes)]
+    offered: list[tuple[str, Factor | None]] = []
     if operator.rule is not None:
-        names += [f.name for f in operator.factors.values() if f.offered]
-        factors = len(names)
+        offered += [(f.name, f) for f in operator.factors.values() if f.offered]
         if operator.rule.linear and operator.sums:
-            names += [LINEAR_PREFIX + str(i) for i in range(len(operator.rule.linear))]
-        for axis in range(axes):
-            for index in range(1, len(names)):
-                factor = operator.factors[names[index]] if index < factors else None  # type: ignore[index]
-                if allow is None or allow(axis, factor):
-                    choices[axis].append(index)
+            offered += [(LINEAR_PREFIX + str(i), None) for i in range(len(operator.rule.linear))]
+    allowed = {(axis, name) for name, f in offered for axis in range(axes) if allow is None or allow(axis, f)}
+    names = [None, *(name for name, _ in offered if any((axis, name) in allowed for axis in range(axes)))]
+    choices = [[0, *(i for i, name in enumerate(names) if (axis, name) in allowed)] for axis in range(axes)]
     serves = np.array(list(itertools.product(*choices)), dtype=np.int64).reshape(math.prod(map(len, choices)), axes)
     return Space.of(operator, names, serves)
 

@@ -171,7 +171,7 @@ def test_all_reduce_keeps_to_the_rate(host, program):
 
 
 @pytest.mark.distributed
-def test_a_job_is_told_what_to_do_while_its_links_change(host, tmp_path, monkeypatch):
+def test_a_job_answers_requests_while_its_links_change(host, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     script = tmp_path / "answers.py"
     script.write_text(

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 import autotp
-from autotp import cli
 from autotp.analysis.report import save_report
 from autotp.analysis.trace import save_trace
 from autotp.cli.sweep_output import write_file
@@ -97,7 +96,7 @@ def test_tables_are_written_where_a_link_leads(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["plan --save", "plan --html", "sweep --csv", "reprice --save", "trace --output"])
-def test_the_command_line_says_what_a_device_says(command, tmp_path, capsys, device):
+def test_the_command_line_says_what_a_device_says(run_cli, command, tmp_path, capsys, device):
     (tmp_path / "model.py").write_text(MODEL)
     name, option = command.split()
     model, saved = ["--model", f"{tmp_path}/model.py:build"], tmp_path / "plan.json"
@@ -109,19 +108,13 @@ def test_the_command_line_says_what_a_device_says(command, tmp_path, capsys, dev
         "trace": ["trace", *model, "--plan", str(saved)],
     }
     if name in ("reprice", "trace"):
-        assert run([*made, "--save", str(saved)]) == 0
+        assert run_cli(*made, "--save", str(saved)) == 0
     full = device(7)
-    assert run([*given[name], option, str(full)]) == 2
+    assert run_cli(*given[name], option, str(full)) == 2
     said = capsys.readouterr().err
     assert f"error: {'' if name == 'sweep' or option == '--html' else option + ' '}{full}: " in said
     assert "No space left on device" in said
     assert stat.S_ISCHR(os.lstat(full).st_mode)
-
-
-def run(words):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(words)
-    return stop.value.code or 0
 
 
 def test_a_dangling_link_makes_the_file_that_it_names(tmp_path):

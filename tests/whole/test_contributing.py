@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import pytest
 import torch
-from test_exact import SLOW
+from devices import slow_machine
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -28,7 +28,7 @@ SNIPPETS = {
     file: (place, text)
     for file, place, text in re.findall(r"^```\w+\n# ([\w/.-]+), (?:in )?(.+?)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 }
-MACHINE = Topology.flat(4, bandwidth=1e12, latency=1e-9, device=SLOW)
+MACHINE = slow_machine((4,))
 
 
 def entry(file, name, form):

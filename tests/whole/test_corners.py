@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from test_exact import SLOW
+from devices import slow_machine
 from torch import nn
 from torch.nn import functional as F
 
@@ -27,8 +27,7 @@ def run(model, args, plan=None, schedule="none"):
 
 
 def planned(model, args, strategy, mesh, **options):
-    topology = autotp.Topology.flat(math.prod(mesh), bandwidth=1e12, latency=1e-9, device=SLOW)
-    return autotp.plan(model, topology, args, strategy=strategy, mesh=mesh, **options)
+    return autotp.plan(model, slow_machine(mesh), args, strategy=strategy, mesh=mesh, **options)
 
 
 class Transposed(nn.Module):

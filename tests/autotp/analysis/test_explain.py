@@ -8,8 +8,8 @@ from dataclasses import replace
 import graphviz
 import pytest
 import torch
+from devices import SMALL
 from models import MODELS
-from test_planner import SLOW
 from torch.utils._pytree import tree_leaves
 
 import autotp
@@ -19,14 +19,13 @@ from autotp.analysis.explain import Explainer, explain_operator, priced_plan
 from autotp.analysis.graph_rows import filtered, graph_rows
 from autotp.analysis.inspection import Filters, inspect_plan
 from autotp.analysis.trace import scheduled, trainable
-from autotp.cli import main
 from autotp.costs.footprint import Footprint
 from autotp.planner import plan_captured
 from autotp.plans.options import Options
 from passes.capture import capture
 from passes.strategies.space import strategies
 
-FOUR = autotp.Topology.flat(4, bandwidth=1e8, latency=1e-6, device=SLOW)
+FOUR = autotp.Topology.flat(4, bandwidth=1e8, latency=1e-6, device=SMALL)
 
 
 @pytest.fixture(scope="module", params=["gpt2", "unet"])
@@ -187,35 +186,13 @@ def test_a_difference():
         difference(one, autotp.plan(other, FOUR, (x,)))
 
 
-SPEC = """
-import torch
-from torch import nn
-
-
-class Perceptron(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x)))
-
-
-def build():
-    torch.manual_seed(0)
-    return Perceptron(), (torch.randn(8, 16),)
-"""
-
-
 @pytest.fixture
-def plans(tmp_path):
-    (tmp_path / "perceptron.py").write_text(SPEC)
-    spec = f"{tmp_path}/perceptron.py:build"
+def plans(run_cli, perceptron, tmp_path):
     for name in ("data", "megatron-1d"):
-        run(
+        run_cli(
             "plan",
             "--model",
-            spec,
+            perceptron,
             "--topology",
             "dgx-h100",
             "--devices",
@@ -225,57 +202,51 @@ def plans(tmp_path):
             "--save",
             tmp_path / f"{name}.json",
         )
-    return tmp_path, spec
+    return tmp_path, perceptron
 
 
-def run(*words):
-    with pytest.raises(SystemExit) as ended:
-        main([*map(str, words)])
-    return ended.value.code
-
-
-def test_commands(plans, capsys):
+def test_commands(run_cli, plans, capsys):
     folder, spec = plans
     plan = folder / "megatron-1d.json"
     capsys.readouterr()
-    assert run("inspect", plan, "--model", spec, "--json") == 0
+    assert run_cli("inspect", plan, "--model", spec, "--json") == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["module"] for row in rows} >= {"up", "down"}
-    assert run("inspect", plan, "--model", spec, "--module", "up") == 0
+    assert run_cli("inspect", plan, "--model", spec, "--module", "up") == 0
     assert "linear" in capsys.readouterr().out
-    assert run("inspect", plan, "--model", spec, "--code") == 0
+    assert run_cli("inspect", plan, "--model", spec, "--code") == 0
     assert "def forward" in capsys.readouterr().out
-    assert run("inspect", plan, "--model", spec, "--graph", "backward") == 0
+    assert run_cli("inspect", plan, "--model", spec, "--graph", "backward") == 0
     assert "of which nothing hides" in capsys.readouterr().out
-    assert run("inspect", plan, "--model", spec, "--graph", "forward", "--collectives", "--json") == 0
+    assert run_cli("inspect", plan, "--model", spec, "--graph", "forward", "--collectives", "--json") == 0
     moving = json.loads(capsys.readouterr().out)
     assert moving and all(row["axes"] and row["seconds"] > 0 for row in moving)
-    assert run("inspect", plan, "--model", spec, "--graph", "sideways") == 2
+    assert run_cli("inspect", plan, "--model", spec, "--graph", "sideways") == 2
     assert "choose forward or backward" in capsys.readouterr().err
-    assert run("inspect", plan, "--model", spec, "--html", folder / "report.html") == 0
+    assert run_cli("inspect", plan, "--model", spec, "--html", folder / "report.html") == 0
     assert "<!doctype html>" in (folder / "report.html").read_text()
-    assert run("inspect", plan, "--model", spec, "--dot", folder / "graph.dot") == 0
+    assert run_cli("inspect", plan, "--model", spec, "--dot", folder / "graph.dot") == 0
     assert (folder / "graph.dot").read_text().startswith("digraph")
-    assert run("inspect", plan, "--model", spec, "--dot", folder / "graph.txt") == 2
+    assert run_cli("inspect", plan, "--model", spec, "--dot", folder / "graph.txt") == 2
     capsys.readouterr()
-    assert run("explain", "linear", "--plan", plan, "--model", spec) == 0
+    assert run_cli("explain", "linear", "--plan", plan, "--model", spec) == 0
     assert "chosen" in capsys.readouterr().out
-    assert run("explain", "linear", "--plan", plan, "--model", spec, "--json", "--planned", 0) == 0
+    assert run_cli("explain", "linear", "--plan", plan, "--model", spec, "--json", "--planned", 0) == 0
     assert json.loads(capsys.readouterr().out)["name"] == "linear"
-    assert run("explain", "--memory", "--plan", plan, "--model", spec) == 0
+    assert run_cli("explain", "--memory", "--plan", plan, "--model", spec) == 0
     assert "worst moment" in capsys.readouterr().out
-    assert run("explain", "liner", "--plan", plan, "--model", spec) == 2
+    assert run_cli("explain", "liner", "--plan", plan, "--model", spec) == 2
     assert "no operator 'liner'" in capsys.readouterr().err
-    assert run("explain", "linear", "--plan", plan) == 2
+    assert run_cli("explain", "linear", "--plan", plan) == 2
     assert "--model" in capsys.readouterr().err
-    assert run("diff", folder / "data.json", plan) == 1
+    assert run_cli("diff", folder / "data.json", plan) == 1
     assert "strategy" in capsys.readouterr().out
-    assert run("diff", plan, plan) == 0
+    assert run_cli("diff", plan, plan) == 0
     assert "the same" in capsys.readouterr().out
-    assert run("diff", folder / "data.json", plan, "--json") == 1
+    assert run_cli("diff", folder / "data.json", plan, "--json") == 1
     assert json.loads(capsys.readouterr().out)["settings"]["strategy"] == ["data", "megatron-1d"]
-    assert run("verify", plan, "--model", spec) == 0
+    assert run_cli("verify", plan, "--model", spec) == 0
     assert "right" in capsys.readouterr().out
-    assert run("verify", plan, "--model", spec, "--json") == 0
+    assert run_cli("verify", plan, "--model", spec, "--json") == 0
     assert json.loads(capsys.readouterr().out)["departure"] is None
-    assert run("verify", plan, "--model", spec, "--tolerance", 0) == 1
+    assert run_cli("verify", plan, "--model", spec, "--tolerance", 0) == 1

@@ -3,9 +3,8 @@
 import json
 
 import pytest
+from devices import SMALL
 from models import MODELS
-from test_explain import SPEC, run
-from test_planner import SLOW
 
 import autotp
 from autotp.analysis.explain import Explainer
@@ -14,8 +13,8 @@ from autotp.planner import plan_captured
 from autotp.plans.options import Options
 from passes.capture import capture
 
-FAST = autotp.Topology.flat(4, bandwidth=1e10, latency=1e-6, device=SLOW)
-FAR = autotp.Topology.flat(4, bandwidth=1e7, latency=1e-4, device=SLOW)
+FAST = autotp.Topology.flat(4, bandwidth=1e10, latency=1e-6, device=SMALL)
+FAR = autotp.Topology.flat(4, bandwidth=1e7, latency=1e-4, device=SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -63,19 +62,21 @@ def test_the_users_bound_stays_and_the_devices_does_not(captured):
         repriced(captured, plan, autotp.Topology.flat(8))
 
 
-def test_the_command(tmp_path, capsys):
-    (tmp_path / "perceptron.py").write_text(SPEC)
-    spec, here, there = f"{tmp_path}/perceptron.py:build", tmp_path / "here.json", tmp_path / "there.json"
-    assert run("plan", "--model", spec, "--topology", "dgx-h100", "--devices", 4, "--save", here) == 0
+def test_the_command(run_cli, perceptron, tmp_path, capsys):
+    here, there = tmp_path / "here.json", tmp_path / "there.json"
+    assert run_cli("plan", "--model", perceptron, "--topology", "dgx-h100", "--devices", 4, "--save", here) == 0
     capsys.readouterr()
-    assert run("reprice", here, "--model", spec, "--topology", "ethernet-10g", "--save", there) == 0
+    assert run_cli("reprice", here, "--model", perceptron, "--topology", "ethernet-10g", "--save", there) == 0
     assert "made for dgx-h100" in " ".join(capsys.readouterr().out.split())
-    assert run("reprice", here, "--model", spec, "--topology", "ethernet-10g", "--json") == 0
+    assert run_cli("reprice", here, "--model", perceptron, "--topology", "ethernet-10g", "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["topology"]["name"] == "ethernet-10g" and printed["hash"] == autotp.Plan.load(there).hash
-    assert run("diff", here, there) == 1
+    assert run_cli("diff", here, there) == 1
     out = capsys.readouterr().out
     assert "topology" in out and "operator" not in out
-    assert run("explain", "linear", "--plan", there, "--model", spec) == 0
-    assert run("reprice", here, "--model", spec, "--topology", "ethernet-10g", "--save", "/no/such/folder/plan.json") == 2
+    assert run_cli("explain", "linear", "--plan", there, "--model", perceptron) == 0
+    assert (
+        run_cli("reprice", here, "--model", perceptron, "--topology", "ethernet-10g", "--save", "/no/such/folder/plan.json")
+        == 2
+    )
     assert "cannot write the plan" in capsys.readouterr().err

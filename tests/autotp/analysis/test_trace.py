@@ -98,11 +98,10 @@ def test_the_command_predicts_alone(planned, capsys):
     found = json.loads((folder / "predicted.json").read_text())["traceEvents"]
     names = [e["args"]["name"] for e in found if e["name"] == "thread_name"]
     assert names == ["compute", "axes 0"]
-    assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in found if e["ph"] == "X")
     one_at_a_time([e for e in found if e["ph"] == "X"])
 
 
-def test_a_missing_folder_is_told(planned, capsys):
+def test_a_missing_folder_is_reported(planned, capsys):
     folder, *_ = planned
     with pytest.raises(SystemExit):
         main(["trace", "--model", "m.py:b", "--plan", f"{folder}/plan.json", "--output", str(folder / "no" / "t.json")])

@@ -1,12 +1,11 @@
-"""What communication occupies: the processors and each level of the network, which work at the same time."""
+"""The device time and the time on each level of the network that communication takes, concurrently."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 import torch
-from overlapping import tokens
-from test_buckets import traced
+from overlapping import tokens, traced
 from torch import nn
 
 import autotp
@@ -39,7 +38,7 @@ def test_a_ring_takes_of_each_level_what_its_hops_take():
 
 
 @pytest.mark.parametrize("library", ["nccl", "gloo"])
-def test_of_a_collective_its_bytes_take_the_processors_time_and_its_latency_where_they_drive_it(library):
+def test_bytes_of_a_collective_take_device_time_and_latency_does_if_cpus_drive_it(library):
     flat = Prices(Topology("flat", DEVICE, (Level("all", 4, RATE, LATENCY),), library), (4,))
     volumes = np.array([1.0, 1e6, 1e9])
     seconds, taken, occupied = flat.spent("all_gather", (0,), volumes, parameter=True)
@@ -96,7 +95,7 @@ def test_what_travels_together_is_copied_and_what_travels_alone_is_not():
         merged, whole = (together.spent(kind, (1,), v, True)[:, 0] for v in (small, large))
         first, second = (alone.spent(kind, (1,), v, True)[:, 0] for v in (small, large))
         copying = 2 * copied(kind, 2, 1e5) / DEVICE.memory_bandwidth
-        assert merged[1] - first[1] == pytest.approx(copying) and copying > 0, "which takes the processors' time"
+        assert merged[1] - first[1] == pytest.approx(copying) and copying > 0, "which takes device time"
         assert merged[2] < first[2], "and the network has fewer messages"
         assert np.allclose(whole, second)
 

@@ -395,7 +395,7 @@ class Thin(nn.Module):
         return (self.second(torch.nn.functional.gelu(self.norm(self.first(x)))) @ self.last).square().mean()
 
 
-def test_graphs_that_differ_are_told_before_they_run(caplog):
+def test_graphs_that_differ_are_reported_before_they_run(caplog):
     torch.manual_seed(0)
     model, args = Thin().double(), (torch.randn(12, 2, 5, dtype=torch.float64),)
     plan = planned(model, args, "tensor3d", (2, 2))

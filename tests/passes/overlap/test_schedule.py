@@ -25,13 +25,13 @@ def test_every_rank_launches_in_one_order():
     devices = [graphs(at) for at in places]
     own = [each.orders(each.slots(random_durations(i), Limits())) for i, each in enumerate(devices)]
     alone = [launched(each.modules(order, LocalWorld((2, 2)))[0].graph) for each, order in zip(devices, own, strict=True)]
-    assert any(other != alone[0] for other in alone[1:]), "this test could not tell"
+    assert any(other != alone[0] for other in alone[1:]), "otherwise the test checks nothing"
     agreed = [[launched(half.graph) for half in each.modules(own[0], LocalWorld((2, 2)))] for each in devices]
     assert all(other == agreed[0] for other in agreed[1:])
     assert agreed[0][0]
 
 
-def test_signatures_tell_graphs_apart():
+def test_different_graphs_have_different_signatures():
     one, two = prepared(raw=True)[0]((0,)), prepared(chunks={"batch": 2}, raw=True)[0]((0,))
     assert one.signature != two.signature
 

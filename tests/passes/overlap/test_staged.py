@@ -7,8 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from overlapping import random_durations, same, tokens
-from test_buckets import traced
+from overlapping import random_durations, same, tokens, traced
 from torch import nn
 
 import autotp
@@ -64,7 +63,7 @@ def test_a_number_of_elements_that_the_devices_do_not_divide():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-12)
 
 
-def test_devices_whose_parts_are_not_alike_have_the_same_nodes():
+def test_devices_with_unequal_parts_have_the_same_nodes():
     """Of seven columns one device has four and the other three, which two devices of the inner axes do not divide."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 7), nn.GELU(), nn.Linear(7, 10)).double()

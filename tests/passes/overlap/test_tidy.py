@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from overlapping import planned
-from test_buckets import prepared
+from overlapping import planned, traced_tokens
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -59,9 +58,9 @@ def test_outputs_stay_tensors_of_their_own():
 
 @pytest.mark.parametrize("strategy", ["data", "tensor3d"])
 def test_scheduled_graphs_have_none_left(strategy, monkeypatch):
-    assert left(prepared(strategy, {})) == 0
+    assert left(traced_tokens(strategy, {})) == 0
     monkeypatch.setattr("passes.overlap.pipeline.PASSES", ())
-    assert left(prepared(strategy, {})) > 0, "there are some before"
+    assert left(traced_tokens(strategy, {})) > 0, "there are some before"
 
 
 def left(found):

@@ -459,7 +459,7 @@ class Case:
             return self.dtype
         if not isinstance(argument, torch.Tensor):
             return argument
-        if "expanded" in chosen and argument.dim() and len(argument):  # alike along dim 0, whoever is so in memory
+        if "expanded" in chosen and argument.dim() and len(argument):  # equal along dim 0 in every copy
             argument = argument[:1].expand(argument.shape).clone(memory_format=torch.contiguous_format)
         return argument.to(self.dtype) if argument.is_floating_point() else argument
 

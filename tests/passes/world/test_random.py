@@ -123,7 +123,7 @@ def test_modes_that_make_no_difference_may_change():
 
 
 class Noise(nn.Module):
-    """Draws in training and in evaluation alike."""
+    """Draws in training as well as in evaluation."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Traffic: what rewritten graphs move is what the papers' closed forms tell, and the schemes keep their promises."""
+"""Traffic: what rewritten graphs move equals the papers' closed forms, and the schemes keep their promises."""
 
 import math
 
