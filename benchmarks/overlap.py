@@ -26,7 +26,7 @@ from pathlib import Path
 
 from autotp.analysis.trace import scheduled, trainable
 from autotp.planner import plan_captured
-from autotp.plans.families import family
+from autotp.plans.options import Options
 from autotp.plans.plan import Plan
 from benchmarks.allocator import allocator
 from benchmarks.cluster import Cluster
@@ -143,13 +143,13 @@ def measure(model: str, name: str, mesh: tuple[int, ...], ratios: Sequence[float
                 plan.save(place / "plan.json")
                 return ask(what="steps", plan=str(place / "plan.json"), ways=list(ways), rounds=rounds)
 
-            plan = plan_captured(captured, found, family(name), mesh=mesh, panels=1, chunks={})
+            plan = plan_captured(captured, found, Options(name, mesh=mesh, panels=1, chunks={}, schedule="none"))
             quick = steps(plan, [], 1)
             for ratio in ratios:
                 rate = min(MOST, max(LEAST, quick["sent"] * 8 / (ratio * quick["compute alone"])))
                 cluster.limit(rate)
                 limited = _limited(found, rate / 8, ask(what="contention")["contention"])
-                plan = plan_captured(captured, limited, family(name), mesh=mesh, panels=1, schedule="overlap")
+                plan = plan_captured(captured, limited, Options(name, mesh=mesh, panels=1, schedule="overlap"))
                 shares = _shares(scheduled(captured, replace(plan, chunks={}), trainable(module)))
                 yield Cell(model, name, mesh, rate, dict(plan.chunks), shares, steps(plan, list(WAYS), rounds))
 

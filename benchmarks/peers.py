@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotp.planner import plan_captured
-from autotp.plans.families import family
+from autotp.plans.options import Options
 from benchmarks.allocator import allocator, keeping_memory
 from benchmarks.cluster import Cluster
 from benchmarks.models import trained
@@ -61,7 +61,7 @@ def measure(interconnect: str, models: Sequence[str]) -> list[Row]:
             plans = place / model
             plans.mkdir()
             plan, other = (
-                plan_captured(captured, found, family("auto"), panels=1, schedule=schedule)
+                plan_captured(captured, found, Options("auto", panels=1, schedule=schedule))
                 for schedule in ("overlap", "none")
             )
             plan.save(plans / "auto.json")
@@ -91,7 +91,7 @@ def overhead() -> list[list[str]]:
             topology = Topology.load("cpu").resized(ranks)
             captured = capture(module, args)
             (place / "plans").mkdir()
-            plan = plan_captured(captured, topology, family(chosen), panels=1, chunks={}, schedule="overlap")
+            plan = plan_captured(captured, topology, Options(chosen, panels=1, chunks={}, schedule="overlap"))
             plan.save(place / "plans" / f"{chosen}.json")
             out = place / "times.json"
             words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

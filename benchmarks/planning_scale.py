@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 
 from autotp.planner import plan_captured
-from autotp.plans.families import family
+from autotp.plans.options import Options
 from benchmarks.models import Loss, gpt
 from benchmarks.tables import command, machine, table
 from costmodel import Topology
@@ -69,9 +69,12 @@ def case(name: str, layers: int, devices: int, batch: int, memory: str, mesh: st
     plan = plan_captured(
         captured,
         Topology.load("dgx-h100").resized(devices),
-        family("auto"),
-        mesh=tuple(int(n) for n in mesh.split("x")) if mesh else None,
-        memory=AMPLE if memory else None,
+        Options(
+            "auto",
+            mesh=tuple(int(n) for n in mesh.split("x")) if mesh else None,
+            memory=AMPLE if memory else None,
+            schedule="none",
+        ),
     )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return dict(plan.planning) | {"peak": peak * 1024, "before": before * 1024, "gap": plan.gap, "mesh": plan.mesh_shape}

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from autotp.planner import plan_captured
 from autotp.plans.families import Family, family
+from autotp.plans.options import Options
 from benchmarks.models import gpt
 from benchmarks.tables import command, machine, table
 from costmodel import Topology
@@ -46,7 +47,7 @@ def make() -> str:
         for _ in range(RUNS):
             for name, families in SPACES.items():
                 begun = time.perf_counter()
-                plans = [plan_captured(captured, topology, chosen) for chosen in families]
+                plans = [plan_captured(captured, topology, Options(chosen, schedule="none")) for chosen in families]
                 spent[name].append(time.perf_counter() - begun)
                 step[name] = min(plan.predicted.step_seconds for plan in plans)
         medians = {name: statistics.median(seconds) for name, seconds in spent.items()}

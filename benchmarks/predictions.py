@@ -18,7 +18,7 @@ from pathlib import Path
 import autotp
 from autotp.errors import AutotpError
 from autotp.planner import plan_captured
-from autotp.plans.families import family
+from autotp.plans.options import Options
 from benchmarks.allocator import allocator
 from benchmarks.cluster import Cluster
 from benchmarks.models import trained
@@ -125,7 +125,7 @@ def _plans(model: str, topology: Topology) -> tuple[dict[str, autotp.Plan], dict
     for name, mesh in reversed(PLANS):  # what `auto` chooses is called so, whatever else it may be
         label = name if mesh is None else f"{name} {'x'.join(map(str, mesh))}"
         try:
-            plan = plan_captured(captured, topology, family(name), mesh=mesh)
+            plan = plan_captured(captured, topology, Options(name, mesh=mesh, schedule="none"))
         except AutotpError as error:
             print(f"{model}: {label}: {error}", file=sys.stderr)
             continue

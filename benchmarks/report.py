@@ -20,7 +20,7 @@ from playwright.sync_api import Page, sync_playwright
 from autotp.analysis.report import content, save_report
 from autotp.analysis.trace import predicted_events, scheduled, trainable
 from autotp.planner import plan_captured
-from autotp.plans.families import family
+from autotp.plans.options import Options
 from benchmarks.planning_scale import model_of
 from benchmarks.tables import DOCS, command, machine, table
 from costmodel import Topology
@@ -53,7 +53,7 @@ def report_of(path: Path) -> list[list[str]]:
     module, args = model_of(NAME, LAYERS, BATCH)
     captured = timed("capture", lambda: capture(module, args))
     topology = Topology.load(MACHINE).resized(DEVICES)
-    plan = timed("planning", lambda: plan_captured(captured, topology, family("auto"), schedule="overlap"))
+    plan = timed("planning", lambda: plan_captured(captured, topology, Options("auto", schedule="overlap")))
     events = timed("scheduling", lambda: predicted_events(scheduled(captured, plan, trainable(module))))
     title = f"{NAME} on {DEVICES} devices"
     contents = timed("explaining every operator", lambda: content(captured, plan, events=events, title=title))

@@ -12,6 +12,7 @@ import sympy
 from autotp import Plan
 from autotp.planner import candidate_meshes, plan_captured
 from autotp.plans.families import Family, family
+from autotp.plans.options import Options
 from benchmarks.models import products
 from benchmarks.tables import table
 from costmodel import Topology, volumes
@@ -75,7 +76,8 @@ def _plans(name: str, topology: Topology, mesh: tuple[int, ...]) -> tuple[Plan, 
     topology = replace(topology, device=device)
     chosen: Family = replace(family(name), roles=lambda axes: ["w" * axes])  # tensor-parallel axes only
     two, three = (
-        plan_captured(captured, topology, chosen, mesh=mesh, memory=math.inf, panels=1) for captured in _captured()
+        plan_captured(captured, topology, Options(chosen, mesh=mesh, memory=math.inf, panels=1, schedule="none"))
+        for captured in _captured()
     )
     return two, three
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import autotp
 from autotp.planner import plan_captured
 from autotp.plans.families import family
+from autotp.plans.options import Options
 from benchmarks.models import Chain, Transformer
 from benchmarks.tables import command, table
 from costmodel import volumes
@@ -105,7 +106,9 @@ def counted(kind: str, name: str, roles: str, mesh: tuple[int, ...]) -> tuple[fl
         topology = autotp.Topology.flat(math.prod(mesh), bandwidth=1e9, latency=0.0)
         chosen = replace(family(name), roles=lambda axes: [roles])
         panels = 1 if name == "tensor3d" else 2
-        plan = plan_captured(capture(model.double(), (x,)), topology, chosen, mesh=mesh, panels=panels)
+        plan = plan_captured(
+            capture(model.double(), (x,)), topology, Options(chosen, mesh=mesh, panels=panels, schedule="none")
+        )
         names |= {op.scheme for op in plan.operators if op.module.startswith("layers.1") and op.bound_bytes}
         world = CountingWorld(mesh)
         autotp.simulate(model, plan, (x,), world=world)(x).backward()

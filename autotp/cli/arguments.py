@@ -8,22 +8,34 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
-from autotp.analysis.sweep import takes_devices
+from autotp.analysis.sweep import example_of, takes_devices
 from autotp.cli.huggingface import configured
 from autotp.errors import AutotpError
-from costmodel import Topology, UnitError, parse_quantity
+from autotp.plans.plan import Plan
+from costmodel import OPTIMIZERS, Topology, UnitError, parse_quantity
 
 __all__ = [
+    "AsJson",
+    "Everything",
+    "Html",
+    "Memory",
+    "Mode",
     "ModelSpecError",
+    "Optimizer",
+    "Panels",
+    "PlannedModel",
+    "SavedPlan",
+    "Timeline",
     "beginning",
     "call_factory",
     "chunks_of",
@@ -32,9 +44,34 @@ __all__ = [
     "memory_of",
     "mesh_of",
     "native_output_on_stderr",
+    "save_plan",
     "topologies",
     "working",
 ]
+
+
+def beginning(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """For a shell's completion: those of ``known`` that begin with what was typed."""
+    return lambda incomplete: [name for name in known if name.startswith(incomplete)]
+
+
+# Options that several commands have.
+Memory = Annotated[str | None, typer.Option(help='Memory to use on each device, such as "80 GB"; left out, all of it.')]
+Mode = Annotated[str, typer.Option(help="train or inference.")]
+Optimizer = Annotated[
+    str, typer.Option(help=f"Whose state to count: {', '.join(OPTIMIZERS)}.", autocompletion=beginning(OPTIMIZERS))
+]
+Panels = Annotated[
+    int | None, typer.Option(help="Panels in which products gather their operands; left out, as memory needs.")
+]
+SavedPlan = Annotated[Path, typer.Argument(help="A plan that `autotp plan --save` wrote.")]
+PlannedModel = Annotated[str, typer.Option(help="FILE.py:FACTORY or package.module:factory, as it was planned.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Html = Annotated[Path | None, typer.Option(help="Write a report for the browser, one file, to FILE.html.")]
+Timeline = Annotated[
+    bool | None, typer.Option(help="Whether the report shows the schedule; left out, unless the model is very large.")
+]
+Everything = Annotated[bool, typer.Option("--all", help="Show the cheap operators too.")]
 
 
 class ModelSpecError(AutotpError):
@@ -68,7 +105,10 @@ def call_factory(
     except Exception as error:
         attribute = spec.rpartition(":")[2]
         raise ModelSpecError(f"--model {spec!r}: {attribute}() raised {_describe(error)}") from error
-    return _example(made, spec)
+    try:
+        return example_of(made)
+    except AutotpError as error:
+        raise ModelSpecError(f"--model {spec!r}: {error}") from error
 
 
 def find_factory(spec: str) -> Callable[..., Any]:
@@ -133,33 +173,6 @@ def _import(where: str, spec: str) -> ModuleType:
         raise ModelSpecError(f"--model {spec!r}: importing {where} raised {_describe(error)}") from error
 
 
-def _example(made: Any, spec: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any] | None]:
-    parts = made if isinstance(made, tuple) else (made,)
-    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
-        raise ModelSpecError(
-            f"--model {spec!r}: the factory returned {_types(made)}; "
-            "expected (model, args), (model, args, kwargs) or (model, kwargs), the model an nn.Module"
-        )
-    args: Any = parts[1] if len(parts) > 1 else ()
-    kwargs: Any = parts[2] if len(parts) > 2 else None
-    if len(parts) == 2 and isinstance(args, Mapping):
-        args, kwargs = (), args
-    if isinstance(args, Tensor):
-        args = (args,)
-    if not isinstance(args, tuple | list) or not (kwargs is None or isinstance(kwargs, Mapping)):
-        raise ModelSpecError(
-            f"--model {spec!r}: the factory returned {_types(made)}; "
-            "args must be a tuple of positional inputs and kwargs a dict from names to inputs"
-        )
-    return parts[0], tuple(args), None if kwargs is None else dict(kwargs)
-
-
-def _types(made: Any) -> str:
-    if isinstance(made, tuple):
-        return f"({', '.join(type(part).__name__ for part in made)})"
-    return type(made).__name__
-
-
 def _describe(error: Exception) -> str:
     # The innermost frame is where the user has to look, unless it is a library's.
     frames = []
@@ -174,11 +187,6 @@ def _describe(error: Exception) -> str:
 
 def _is_library(file: str) -> bool:
     return file == __file__ or file.startswith("<") or "site-packages" in Path(file).parts
-
-
-def beginning(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """For a shell's completion: those of ``known`` that begin with what was typed."""
-    return lambda incomplete: [name for name in known if name.startswith(incomplete)]
 
 
 def topologies(incomplete: str) -> list[str]:
@@ -217,6 +225,15 @@ def memory_of(text: str) -> float:
         return parse_quantity(text, "memory")
     except UnitError as error:
         raise AutotpError(f"--memory: {error}") from error
+
+
+def save_plan(plan: Plan, path: Path | None) -> None:
+    """Writes a plan to the file that ``--save`` gives, if any."""
+    if path is not None:
+        try:
+            plan.save(path)
+        except OSError as error:
+            raise AutotpError(f"--save {path}: cannot write the plan ({error.strerror})") from error
 
 
 @contextmanager

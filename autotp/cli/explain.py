@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from autotp.cli.arguments import mesh_of
+from autotp.cli.arguments import AsJson, mesh_of
 from autotp.cli.explain_plan import explain_memory, explain_node
 from autotp.cli.render import make_console
 from autotp.costs.prices import Prices
@@ -104,7 +104,7 @@ def explain_command(
     devices: Annotated[int | None, typer.Option(help="How many devices; left out, as many as the topology has.")] = None,
     mesh: Annotated[str | None, typer.Option(help="Sizes of the mesh axes, outermost first; left out, one axis.")] = None,
     axes: Annotated[str | None, typer.Option(help="Axes that communicate, such as y or x,y; left out, all.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Explain an operator of a plan, its memory, or what a collective costs.
 

@@ -113,9 +113,7 @@ def explain_memory(plan: Path, model: str, *, as_json: bool) -> None:
     """Prints the contents of a device's memory at the peak of a step."""
     loaded = Plan.load(plan)
     with working("walking through a step"):
-        priced = priced_plan(captured_for(loaded, model), loaded)
-        panels = {op.name: op.panels for op in loaded.operators if op.panels > 1}
-        entries = Footprint(priced.model, priced.prices, priced.strategies, priced.layouts, panels, priced.again).explain()
+        entries = Footprint(priced_plan(captured_for(loaded, model), loaded)).explain()
     if as_json:
         said: list[dict[str, Any]] = [{"kind": kind, "name": name, "bytes": size} for kind, name, size in entries]
         print(json.dumps({"peak_bytes": sum(size for *_, size in entries), "held": said}, indent=1))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from torch import fx
+from torch import Tensor, fx
 
 from autotp.plans.constraints import Requirement
 from passes.capture import Captured
@@ -15,7 +16,7 @@ from passes.rules.shapes import operands_of, results_of
 __all__ = ["Model", "depth_of", "trained_values"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Model:
     """A captured model, analysed and folded: what planning needs on every mesh.
 
@@ -39,6 +40,17 @@ class Model:
         nodes = self.captured.graph_module.graph.find_nodes(op="placeholder")
         values = [node.meta["val"] for node in nodes if node.target in self.captured.parameters]
         return float(sum(value.nbytes for value in values))
+
+    @cached_property
+    def outputs(self) -> list[fx.Node]:
+        """The tensors that the graph returns."""
+        leaves: Sequence = self.captured.graph_module.graph.output_node().args[0]  # type: ignore[assignment]
+        return [leaf for leaf in leaves if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), Tensor)]
+
+    @cached_property
+    def differentiated(self) -> frozenset[fx.Node]:
+        """Operators and parameters through which gradients flow."""
+        return frozenset(node for node, _ in self.trained)
 
 
 def trained_values(captured: Captured, operators: Mapping[fx.Node, Operator]) -> frozenset[Value]:

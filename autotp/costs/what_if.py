@@ -7,12 +7,11 @@ from collections.abc import Hashable, Mapping
 
 from torch import fx
 
-from autotp.costs.price import Price
-from autotp.costs.prices import flop_of
-from autotp.costs.step import Moved, Priced, Sums
+from autotp.costs.priced import Moved, Priced
+from autotp.costs.step import Sums
 from passes.layouts.layout import Layout
 from passes.rules.factors import Value, value_of
-from passes.rules.shapes import operands_of, results_of
+from passes.rules.shapes import operands_of
 from passes.strategies.strategy import Strategy, Want, whole_layout
 
 __all__ = ["TensorClasses"]
@@ -25,7 +24,7 @@ class TensorClasses:
     """
 
     def __init__(self, priced: Priced) -> None:
-        self.priced, self.sums = priced, priced.sums()
+        self.priced, self.sums = priced, priced.sums
         model = priced.model
         self.copies = Counter(model.stands[node] for node in model.operators)
         readers: dict[Value, list[tuple[fx.Node, int]]] = defaultdict(list)
@@ -34,11 +33,8 @@ class TensorClasses:
             for place, operand in enumerate(operands_of(node)):
                 readers[value_of(operand)].append((node, place))
                 tensors[value_of(operand)] = operand
-        outputs = set()
-        for leaf in model.captured.graph_module.graph.output_node().args[0]:  # type: ignore[union-attr]
-            if isinstance(leaf, fx.Node) and value_of(leaf) in priced.layouts:
-                outputs.add(value_of(leaf))
-                tensors[value_of(leaf)] = leaf
+        outputs = {value_of(leaf): leaf for leaf in model.outputs}
+        tensors |= outputs
         self.readers, self.tensors, self.outputs = readers, tensors, outputs
         classes: dict[Hashable, list[Value]] = defaultdict(list)
         for value in tensors:
@@ -67,18 +63,13 @@ class TensorClasses:
         """The plan's sums with another strategy of an operator and all its copies; everything else stays."""
         stand = self.priced.model.stands[node]
         found, copies = self.sums, self.copies[stand]
-        found = found.plus(self._operator(stand, self.priced.strategies[stand.name]), times=-copies)
-        found = found.plus(self._operator(stand, strategy), times=copies)
+        found = found.plus(self.priced.alone(stand, self.priced.strategies[stand.name]), times=-copies)
+        found = found.plus(self.priced.alone(stand, strategy), times=copies)
         for value, count in self.beside[stand]:
             for sign, other in ((-1, None), (1, (stand, strategy))):
                 for moved in self._moved(value, other):
                     found = found.plus(moved.price, parameter=moved.parameter, times=sign * count)
         return found
-
-    def _operator(self, stand: fx.Node, strategy: Strategy) -> Price:
-        model = self.priced.model
-        gradient = any((stand, i) in model.trained for i in range(len(results_of(stand))))
-        return self.priced.prices.operator(model.operators[stand], strategy, flop_of(stand), gradient=gradient)
 
     def _moved(self, value: Value, other: tuple[fx.Node, Strategy] | None) -> list[Moved]:
         """The reshards of one tensor, where ``other`` gives a node's copies another strategy."""

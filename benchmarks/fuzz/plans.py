@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx, nn
 
-from autotp.planner import check, plan_captured
-from autotp.plans.families import FAMILIES
+from autotp.planner import plan_captured
+from autotp.plans.options import Options
 from autotp.plans.plan import Plan
 from autotp.plans.plan_file import decode_layout, encode_layout
 from benchmarks.fuzz.case import Case, build, lines_of
@@ -45,21 +45,19 @@ def planned(case: Case, model: nn.Module, args: Sequence[Tensor]) -> tuple[Captu
     """A case's plan, with what was decided at random in it."""
     options = case.options
     topology = machine(case)
-    mode = "inference" if options.inference else "train"
-    check(mode, "adamw", options.mesh, topology, options.panels, options.chunks)
-    captured = capture(model, tuple(args))
-    plan = plan_captured(
-        captured,
-        topology,
-        FAMILIES[options.family],
+    asked = Options(
+        options.family,
         mesh=options.mesh,
-        mode=mode,
+        mode="inference" if options.inference else "train",
         memory=options.memory,
         panels=options.panels,
         chunks=options.chunks,
         schedule=options.schedule,
         constraints=options.constraints,
     )
+    asked.check(topology)
+    captured = capture(model, tuple(args))
+    plan = plan_captured(captured, topology, asked)
     return captured, _changed(case, captured, plan) if options.served or options.rests else plan
 
 

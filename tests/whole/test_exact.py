@@ -12,7 +12,7 @@ from models import MODELS
 
 import autotp
 from autotp.planner import plan_captured
-from autotp.plans.families import family
+from autotp.plans.options import Options
 from autotp.runtime.durations import overlap_of
 from autotp.runtime.rewrite import apply
 from autotp.runtime.simulate import Simulated
@@ -126,7 +126,7 @@ def captured(name):
 
 
 def check(name, strategy, mesh, panels=None, chunks=None, overlapped=False):
-    plan = plan_captured(captured(name), slow_machine(mesh), family(strategy), mesh=mesh, panels=panels)
+    plan = plan_captured(captured(name), slow_machine(mesh), Options(strategy, mesh=mesh, panels=panels, schedule="none"))
     plan = dataclasses.replace(plan, chunks=chunks or {})
     # No topology asks for stages, buckets and chunks at once: every all_reduce over several axes goes level by level.
     how = dataclasses.replace(overlap_of(plan), faster=lambda *_: True) if overlapped else None

@@ -12,7 +12,7 @@ from torch import fx
 
 from autotp.analysis.explain import Explainer, Explanation
 from autotp.analysis.inspection import reshard_steps
-from autotp.costs.step import Priced
+from autotp.costs.priced import Priced
 from autotp.plans.plan import Plan
 from costmodel import Topology
 from passes.capture import Captured
@@ -132,13 +132,12 @@ def _costs(plan: Plan, priced: Priced) -> list[dict[str, Any]]:
         for i, figure in enumerate((times, seconds, size)):
             sums[key][i] += figure
 
-    own = priced.operators()
     entries = {op.name: op for op in plan.operators}
-    for node, price in own.items():
+    for node, price in priced.own.items():
         add(("computing", entries[node.name].target, "", False), 1, price.compute, 0.0)
         if price.communication:
             add(("inside operators", "all_reduce", "", False), 1, price.communication, price.received)
-    for moved in priced.reshards():
+    for moved in priced.reshards:
         for step in reshard_steps(plan, priced, moved, 1):
             if step.seconds:
                 what = ("parameters" if moved.parameter else "activations") + (", gradients" if step.gradient else "")

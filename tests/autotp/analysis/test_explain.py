@@ -21,7 +21,7 @@ from autotp.analysis.inspection import Filters, inspect_plan
 from autotp.analysis.trace import scheduled, trainable
 from autotp.costs.footprint import Footprint
 from autotp.planner import plan_captured
-from autotp.plans.families import family
+from autotp.plans.options import Options
 from passes.capture import capture
 from passes.strategies.space import strategies
 
@@ -33,7 +33,7 @@ def explained(request):
     model, args, kwargs = MODELS[request.param]()
     captured = capture(model, args, kwargs)
     plans = {
-        schedule: plan_captured(captured, FOUR, family("auto"), mesh=(2, 2), schedule=schedule, chunks={})
+        schedule: plan_captured(captured, FOUR, Options("auto", mesh=(2, 2), schedule=schedule, chunks={}))
         for schedule in ("none", "overlap")
     }
     return captured, plans
@@ -69,7 +69,7 @@ def test_a_change_by_classes_costs_what_all_operators_summed_up_do(explained, sc
                 ways = strategies(model.operators[copy], plans[schedule].mesh_shape)
                 chosen[copy.name] = next(way for way in ways if way.assignment == strategy.assignment)
                 layouts |= {(copy, i): layout for i, layout in enumerate(chosen[copy.name].results)}
-            whole = replace(priced, strategies=chosen, layouts=layouts).sums()
+            whole = replace(priced, strategies=chosen, layouts=layouts).sums
             quick = explainer.classes.changed(node, strategy)
             mine, theirs = (tree_leaves(dataclasses.astuple(sums)) for sums in (quick, whole))
             assert len(mine) > 10 and mine == pytest.approx(theirs, rel=1e-9)
@@ -113,12 +113,7 @@ def test_forcing_the_next_best_gives_the_cost_that_is_claimed(explained, schedul
         forced = plan_captured(
             captured,
             FOUR,
-            family("auto"),
-            mesh=(2, 2),
-            schedule=schedule,
-            chunks={},
-            constraints=pins,
-            panels=plan.planning["panels"],
+            Options("auto", mesh=(2, 2), schedule=schedule, chunks={}, constraints=pins, panels=plan.planning["panels"]),
         )
         assert forced.predicted.step_seconds == pytest.approx(best.planned_seconds, rel=1e-9)
         assert best.planned_seconds <= best.in_place_seconds * (1 + 1e-9), "planned anew is no worse than left alone"
@@ -131,7 +126,7 @@ def test_what_is_held_at_the_worst_moment_is_the_predicted_memory(explained):
     captured, plans = explained
     for plan in plans.values():
         priced = priced_plan(captured, plan)
-        held = Footprint(priced.model, priced.prices, priced.strategies, priced.layouts, {}, priced.again).explain()
+        held = Footprint(priced).explain()
         assert sum(size for *_, size in held) == pytest.approx(plan.predicted.memory_bytes, rel=1e-6)
         assert {"parameter"} <= {kind for kind, *_ in held}
 
@@ -158,7 +153,7 @@ def test_rows_and_filters(explained):
 def test_the_graphs_that_a_device_runs():
     model, args, kwargs = MODELS["gpt2"]()
     captured = capture(model, args, kwargs)
-    plan = plan_captured(captured, FOUR, family("tensor3d"), mesh=(2, 2), schedule="overlap", chunks={})
+    plan = plan_captured(captured, FOUR, Options("tensor3d", mesh=(2, 2), schedule="overlap", chunks={}))
     halves = scheduled(captured, plan, trainable(model))
     for half in halves:
         rows = graph_rows(half, plan.mesh_axes)

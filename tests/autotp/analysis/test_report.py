@@ -14,7 +14,7 @@ from autotp.analysis.report import content, page
 from autotp.analysis.trace import predicted_events, scheduled, trainable
 from autotp.cli.report import write_report
 from autotp.planner import plan_captured
-from autotp.plans.families import family
+from autotp.plans.options import Options
 from passes.capture import capture
 
 FOUR = autotp.Topology.flat(4, bandwidth=1e8, latency=1e-6, device=SMALL)
@@ -25,7 +25,7 @@ CHROMIUM = shutil.which("chromium")
 def planned():
     model, args, kwargs = MODELS["gpt2"]()
     captured = capture(model, args, kwargs)
-    return model, captured, plan_captured(captured, FOUR, family("tensor3d"), mesh=(2, 2), schedule="overlap", chunks={})
+    return model, captured, plan_captured(captured, FOUR, Options("tensor3d", mesh=(2, 2), schedule="overlap", chunks={}))
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,12 @@ from autotp.costs.model import depth_of
 from autotp.costs.prices import Prices
 from autotp.planner import plan_captured, prepare
 from autotp.planner.assemble import assemble
-from autotp.planner.describe import Found, priced
+from autotp.planner.describe import Found
 from autotp.planner.ilp import evaluate, solve
 from autotp.planner.least_step import best_chunks, chunked, in_parts
 from autotp.planner.structure import structure
 from autotp.plans.families import family
+from autotp.plans.options import Options
 from benchmarks.models import Transformer
 from costmodel import overlap
 from costmodel.overlap import Weight, Weights
@@ -83,12 +84,7 @@ def test_the_step_equals_exhaustive_search_where_it_is_proven(small_problems):
         plan = plan_captured(
             model.captured,
             prices.topology,
-            family("auto"),
-            mesh=mesh,
-            panels=1,
-            chunks={},
-            schedule="overlap",
-            memory=math.inf,
+            Options("auto", mesh=mesh, panels=1, chunks={}, schedule="overlap", memory=math.inf),
         )
         least = math.inf
         depth = depth_of(model)
@@ -123,8 +119,8 @@ def made(way, count, strategy="megatron-1d", bandwidth=1e9):
     topology = autotp.Topology.flat(2, bandwidth=bandwidth, latency=1e-5, device=SMALL)
     prices = Prices(topology, (2,))
     assembled = assemble(structure(analysed, family(strategy).restrictions(1)[0], 1), prices, math.inf)
-    one, _ = priced(analysed, Found(assembled, solve(assembled.problem), prices))
-    return one.sums(), chunked(one, in_parts(one, {way: count}))
+    one = Found(assembled, solve(assembled.problem), prices).priced
+    return one.sums, chunked(one, in_parts(one, {way: count}))
 
 
 @pytest.mark.parametrize("way", ["batch", "rows"])
@@ -151,10 +147,10 @@ def test_what_cannot_be_cut_hides_nothing(way):
     analysed = prepare(capture(model, (x,)))
     prices = Prices(autotp.Topology.flat(2, bandwidth=1e5, latency=1e-5, device=SMALL), (2,))
     assembled = assemble(structure(analysed, family("megatron-1d").restrictions(1)[0], 1), prices, math.inf)
-    one, _ = priced(analysed, Found(assembled, solve(assembled.problem), prices))
-    whole, cut = one.sums(), chunked(one, in_parts(one, {way: 2}))
-    assert whole.activations > 0 and cut.hidden == 0 and cut.step == pytest.approx(whole.step)
-    assert best_chunks(one, whole) == {}
+    one = Found(assembled, solve(assembled.problem), prices).priced
+    whole, cut = one.sums, chunked(one, in_parts(one, {way: 2}))
+    assert whole.activations > 0 and cut.hidden == 0 and cut.step(hides=True) == pytest.approx(whole.step(hides=True))
+    assert best_chunks(one) == {}
 
 
 def test_zero3_sums_chunks_gradients_before_it_scatters_them():

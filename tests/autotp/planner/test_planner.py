@@ -16,7 +16,7 @@ import autotp
 from autotp.costs.prices import Prices
 from autotp.planner import candidate_meshes, plan_captured, prepare
 from autotp.planner.ilp import Infeasible, solve
-from autotp.plans.families import family
+from autotp.plans.options import Options
 from passes.capture import capture
 from passes.layouts.codes import restorable
 from passes.layouts.layout import blocks_of, is_shard
@@ -50,7 +50,7 @@ def test_predicted_seconds_equal_the_objective(strategy, problem_of):
     model, args, kwargs = MODELS["gpt2"]()
     topology = autotp.Topology.flat(4, bandwidth=1e8, latency=1e-6, device=SMALL)
     captured = capture(model, args, kwargs)
-    plan = plan_captured(captured, topology, family(strategy), mesh=(2, 2))
+    plan = plan_captured(captured, topology, Options(strategy, mesh=(2, 2), schedule="none"))
     prices = Prices(topology, (2, 2))
     problem = problem_of(prepare(captured), (2, 2), strategy, prices, SMALL.memory)
     assert plan.predicted.step_seconds == pytest.approx(solve(problem).seconds, rel=1e-9)
@@ -220,7 +220,7 @@ def test_what_is_needed_is_what_the_plan_with_the_least_memory_takes(name, model
     captured = capture(model, (x,))
 
     def planned(memory, strategy="auto", mesh=None):
-        return plan_captured(captured, topology, family(strategy), mesh=mesh, memory=memory)
+        return plan_captured(captured, topology, Options(strategy, mesh=mesh, memory=memory, schedule="none"))
 
     def needed(mesh):
         with pytest.raises(autotp.MemoryBoundError) as refused:

@@ -81,7 +81,7 @@ def test_levels_work_at_the_same_time():
         machine, device=dataclasses.replace(DEVICE, contention=0.0, memory_bandwidth=1e15, launch=0.0)
     )
     plan = autotp.plan(model, fast, args, strategy="data", mesh=(2, 2), panels=1, chunks={})
-    sums = priced_plan(capture(model, args), plan).sums()
+    sums = priced_plan(capture(model, args), plan).sums
     node, network = sums.backward.levels
     assert min(node, network) > 10 * sums.compute, "the network is what limits"
     assert max(node, network) <= max(sums.sides[1]) < 0.9 * (node + network)
