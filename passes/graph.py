@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-__all__ = ["above", "below", "differentiable", "dump", "emit"]
+__all__ = ["above", "arguments_of", "below", "differentiable", "dump", "emit", "where"]
 
 
 def emit(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
@@ -61,6 +61,29 @@ def below(nodes: Iterable[fx.Node], sources: Iterable[fx.Node]) -> set[fx.Node]:
 def differentiable(value: Any) -> bool:
     """Whether a value is a tensor of floating-point or complex numbers."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def where(node: fx.Node) -> str:
+    """A node's place for messages: its name, its module and the line of the model that made it."""
+    place = f"node '{node.name}'"
+    if node.meta.get("module"):
+        place += f" in module '{node.meta['module']}'"
+    if node.meta.get("source"):
+        place += f" ({node.meta['source']})"
+    return place
+
+
+def arguments_of(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of ``node.target`` by their names in its schema, defaults filled in."""
+    named: dict[str, Any] = {}
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if position < len(args):
+            named[argument.name] = args[position]
+        elif argument.name in kwargs:
+            named[argument.name] = kwargs[argument.name]
+        else:
+            named[argument.name] = argument.default_value if argument.has_default_value() else None
+    return named
 
 
 _log = logging.getLogger("autotp.passes")

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from autotp.analysis.inspection import Reshard, reshard_steps
-from autotp.costs.prices import Prices, flop_of
+from autotp.costs.prices import Prices
 from autotp.costs.step import Priced, Sums
 from autotp.costs.what_if import TensorClasses
 from autotp.errors import AutotpError
@@ -28,7 +28,7 @@ from passes.capture import Captured
 from passes.layouts.layout import Layout, describe
 from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of, results_of
-from passes.rules.table import name_of
+from passes.rules.table import flop_of, name_of
 from passes.sharding.panel import loops
 from passes.strategies.strategy import Strategy, strategies, whole_layout
 

@@ -9,12 +9,12 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
-from autotp.costs.prices import flop_of
 from autotp.costs.step import Moved, Priced
 from autotp.plans.plan import Plan
 from passes.layouts.layout import describe
 from passes.layouts.reshard import COMMUNICATING, moves
 from passes.rules.shapes import results_of
+from passes.rules.table import flop_of
 from passes.strategies.strategy import gradient_of
 
 __all__ = ["Filters", "Reshard", "Row", "inspect_plan", "reshard_steps"]

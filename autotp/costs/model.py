@@ -11,6 +11,7 @@ from autotp.plans.constraints import Requirement
 from passes.capture import Captured
 from passes.rules.factors import Operator, Value, value_of
 from passes.rules.shapes import operands_of, results_of
+from passes.rules.table import rule_of
 
 __all__ = ["Model", "depth_of", "trained_values"]
 
@@ -48,7 +49,8 @@ def trained_values(captured: Captured, operators: Mapping[fx.Node, Operator]) ->
         if node.op == "placeholder" and node.name in captured.parameters:
             trained.add((node, 0))
     for node in operators:
-        if "detach" in str(node.target) or not any(value_of(n) in trained for n in operands_of(node)):
+        rule = rule_of(node)
+        if (rule is not None and rule.detaches) or not any(value_of(n) in trained for n in operands_of(node)):
             continue
         trained |= {(node, i) for i, t in enumerate(results_of(node)) if t.dtype.is_floating_point}
     return frozenset(trained)

@@ -8,11 +8,11 @@ from collections.abc import Hashable, Mapping
 from torch import fx
 
 from autotp.costs.price import Price
-from autotp.costs.prices import flop_of
 from autotp.costs.step import Moved, Priced, Sums
 from passes.layouts.layout import Layout
 from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of, results_of
+from passes.rules.table import flop_of
 from passes.strategies.strategy import Strategy, Want, whole_layout
 
 __all__ = ["TensorClasses"]

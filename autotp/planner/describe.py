@@ -201,7 +201,7 @@ class _Description:
         table, operator = rule_of(node), self.model.operators[node]
         operands = operands_of(node)
         weights = [n for n in operands if n.name in self.captured.parameters and n.meta["val"].dim() == 2]
-        if table is None or table.flop is None or operator.rule is None or not weights or "conv" in name_of(node):
+        if table is None or table.kind != "product" or operator.rule is None or not weights:
             return 0.0
         m, k, n = (math.prod(f.size for f in operator.factors.values() if f.kind == kind) for kind in ("m", "k", "n"))
         least = bounds.matmul_elements(m, k, n, math.prod(self.mesh)) * results_of(node)[0].element_size()

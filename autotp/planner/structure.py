@@ -16,14 +16,13 @@ import torch
 from torch import fx
 
 from autotp.costs.model import Model
-from autotp.costs.prices import flop_of
 from autotp.planner.folding import signature
 from autotp.plans.families import Restriction
 from passes.layouts.codes import DIM, INNER, PARTIAL, WHOLE
 from passes.layouts.reshard_matrix import ReshardPricer
 from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of, results_of
-from passes.rules.table import rule_of, saved_by
+from passes.rules.table import flop_of, rule_of, saved_by
 from passes.sharding.panel import data_position
 from passes.strategies.space import Space, space
 

@@ -21,6 +21,7 @@ from costmodel.overlap import LATENCY_SHARE, messages
 from passes.overlap.launch import launch, wait
 from passes.overlap.primitives import COLLECTIVES, axes_of, crop, in_one_format, laid_out, pad, within
 from passes.overlap.schedule import Task
+from passes.rules.table import kind_of
 
 __all__ = ["enough", "hiding", "lane_of", "overlap_of", "task_of"]
 
@@ -35,16 +36,6 @@ _COUNTED_AS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
 }
-
-_KINDS = (
-    ("convolution", ("convolution",)),
-    ("attention", ("attention",)),
-    ("norm", ("_norm",)),
-    ("softmax", ("softmax",)),
-    ("product", ("mm", "bmm", "matmul")),
-    ("gather", ("embedding", "gather", "index", "scatter", "nll_loss")),
-    ("copy", ("clone", "cat", "stack", "copy", "slice_backward", "select_backward", "repeat", "pad", "flip", "roll")),
-)
 
 
 def overlap_of(plan: Plan, *, merge: bool = True) -> Overlap:
@@ -78,7 +69,7 @@ def task_of(node: fx.Node, prices: Prices) -> Task:
     moved = float(sum(tensor.nbytes for tensor in (*operands, *results)))
     flop, dims = _flop(traced)
     seconds = float(
-        compute.seconds(flop, moved, prices.topology.device, str(results[0].dtype), dims=dims, kind=_kind(node))  # type: ignore[arg-type]
+        compute.seconds(flop, moved, prices.topology.device, str(results[0].dtype), dims=dims, kind=kind_of(node))  # type: ignore[arg-type]
     )
     return Task(seconds, "compute", float(sum(tensor.nbytes for tensor in results)))
 
@@ -148,11 +139,6 @@ def _is_view(node: fx.Node) -> bool:
         old, new = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
         return bool(new.shape == old.shape and new.stride() == old.stride())
     return _viewing(node.target)
-
-
-def _kind(node: fx.Node) -> str:
-    name = str(node.target)
-    return next((kind for kind, words in _KINDS if any(word in name for word in words)), "pointwise")
 
 
 def _flop(node: fx.Node) -> tuple[float, tuple[float, float, float] | None]:

@@ -10,9 +10,9 @@ from torch import fx, nn
 
 from autotp.errors import AutotpError
 from passes.capture import Captured
-from passes.capture.builder import arguments_of
 from passes.capture.functional import batch_norm_train
-from passes.sharding.shard import draws
+from passes.graph import arguments_of
+from passes.rules.table import draws
 
 __all__ = ["OneMode", "different_otherwise", "plain_attributes", "training_only"]
 

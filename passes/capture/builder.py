@@ -14,8 +14,9 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from costmodel.errors import AutotpError
+from passes.graph import where
 
-__all__ = ["Builder", "CaptureError", "arguments_of", "operator_name", "outer_order", "where"]
+__all__ = ["Builder", "CaptureError", "operator_name", "outer_order"]
 
 aten = torch.ops.aten
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
@@ -26,34 +27,11 @@ class CaptureError(AutotpError, RuntimeError):
     """A model could not be captured; the message says where and what to try."""
 
 
-def where(node: fx.Node) -> str:
-    """A node's place for messages: its name, its module and the line of the model that made it."""
-    place = f"node '{node.name}'"
-    if node.meta.get("module"):
-        place += f" in module '{node.meta['module']}'"
-    if node.meta.get("source"):
-        place += f" ({node.meta['source']})"
-    return place
-
-
 def operator_name(target: Any) -> str:
     """The schema's name of an operator, such as ``aten::add_``; a plain function's own name."""
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name
     return getattr(target, "__name__", str(target))
-
-
-def arguments_of(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of ``node.target`` by their names in its schema, defaults filled in."""
-    named: dict[str, Any] = {}
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if position < len(args):
-            named[argument.name] = args[position]
-        elif argument.name in kwargs:
-            named[argument.name] = kwargs[argument.name]
-        else:
-            named[argument.name] = argument.default_value if argument.has_default_value() else None
-    return named
 
 
 def outer_order(target: Any, rank: int, arguments: dict[str, Any]) -> list[int]:

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
-from passes.capture.builder import Builder, CaptureError, where
-from passes.graph import differentiable
+from passes.capture.builder import Builder, CaptureError
+from passes.graph import differentiable, where
 
 __all__ = ["inline_regions"]
 

@@ -21,10 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from passes.capture.builder import Builder, CaptureError, arguments_of, operator_name, where
+from passes.capture.builder import Builder, CaptureError, operator_name
 from passes.capture.functional import batch_norm_train
 from passes.capture.view_writes import RESHAPES, put_back
-from passes.graph import differentiable
+from passes.graph import arguments_of, differentiable, where
 
 __all__ = ["functionalise"]
 

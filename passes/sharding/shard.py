@@ -17,19 +17,19 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial
 
-from passes.capture.builder import arguments_of, where
-from passes.graph import differentiable
+from passes.graph import arguments_of, differentiable, where
 from passes.layouts.layout import Layout, even_chunk, is_shard, local_shape, splits
 from passes.layouts.reshard import Step, steps
 from passes.rules.factors import Operator, Value, value_of
+from passes.rules.rule import Rule
 from passes.rules.shapes import operands_of, results_of
-from passes.rules.table import Rule, rule_of
+from passes.rules.table import draws, rule_of
 from passes.sharding.panel_loop import Operand, panelled
 from passes.strategies.strategy import LINEAR_PREFIX, Strategy, Want, gradient_of, whole_layout
 from passes.world import ops
 from passes.world.world import LocalWorld
 
-__all__ = ["Sharding", "draws", "place_constants", "shard", "used_groups"]
+__all__ = ["Sharding", "place_constants", "shard", "used_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ class _Rewriter:
             return result.node
         if table.shape is not None:
             args[table.shape] = self._local_sizes(node, strategy.results[0])
-        if table.random and draws(node):
+        if draws(node):
             return self.random(node.target, at.sharded, args, kwargs)
         if table.misreads is not None and table.misreads(node):
             return self._in_one_format(node, args, kwargs)
@@ -325,18 +325,6 @@ def _outside(ids: torch.Tensor, limits: list[tuple[int, int | None]]) -> torch.T
         outside = (ids < 0) | (ids >= size)
         found = found | (outside if ignored is None else outside & (ids != ignored))
     return found.any().to(torch.int64)
-
-
-def draws(node: fx.Node) -> bool:
-    """Whether a node draws random numbers."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    given = arguments_of(node, node.args, node.kwargs)
-    if not given.get("train", given.get("training", True)):
-        return False
-    # Attention and recurrent networks are tagged so for a dropout that most have not.
-    return bool(given.get("dropout_p", given.get("dropout", True)))
 
 
 def _divide(args: list, position: int, ways: int) -> None:

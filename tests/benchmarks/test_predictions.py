@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 import autotp
-from autotp.costs.prices import Prices, flop_of, kind_of
+from autotp.costs.prices import Prices
 from benchmarks.predictions import INTERCONNECTS, PLANS, Point, emulated, kendall, report
 from costmodel import KINDS, Level, compute
 from passes.capture import capture
 from passes.rules.factors import analyse
+from passes.rules.table import flop_of, kind_of
 from passes.strategies.space import space
 
 

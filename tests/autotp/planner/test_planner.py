@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autotp
-from autotp.costs.prices import Prices, flop_of
+from autotp.costs.prices import Prices
 from autotp.planner import candidate_meshes, plan_captured, prepare
 from autotp.planner.assemble import assemble
 from autotp.planner.ilp import Infeasible, evaluate, solve
@@ -23,6 +23,7 @@ from autotp.plans.families import family
 from costmodel import Device
 from passes.capture import capture
 from passes.layouts.layout import blocks_of, is_shard, restorable
+from passes.rules.table import flop_of
 from passes.strategies.space import space
 from passes.strategies.strategy import strategies
 
