@@ -27,7 +27,7 @@ from costmodel import compute
 from passes.capture import Captured
 from passes.layouts.layout import Layout, describe
 from passes.rules.factors import Value, value_of
-from passes.rules.shapes import operands_of, results_of
+from passes.rules.shapes import operands_of
 from passes.rules.table import flop_of, name_of
 from passes.sharding.panel import loops
 from passes.strategies.strategy import Strategy, strategies, whole_layout
@@ -179,7 +179,7 @@ class Explainer:
         node, entry = self.nodes[name], self.entries[name]
         operator, strategy = self.model.operators[node], self.priced.strategies[name]
         own, charged = self.own[node], self.charges[node]
-        gradient = any((node, i) in self.model.trained for i in range(len(results_of(node))))
+        gradient = self.model.differentiated(node)
         work = self.prices.work(operator, strategy, flop_of(node), gradient=gradient)
         values = {} if work is None else work.values(self.plan.topology.device)
         others = list(self.others(node))

@@ -90,7 +90,7 @@ class Footprint:
         self.state()
         nodes = list(self.model.operators)
         self.last = self.readers(nodes)
-        leaves = {value_of(leaf) for leaf in self.outputs()}
+        leaves = {value_of(leaf) for leaf in self.model.outputs}
         ends: dict[fx.Node, list[Key]] = defaultdict(list)
         for key, node in self.last.items():
             ends[node].append(key)
@@ -102,7 +102,7 @@ class Footprint:
                     self.drop(key)
         if self.prices.train:
             self.gradients: dict[Value, dict[Layout, float]] = defaultdict(dict)
-            for leaf in self.outputs():
+            for leaf in self.model.outputs:
                 if value_of(leaf) in self.model.trained:
                     self.grow(value_of(leaf), self.whole, leaf.meta["val"])
             for at, node in reversed(list(enumerate(nodes))):
@@ -120,11 +120,6 @@ class Footprint:
             if node.name in self.parameters and self.prices.train:
                 size = float(self.prices.states(np.array(size / value.element_size()), value.element_size())) - size
             self.take(((node, 0), self.layouts[node, 0]), size)
-
-    def outputs(self) -> list[fx.Node]:
-        """The tensors that the graph returns."""
-        leaves: Sequence = self.model.captured.graph_module.graph.output_node().args[0]  # type: ignore[assignment]
-        return [leaf for leaf in leaves if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), torch.Tensor)]
 
     def bytes(self, value: torch.Tensor, layout: Layout) -> float:
         """Bytes of one device's part of a tensor."""
@@ -236,7 +231,7 @@ class Footprint:
         for key in gathered:
             if self.last[key] is node:
                 self.drop(key)
-        if self.prices.train and any((node, i) in self.model.trained for i in range(len(self.results[node]))):
+        if self.prices.train and self.model.differentiated(node):
             self.save(node, strategy, saved_by(node))
 
     def save(self, node: fx.Node, strategy: Strategy, saves: str) -> None:

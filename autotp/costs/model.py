@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from torch import fx
+from torch import Tensor, fx
 
 from autotp.plans.constraints import Requirement
 from passes.capture import Captured
@@ -16,7 +18,7 @@ from passes.rules.table import rule_of
 __all__ = ["Model", "depth_of", "trained_values"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Model:
     """A captured model, analysed and folded: what planning needs on every mesh.
 
@@ -40,6 +42,33 @@ class Model:
         nodes = self.captured.graph_module.graph.find_nodes(op="placeholder")
         values = [node.meta["val"] for node in nodes if node.target in self.captured.parameters]
         return float(sum(value.nbytes for value in values))
+
+    @cached_property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """The tensors that the graph returns, new values of buffers among them."""
+        leaves: Sequence = self.captured.graph_module.graph.output_node().args[0]  # type: ignore[assignment]
+        return tuple(leaf for leaf in leaves if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), Tensor))
+
+    @cached_property
+    def readers(self) -> Mapping[Value, Sequence[tuple[fx.Node, int]]]:
+        """Tensor -> the nodes that read it, in order, and as which operand; the graph's output is one of them."""
+        found: dict[Value, list[tuple[fx.Node, int]]] = defaultdict(list)
+        for node in self.operators:
+            for position, operand in enumerate(operands_of(node)):
+                found[value_of(operand)].append((node, position))
+        for leaf in self.outputs:
+            found[value_of(leaf)].append((leaf.graph.output_node(), 0))
+        return dict(found)
+
+    @cached_property
+    def named(self) -> Mapping[Value, fx.Node]:
+        """Tensor that is read, or returned -> a node that stands for it."""
+        read = [operand for node in self.operators for operand in operands_of(node)]
+        return {value_of(node): node for node in (*read, *self.outputs)}
+
+    def differentiated(self, node: fx.Node) -> bool:
+        """Whether a gradient flows through an operator."""
+        return any((node, i) in self.trained for i in range(len(results_of(node))))
 
 
 def trained_values(captured: Captured, operators: Mapping[fx.Node, Operator]) -> frozenset[Value]:

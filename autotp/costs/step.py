@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -16,7 +16,7 @@ from autotp.costs.prices import Prices
 from costmodel import overlap
 from passes.layouts.layout import Layout
 from passes.rules.factors import Value, value_of
-from passes.rules.shapes import operands_of, results_of
+from passes.rules.shapes import operands_of
 from passes.rules.table import flop_of
 from passes.strategies.strategy import LINEAR_PREFIX, Strategy, Want, whole_layout
 
@@ -170,36 +170,35 @@ class Priced:
         for node in self.model.operators:
             stand = self.model.stands[node]
             if stand not in found:
-                gradient = any((stand, i) in self.model.trained for i in range(len(results_of(stand))))
-                strategy = self.strategies[stand.name]
+                operator, gradient = self.model.operators[stand], self.model.differentiated(stand)
                 found[stand] = self.prices.operator(
-                    self.model.operators[stand], strategy, flop_of(stand), gradient=gradient
+                    operator, self.strategies[stand.name], flop_of(stand), gradient=gradient
                 )
             found[node] = found[stand]
         return found
 
     def reshards(self) -> Iterator[Moved]:
         """Every tensor in every layout that it is wanted in."""
-        model = self.model
-        readers: dict[tuple[Value, Want], list[fx.Node]] = defaultdict(list)
-        tensors: dict[Value, fx.Node] = {}
-        for node in model.operators:
-            for operand, want in zip(operands_of(node), self.strategies[node.name].wants, strict=True):
-                readers[value_of(operand), want].append(node)
-                tensors[value_of(operand)] = operand
-        whole = whole_layout(len(self.prices.mesh))
-        for leaf in model.captured.graph_module.graph.output_node().args[0]:  # type: ignore[union-attr]
-            if isinstance(leaf, fx.Node) and value_of(leaf) in self.layouts:
-                readers[value_of(leaf), Want(whole, whole)] += []
-                tensors[value_of(leaf)] = leaf
-        for (value, want), users in readers.items():
-            yield self.moved(value, tensors[value], self.layouts[value], want, users)
+        for value in self.model.readers:
+            for want, users in self.wanted(value, lambda node: self.strategies[node.name]).items():
+                yield self.moved(value, self.layouts[value], want, users)
 
-    def moved(self, value: Value, tensor: fx.Node, have: Layout, want: Want, users: list[fx.Node]) -> Moved:
+    def wanted(self, value: Value, strategy_of: Callable[[fx.Node], Strategy]) -> dict[Want, list[fx.Node]]:
+        """How a tensor is wanted, and by which operators; outputs are whole."""
+        found: dict[Want, list[fx.Node]] = defaultdict(list)
+        whole = whole_layout(len(self.prices.mesh))
+        for node, position in self.model.readers[value]:
+            if node.op == "output":
+                found[Want(whole, whole)] += []
+            else:
+                found[strategy_of(node).wants[position]].append(node)
+        return found
+
+    def moved(self, value: Value, have: Layout, want: Want, users: list[fx.Node]) -> Moved:
         """One tensor, made or resting in the layout ``have``, on its way to those who want it so."""
         parameter = value[0].name in self.model.captured.parameters
         price = self.prices.reshard(
-            tensor.meta["val"],
+            self.model.named[value].meta["val"],
             have,
             want,
             gradient=value in self.model.trained,

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 
 from torch import fx
 
 from autotp.costs.price import Price
 from autotp.costs.step import Moved, Priced, Sums
 from passes.layouts.layout import Layout
-from passes.rules.factors import Value, value_of
-from passes.rules.shapes import operands_of, results_of
+from passes.rules.factors import Value
 from passes.rules.table import flop_of
-from passes.strategies.strategy import Strategy, Want, whole_layout
+from passes.strategies.strategy import Strategy
 
 __all__ = ["TensorClasses"]
 
@@ -28,25 +27,13 @@ class TensorClasses:
         self.priced, self.sums = priced, priced.sums()
         model = priced.model
         self.copies = Counter(model.stands[node] for node in model.operators)
-        readers: dict[Value, list[tuple[fx.Node, int]]] = defaultdict(list)
-        tensors: dict[Value, fx.Node] = {}
-        for node in model.operators:
-            for place, operand in enumerate(operands_of(node)):
-                readers[value_of(operand)].append((node, place))
-                tensors[value_of(operand)] = operand
-        outputs = set()
-        for leaf in model.captured.graph_module.graph.output_node().args[0]:  # type: ignore[union-attr]
-            if isinstance(leaf, fx.Node) and value_of(leaf) in priced.layouts:
-                outputs.add(value_of(leaf))
-                tensors[value_of(leaf)] = leaf
-        self.readers, self.tensors, self.outputs = readers, tensors, outputs
         classes: dict[Hashable, list[Value]] = defaultdict(list)
-        for value in tensors:
+        for value in model.readers:
             classes[self._class(value)].append(value)
         self.beside: dict[fx.Node, list[tuple[Value, int]]] = defaultdict(list)
         for values in classes.values():
             first = values[0]
-            near = [first[0], *(node for node, _ in readers[first])]
+            near = [first[0], *(node for node, _ in model.readers[first])]
             for stand in {model.stands[node] for node in near if node in model.operators}:
                 self.beside[stand].append((first, len(values)))
 
@@ -56,12 +43,12 @@ class TensorClasses:
         if node in model.operators:
             made: Hashable = model.stands[node], number
         else:
-            held = self.tensors[value].meta["val"]
+            held = model.named[value].meta["val"]
             parameter = node.name in model.captured.parameters
             made = self.priced.layouts[value], tuple(held.shape), held.dtype, parameter, value in model.trained
-        again, readers = self.priced.again, self.readers[value]
-        read = Counter((model.stands[user], place, (value, user) in again) for user, place in readers)
-        return made, frozenset(read.items()), value in self.outputs
+        again, readers = self.priced.again, model.readers[value]
+        read = Counter((model.stands.get(user, user), place, (value, user) in again) for user, place in readers)
+        return made, frozenset(read.items())
 
     def changed(self, node: fx.Node, strategy: Strategy) -> Sums:
         """The plan's sums with another strategy of an operator and all its copies; everything else stays."""
@@ -77,7 +64,7 @@ class TensorClasses:
 
     def _operator(self, stand: fx.Node, strategy: Strategy) -> Price:
         model = self.priced.model
-        gradient = any((stand, i) in model.trained for i in range(len(results_of(stand))))
+        gradient = model.differentiated(stand)
         return self.priced.prices.operator(model.operators[stand], strategy, flop_of(stand), gradient=gradient)
 
     def _moved(self, value: Value, other: tuple[fx.Node, Strategy] | None) -> list[Moved]:
@@ -89,13 +76,8 @@ class TensorClasses:
                 return other[1]
             return self.priced.strategies[node.name]
 
-        wants: Mapping[Want, list[fx.Node]] = defaultdict(list)
-        for user, place in self.readers[value]:
-            wants[strategy_of(user).wants[place]].append(user)
-        if value in self.outputs:
-            whole = whole_layout(len(self.priced.prices.mesh))
-            wants[Want(whole, whole)] += []
         have: Layout = self.priced.layouts[value]
         if value[0] in model.operators:
             have = strategy_of(value[0]).results[value[1]]
-        return [self.priced.moved(value, self.tensors[value], have, want, users) for want, users in wants.items()]
+        wanted = self.priced.wanted(value, strategy_of)
+        return [self.priced.moved(value, have, want, users) for want, users in wanted.items()]
