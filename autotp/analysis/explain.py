@@ -25,6 +25,7 @@ from autotp.plans.schemes import scheme
 from autotp.runtime.rewrite import checked
 from costmodel import compute
 from passes.capture import Captured
+from passes.graph import note_of
 from passes.layouts.layout import Layout, describe
 from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of
@@ -189,8 +190,8 @@ class Explainer:
         return Explanation(
             name=name,
             target=name_of(node),
-            module=str(node.meta.get("module", "")),
-            source=node.meta.get("source"),
+            module=note_of(node).module,
+            source=note_of(node).source,
             copies=len(self.copies(node)),
             factors={f.name: f.size for f in operator.factors.values()},
             scheme=entry.scheme,

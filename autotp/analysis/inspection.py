@@ -11,6 +11,7 @@ from torch import fx
 
 from autotp.costs.step import Moved, Priced
 from autotp.plans.plan import Plan
+from passes.graph import note_of
 from passes.layouts.layout import describe
 from passes.layouts.reshard import COMMUNICATING, moves
 from passes.rules.shapes import results_of
@@ -138,7 +139,7 @@ def inspect_plan(plan: Plan, priced: Priced) -> list[Row]:
                 name=node.name,
                 target=entry.target,
                 module=entry.module,
-                source=node.meta.get("source"),
+                source=note_of(node).source,
                 count=len(copies[node]),
                 scheme=entry.scheme,
                 operands=entry.layouts[: len(strategy.wants)],

@@ -18,6 +18,7 @@ from autotp.plans.plan import Plan
 from autotp.runtime.compiled import Overlap
 from costmodel import compute
 from costmodel.overlap import LATENCY_SHARE, messages
+from passes.graph import note_of
 from passes.overlap.launch import launch, wait
 from passes.overlap.primitives import COLLECTIVES, axes_of, crop, in_one_format, laid_out, pad, within
 from passes.overlap.schedule import Task
@@ -56,9 +57,9 @@ def overlap_of(plan: Plan, *, merge: bool = True) -> Overlap:
 def task_of(node: fx.Node, prices: Prices) -> Task:
     """Seconds, lane and bytes of a node of a graph that ``passes.overlap.launch.launches`` made."""
     if node.target is launch:
-        seconds, lane = _collective(node.meta["collective"], prices)
-        return Task(seconds, lane, float(node.meta["collective"].meta["val"].nbytes))
-    traced = node.meta.get("traced", node)
+        collective: Any = note_of(node).collective
+        return Task(*_collective(collective, prices), float(collective.meta["val"].nbytes))
+    traced = note_of(node).traced or node
     if node.target is wait or node.op != "call_function" or node.target is operator.getitem or _is_view(traced):
         return Task()
     value = node.meta.get("val")

@@ -13,6 +13,7 @@ from torch import fx
 from autotp.runtime.compiled import Compiled
 from autotp.runtime.durations import lane_of
 from autotp.runtime.strides import Arranged, Boxed, as_traced
+from passes.graph import note_of
 from passes.overlap.launch import called, launch, wait
 from passes.overlap.primitives import axes_of
 
@@ -77,7 +78,7 @@ class _Interpreter(Boxed):
         return result
 
     def _watch(self, node: fx.Node, launched: Any, begin: float) -> None:
-        traced = node.meta["collective"]
+        traced: Any = note_of(node).collective
         event = event_of(node, self.timed.part, lane_of(axes_of(traced.target, traced.args)), begin, 0.0)
         self.timed.events.append(event)
 

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from costmodel.errors import AutotpError
-from passes.graph import where
+from passes.graph import Note, annotate, note_of, where
 
 __all__ = ["Builder", "CaptureError", "operator_name", "outer_order"]
 
@@ -76,7 +76,7 @@ class Builder:
     def placeholder(self, name: str, value: Any) -> fx.Node:
         """A placeholder with a fake value."""
         node = self.graph.create_node("placeholder", name, name=name)
-        node.meta.update(val=value, module="", source=None)
+        node.meta["val"] = value
         return node
 
     def run(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -119,9 +119,8 @@ class Builder:
     def _describe(node: fx.Node, like: fx.Node, value: Any) -> fx.Node:
         node.meta = {k: v for k, v in like.meta.items() if k != "tensor_meta"}
         node.meta["val"] = value
-        if "module" not in node.meta:
-            node.meta["module"] = _module(like.meta.get("nn_module_stack"))
-            node.meta["source"] = _origin(like.meta.get("stack_trace"))
+        if note_of(node) == Note():
+            annotate(node, module=_module(like.meta.get("nn_module_stack")), source=_origin(like.meta.get("stack_trace")))
         for leaf in tree_leaves(value):
             sizes = leaf.shape if isinstance(leaf, Tensor) else [leaf]
             if any(isinstance(s, torch.SymInt | torch.SymFloat | torch.SymBool) for s in sizes):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from passes.graph import note_of
 from passes.layouts.reshard import COMMUNICATING, Step
 from passes.overlap import primitives
 from passes.rules.table import rule_of
@@ -59,7 +60,7 @@ def channels_last(module: fx.GraphModule, wanted: Callable[[fx.Node], bool]) -> 
         elif node.target is _aten.view.default:  # which asks for elements in order
             node.target = _aten.reshape.default
         elif node.op == "output":
-            leaves = zip(node.args[0], node.meta["values"], strict=True)
+            leaves = zip(node.args[0], note_of(node).values, strict=True)
             with graph.inserting_before(node):
                 node.args = (tuple(in_order(leaf) if isinstance(v, Tensor) else leaf for leaf, v in leaves),)
     result.recompile()
@@ -76,7 +77,7 @@ def worthwhile(module: fx.GraphModule) -> bool:
         if node.target not in (ops.reshard, ops.reshard_chunks) or value is None or value.dim() not in _IMAGES:
             return False
         moving = (Step(*step) for step in (*node.args[2], *node.args[3]))  # type: ignore[misc]
-        return node.meta["tensor"] not in resting and any(s.kind in COMMUNICATING and s.axes[0] < real for s in moving)
+        return note_of(node).tensor not in resting and any(s.kind in COMMUNICATING and s.axes[0] < real for s in moving)
 
     convolutions = sum(_order(node) is not None for node in module.graph.nodes)
     return convolutions > _EACH * sum(map(travels, module.graph.nodes))

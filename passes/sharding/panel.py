@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.graph import note_of
 from passes.layouts.layout import Layout, local_shape
 from passes.layouts.reshard import Step, steps
 from passes.rules.factors import Operator, Value, value_of
@@ -252,7 +253,7 @@ def panel(module: fx.GraphModule, found: Sequence[Loop], panels: Mapping[str, in
     renamed: dict[fx.Node, fx.Node] = {}
     *_, last = module.graph.nodes
     graph.output(graph.graph_copy(module.graph, renamed)).meta = dict(last.meta)
-    by_operator = {node.meta["operator"]: node for node in graph.nodes if "operator" in node.meta}
+    by_operator = {note_of(node).operator: node for node in graph.nodes if note_of(node).operator}
     world = next(node for node in graph.nodes if node.op == "get_attr")
     for loop in chosen:
         count = panels[loop.members[0].name]
@@ -277,7 +278,6 @@ def _replace(graph: fx.Graph, world: fx.Node, loop: Loop, nodes: Sequence[fx.Nod
     args = (world, sources[0], sources[1:], operands, loop.factor, count, loop.cuts, loop.transposed)
     with graph.inserting_before(nodes[0]):
         products = graph.call_function(panelled, args)
-        products.meta = {"panels": count, "operators": [m.name for m in loop.members]}
         items = [graph.call_function(operator.getitem, (products, i)) for i in range(len(nodes))]
     for node, item, where in zip(nodes, items, positions, strict=True):
         result = item

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial
 
-from passes.graph import arguments_of, differentiable, where
+from passes.graph import annotate, arguments_of, differentiable, where
 from passes.layouts.layout import Layout, even_chunk, is_shard, local_shape, splits
 from passes.layouts.reshard import Step, steps
 from passes.rules.factors import Operator, Value, value_of
@@ -161,7 +161,8 @@ class _Rewriter:
             target = ops.gather if regather else ops.reshard
             args: Any = (self.world, wide or self.nodes[node], tuple(map(tuple, forward)), tuple(map(tuple, backward)))
             self.edges[key] = self.graph.call_function(target, args)
-            self.edges[key].meta = {"tensor": node.name, "have": have, "want": want, "val": node.meta["val"]}
+            self.edges[key].meta = {"val": node.meta["val"]}
+            annotate(self.edges[key], tensor=node.name, have=have, layouts=(want.layout,), gradient=want.gradient)
             if wide is not None:
                 self.edges[key] = self.graph.call_method("to", (self.edges[key], node.meta["val"].dtype))
         return self.edges[key]
@@ -197,7 +198,8 @@ class _Rewriter:
             self.layouts[(node, index)] = layout
         table = rule_of(node)
         new = self._emit(node, table, strategy, args, kwargs)
-        new.meta = dict(node.meta) | {"operator": node.name, "strategy": strategy}
+        new.meta = dict(node.meta)
+        annotate(new, operator=node.name, layouts=strategy.results)
         self.nodes[node] = new
         self._within(node)
 
@@ -270,7 +272,8 @@ class _Rewriter:
         readers = "; ".join(f"{where(reader)} takes 0 to {size - 1}" for reader, size, _ in bounds)
         message = f"index out of range: {readers}"
         self.nodes[node] = self._call(ops.within, [self.world, self.nodes[node], outside, message], {})
-        self.nodes[node].meta = {"tensor": node.name, "val": node.meta["val"]}
+        self.nodes[node].meta = {"val": node.meta["val"]}
+        annotate(self.nodes[node], tensor=node.name)
 
     def _proxy(self, argument: Any) -> Any:
         return fx.Proxy(argument, self.tracer) if isinstance(argument, fx.Node) else argument
@@ -309,9 +312,8 @@ class _Rewriter:
             elif isinstance(leaf, fx.Node):
                 leaf = self.nodes[leaf]
             results.append(leaf)
-        self.graph.output(tuple(results)).meta = {
-            "values": [n.meta.get("val") if isinstance(n, fx.Node) else None for n in given]
-        }
+        values = tuple(leaf.meta.get("val") if isinstance(leaf, fx.Node) else None for leaf in given)
+        annotate(self.graph.output(tuple(results)), values=values)
 
 
 def _pack(*values: Any) -> tuple:

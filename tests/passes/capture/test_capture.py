@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from costmodel.errors import AutotpError
 from passes.capture import Captured, CaptureError, capture
+from passes.graph import note_of
 from tests.float64 import double, float64_mode
 from tests.models import MODELS
 
@@ -77,7 +78,7 @@ def check(model: nn.Module, *args: Any, **kwargs: Any) -> Captured:
     compare(model, args, kwargs, captured)
     for node in captured.graph_module.graph.nodes:
         if node.op == "call_function":
-            assert "val" in node.meta and "module" in node.meta
+            assert "val" in node.meta
             schema = getattr(node.target, "_schema", None)
             assert schema is None or not schema.is_mutable, f"{node.target} writes"
     return captured
@@ -134,9 +135,9 @@ def test_names_and_state() -> None:
     assert {captured.buffers[b] for b in captured.mutations} == {
         "norm.running_mean", "norm.running_var", "norm.num_batches_tracked",
     }  # fmt: skip
-    modules = {n.meta["module"] for n in captured.graph_module.graph.nodes if n.op == "call_function"}
+    modules = {note_of(n).module for n in captured.graph_module.graph.nodes if n.op == "call_function"}
     assert modules == {"", "first", "second", "norm"}
-    sources = {n.meta["source"] for n in captured.graph_module.graph.nodes if n.op == "call_function"}
+    sources = {note_of(n).source for n in captured.graph_module.graph.nodes if n.op == "call_function"}
     assert all(s.startswith("test_capture.py:") for s in sources)
 
 
