@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from passes.graph import differentiable, note_of
 from passes.layouts.reshard import Step
 from passes.overlap import primitives
-from passes.sharding.shard import draws
+from passes.rules.table import draws
 from passes.world import ops
 from passes.world.random_ops import DRAWN
 from passes.world.world import Pending, World
