@@ -18,6 +18,7 @@ from passes.graph import arguments_of
 from passes.rules import lowering as low
 from passes.rules import operators as of
 from passes.rules import shapes as by
+from passes.rules import views
 from passes.rules.kinds import KERNELS
 from passes.rules.notation import OpRule, RuleError, instantiate
 from passes.rules.rule import Product, Rule
@@ -255,19 +256,19 @@ RULES: Mapping[str, Rule] = {
     "aten.any.dim": Rule(by.reduction(linear=False), saves=""),
     "aten.all.dim": Rule(by.reduction(linear=False), saves=""),
     # views and layout changes
-    "aten.reshape.default": Rule(by.reshape, shape=1, saves="", view=True, copies=True),
-    "aten.expand.default": Rule(by.expand, shape=1, saves="", view=True),
-    "aten.permute.default": Rule(by.permute, saves="", view=True),
-    "aten.unsqueeze.default": Rule(by.unsqueeze, saves="", view=True),
-    "aten.squeeze.default": Rule(by.squeeze, saves="", view=True),
-    "aten.squeeze.dim": Rule(by.squeeze, saves="", view=True),
-    "aten.squeeze.dims": Rule(by.squeeze, saves="", view=True),
+    "aten.reshape.default": Rule(views.reshape, shape=1, saves="", view=True, copies=True),
+    "aten.expand.default": Rule(views.expand, shape=1, saves="", view=True),
+    "aten.permute.default": Rule(views.permute, saves="", view=True),
+    "aten.unsqueeze.default": Rule(views.unsqueeze, saves="", view=True),
+    "aten.squeeze.default": Rule(views.squeeze, saves="", view=True),
+    "aten.squeeze.dim": Rule(views.squeeze, saves="", view=True),
+    "aten.squeeze.dims": Rule(views.squeeze, saves="", view=True),
     "aten.clone.default": Rule(by.elementwise((0,)), saves=""),
     "aten.detach.default": Rule(by.elementwise((0,)), saves="", view=True, detaches=True),
     "aten.neg.default": Rule(by.elementwise((0,)), saves=""),
     "aten.slice.Tensor": Rule(by.along(1, linear=True), "copy", saves="", view=True),
-    "aten.select.int": Rule(by.select, saves="", view=True),
-    "aten.split_with_sizes.default": Rule(by.split, divide={1: "rest"}, saves="", view=True),
+    "aten.select.int": Rule(views.select, saves="", view=True),
+    "aten.split_with_sizes.default": Rule(views.split, divide={1: "rest"}, saves="", view=True),
     "aten.repeat.default": Rule(by.repeat, "copy", saves=""),
     "aten.cat.default": Rule(by.cat, "copy", saves=""),
     "aten.stack.default": Rule(by.stack, "copy", saves=""),
