@@ -27,6 +27,7 @@ import autotp
 from autotp.calibrate.collectives import QUICK, Clock
 from autotp.calibrate.contention import time_contention
 from autotp.runtime.durations import overlap_of
+from autotp.runtime.schedules import Schedules
 from benchmarks.models import trained
 from benchmarks.phases import answered
 from benchmarks.steps import TIMED, medians, step_of
@@ -101,12 +102,14 @@ class _Runner:
         parallel = self.parallel(plan, schedule)
         if schedule == "none":
             return lambda: step_of(parallel, self.args)
-        schedules = parallel._overlapping.rescheduled(overlap_of(plan, merge=merge))
+        known = parallel._overlapping
+        schedules = Schedules(known.sharded, known.world, overlap_of(plan, merge=merge), known.agreement)
 
         def run() -> None:
             parallel._overlapping = schedules
             step_of(parallel, self.args)
 
+        run()  # schedules the graphs
         return run
 
     def world(self, plan: autotp.Plan, schedule: str) -> Any:

@@ -49,6 +49,11 @@ class Note:
     collective: fx.Node | None = None
     traced: fx.Node | None = None
 
+    @property
+    def moves(self) -> bool:
+        """Whether the node is a reshard."""
+        return self.have is not None
+
 
 def note_of(node: fx.Node) -> Note:
     """What passes have left on a node; an empty note where that is nothing."""

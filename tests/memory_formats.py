@@ -78,7 +78,7 @@ def scatter_formats(graph: fx.Graph, target: fx.Node, operands: dict[str, str], 
                 back = gradient if result or gradient != "expanded" else "contiguous"
                 copy = graph.call_function(_relaid, (place, form or "contiguous", back, seed + number))
             copy.meta = dict(place.meta)
-            if note_of(place).have is not None:
+            if note_of(place).moves:
                 annotate(copy, have=None, layouts=())
             place.replace_all_uses_with(copy)
             copy.update_arg(0, place)

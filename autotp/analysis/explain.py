@@ -31,7 +31,8 @@ from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of
 from passes.rules.table import flop_of, name_of
 from passes.sharding.panel import loops
-from passes.strategies.strategy import Strategy, strategies, whole_layout
+from passes.strategies.space import strategies
+from passes.strategies.strategy import Strategy, whole_layout
 
 __all__ = ["Alternative", "Explainer", "Explanation", "explain_operator", "priced_plan"]
 

@@ -206,7 +206,7 @@ class _Comparison:
             error = self.error([p.detach() for p in parts[node]], whole[name], layout, chunk=note_of(node).chunk or ())
             if not self.wrong(name, error):
                 continue
-            if _moves(node):
+            if note_of(node).moves:
                 return self.departure(name, f"its reshard {self.change(node)} gives other values", error)
             missing = self.missing(node)
             if missing is not None:
@@ -222,7 +222,7 @@ class _Comparison:
         for operand, want in zip(operands, strategy.wants, strict=True):
             have = self.layout_of(operand)
             read = given.get(operand.name)
-            if have != want.layout[: len(have)] and read is not None and not _moves(read):
+            if have != want.layout[: len(have)] and read is not None and not note_of(read).moves:
                 return str(operand.name)
             if operand.name not in given and len(operands) == len(given):
                 return str(operand.name)
@@ -231,7 +231,7 @@ class _Comparison:
     def layout_of(self, node: fx.Node) -> Layout:
         producer, index = value_of(node)
         if producer.op == "placeholder":
-            return self.rewritten.sharding.resting.get(producer.name, self.rewritten.whole)
+            return self.rewritten.resting(producer.name)
         return self.rewritten.sharding.strategies[producer.name].results[index]
 
     def outputs(self, whole: Mapping[str, Any], parts: Mapping[fx.Node, Any]) -> dict[str, float]:
@@ -263,12 +263,12 @@ class _Comparison:
                 continue
             shapes = [p.shape for p in parts[node]]
             values = [wanted.new_zeros(s) if g is None else g for g, s in zip(given, shapes, strict=True)]
-            shared = [user for user in node.users if _moves(user)]
+            shared = [user for user in node.users if note_of(user).moves]
             error = self.error(values, wanted, layout, self.runs.cancelled(name), note_of(node).chunk or ())
-            if (_moves(node) and self.partly_read(node)) or not self.wrong(name, error, gradient=True):
+            if (note_of(node).moves and self.partly_read(node)) or not self.wrong(name, error, gradient=True):
                 continue
             wrong.add(node)
-            if _moves(node) or not shared or any(user in wrong for user in shared):
+            if note_of(node).moves or not shared or any(user in wrong for user in shared):
                 readers = [user for user in node.users if note_of(user).operator]
                 if readers:
                     return self.departure(
@@ -280,9 +280,9 @@ class _Comparison:
     def partly_read(self, node: fx.Node) -> bool:
         """Whether other layouts of the same tensor are read too, which have a share of its gradient each."""
         return any(
-            other is not node and note_of(other).tensor == note_of(node).tensor and _moves(other)
+            other is not node and note_of(other).tensor == note_of(node).tensor and note_of(other).moves
             for other in self.graph.nodes
-        ) or any(not _moves(user) for user in node.args[1].users)  # type: ignore[union-attr]
+        ) or any(not note_of(user).moves for user in node.args[1].users)  # type: ignore[union-attr]
 
     def gradients(self, parts: Mapping[fx.Node, Any]) -> dict[str, float]:
         """The error of every parameter's gradient."""
@@ -294,7 +294,7 @@ class _Comparison:
                 continue
             given = self.runs.part_gradients[node]
             values = [wanted.new_zeros(p.shape) if g is None else g for g, p in zip(given, parts[node], strict=True)]
-            layout = self.rewritten.sharding.resting.get(str(node.target), self.rewritten.whole)
+            layout = self.rewritten.resting(str(node.target))
             found[fqn] = self.error(values, wanted, layout, self.runs.cancelled(str(node.target)))
         return found
 
@@ -345,8 +345,3 @@ class _Comparison:
     def said(self, layout: Layout) -> str:
         real = len(self.mesh)
         return describe(layout, (*AXIS_NAMES[:real], *("chunks" for _ in layout[real:])))
-
-
-def _moves(node: fx.Node) -> bool:
-    """Whether a node of a sharded graph is a reshard."""
-    return note_of(node).have is not None

@@ -19,6 +19,7 @@ from autotp.runtime.compiled import Overlap
 from costmodel import compute
 from costmodel.overlap import LATENCY_SHARE, messages
 from passes.graph import note_of
+from passes.overlap.aliasing import viewing
 from passes.overlap.launch import launch, wait
 from passes.overlap.primitives import COLLECTIVES, axes_of, crop, in_one_format, laid_out, pad, within
 from passes.overlap.schedule import Task
@@ -128,18 +129,12 @@ def lane_of(axes: tuple[int, ...]) -> str:
     return "axes " + ",".join(map(str, axes))
 
 
-@functools.cache
-def _viewing(target: Any) -> bool:
-    schema = getattr(target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)
-
-
 def _is_view(node: fx.Node) -> bool:
     # nothing is to be done where the elements are in order already, and all there
     if node.target in (laid_out, in_one_format, within, crop, pad):
         old, new = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
         return bool(new.shape == old.shape and new.stride() == old.stride())
-    return _viewing(node.target)
+    return viewing(node.target)
 
 
 def _flop(node: fx.Node) -> tuple[float, tuple[float, float, float] | None]:

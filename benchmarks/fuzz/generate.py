@@ -154,8 +154,8 @@ class _Growing:
             role = "input"
         forms = ["plain"] * 4 + ["permuted", "strided"] * (len(want.shape) > 0)
         forms += ["expanded"] * (role == "input" and len(want.shape) > 1 and want.shape[0] > 0)
-        alike = [o for o in self.leaves if o.role == "parameter" and (o.shape, o.kind) == (want.shape, want.kind)]
-        tied = alike[0].name if role == "parameter" and alike and self.rng.random() < 0.5 else None
+        similar = [o for o in self.leaves if o.role == "parameter" and (o.shape, o.kind) == (want.shape, want.kind)]
+        tied = similar[0].name if role == "parameter" and similar and self.rng.random() < 0.5 else None
         form = self.rng.choice(forms)
         trained = role == "input" and floating and self.rng.random() < 0.7
         made = Leaf(

@@ -21,11 +21,13 @@ from benchmarks.fuzz.case import Case, build, lines_of
 from costmodel import Topology
 from passes.capture import Captured, capture
 from passes.graph import note_of
-from passes.layouts.layout import Layout, fits, place, restorable
+from passes.layouts.codes import fits, restorable
+from passes.layouts.layout import Layout, place
 from passes.rules.factors import Operator, analyse
 from passes.rules.table import name_of
 from passes.sharding.panel import loops
-from passes.strategies.strategy import LINEAR_PREFIX, Strategy, strategies
+from passes.strategies.space import strategies
+from passes.strategies.strategy import LINEAR_PREFIX, Strategy
 
 __all__ = ["Use", "decided", "machine", "planned", "use_of", "uses_of"]
 

@@ -62,12 +62,10 @@ class Cut:
     Attributes:
         forward: inputs, seed -> outputs, then what is saved.
         backward: what is saved, gradients of the outputs that have one -> gradients of the inputs that have one.
-        outputs: how many outputs come before what is saved.
     """
 
     forward: fx.Graph
     backward: fx.Graph
-    outputs: int
 
 
 def cut(joint: Joint) -> Cut:
@@ -98,7 +96,7 @@ def cut(joint: Joint) -> Cut:
     for node in _when_needed([n for n in nodes if n in needed and n not in values], later):
         values[node] = backward.node_copy(node, lambda n: values[n])
     backward.output(tuple(values[g] if isinstance(g, fx.Node) else g for g in gradients))
-    return Cut(forward, backward, len(outputs))
+    return Cut(forward, backward)
 
 
 def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -15,7 +15,7 @@ import copy
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,7 +37,7 @@ from passes.overlap.tidy import tidy
 from passes.overlap.trace import Joint, trace
 from passes.world.world import World
 
-__all__ = ["BACKWARD_PASSES", "PASSES", "Halves", "Orders", "Overlapped", "agreed", "first_agreed", "halves"]
+__all__ = ["BACKWARD_PASSES", "PASSES", "Halves", "Orders", "Overlapped", "halves"]
 
 #: In-place passes over the two traced graphs, in order: first those of the backward graph, then those of either one. They
 #: decide by sizes; see `Halves.refined`.
@@ -56,21 +56,13 @@ class Overlapped:
         forward: inputs of the sharded graph, a seed -> its outputs, then what is saved.
         backward: what is saved, gradients of the outputs that have one -> gradients of the inputs that have one.
         constants: tensors that the graphs read by name.
-        inputs: names of the sharded graph's placeholders.
-        trained: positions of the inputs whose gradients ``backward`` gives.
-        outputs: how many outputs come before what is saved.
-        tangents: positions of the outputs that have a gradient.
-        reached: see `passes.overlap.trace.Joint`.
+        joint: what they were traced from, for what their inputs and outputs are.
     """
 
     forward: fx.Graph
     backward: fx.Graph
     constants: Mapping[str, Tensor]
-    inputs: tuple[str, ...]
-    trained: tuple[int, ...]
-    outputs: int
-    tangents: tuple[int, ...]
-    reached: tuple[frozenset[int], ...]
+    joint: Joint
 
     def slots(self, durations: Durations, limits: Limits) -> tuple[list[Slot], list[Slot]]:
         """When each node of either graph is to run, by prediction; in the order in which it is to."""
@@ -186,16 +178,7 @@ class Halves:
         for graph, places in zip(halves, staged, strict=True):
             stage(graph, self.mesh, places, same_sizes=same_sizes)
         forward, backward = map(launches, halves)
-        return Overlapped(
-            forward,
-            backward,
-            self.constants,
-            self.joint.inputs,
-            self.joint.trained,
-            self.cut.outputs,
-            self.joint.tangents,
-            self.joint.reached,
-        )
+        return Overlapped(forward, backward, self.constants, self.joint)
 
     def _merged(self, chosen: tuple[Buckets, Buckets]) -> tuple[fx.Graph, fx.Graph]:
         forward, backward = copy.deepcopy(self.cut.forward), copy.deepcopy(self.cut.backward)
@@ -232,14 +215,3 @@ def halves(
     dump("cut, forward", parts.forward)
     dump("cut, backward", parts.backward)
     return Halves(joint, mesh, parts, {name: value.to(device) for name, value in joint.constants.items()})
-
-
-def first_agreed(signatures: Iterable[Iterable[str]]) -> int | None:
-    """The first choice whose graphs are alike on all devices, by each one's signatures; None where none is."""
-    return next((i for i, each in enumerate(zip(*signatures, strict=False)) if len(set(each)) == 1), None)
-
-
-def agreed(choices: Collection[Sequence[Halves]]) -> list[Halves] | None:
-    """Of every device's choices, the first with which all are alike; None where none is."""
-    which = first_agreed((choice.signature for choice in each) for each in choices)
-    return None if which is None else [each[which] for each in choices]

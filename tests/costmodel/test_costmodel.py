@@ -87,7 +87,7 @@ def test_units(text, quantity, value):
     ("text", "quantity", "said"),
     [
         ("25 Gb/s", "bandwidth", "'Gbit/s' or 'GB/s'"),
-        ("25 GB", "bandwidth", "is a memory, and a bandwidth is wanted"),
+        ("25 GB", "bandwidth", "is a memory, but a bandwidth is needed"),
         ("25 Gbits/s", "bandwidth", "did you mean 'Gbit/s'"),
         ("-3 us", "time", "not negative"),
         ("fast", "time", "write a number and a unit"),
@@ -209,7 +209,7 @@ def test_a_file_is_read(tmp_path):
         ("size = 2", "size = 2.0", r"\[\[levels\]\] number 2: size must be a whole number"),
         ("size = 2", "size = 0", r"number 2: size must be a whole number of at least 1, not 0"),
         ('"80 GB"', "-80", r"\[device\]: memory: -80 .*not negative"),
-        ('"80 GB"', '"80 GB/s"', r"\[device\]: memory: .*is a bandwidth, and a memory is wanted"),
+        ('"80 GB"', '"80 GB/s"', r"\[device\]: memory: .*is a bandwidth, but a memory is needed"),
         ("float32", "float23", r"\[device\]: flops: unknown key 'float23'; did you mean 'float32'"),
         ("[device]", "[devices]", r"unknown key 'devices'; did you mean 'device'"),
         ('name = "out"', 'name = "in"', r"two levels are named 'in'"),
@@ -236,7 +236,7 @@ def test_unknown_names(tmp_path):
         Topology.load(tmp_path / "absent.toml")
     with pytest.raises(TopologyError, match="levels must be one table or more"):
         Topology.from_dict(BOXES.to_dict() | {"levels": []})
-    with pytest.raises(TopologyError, match="one level at least"):
+    with pytest.raises(TopologyError, match="at least one level"):
         Topology("none", DEVICE, ())
 
 

@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_leaves
 import autotp
 from autotp.runtime.compiled import Overlap
 from autotp.runtime.state import distribute
-from passes.layouts.layout import fits, place, restorable
+from passes.layouts.codes import fits, restorable
+from passes.layouts.layout import place
 from passes.overlap.launch import launch
 from passes.overlap.schedule import Limits
 from passes.world.process import ProcessWorld

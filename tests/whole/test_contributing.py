@@ -19,7 +19,7 @@ from passes.capture import capture
 from passes.overlap import pipeline
 from passes.rules import table
 from passes.rules.factors import analyse
-from passes.strategies.strategy import strategies
+from passes.strategies.space import strategies
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guide" / "contributing.md").read_text()

@@ -139,9 +139,9 @@ def loss_of(output):
     return first if first.dim() == 0 else (first**2).mean()
 
 
-def close(got, want, scale, told):
+def close(got, want, scale, name):
     error = (got.detach().double() - want.detach().double()).abs().max().item() if want.numel() else 0.0
-    assert error <= 1e-9 * max(scale, 1e-300), f"{told}: off by {error:.3g} at scale {scale:.3g}"
+    assert error <= 1e-9 * max(scale, 1e-300), f"{name}: off by {error:.3g} at scale {scale:.3g}"
 
 
 def check(name, strategy, mesh, panels=None, chunks=None, overlapped=False):

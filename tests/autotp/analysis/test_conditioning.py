@@ -165,7 +165,7 @@ def test_the_outputs_share_of_a_gradient_is_not_missed():
     pins = ["first=Replicate", "tanh=Replicate", "second=k@x"]
     plan = autotp.plan(model, SLOW, (x,), mesh=(4,), constraints=pins, panels=1, chunks={})
     graph = rewrite(model, plan, (x,)).graph_module.graph
-    shared = [n for n in graph.nodes if note_of(n).have is not None and n.args[1] in graph.output_node().all_input_nodes]
+    shared = [n for n in graph.nodes if note_of(n).moves and n.args[1] in graph.output_node().all_input_nodes]
     assert [note_of(n).tensor for n in shared] == ["tanh"]
     found = verify(model, plan, (x,))
     assert found.right, found.departure

@@ -24,7 +24,7 @@ from autotp.costs.footprint import Footprint
 from autotp.planner import plan_captured
 from autotp.plans.families import family
 from passes.capture import capture
-from passes.strategies.strategy import strategies
+from passes.strategies.space import strategies
 
 FOUR = autotp.Topology.flat(4, bandwidth=1e8, latency=1e-6, device=SLOW)
 

@@ -154,9 +154,7 @@ def test_stale_pad():
 
 def test_swapped_shard():
     model, x, made = rewritten("3d", (2, 2))
-    slices = [
-        n for n in made.graph_module.graph.nodes if note_of(n).have is not None and any(s[0] == "slice" for s in n.args[2])
-    ]
+    slices = [n for n in made.graph_module.graph.nodes if note_of(n).moves and any(s[0] == "slice" for s in n.args[2])]
     node = slices[0]
     steps = [Step(*s) for s in node.args[2]]
     others = {0: 1, 1: 0}

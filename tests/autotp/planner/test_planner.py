@@ -22,10 +22,10 @@ from autotp.planner.structure import structure
 from autotp.plans.families import family
 from costmodel import Device
 from passes.capture import capture
-from passes.layouts.layout import blocks_of, is_shard, restorable
+from passes.layouts.codes import restorable
+from passes.layouts.layout import blocks_of, is_shard
 from passes.rules.table import flop_of
 from passes.strategies.space import space
-from passes.strategies.strategy import strategies
 
 SLOW = Device("slow", {"float32": 1e7}, 1e9, 1e7, 0.0)
 MOST = 20_000
@@ -240,7 +240,7 @@ def test_one_price_for_one_reshard_and_for_the_matrix_of_all():
                 assert every[i, j] == pytest.approx(one, rel=1e-9, abs=1e-15), (mesh, have, want)
 
 
-def test_arrays_of_strategies_hold_what_strategies_yields():
+def test_arrays_of_strategies_are_priced_as_each_is():
     for name in ("gpt2", "unet"):
         model, args, kwargs = MODELS[name]()
         captured = prepare(capture(model, args, kwargs))
@@ -253,8 +253,6 @@ def test_arrays_of_strategies_hold_what_strategies_yields():
                 seen.add(str(node.target))
                 found = space(operator, len(mesh))
                 valid = np.flatnonzero(found.valid(mesh))
-                expected = list(strategies(operator, mesh))
-                assert {found.strategy(row) for row in valid} == set(expected), node
                 flop, gradient = flop_of(node), True
                 seconds = prices.computing(found, flop, gradient=gradient) + prices.inside(found, gradient=gradient)[0]
                 for row in valid[:40]:
