@@ -15,7 +15,7 @@ from torch import fx
 
 from autotp.analysis.inspection import Reshard, reshards_of
 from autotp.costs.priced import Priced
-from autotp.costs.prices import Prices, flop_of
+from autotp.costs.prices import Prices
 from autotp.costs.step import Sums
 from autotp.costs.what_if import TensorClasses
 from autotp.errors import AutotpError
@@ -28,10 +28,11 @@ from autotp.plans.schemes import scheme
 from autotp.runtime.rewrite import checked
 from costmodel import compute
 from passes.capture import Captured
+from passes.graph import note_of
 from passes.layouts.layout import describe
 from passes.rules.factors import value_of
 from passes.rules.shapes import operands_of
-from passes.rules.table import name_of
+from passes.rules.table import flop_of, name_of
 from passes.sharding.panel import loops
 from passes.strategies.space import Space, strategies
 from passes.strategies.strategy import Strategy
@@ -172,8 +173,8 @@ class Explainer:
         return Explanation(
             name=name,
             target=name_of(node),
-            module=str(node.meta.get("module", "")),
-            source=node.meta.get("source"),
+            module=note_of(node).module,
+            source=note_of(node).source,
             copies=len(self.copies(node)),
             factors={f.name: f.size for f in operator.factors.values()},
             scheme=entry.scheme,

@@ -10,11 +10,12 @@ from fnmatch import fnmatchcase
 from torch import fx
 
 from autotp.costs.priced import Moved, Priced
-from autotp.costs.prices import flop_of
 from autotp.plans.plan import Plan
+from passes.graph import note_of
 from passes.layouts.layout import describe
 from passes.layouts.reshard import COMMUNICATING, moves
 from passes.rules.shapes import results_of
+from passes.rules.table import flop_of
 from passes.strategies.strategy import gradient_of
 
 __all__ = ["Filters", "Reshard", "Row", "inspect_plan", "reshard_steps", "reshards_of"]
@@ -136,7 +137,7 @@ def inspect_plan(plan: Plan, priced: Priced) -> list[Row]:
                 name=node.name,
                 target=entry.target,
                 module=entry.module,
-                source=node.meta.get("source"),
+                source=note_of(node).source,
                 count=len(copies[node]),
                 scheme=entry.scheme,
                 operands=entry.layouts[: len(strategy.wants)],

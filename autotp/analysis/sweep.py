@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autotp.costs.prices import flop_of
 from autotp.errors import AutotpError, BatchError, MemoryBoundError, TimeLimitError
 from autotp.planner import plan_captured
 from autotp.plans.families import FAMILIES
@@ -22,6 +21,7 @@ from autotp.plans.plan import Plan
 from costmodel import Topology, TopologyError
 from costmodel.energy import per_token, step_energy, step_money
 from passes.capture import Captured, capture
+from passes.rules.table import flop_of
 
 __all__ = ["Point", "batch_of", "example_of", "forward_flop", "sweep", "takes_devices"]
 

@@ -299,6 +299,7 @@ class Footprint:
 def _is_view(node: fx.Node, operand: fx.Node) -> bool:
     """Whether a result of a view operator shares its operand's storage: a reshape of what was permuted copies."""
     source, result = operand.meta["val"], results_of(node)[0]
-    if "reshape" not in str(node.target):
+    rule = rule_of(node)
+    if rule is None or not rule.copies:
         return True
     return source.numel() == result.numel() and (source.is_contiguous() or source.stride()[-1:] == result.stride()[-1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,6 +13,7 @@ from autotp.plans.constraints import Requirement
 from passes.capture import Captured
 from passes.rules.factors import Operator, Value, value_of
 from passes.rules.shapes import operands_of, results_of
+from passes.rules.table import rule_of
 
 __all__ = ["Model", "depth_of", "trained_values"]
 
@@ -48,6 +50,23 @@ class Model:
         return [leaf for leaf in leaves if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), Tensor)]
 
     @cached_property
+    def readers(self) -> Mapping[Value, Sequence[tuple[fx.Node, int]]]:
+        """Tensor -> the nodes that read it, in order, and as which operand; the graph's output is one of them."""
+        found: dict[Value, list[tuple[fx.Node, int]]] = defaultdict(list)
+        for node in self.operators:
+            for position, operand in enumerate(operands_of(node)):
+                found[value_of(operand)].append((node, position))
+        for leaf in self.outputs:
+            found[value_of(leaf)].append((leaf.graph.output_node(), 0))
+        return dict(found)
+
+    @cached_property
+    def named(self) -> Mapping[Value, fx.Node]:
+        """Tensor that is read, or returned -> a node that stands for it."""
+        read = [operand for node in self.operators for operand in operands_of(node)]
+        return {value_of(node): node for node in (*read, *self.outputs)}
+
+    @cached_property
     def differentiated(self) -> frozenset[fx.Node]:
         """Operators and parameters through which gradients flow."""
         return frozenset(node for node, _ in self.trained)
@@ -60,7 +79,8 @@ def trained_values(captured: Captured, operators: Mapping[fx.Node, Operator]) ->
         if node.op == "placeholder" and node.name in captured.parameters:
             trained.add((node, 0))
     for node in operators:
-        if "detach" in str(node.target) or not any(value_of(n) in trained for n in operands_of(node)):
+        rule = rule_of(node)
+        if (rule is not None and rule.detaches) or not any(value_of(n) in trained for n in operands_of(node)):
             continue
         trained |= {(node, i) for i, t in enumerate(results_of(node)) if t.dtype.is_floating_point}
     return frozenset(trained)

@@ -12,12 +12,13 @@ from torch.distributed.tensor import Partial, Replicate
 
 from autotp.costs.model import Model, depth_of
 from autotp.costs.price import Price
-from autotp.costs.prices import Prices, flop_of
+from autotp.costs.prices import Prices
 from autotp.costs.step import Pass, Sums
 from costmodel import overlap
 from passes.layouts.layout import Layout
 from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of
+from passes.rules.table import flop_of
 from passes.sharding.panel import Loop
 from passes.strategies.strategy import LINEAR_PREFIX, Strategy, Want, whole_layout
 

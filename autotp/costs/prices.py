@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,11 @@ from passes.layouts.layout import Layout, local_shape
 from passes.layouts.reshard import COMMUNICATING, moves, sums_first
 from passes.rules.factors import Operator
 from passes.rules.shapes import operands_of, results_of
-from passes.rules.table import name_of, rule_of
+from passes.rules.table import kind_of, rule_of
 from passes.strategies.space import Space
 from passes.strategies.strategy import Strategy, Want, gradient_of
 
-__all__ = ["Prices", "flop_of", "kind_of"]
+__all__ = ["Prices"]
 
 #: An all_reduce goes in stages where it then takes at most this share of its time: there are more messages to wait for.
 _STAGED = 0.95
@@ -275,31 +275,3 @@ class Prices:
     def states(self, elements: np.ndarray, itemsize: int) -> np.ndarray:
         """Bytes of parameters of so many elements on one device, with gradient and optimizer state."""
         return np.asarray(memory.state_bytes(elements, itemsize, self.optimizer, train=self.train))
-
-
-_KINDS = (
-    ("convolution", ("conv",)),
-    ("attention", ("attention",)),
-    ("norm", ("_norm",)),
-    ("softmax", ("softmax", "cross_entropy")),
-    ("gather", ("embedding", "gather", "index.")),
-    ("copy", ("aten.cat.", "aten.stack.", "aten.repeat.", "pad.", "aten.slice", "aten.roll", "aten.flip")),
-)
-
-
-@cache
-def _kind(name: str, product: bool) -> str:
-    found = next((kind for kind, words in _KINDS if any(word in name for word in words)), None)
-    return found or ("product" if product else "pointwise")
-
-
-def kind_of(node: fx.Node) -> str:
-    """Which of ``costmodel.KINDS`` an operator is."""
-    table = rule_of(node)
-    return _kind(name_of(node), table is not None and table.flop is not None)
-
-
-def flop_of(node: fx.Node) -> float:
-    """FLOP of a node's whole forward operator."""
-    table = rule_of(node)
-    return table.flop(node) if table is not None and table.flop is not None else 0.0

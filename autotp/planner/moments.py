@@ -150,7 +150,10 @@ class Moments:
         for leaf in self.model.outputs:
             found[value_of(leaf)].append((output, 0))
         stands, index = self.model.stands, self.structure.index
-        return {v: sorted(uses, key=lambda use: (index[stands.get(use[0], use[0])], use[1])) for v, uses in found.items()}
+        return {
+            value: sorted(uses, key=lambda use: (index[stands.get(use[0], use[0])], use[1]))
+            for value, uses in self.model.readers.items()
+        }
 
     def _life(self, value: Value) -> _Life:
         producer = value[0]

@@ -14,6 +14,7 @@ from autotp.runtime.compiled import Compiled, Runner
 from autotp.runtime.durations import lane_of
 from autotp.runtime.interpreter import Hook, Interpreter
 from autotp.runtime.strides import Arranged, as_traced
+from passes.graph import note_of
 from passes.overlap.launch import called, launch, wait
 from passes.overlap.primitives import axes_of
 
@@ -72,7 +73,7 @@ def _noting(part: str, events: list[Event]) -> Hook:
 
 def _watch(node: fx.Node, part: str, launched: Any, begin: float, events: list[Event]) -> None:
     """Notes a collective, and how long it took once it is done."""
-    traced = node.meta["collective"]
+    traced: Any = note_of(node).collective
     event = event_of(node, part, lane_of(axes_of(traced.target, traced.args)), begin, 0.0)
     events.append(event)
 

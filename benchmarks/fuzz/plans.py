@@ -20,6 +20,7 @@ from autotp.plans.plan_file import decode_layout, encode_layout
 from benchmarks.fuzz.case import Case, build, lines_of
 from costmodel import Topology
 from passes.capture import Captured, capture
+from passes.graph import note_of
 from passes.layouts.codes import fits, restorable
 from passes.layouts.layout import Layout, place
 from passes.rules.factors import Operator, analyse
@@ -66,7 +67,7 @@ def steps_of(case: Case, captured: Captured) -> Mapping[str, tuple[str, int]]:
     lines, seen, found = lines_of(case), Counter[str](), {}
     for node in captured.graph_module.graph.nodes:
         if node.op == "call_function":
-            line = (node.meta.get("source") or "").rpartition(":")[2]
+            line = (note_of(node).source or "").rpartition(":")[2]
             step = lines.get(int(line), "") if line.isdigit() else ""
             found[node.name] = (step, seen[step])
             seen[step] += 1

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.graph import annotate, note_of
 from passes.layouts.reshard import Step
 from passes.overlap import primitives
 from passes.overlap.primitives import COLLECTIVES
@@ -99,7 +100,7 @@ def launches(graph: fx.Graph) -> fx.Graph:
         if target in COLLECTIVES:
             rest = args[1:2] if target is primitives.all_gather else args[1:]
             begun = result.call_function(launch, (world, COLLECTIVES[target], args[0], *rest))
-            begun.meta = {"collective": node}
+            annotate(begun, collective=node)
             values[node] = result.call_function(wait, (begun,))
         elif target in _NAMES:
             values[node] = result.call_function(local, (world, _NAMES[target], *args))
@@ -109,12 +110,13 @@ def launches(graph: fx.Graph) -> fx.Graph:
             values[node] = result.call_function(draw, (world, *args))
         else:
             values[node] = result.node_copy(node, lambda n: values[n])
-        values[node].meta = dict(node.meta) | {"traced": node}
+        values[node].meta = dict(node.meta)
+        annotate(values[node], traced=node)
     return result
 
 
 def called(node: fx.Node) -> str:
     """What a node of a scheduled graph does, by name: an operator, a collective, or one of this module's functions."""
     if node.target is launch:
-        return COLLECTIVES[node.meta["collective"].target]
+        return COLLECTIVES[note_of(node).collective.target]  # type: ignore[union-attr]
     return str(node.args[1]) if node.target is local else name_of(node).removeprefix(f"{__name__}.")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.graph import above, below
+from passes.graph import above, annotate, below
 from passes.overlap.aliasing import held
 from passes.overlap.primitives import COLLECTIVES, crop, in_one_format, own, pad
 from passes.overlap.trace import Joint
@@ -92,7 +92,7 @@ def cut(joint: Joint) -> Cut:
     sizes = held(kept)
     for node in (*kept, *tangents):
         values[node] = _placeholder(backward, node)
-        values[node].meta["held"] = sizes.get(node, 0.0)
+        annotate(values[node], held=sizes.get(node, 0.0))
     for node in _when_needed([n for n in nodes if n in needed and n not in values], later):
         values[node] = backward.node_copy(node, lambda n: values[n])
     backward.output(tuple(values[g] if isinstance(g, fx.Node) else g for g in gradients))

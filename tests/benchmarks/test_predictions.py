@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 import autotp
-from autotp.costs.prices import Prices, flop_of, kind_of
+from autotp.costs.prices import Prices
 from benchmarks.predictions import INTERCONNECTS, Point, emulated, kendall, report
 from costmodel import KINDS, Level, compute
 from passes.capture import capture
 from passes.layouts.layout import local_shape
 from passes.rules.factors import analyse
 from passes.rules.shapes import operands_of, results_of
+from passes.rules.table import flop_of, kind_of
 from passes.strategies.space import space
 
 

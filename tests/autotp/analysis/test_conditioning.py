@@ -19,6 +19,7 @@ from autotp.analysis.conditioning import moved, nudged, rounding
 from autotp.analysis.verify import verify, verify_graph
 from autotp.analysis.verify_runs import Runs
 from autotp.runtime.rewrite import rewrite
+from passes.graph import note_of
 
 FOUR = slow_machine((4,))
 
@@ -108,14 +109,14 @@ def test_rounding_hides_no_defect(identical, defect):
     graphs = rewrite(model, plan, (x,))
     graph = graphs.graph_module.graph
     if defect == "unreduced":
-        (node,) = (n for n in graph.nodes if n.meta.get("tensor") == "p_head_weight")
+        (node,) = (n for n in graph.nodes if note_of(n).tensor == "p_head_weight")
         assert node.args[3], "its gradient is summed up"
         node.args = (*node.args[:3], ())
         operator = "head.weight"
     else:
         # Behind the weight, so that its gradient alone is wrong; or behind the product.
         (weight,) = (n for n in graph.nodes if n.op == "placeholder" and n.target == "p_one_weight")
-        product = next(n for n in graph.nodes if n.meta.get("operator") == "linear_1")
+        product = next(n for n in graph.nodes if note_of(n).operator == "linear_1")
         node = weight if defect == "doubled" else product
         factor = {"doubled": 2.0, "scaled": 1.001, "slightly scaled": 1 + 1e-5}[defect]
         with graph.inserting_after(node):
@@ -164,8 +165,8 @@ def test_the_outputs_share_of_a_gradient_is_not_missed():
     pins = ["first=Replicate", "tanh=Replicate", "second=k@x"]
     plan = autotp.plan(model, FOUR, (x,), mesh=(4,), constraints=pins, panels=1, chunks={})
     graph = rewrite(model, plan, (x,)).graph_module.graph
-    shared = [n for n in graph.nodes if "want" in n.meta and n.args[1] in graph.output_node().all_input_nodes]
-    assert [n.meta["tensor"] for n in shared] == ["tanh"]
+    shared = [n for n in graph.nodes if note_of(n).moves and n.args[1] in graph.output_node().all_input_nodes]
+    assert [note_of(n).tensor for n in shared] == ["tanh"]
     found = verify(model, plan, (x,))
     assert found.right, found.departure
     assert not found.ill_conditioned

@@ -14,6 +14,7 @@ from torch import nn
 
 from costmodel.errors import AutotpError
 from passes.capture import CaptureError, capture
+from passes.graph import note_of
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -49,9 +50,9 @@ def test_names_and_state() -> None:
     assert {captured.buffers[b] for b in captured.mutations} == {
         "norm.running_mean", "norm.running_var", "norm.num_batches_tracked",
     }  # fmt: skip
-    modules = {n.meta["module"] for n in captured.graph_module.graph.nodes if n.op == "call_function"}
+    modules = {note_of(n).module for n in captured.graph_module.graph.nodes if n.op == "call_function"}
     assert modules == {"", "first", "second", "norm"}
-    sources = {n.meta["source"] for n in captured.graph_module.graph.nodes if n.op == "call_function"}
+    sources = {note_of(n).source for n in captured.graph_module.graph.nodes if n.op == "call_function"}
     assert all(s.startswith("test_capture.py:") for s in sources)
 
 

@@ -8,6 +8,7 @@ from torch import fx
 
 import autotp
 from autotp.runtime.durations import overlap_of
+from passes.graph import annotate
 from passes.overlap.launch import launch, wait
 from passes.overlap.schedule import Limits, Task, schedule
 from passes.world.world import LocalWorld
@@ -67,7 +68,7 @@ def backward_of(layers, gathered=False):
     """A backward pass by hand: each layer's gradient is summed up on one link, and what came of it on another."""
     graph = fx.Graph()
     value, part, big = (graph.placeholder(name) for name in ("x", "part", "big"))
-    big.meta["held"] = 10.0
+    annotate(big, held=10.0)
     sums = []
     for i in range(layers):
         gradient = graph.call_function(torch.sin, (value,), name=f"gradient_{i}")
