@@ -140,8 +140,9 @@ def in_one_format(tensor: torch.Tensor) -> torch.Tensor:
         tensor, order = tensor.contiguous(), list(range(tensor.dim()))
     sizes = [tensor.shape[d] for d in order]
     strides = tuple(math.prod(sizes[order.index(d) + 1 :]) for d in range(tensor.dim()))
-    same = tensor.stride() == strides or tensor.numel() == 0
-    return tensor if same else tensor.as_strided(tensor.shape, strides, tensor.storage_offset())
+    # A view is made of what is handed on as it is, and a view may have other strides in dims of size 1.
+    same = tensor.stride() == strides and 1 not in tensor.shape
+    return tensor if same or tensor.numel() == 0 else tensor.as_strided(tensor.shape, strides, tensor.storage_offset())
 
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
