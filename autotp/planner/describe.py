@@ -21,6 +21,7 @@ from autotp.planner.ilp import Solution
 from autotp.plans.plan import AXIS_NAMES, Plan, PlannedOperator, fingerprint
 from autotp.plans.schemes import scheme
 from costmodel import bounds
+from passes.graph import note_of
 from passes.layouts.layout import describe
 from passes.rules.factors import value_of
 from passes.rules.shapes import operands_of, results_of
@@ -116,7 +117,7 @@ def _operator(priced: Priced, node: fx.Node, count: int) -> PlannedOperator:
     return PlannedOperator(
         name=node.name,
         target=name_of(node),
-        module=str(node.meta.get("module", "")),
+        module=note_of(node).module,
         scheme=scheme(operator, strategy, have, [n.name in model.captured.parameters for n in operands]),
         assignment=strategy.assignment,
         strategy={f: tuple(names[a] for a in strategy.axes(f)) for f in used},

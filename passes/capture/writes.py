@@ -53,7 +53,7 @@ def functionalise(
     """A graph without side effects.
 
     Args:
-        graph: a flat graph whose nodes say in ``meta["grad"]`` whether gradients were on.
+        graph: a flat graph whose notes say whether gradients were on (``Note.grad``).
         mode: the fake mode of its values.
         buffers: names of placeholders that may be written.
         learned: names of placeholders through which gradients may flow.
