@@ -1,6 +1,6 @@
 """Why an operator is sharded as it is: what it costs, of which terms, and what anything else would cost.
 
-Two costs of an alternative are told. *In place*: only this operator (and its folded copies) changes, all others stay, and
+Each alternative has two costs. *In place*: only this operator (and its folded copies) changes, all others stay, and
 pay the reshards that follow. *Planned*: the alternative is pinned, and everything else is planned anew around it.
 """
 
@@ -138,7 +138,7 @@ def explain_operator(captured: Captured, plan: Plan, name: str, *, count: int = 
         planned: around how many of them to plan anew.
 
     Raises:
-        AutotpError: the plan has no such operator; says which are like it.
+        AutotpError: the plan has no such operator; the message lists some that it has.
         PlanMismatchError: the plan is for another model or other inputs.
     """
     return Explainer(captured, plan).explain(name, count, planned)

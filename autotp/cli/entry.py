@@ -1,4 +1,4 @@
-"""The command line: plan a model for a machine without having the machine, and look at topologies.
+"""The command line: plan a model for a machine without having it, look at topologies, and the commands of other files.
 
 A mistake of the user's ends with ``error: ...`` on stderr and exit code 2, never with a traceback.
 """

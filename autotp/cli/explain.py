@@ -46,7 +46,7 @@ def explain_collective(
         also goes in stages, where its schedule hides communication and that is faster by some per cent.
 
     Raises:
-        AutotpError: no collective is called so.
+        AutotpError: no collective has this name.
         TopologyError: the mesh does not fit the machine.
     """
     if kind not in COLLECTIVES:
@@ -98,7 +98,7 @@ def explain_command(
     model: Annotated[str | None, typer.Option(help="FILE.py:FACTORY or package.module:factory, as it was planned.")] = None,
     memory: Annotated[bool, typer.Option("--memory", help="Explain what takes the plan's memory.")] = False,
     alternatives: Annotated[int, typer.Option(help="How many other strategies to show.")] = 5,
-    planned: Annotated[int, typer.Option(help="Around how many of them to plan everything else anew.")] = 1,
+    planned: Annotated[int, typer.Option(help="For how many of them to plan everything else anew.")] = 1,
     topology: Annotated[str | None, typer.Option(help="Of a collective: a preset's name or a TOML file.")] = None,
     size: Annotated[str | None, typer.Option("--bytes", help='Of a collective\'s whole tensor, such as "32 MB".')] = None,
     devices: Annotated[int | None, typer.Option(help="How many devices; left out, as many as the topology has.")] = None,

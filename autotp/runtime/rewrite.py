@@ -54,7 +54,7 @@ class Rewritten:
 
     @property
     def whole(self) -> Layout:
-        """The layout of what no device shares out."""
+        """The fully replicated layout."""
         return whole_layout(len(self.sharding.mesh))
 
     def resting(self, name: str) -> Layout:

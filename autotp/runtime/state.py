@@ -17,7 +17,7 @@ from passes.layouts.layout import Layout, take
 
 __all__ = ["distribute", "local_part", "local_parts", "state_of"]
 
-#: Uses of a storage that one tensor has: the tensor's, and that of the object that is asked.
+#: References to a storage that one tensor alone holds: the tensor's, and that of the object that is queried.
 _OWN_USES = 2
 
 

@@ -1,12 +1,7 @@
 """Overlap: a sharded graph becomes a forward and a backward graph whose collectives run while something is computed.
 
-Convolutions are given their inputs as they read them best (`passes.overlap.channels_last`). Then the graph is traced
-(`passes.overlap.trace`), cut in two (`passes.overlap.partition`), sums of products joined (`passes.overlap.join_products`),
-views that change nothing left out (`passes.overlap.tidy`), small collectives merged (`passes.overlap.bucket`), all_reduces
-over several levels of the network done level by level (`passes.overlap.stage`), every collective a launch and a wait
-(`passes.overlap.launch`), and put in an order that hides them (`passes.overlap.schedule`). A backward pass from some of the
-outputs has a graph of its own (`passes.overlap.prune`), and values lie in memory as they were traced
-(`autotp.runtime.strides`).
+`passes` lists what runs here, in order. A backward pass from some of the outputs has a graph of its own
+(`passes.overlap.prune`), and values lie in memory as they were traced (`autotp.runtime.strides`).
 """
 
 from __future__ import annotations
@@ -39,7 +34,7 @@ from passes.world.world import World
 
 __all__ = ["BACKWARD_PASSES", "PASSES", "Halves", "Orders", "Overlapped", "halves"]
 
-#: In-place passes over the two traced graphs, in order: first those of the backward graph, then those of either one. They
+#: In-place passes over the two traced graphs, in order: first those of the backward graph, then those of both. They
 #: decide by sizes; see `Halves.refined`.
 BACKWARD_PASSES: tuple[Callable[[fx.Graph], None], ...] = (drop_zeros, join_products)
 PASSES: tuple[Callable[[fx.Graph], None], ...] = (tidy,)

@@ -149,7 +149,7 @@ def addmm(node: fx.Node) -> str | None:
 
 
 def embedding(node: fx.Node) -> str | None:
-    """Gradients by how often a word is met count words of the whole batch."""
+    """No rule with ``scale_grad_by_freq``, which counts words of the whole batch."""
     return None if by.argument(node, 3, "scale_grad_by_freq", False) else "v h, … -> … h"
 
 
