@@ -42,7 +42,7 @@ def test_bytes_of_a_collective_take_device_time_and_latency_does_if_cpus_drive_i
     flat = Prices(Topology("flat", DEVICE, (Level("all", 4, RATE, LATENCY),), library), (4,))
     volumes = np.array([1.0, 1e6, 1e9])
     seconds, taken, occupied = flat.spent("all_gather", (0,), volumes, parameter=True)
-    latency = flat.seconds("all_gather", (0,), np.ones(1))[0]
+    latency = flat.spent("all_gather", (0,), np.ones(1))[0, 0]
     assert np.allclose(occupied, seconds) and taken[0] == 0
     assert np.allclose(taken, 0.5 * (seconds - latency)) and latency >= 3 * LATENCY
     many = flat.spent("all_gather", (0,), volumes)[1]
@@ -52,8 +52,8 @@ def test_bytes_of_a_collective_take_device_time_and_latency_does_if_cpus_drive_i
 def test_stages_occupy_one_level_after_the_other():
     prices, volumes = Prices(two_levels(), (2, 2), together=1e9), np.array([1e8])
     seconds, taken, node, network = prices.spent("all_reduce", (0, 1), volumes)[:, 0]
-    within = prices.seconds("reduce_scatter", (1,), volumes) + prices.seconds("all_gather", (1,), volumes)
-    between = prices.seconds("all_reduce", (0,), volumes / 2)
+    within = prices.spent("reduce_scatter", (1,), volumes)[0] + prices.spent("all_gather", (1,), volumes)[0]
+    between = prices.spent("all_reduce", (0,), volumes / 2)[0]
     assert (node, network) == (pytest.approx(within[0]), pytest.approx(between[0]))
     assert seconds == pytest.approx(node + network)
     least = prices.latency("reduce_scatter", (1,)) + prices.latency("all_gather", (1,)), prices.latency("all_reduce", (0,))

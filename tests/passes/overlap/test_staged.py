@@ -103,10 +103,10 @@ def test_the_planner_counts_on_stages_where_links_differ(slower, staged):
     topology = levels((2, 2), slower)
     waiting, together = Prices(topology, (2, 2)), Prices(topology, (2, 2), together=1e9)
     volumes = np.array([1e3, 1e6, 1e8])
-    flat = waiting.seconds("all_reduce", (0, 1), volumes)
-    inside = waiting.seconds("reduce_scatter", (1,), volumes) + waiting.seconds("all_gather", (1,), volumes)
-    least = inside + waiting.seconds("all_reduce", (0,), volumes / 2)
-    counted = together.seconds("all_reduce", (0, 1), volumes)
+    flat = waiting.spent("all_reduce", (0, 1), volumes)[0]
+    inside = waiting.spent("reduce_scatter", (1,), volumes)[0] + waiting.spent("all_gather", (1,), volumes)[0]
+    least = inside + waiting.spent("all_reduce", (0,), volumes / 2)[0]
+    counted = together.spent("all_reduce", (0, 1), volumes)[0]
     assert np.allclose(counted[1:], (least if staged else flat)[1:])
     assert (counted <= flat).all() and waiting.faster_staged((0, 1), 1e8) == staged
     assert (flat[-1] / least[-1] > 1.4) == staged
@@ -125,7 +125,7 @@ def test_explaining_a_collective_names_what_planning_takes():
     for slower in (1.0, 1.5, 2.0, 3.0, 100.0):
         machine = levels((2, 2), slower)
         found = explain_collective("all_reduce", machine, (2, 2), (0, 1), 1e8)
-        taken = float(Prices(machine, (2, 2), together=1e9).seconds("all_reduce", (0, 1), np.array([1e8]))[0])
+        taken = float(Prices(machine, (2, 2), together=1e9).spent("all_reduce", (0, 1), np.array([1e8]))[0, 0])
         assert math.isclose(found["seconds"], taken, rel_tol=1e-9), slower
         seen.add(found["chosen"] == "in stages")
     assert seen == {True, False}
