@@ -165,26 +165,20 @@ class Priced:
     @cached_property
     def reshards(self) -> Sequence[Moved]:
         """Every tensor in every layout that it is wanted in."""
-        model = self.model
-        readers: dict[tuple[Value, Want], list[fx.Node]] = defaultdict(list)
-        tensors: dict[Value, fx.Node] = {}
-        for node in model.operators:
+        users: dict[tuple[Value, Want], list[fx.Node]] = defaultdict(list)
+        for node in self.model.operators:
             for operand, want in zip(operands_of(node), self.strategies[node.name].wants, strict=True):
-                readers[value_of(operand), want].append(node)
-                tensors[value_of(operand)] = operand
+                users[value_of(operand), want].append(node)
         whole = whole_layout(len(self.prices.mesh))
-        for leaf in model.outputs:
-            readers[value_of(leaf), Want(whole, whole)] += []
-            tensors[value_of(leaf)] = leaf
-        return [
-            self.moved(value, tensors[value], self.layouts[value], want, users) for (value, want), users in readers.items()
-        ]
+        for leaf in self.model.outputs:
+            users[value_of(leaf), Want(whole, whole)] += []
+        return [self.moved(value, self.layouts[value], want, each) for (value, want), each in users.items()]
 
-    def moved(self, value: Value, tensor: fx.Node, have: Layout, want: Want, users: list[fx.Node]) -> Moved:
+    def moved(self, value: Value, have: Layout, want: Want, users: list[fx.Node]) -> Moved:
         """One tensor, made or resting in the layout ``have``, on its way to those who want it so."""
         parameter = value[0].name in self.model.captured.parameters
         price = self.prices.reshard(
-            tensor.meta["val"],
+            self.model.named[value].meta["val"],
             have,
             want,
             gradient=value in self.model.trained,

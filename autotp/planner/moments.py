@@ -22,7 +22,7 @@ from autotp.planner.assemble import Assembled
 from autotp.planner.ilp import Node, Problem, Tensor, Use
 from autotp.planner.structure import Edge
 from passes.layouts.codes import local_elements
-from passes.rules.factors import Value, value_of
+from passes.rules.factors import Value
 from passes.rules.shapes import operands_of
 from passes.rules.table import rule_of, saved_by
 from passes.sharding.panel import data_position
@@ -142,13 +142,6 @@ class Moments:
 
     def _readers(self) -> dict[Value, list[tuple[fx.Node, int]]]:
         """In the order of the uses of the tensor that stands for it."""
-        found: dict[Value, list[tuple[fx.Node, int]]] = defaultdict(list)
-        for node in self.model.operators:
-            for position, operand in enumerate(operands_of(node)):
-                found[value_of(operand)].append((node, position))
-        output = self.model.captured.graph_module.graph.output_node()
-        for leaf in self.model.outputs:
-            found[value_of(leaf)].append((output, 0))
         stands, index = self.model.stands, self.structure.index
         return {
             value: sorted(uses, key=lambda use: (index[stands.get(use[0], use[0])], use[1]))
