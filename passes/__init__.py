@@ -26,7 +26,7 @@ driven by `autotp.runtime.schedules` from the 16th on,
 12. `passes.overlap.partition.cut`: that graph is cut in two.
 13. `passes.overlap.prune.drop_zeros`: sums of zeros are left out.
 14. `passes.overlap.join_products.join_products`: a sum of products becomes one product.
-15. `passes.overlap.tidy.tidy`: views that change nothing are left out.
+15. `passes.overlap.tidy.tidy`: views and copies that change nothing are left out.
 16. `passes.overlap.bucket.merge`: small collectives become one.
 17. `passes.overlap.stage.stage`: all-reduces over several levels of the network go level by level.
 18. `passes.overlap.launch.launches`: each collective becomes a launch and a wait.

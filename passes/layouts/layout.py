@@ -133,6 +133,8 @@ def in_one_format(tensor: torch.Tensor) -> torch.Tensor:
     operand's format may find the other for a second: batch norm's backward on CPU does, and so do convolutions in
     float64. Batch norm's also takes a weight for contiguous. docs/upstream.md has minimal programs.
     """
+    if 1 not in tensor.shape and tensor.is_contiguous():
+        return tensor
     last = _CHANNELS_LAST.get(tensor.dim())
     if last is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last):
         order = [0, *range(2, tensor.dim()), 1]
