@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Note", "above", "annotate", "arguments_of", "below", "differentiable", "dump", "emit", "note_of", "where"]
+__all__ = ["RECOMPUTE", "Note", "above", "annotate", "arguments_of", "below", "differentiable", "dump", "emit", "note_of", "where"]
 
 
 _KEY = "note"
+#: torch's own key of ``node.meta``, which tracing copies to the nodes that a node becomes: the backward pass runs it again.
+RECOMPUTE = "recompute"
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,11 @@ class Plan:
         """Operators that have no rule and are computed whole on every device."""
         return [op.name for op in self.operators if op.replicated]
 
+    @property
+    def recomputed(self) -> list[str]:
+        """Operators whose results are not kept for the backward pass, which computes them again."""
+        return [op.name for op in self.operators if op.recomputed]
+
     def resting(self, parameter: str) -> Layout:
         """The layout in which a parameter rests.
 
@@ -139,6 +144,8 @@ class Plan:
         }
         if any(count > 1 for count in self.chunks.values()):
             decided["chunks"] = {kind: count for kind, count in self.chunks.items() if count > 1}
+        if self.recomputed:
+            decided["recomputed"] = {op.name: op.recomputed for op in self.operators if op.recomputed}
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 __all__ = ["PlannedOperator", "Predicted"]
 
@@ -47,6 +48,8 @@ class PlannedOperator:
             backward, when nothing rests in copies (``costmodel.bounds``); else 0.
         panels: how many panels its gathered operands come in; 1: they are gathered whole.
         replicated: it has no rule, so every device computes it whole.
+        recomputed: what the backward pass does again, as its results are not kept: ``""`` nothing, ``"local"`` the operator,
+            ``"all"`` also the collectives that bring its results into other layouts.
     """
 
     name: str
@@ -64,6 +67,7 @@ class PlannedOperator:
     bound_bytes: float
     panels: int
     replicated: bool
+    recomputed: Literal["", "local", "all"] = ""
 
     @property
     def bound_ratio(self) -> float | None:

@@ -32,14 +32,14 @@ class Overlap:
     """How graphs are overlapped.
 
     Attributes:
-        durations: of the nodes, predicted.
+        durations: of the nodes, predicted; None: nothing is hidden, nodes run in the order of autograd.
         enough: see `passes.overlap.bucket.buckets`; None: collectives are not merged.
         limits: of the schedule.
         faster: see `passes.overlap.stage.stages`; None: every all_reduce is one collective.
         hiding: see `passes.overlap.bucket.buckets`.
     """
 
-    durations: Durations
+    durations: Durations | None = None
     enough: Enough | None = None
     limits: Limits = Limits()
     faster: Faster | None = None

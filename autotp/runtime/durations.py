@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from autotp.costs.prices import Prices
-from autotp.plans.plan import Plan
+from autotp.plans.plan import Plan, overlapping
 from autotp.runtime.compiled import Overlap
 from costmodel import compute
 from costmodel.overlap import LATENCY_SHARE, messages
@@ -25,7 +25,7 @@ from passes.overlap.primitives import COLLECTIVES, axes_of, crop, in_one_format,
 from passes.overlap.schedule import Task
 from passes.rules.table import kind_of
 
-__all__ = ["enough", "hiding", "lane_of", "overlap_of", "task_of"]
+__all__ = ["enough", "hiding", "how_to_run", "lane_of", "overlap_of", "task_of"]
 
 _aten = torch.ops.aten
 #: Collectives are merged up to so many bytes: joining and parting are copies.
@@ -38,6 +38,13 @@ _COUNTED_AS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
 }
+
+
+def how_to_run(plan: Plan, schedule: str) -> Overlap | None:
+    """How the graphs of a plan run under a schedule; None: as autograd runs the sharded graph, which recomputes nothing."""
+    if overlapping(schedule):
+        return overlap_of(plan)
+    return Overlap() if plan.recomputed else None
 
 
 def overlap_of(plan: Plan, *, merge: bool = True) -> Overlap:

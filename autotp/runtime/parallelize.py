@@ -17,7 +17,7 @@ from autotp.planner import plan_captured
 from autotp.plans.families import Family
 from autotp.plans.options import Options
 from autotp.plans.plan import Plan, overlapping
-from autotp.runtime.durations import overlap_of
+from autotp.runtime.durations import how_to_run
 from autotp.runtime.module import DistributedModule
 from autotp.runtime.rewrite import apply
 from costmodel import Topology
@@ -110,7 +110,7 @@ def parallelize(
     _agree(reports, problem)
     assert rewritten is not None
     device_mesh = init_device_mesh(_kind_of_device(model), agreed_plan.mesh_shape, mesh_dim_names=agreed_plan.mesh_axes)
-    how = overlap_of(agreed_plan) if overlapping(schedule or agreed_plan.schedule) else None
+    how = how_to_run(agreed_plan, schedule or agreed_plan.schedule)
     return DistributedModule(model, agreed_plan, rewritten, device_mesh, initialise, agreed[0][1], how)
 
 

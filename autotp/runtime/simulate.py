@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from autotp.errors import AutotpError
-from autotp.plans.plan import Plan, overlapping
+from autotp.plans.plan import Plan
 from autotp.runtime.compiled import Compiled, Overlap
-from autotp.runtime.durations import overlap_of
+from autotp.runtime.durations import how_to_run
 from autotp.runtime.interpreter import execute
 from autotp.runtime.modes import OneMode, different_otherwise, training_only
 from autotp.runtime.output_guard import guard, made_of
@@ -52,7 +52,7 @@ def simulate(
         PlanMismatchError: when the plan was made for another model or other inputs.
         AutotpError: in the backward pass, when devices that should hold equal gradients do not.
     """
-    how = overlap_of(plan) if overlapping(schedule) else None
+    how = how_to_run(plan, schedule)
     return Simulated(model, rewrite(model, plan, args, kwargs), world or LocalWorld(plan.mesh_shape), how)
 
 

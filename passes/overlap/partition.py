@@ -1,7 +1,8 @@
 """A joint graph cut in two: the forward pass with what it leaves behind, and the backward pass.
 
 The backward pass is what depends on the gradients of the outputs. What it reads of the rest is saved, except parameters
-that were gathered: those it gathers again, from the parts that rest anyway.
+that were gathered: those it gathers again, from the parts that rest anyway; and what is marked to be computed again, from
+what is saved or computed again itself, right before it is first read.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.graph import above, annotate, below
+from passes.graph import RECOMPUTE, above, annotate, below
 from passes.overlap.aliasing import held
 from passes.overlap.primitives import COLLECTIVES, crop, in_one_format, own, pad
 from passes.overlap.trace import Joint
@@ -78,6 +79,7 @@ def cut(joint: Joint) -> Cut:
     outputs, gradients = list(leaves[: joint.outputs]), list(leaves[joint.outputs :])
     later = below(nodes, tangents)
     again = _gathered(nodes, {inputs[i] for i in joint.regathered}, later)
+    again |= {n for n in nodes if n.meta.get(RECOMPUTE) and n not in later}
     needed, saved = _needed(gradients, later, again, above(outputs))
     kept = [n for n in nodes if n in saved]
     forward, values = fx.Graph(), {}

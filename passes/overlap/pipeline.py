@@ -63,6 +63,13 @@ class Overlapped:
         """When each node of either graph is to run, by prediction; in the order in which it is to."""
         return schedule(self.forward, durations, limits), schedule(self.backward, durations, limits)
 
+    @property
+    def first_orders(self) -> Orders:
+        """The order in which autograd would have run them: every collective is waited for at once."""
+        every = ([i for i, n in enumerate(g.nodes) if n.op not in ("placeholder", "output")] for g in (self.forward, self.backward))
+        forward, backward = map(tuple, every)
+        return forward, backward
+
     def orders(self, slots: tuple[Sequence[Slot], Sequence[Slot]]) -> Orders:
         """Slots as numbers, which another device with graphs of the same signature understands."""
         found = []

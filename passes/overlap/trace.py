@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
 
 from passes.graph import differentiable, note_of
 from passes.layouts.reshard import Step
@@ -155,7 +156,7 @@ def trace(
         with torch.set_grad_enabled(bool(wanted)):
             live = [v.detach().requires_grad_(i in wanted) for i, v in enumerate(values)]
             world.seed_value = seed
-            outputs = list(sharded.forward(*live))  # without the hooks that a module has
+            outputs = list(fx.Interpreter(sharded).run(*live))  # marks of nodes come along, hooks of the module do not
             found: Sequence[Any] = ()
             tangents[:] = [i for i in floating if outputs[i].requires_grad]
             if tangents:
@@ -166,14 +167,19 @@ def trace(
         return [*(o.detach() if isinstance(o, Tensor) else o for o in outputs), *found]
 
     def traced() -> fx.GraphModule:
-        with _device(inputs.values()), torch.autograd.set_detect_anomaly(False), FakeTensorMode(allow_non_fake_inputs=True):
+        with (
+            _device(inputs.values()),
+            torch.autograd.set_detect_anomaly(False),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            preserve_node_meta(),
+        ):
             parts = [_like(inputs[name]) for name in names]
             seed = torch.empty((), dtype=torch.int64)
             values = [note_of(output).values[i] for i in floating]
             flat = [*parts, seed, *(torch.empty(v.shape, dtype=v.dtype, device=parts[0].device) for v in values)]
             module = make_fx(joint)(*flat)
             if any(_mutates(node) for node in module.graph.nodes):
-                module = make_fx(torch.func.functionalize(module))(*flat)
+                module = make_fx(torch.func.functionalize(fx.Interpreter(module).run))(*flat)
         return module
 
     previous = sharded.world

@@ -8,18 +8,19 @@ sharded factor needs collectives inside is replaced by its lowering.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 from torch.distributed.tensor import Partial
 
-from passes.graph import annotate, differentiable
+from passes.graph import RECOMPUTE, annotate, differentiable
 from passes.layouts.layout import Layout, even_chunk, is_shard, local_shape, splits
-from passes.layouts.reshard import Step, steps
+from passes.layouts.reshard import COMMUNICATING, Step, steps
 from passes.rules.factors import Operator, Value, value_of
 from passes.rules.rule import Rule
 from passes.rules.shapes import operands_of
@@ -44,12 +45,15 @@ class Sharding:
         strategies: operator name -> strategy.
         resting: placeholder name -> layout (whole if absent).
         parameters: names of the placeholders that are parameters.
+        recomputed: operator name -> whether the backward pass, which computes its results again, also repeats the
+            collectives that bring them into other layouts; operators that are not named are kept.
     """
 
     mesh: tuple[int, ...]
     strategies: Mapping[str, Strategy]
     resting: Mapping[str, Layout]
     parameters: frozenset[str]
+    recomputed: Mapping[str, bool] = field(default_factory=dict)
 
 
 def shard(
@@ -110,7 +114,7 @@ class _Rewriter:
         mutations: Mapping[str, str],
     ) -> None:
         self.module, self.operators, self.sharding, self.mutations = module, operators, sharding, mutations
-        self.mesh = sharding.mesh
+        self.mesh, self.recomputed = sharding.mesh, sharding.recomputed
         self.whole = whole_layout(len(self.mesh))
         self.emitter = Emitter()
         self.graph = self.emitter.graph
@@ -162,6 +166,9 @@ class _Rewriter:
             edge = self.edges[key] = self.emitter.call(target, self.emitter.world, wide or self.nodes[node], *ways)
             edge.meta = {"val": node.meta["val"]}
             annotate(edge, tensor=node.name, have=have, layouts=(want.layout,), gradient=want.gradient)
+            communicates = any(step.kind in COMMUNICATING for step in forward)
+            if value[0].name in self.recomputed and (self.recomputed[value[0].name] or not communicates):
+                edge.meta[RECOMPUTE] = True
             if wide is not None:
                 self.edges[key] = self.graph.call_method("to", (self.edges[key], node.meta["val"].dtype))
         return self.edges[key]
@@ -195,10 +202,13 @@ class _Rewriter:
         kwargs = {k: localise(a) for k, a in node.kwargs.items()}
         for index, layout in enumerate(strategy.results):
             self.layouts[(node, index)] = layout
-        table = rule_of(node)
+        table, before = rule_of(node), next(iter(reversed(self.graph.nodes)))
         new = self._emit(node, table, strategy, args, kwargs)
         new.meta = dict(node.meta)
         annotate(new, operator=node.name, layouts=strategy.results)
+        if node.name in self.recomputed:
+            for made in itertools.takewhile(lambda n: n is not before, reversed(self.graph.nodes)):
+                made.meta[RECOMPUTE] = True
         self.nodes[node] = new
         self._within(node)
 
