@@ -11,7 +11,19 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["RECOMPUTE", "Note", "above", "annotate", "arguments_of", "below", "differentiable", "dump", "emit", "note_of", "where"]
+__all__ = [
+    "RECOMPUTE",
+    "Note",
+    "above",
+    "annotate",
+    "arguments_of",
+    "below",
+    "differentiable",
+    "dump",
+    "emit",
+    "note_of",
+    "where",
+]
 
 
 _KEY = "note"

@@ -152,6 +152,10 @@ def _in_lockstep(modules: Sequence[fx.GraphModule], world: World) -> Runner:
     for node, own in each.items():
         if node.target is launch and len({str(other.args[3:]) for other in own}) > 1:
             raise AutotpError(f"node {node}: devices disagree about a collective; this is a defect of autotp")
+        if node.target is launch:  # strides decide, for each device, whether one writes over its operand: all do, or none
+            kind = min(str(other.args[1]) for other in own)
+            for other in own:
+                other.update_arg(1, kind)
 
     def look(node: fx.Node, run: Callable[[], Any]) -> Any:
         value = run()

@@ -6,14 +6,16 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from passes.capture.builder import Builder, CaptureError, operator_name, outer_order
 from passes.graph import arguments_of, where
 
-__all__ = ["PERMUTES", "RESHAPES", "SPLITS", "put_back"]
+__all__ = ["PERMUTES", "RESHAPES", "SPLITS", "put_back", "refuse_unsure"]
 
 aten = torch.ops.aten
+#: Kernels with contiguous results on CPU, where torch's fake ones have their operand's strides.
+_CONTIGUOUS_ON_CPU = frozenset({aten.log_sigmoid.default, aten.batch_norm.default})
 
 RESHAPES = frozenset(
     f"aten::{n}"
@@ -105,3 +107,24 @@ def put_back(build: Builder, view: fx.Node, source: fx.Node, new: fx.Node, like:
         f"{where(like)}: an in-place operator writes through {view.target}; "
         "use the out-of-place form (for example torch.where, torch.cat or x = x + y) in the model"
     )
+
+
+def refuse_unsure(node: fx.Node, written: fx.Node, root: fx.Node, value: Tensor) -> None:
+    """Refuses a write to what may be a copy in the model, as ``torch.export`` takes a kernel's strides for others.
+
+    Args:
+        node: the write.
+        written: what it writes to.
+        root: the node whose memory that is, as the fake tensors have it; its fake value is ``value``.
+
+    Raises:
+        CaptureError: see above.
+    """
+    if root.target not in _CONTIGUOUS_ON_CPU or value.device.type != "cpu" or value.is_contiguous():
+        return
+    if len(root.users) > 1 or written is not root:
+        raise CaptureError(
+            f"{where(node)}: {node.target} writes to a result of {root.target}, or to a copy of it: torch.export takes its "
+            "strides for its operand's, so it cannot tell whether contiguous() or reshape() copied; use an out-of-place "
+            "operator, or clone()"
+        )

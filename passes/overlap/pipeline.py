@@ -66,8 +66,10 @@ class Overlapped:
     @property
     def first_orders(self) -> Orders:
         """The order in which autograd would have run them: every collective is waited for at once."""
-        every = ([i for i, n in enumerate(g.nodes) if n.op not in ("placeholder", "output")] for g in (self.forward, self.backward))
-        forward, backward = map(tuple, every)
+        every = [list(graph.nodes) for graph in (self.forward, self.backward)]
+        forward, backward = (
+            tuple(i for i, node in enumerate(nodes) if node.op not in ("placeholder", "output")) for nodes in every
+        )
         return forward, backward
 
     def orders(self, slots: tuple[Sequence[Slot], Sequence[Slot]]) -> Orders:

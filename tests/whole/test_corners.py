@@ -5,6 +5,7 @@ Tests before them had dims that divide or are far longer than the axes that cut 
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -197,3 +198,31 @@ def test_running_statistics_of_halves_are_as_precise_as_in_the_plain_model(strat
         want = getattr(exact, name)
         mine, its = ((getattr(each, name).double() - want).norm() / want.norm() for each in (model, plain))
         assert mine <= 1.1 * its + 0.5 * torch.finfo(dtype).eps, f"{name}: {mine:.3g} beside {its:.3g}"
+
+
+class Sliced(nn.Module):
+    """Expanded, summed, sliced: on some devices of a mesh an operand lies so that an all-reduce may write over it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 12, 1, 1))
+
+    def forward(self):
+        summed = self.weight.transpose(0, 3).select(3, 7)[:, 0:8].expand(12, 8, 12).sum(0)
+        return summed[2:8:2][:, 8:11].expand(2, 4, 3, 3).transpose(2, 3)
+
+
+def test_devices_differ_in_what_may_be_written_over():
+    """In lockstep all devices do alike; parts in the tests before were laid out alike on all of them."""
+    torch.manual_seed(0)
+    model = Sliced().double()
+    plan = planned(model, (), "auto", (2, 3), schedule="overlap", chunks={})
+    chosen = {
+        "permute": ("d1", None), "select": (None, "d1"), "slice_1": (None, None), "expand": (None, "d2"),
+        "sum_1": ("d2", None), "slice_2": ("d1", "+0"), "slice_3": (None, "d0"), "expand_1": ("d3", "d2"),
+        "permute_1": ("d3", "+0"),
+    }  # fmt: skip
+    plan = replace(plan, operators=tuple(replace(op, assignment=chosen[op.name]) for op in plan.operators))
+    expected, found = run(model, ()), run(model, (), plan, "overlap")
+    for name, want in expected.items():
+        torch.testing.assert_close(found[name], want, rtol=1e-9, atol=1e-11)

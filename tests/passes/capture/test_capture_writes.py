@@ -10,6 +10,8 @@ import torch
 from capturing import check, image, program, targets
 from torch import nn
 
+from passes.capture import CaptureError
+
 
 def _add(self: Any, y: torch.Tensor) -> Any:
     y.add_(1).mul_(2)
@@ -220,3 +222,17 @@ def _random_program(seed: int) -> Any:
 @pytest.mark.parametrize("seed", range(40))
 def test_random_writes_through_views(seed: int) -> None:
     check(program(_random_program(seed)), image(4, 8))
+
+
+def test_a_write_to_what_only_a_real_kernel_lays_out_anew_is_refused() -> None:
+    """torch.export drops ``contiguous``, as the fake result has other strides; kernels in the programs have equal ones."""
+
+    def copied(self: Any, y: torch.Tensor) -> Any:
+        y = nn.functional.logsigmoid(y.t()).t()
+        copy = y.contiguous()
+        copy.add_(copy)
+        return y
+
+    with pytest.raises(CaptureError, match="log_sigmoid.*clone"):
+        check(program(copied), image(4, 8))
+    check(program(lambda self, y: nn.functional.logsigmoid(y).mul_(2)), image(4, 8))
