@@ -47,7 +47,7 @@ from autotp.cli.trace import trace_command
 from autotp.cli.verify import verify_command
 from autotp.errors import AutotpError
 from autotp.planner import plan_model
-from autotp.plans.options import Options
+from autotp.plans.options import RECOMPUTE, Options
 from costmodel import Topology
 from passes.capture import capture
 
@@ -123,6 +123,10 @@ def _plan(
     schedule: Annotated[
         str, typer.Option(help="How it will be run: overlap (communication hidden behind computing) or none.")
     ] = Options.schedule,
+    recompute: Annotated[
+        str,
+        typer.Option(help="What the backward pass computes again: auto, none, selective, full, or modules such as h.0,h.1."),
+    ] = str(Options.recompute),
     pin: Annotated[
         list[str] | None,
         typer.Option(help="A layout that something must have, such as lm_head.weight=Shard(0)@x; may be given again."),
@@ -147,6 +151,7 @@ def _plan(
         chunks=None if chunks is None else chunks_of(chunks),
         schedule=schedule,
         constraints=pin or (),
+        recompute=recompute if recompute in RECOMPUTE else recompute.split(","),
     )
     with working(f"building {model}"):
         module, args, kwargs = load_model(model, machine.devices)

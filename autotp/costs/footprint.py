@@ -3,8 +3,9 @@
 Parameters, buffers, the inputs and the optimizer's state are there throughout. The forward pass adds what operators
 return, and what reshards bring, and drops both after their last reader, unless a backward pass needs them. The backward
 pass runs the operators in reverse: it drops what was saved, gathers parameters again, and holds the gradient of every
-tensor from its last reader's turn to its producer's. Gradients of parameters stay. Views own no storage. What operators
-use inside (workspaces) is not known here.
+tensor from its last reader's turn to its producer's. Gradients of parameters stay. What is recomputed is dropped in the
+forward pass, made again when the backward pass first reads it, with what that takes, and held until it is read for the last
+time. Views own no storage. What operators use inside (workspaces) is not known here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -72,6 +73,8 @@ class Footprint:
         self.roots: dict[Value, Value] = {}
         self.saved: dict[fx.Node, set[Key]] = defaultdict(set)
         self.holders: dict[Key, int] = defaultdict(int)
+        self.inputs: dict[fx.Node, set[Key]] = {}
+        self.besides: dict[fx.Node, tuple[Key, float]] = {}
 
     def run(self) -> float:
         """Bytes at the worst moment, under ``zero_grad()`` as it is by default (gradients dropped)."""
@@ -86,7 +89,8 @@ class Footprint:
             self.now = Moment(at, Turn.FORWARD)
             self.forward(node)
             for key in ends[node]:
-                if not self.holders[key] and key[0] not in leaves and self.temporary(key[0]):
+                idle = not self.holders[key] or self.transient(key)
+                if idle and key[0] not in leaves and self.temporary(key[0]):
                     self.drop(key)
         if self.prices.train:
             self.gradients: dict[Value, dict[Layout, float]] = defaultdict(dict)
@@ -161,6 +165,15 @@ class Footprint:
         """A storage goes."""
         self.total -= self.live.pop(key, 0.0)
 
+    def transient(self, key: Key) -> bool:
+        """Whether a storage is made again for the backward pass: a result, or its copy in another layout."""
+        value, layout = key
+        repeats = self.model.recomputed.get(value[0])
+        if repeats is None or repeats or value[1] < 0 or layout == self.layouts[value]:
+            return repeats is not None
+        tensor = self.model.named[value].meta["val"]
+        return not self.prices.moving(tuple(tensor.shape), tensor.element_size(), self.layouts[value], layout).communication
+
     def temporary(self, value: Value) -> bool:
         """Whether a tensor is made in the step."""
         return value[0].op != "placeholder"
@@ -219,12 +232,16 @@ class Footprint:
         for key in gathered:
             if self.last[key] is node:
                 self.drop(key)
-        if self.prices.train and node in self.model.differentiated:
-            self.save(node, strategy, saved_by(node))
+        if self.prices.train:
+            self.save(node, strategy, saved_by(node) if node in self.model.differentiated else "")
 
     def save(self, node: fx.Node, strategy: Strategy, saves: str) -> None:
-        """Remembers what the backward pass of an operator needs."""
+        """Remembers what the backward pass of an operator needs, and what it takes to run it again."""
         keys = set()
+        if node in self.model.recomputed and (node, 0) not in self.roots:
+            wanted = zip(self.operands[node], strategy.wants, strict=True)
+            read = [self.key(value_of(operand), want.layout) for operand, want in wanted if self.temporary(value_of(operand))]
+            self.inputs[node] = set(read)
         if saves == "operands":
             for operand, want in zip(self.operands[node], strategy.wants, strict=True):
                 value = value_of(operand)
@@ -237,11 +254,47 @@ class Footprint:
         bound, besides = self.model.operators[node].rule, kept_besides(node)
         if bound is not None and besides and strategy.axes(*bound.inner):
             key = (node, -1), strategy.wants[0].layout
-            self.take(key, besides * self.bytes(self.operands[node][0].meta["val"], strategy.wants[0].layout))
+            self.besides[node] = key, besides * self.bytes(self.operands[node][0].meta["val"], strategy.wants[0].layout)
+            if node not in self.model.recomputed:
+                self.take(*self.besides[node])
             keys.add(key)
-        for key in keys:
+        for key in (*keys, *self.inputs.get(node, ())):
             self.holders[key] += 1
         self.saved[node] = keys
+
+    def restore(self, key: Key) -> None:
+        """Makes a storage again that the forward pass dropped, by running operators again as far as need be."""
+        if key in self.live:
+            return
+        value, layout = key
+        node = value[0]
+        if layout != self.layouts.get(value, layout):
+            own = self.key(value, self.layouts[value])
+            self.restore(own)
+            self.take(key, self.bytes(self.model.named[value].meta["val"], layout))
+            self.release([own], 0)
+            return
+        strategy, inputs, passing = self.strategies[node.name], self.inputs.pop(node, set()), 0.0
+        for each in inputs:
+            self.restore(each)
+        for operand, want in zip(self.operands[node], strategy.wants, strict=True):
+            if operand.name in self.parameters and want.layout != self.layouts[operand, 0]:
+                passing += self.bytes(operand.meta["val"], want.layout) / self.panels.get(node.name, 1)
+        made = [((node, i), layout) for i, layout in enumerate(strategy.results)]
+        for each, result in zip(made, self.results[node], strict=True):
+            self.take(each, self.bytes(result, each[1]))
+        if node in self.besides:
+            self.take(*self.besides[node])
+        self.reach(passing)
+        self.release(inputs)
+        self.release(made, 0)
+
+    def release(self, keys: Iterable[Key], holders: int = 1) -> None:
+        """Storages have so many holders less; those without any go."""
+        for key in keys:
+            self.holders[key] -= holders
+            if not self.holders[key] and self.temporary(key[0]):
+                self.drop(key)
 
     def grow(self, value: Value, layout: Layout, tensor: torch.Tensor) -> None:
         """A gradient arrives; a second one is added to the first."""
@@ -260,11 +313,15 @@ class Footprint:
         strategy, passing = self.strategies[node.name], 0.0
         mine = [(node, i) for i in range(len(self.results[node])) if (node, i) in self.model.trained]
         if not mine:
+            self.release(self.inputs.pop(node, ()))
             return
         for i, tensor in enumerate(self.results[node]):
             if (node, i) in self.model.trained:
                 self.bring((node, i), tensor)
         self.now = self.now._replace(turn=Turn.BACKWARD)
+        for key in self.saved[node]:
+            if self.transient(key):
+                self.restore(key)
         for operand, want in zip(self.operands[node], strategy.wants, strict=True):
             value = value_of(operand)
             moved = want.layout != self.layouts[value]
@@ -280,10 +337,7 @@ class Footprint:
         self.total -= passing
         for value in mine:
             self.fall(value)
-        for key in self.saved.pop(node, ()):
-            self.holders[key] -= 1
-            if not self.holders[key] and self.temporary(key[0]):
-                self.drop(key)
+        self.release((*self.saved.pop(node, ()), *self.inputs.pop(node, ())))
         for operand in self.operands[node]:
             if operand.name in self.parameters:
                 self.bring((operand, 0), operand.meta["val"])

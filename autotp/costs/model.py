@@ -13,7 +13,7 @@ from autotp.plans.constraints import Requirement
 from passes.capture import Captured
 from passes.rules.factors import Operator, Value, value_of
 from passes.rules.shapes import operands_of, results_of
-from passes.rules.table import rule_of
+from passes.rules.table import rule_of, saved_by
 
 __all__ = ["Model", "depth_of", "trained_values"]
 
@@ -28,6 +28,8 @@ class Model:
         stands: operator or parameter node -> the node that stands for it.
         trained: tensors through which gradients flow.
         pins: what constraints ask of operators and parameters.
+        recomputed: operator that the backward pass runs again -> whether it repeats the collectives that bring its results
+            into other layouts.
     """
 
     captured: Captured
@@ -35,6 +37,7 @@ class Model:
     stands: Mapping[fx.Node, fx.Node]
     trained: frozenset[Value]
     pins: Mapping[fx.Node, tuple[Requirement, ...]] = field(default_factory=dict)
+    recomputed: Mapping[fx.Node, bool] = field(default_factory=dict)
 
     @property
     def parameter_bytes(self) -> float:
@@ -70,6 +73,25 @@ class Model:
     def differentiated(self) -> frozenset[fx.Node]:
         """Operators and parameters through which gradients flow."""
         return frozenset(node for node, _ in self.trained)
+
+    @cached_property
+    def saved(self) -> Mapping[fx.Node, frozenset[Value]]:
+        """Operator -> the tensors, made in the step, that the backward pass reads for it."""
+        return {node: frozenset(self.read_again(node, node in self.recomputed)) for node in self.operators}
+
+    def read_again(self, node: fx.Node, recomputed: bool) -> list[Value]:
+        """The tensors, made in the step, that the backward pass reads for an operator's gradient, or to recompute it."""
+        found: list[Value] = []
+        saves = saved_by(node) if node in self.differentiated else ""
+        for operand in operands_of(node):
+            value = value_of(operand)
+            if value[0].op != "placeholder" and (
+                recomputed or (saves == "operands" and operand.meta["val"].dtype.is_floating_point)
+            ):
+                found.append(value)
+        if saves == "result":
+            found += [(node, i) for i in range(len(results_of(node)))]
+        return found
 
 
 def trained_values(captured: Captured, operators: Mapping[fx.Node, Operator]) -> frozenset[Value]:

@@ -141,7 +141,8 @@ class Priced:
     def alone(self, node: fx.Node, strategy: Strategy) -> Price:
         """What an operator costs by itself with a strategy."""
         gradient = node in self.model.differentiated
-        return self.prices.operator(self.model.operators[node], strategy, flop_of(node), gradient=gradient)
+        price = self.prices.operator(self.model.operators[node], strategy, flop_of(node), gradient=gradient)
+        return price.again if self.prices.train and node in self.model.recomputed else price
 
     @cached_property
     def costs(self) -> Mapping[fx.Node, OperatorCost]:
@@ -177,12 +178,13 @@ class Priced:
     def moved(self, value: Value, have: Layout, want: Want, users: list[fx.Node]) -> Moved:
         """One tensor, made or resting in the layout ``have``, on its way to those who want it so."""
         parameter = value[0].name in self.model.captured.parameters
+        repeated = self.model.recomputed.get(value[0]) and any(value in self.model.saved[user] for user in users)
         price = self.prices.reshard(
             self.model.named[value].meta["val"],
             have,
             want,
             gradient=value in self.model.trained,
-            regather=parameter or any((value, user) in self.again for user in users),
+            regather=parameter or bool(repeated) or any((value, user) in self.again for user in users),
             parameter=parameter,
         )
         return Moved(value, want, users, parameter, price)

@@ -118,7 +118,7 @@ class _Assembly:
                 memory += local_elements(tuple(tensor.shape), rows, self.mesh) * tensor.element_size()
         operator = choice.space.operator
         besides = kept_besides(operator.node)
-        if operator.rule is not None and besides and choice.gradient and self.prices.train:
+        if operator.rule is not None and besides and choice.gradient and not choice.recomputed and self.prices.train:
             inside = choice.space.axes_of(operator.rule.inner).any(axis=-1)
             first = operands_of(operator.node)[0].meta["val"]
             size = local_elements(tuple(first.shape), choice.space.wants[0], self.mesh) * first.element_size()
@@ -127,6 +127,9 @@ class _Assembly:
         forward, backward = self.weights.forward, self.weights.backward
         seconds = ((1 - late) * forward.compute + late * backward.compute) * compute
         seconds = seconds + (1 - inner_late) * forward.of(spent, parameter=False)
+        if choice.recomputed and self.prices.train:
+            seconds = seconds + (1 - late) * backward.compute * compute
+            seconds = seconds + (1 - inner_late) * backward.of(spent, parameter=False)
         seconds = seconds + inner_late * backward.of(spent, parameter=False)
         return np.where(valid, seconds, np.inf), memory
 
@@ -158,6 +161,9 @@ class _Assembly:
         if again.any():
             rows, wants = edge.rows[:, None, :], edge.wants[None, :, :]
             regather = ((rows >= 0) & (rows != wants)).any(axis=-1) & again
+        if edge.repeats and prices.train:
+            saved = edge.saved | edge.products
+            regather |= (edge.rows[:, None, :] != edge.wants[None, :, :]).any(axis=-1) & saved
         wanted = local_elements(shape, edge.wants, self.mesh) * itemsize
         memory, held = np.zeros(len(edge.wants)), np.zeros((1, 1))
         if edge.keeps and prices.train:

@@ -89,6 +89,8 @@ class Contest:
         open: candidates that are not settled.
         prices: seconds that a byte was worth when last looked at, by panels.
         leasts: what takes the least memory, once somebody asked; the same for all bounds and weights.
+        thorough: whether, where no look finds a choice that fits, the one with the least memory is searched for.
+        short: whether memory may have kept out a faster choice; of all contests that this one was made from, too.
     """
 
     candidates: Candidates
@@ -105,6 +107,8 @@ class Contest:
     prices: dict[int | None, float] = field(default_factory=dict)
     loosened: set[Candidate] = field(default_factory=set)
     leasts: dict[tuple[tuple[int, ...], ...], Least | None] = field(default_factory=dict)
+    thorough: bool = True
+    short: bool = False
 
     @property
     def cutoff(self) -> float:
@@ -151,7 +155,9 @@ class Contest:
                     self.open.append(Open(bound, candidate, 0.0))
                 elif not self._look(candidate):
                     break
-        if self.best is None and not self._some_fits(meshes):
+                else:
+                    self.short = True
+        if self.best is None and not (self.thorough and self._some_fits(meshes)):
             return
         late: list[Open] = []
         unfound: TimeoutError | None = None

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from torch import fx
 
@@ -106,6 +106,9 @@ def describe_plan(found: Found, sums: Sums, *, hides: bool, **fields: Any) -> Pl
     )
 
 
+_RECOMPUTED: Mapping[bool | None, Literal["", "local", "all"]] = {None: "", False: "local", True: "all"}
+
+
 def _operator(priced: Priced, node: fx.Node, count: int) -> PlannedOperator:
     """What a plan says of an operator."""
     model, names = priced.model, AXIS_NAMES[: len(priced.prices.mesh)]
@@ -130,6 +133,7 @@ def _operator(priced: Priced, node: fx.Node, count: int) -> PlannedOperator:
         bound_bytes=_bound(priced, node),
         panels=priced.panels.get(node.name, 1),
         replicated=operator.rule is None and bool(operands),
+        recomputed=_RECOMPUTED[model.recomputed.get(node)],
     )
 
 

@@ -8,17 +8,26 @@ sharded alike.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor, fx
 
+from autotp.costs.model import Model
 from passes.rules.factors import Operator
 from passes.rules.shapes import operands_of, results_of
 
-__all__ = ["fold", "signature"]
+__all__ = ["fold", "folded", "signature"]
 
 _LONGEST_PERIOD = 4096
 _LEAST_SAVING = 6
+
+
+def folded(model: Model) -> Model:
+    """The model with what is alike, and is pinned and recomputed alike, tied."""
+    pins, again = model.pins, model.recomputed
+    marks = {node: (pins.get(node, ()), again.get(node)) for node in (*pins, *again)}
+    return replace(model, stands=fold(model.operators, frozenset(model.captured.parameters), marks))
 
 
 def fold(

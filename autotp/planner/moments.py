@@ -154,7 +154,10 @@ class Moments:
         ends = len(self.order)
         return _Life(
             made=self.order.get(producer, -1),
-            kept=producer in self.order and saved_by(producer) == "result" and value in self.model.trained,
+            kept=producer in self.order
+            and saved_by(producer) == "result"
+            and value in self.model.trained
+            and producer not in self.model.recomputed,
             view=producer in self.order and self._is_view(producer),
             last=self._last(value),
             returned=any(reader.at == ends for reader in readers),
@@ -177,9 +180,7 @@ class Moments:
     def _reader(self, value: Value, user: fx.Node, position: int) -> _Reader:
         if user not in self.order:
             return _Reader(len(self.order), False, False, False)
-        trained = user in self.model.differentiated
-        real = value[0].op != "placeholder" and operands_of(user)[position].meta["val"].dtype.is_floating_point
-        saves = self.prices.train and trained and real and saved_by(user) == "operands"
+        saves = self.prices.train and value in self.model.saved[user] and value[0] not in self.model.recomputed
         data = self.panelled and data_position(user) == position
         return _Reader(self.order[user], saves, data, position == 0 and self._is_view(user))
 

@@ -19,7 +19,8 @@ from autotp.planner.assemble import EVEN
 from autotp.planner.candidates import Candidates
 from autotp.planner.contest import Contest
 from autotp.planner.describe import AXIS_NAMES, describe_plan
-from autotp.planner.folding import fold
+from autotp.planner.fitting import best_of_ways
+from autotp.planner.folding import folded
 from autotp.planner.ilp import NO_LAYOUT
 from autotp.planner.least_step import Searched, best_chunks, chunked, in_parts, least_step, sharding_of
 from autotp.plans.constraints import Constraint, minimal, requirements
@@ -38,9 +39,6 @@ __all__ = ["AXIS_NAMES", "candidate_meshes", "plan", "plan_captured", "plan_mode
 
 _log = logging.getLogger("autotp.plan")
 
-_TIGHTER = 5  # programs with ever less memory
-_HOPE = 1.3
-
 
 def plan(
     model: nn.Module,
@@ -58,6 +56,7 @@ def plan(
     schedule: str = Options.schedule,
     constraints: Sequence[str] | Mapping[str, str] = Options.constraints,
     time_limit: float = Options.time_limit,
+    recompute: str | Sequence[str] = Options.recompute,
 ) -> Plan:
     """Plans how ``model`` runs on ``topology``. Needs no process group and no device; the model may be on ``meta``.
 
@@ -65,7 +64,7 @@ def plan(
         model: any module that ``torch.export`` takes, unmodified.
         topology: a ``Topology``, or the name or path of one.
         args, kwargs: example inputs of the global batch; left out, a Hugging Face model's ``dummy_inputs`` serve.
-        strategy, mesh, mode, memory, optimizer, panels, chunks, schedule, constraints, time_limit: see
+        strategy, mesh, mode, memory, optimizer, panels, chunks, schedule, constraints, time_limit, recompute: see
             `autotp.plans.options.Options`.
 
     Returns:
@@ -89,6 +88,7 @@ def plan(
         schedule=schedule,
         constraints=constraints,
         time_limit=time_limit,
+        recompute=recompute,
     )
     return plan_model(model, topology, args, kwargs, options)
 
@@ -108,21 +108,28 @@ def plan_model(
     return plan_captured(captured, topology, options, {"capture_seconds": time.perf_counter() - started})
 
 
-def prepare(captured: Captured, constraints: Sequence[Constraint] = ()) -> Model:
+def prepare(
+    captured: Captured, constraints: Sequence[Constraint] = (), recomputed: Mapping[str, bool] | None = None
+) -> Model:
     """Analyses and folds a captured model; the same on every mesh.
+
+    Args:
+        captured: the model.
+        constraints: that its plans keep.
+        recomputed: names of operators that the backward pass runs again; see `autotp.costs.model.Model`.
 
     Raises:
         AutotpError: a constraint names nothing in the model.
     """
     operators = analyse(captured.graph_module.graph, captured.inputs)
     model = Model(captured, operators, {}, trained_values(captured, operators))
-    return _pinned(model, constraints)
+    again = {node: recomputed[node.name] for node in operators if recomputed and node.name in recomputed}
+    return _pinned(replace(model, recomputed=again), constraints)
 
 
 def _pinned(model: Model, constraints: Sequence[Constraint]) -> Model:
     """The model folded as constraints allow."""
-    pins = requirements(constraints, model.captured, model.operators)
-    return replace(model, stands=fold(model.operators, frozenset(model.captured.parameters), pins), pins=pins)
+    return folded(replace(model, pins=requirements(constraints, model.captured, model.operators)))
 
 
 def candidate_meshes(devices: int, axes: int, least: int = 1) -> Iterator[tuple[int, ...]]:
@@ -141,51 +148,6 @@ def candidate_meshes(devices: int, axes: int, least: int = 1) -> Iterator[tuple[
     most = sum(1 for found in by_count if found)
     for found in by_count[min(least, most) - 1 :]:
         yield from found
-
-
-def _fitting(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contest, Searched]:
-    """The last contest, and its best plan if a step of it fits.
-
-    The program counts gradients beside all saved activations, as when gradients of several batches are added up. A step has
-    a worst moment, which may take more or less: what it takes more is kept free, and where nothing fits by the sum, a plan
-    may fit by the step. Where programs with less memory and with more come to nothing, the plan with the least memory
-    decides whether there is any, and with it begins the search for one.
-    """
-    try:
-        contest, found = _fitting_by_sum(contest, meshes)
-    except TimeoutError:
-        least = contest.least(meshes)
-        if least is None or least.used > contest.allowed:
-            raise
-        return contest, Searched(contest.fastest_within(least), 0.0, least.used)
-    if found.best is not None:
-        return contest, found
-    least = contest.least(meshes)
-    if least is None or least.used > contest.allowed:
-        return contest, replace(found, used=math.inf if least is None else least.used)
-    best = contest.fastest_within(least)
-    free = contest.anew(math.inf)
-    free.run(meshes)
-    return contest, Searched(best, min(free.bound, best.solution.seconds), best.memory)
-
-
-def _fitting_by_sum(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contest, Searched]:
-    """The last of the contests whose programs have about as much memory as is allowed."""
-    contest.run(meshes)
-    if contest.best is None and not math.isinf(contest.needed):
-        contest = contest.anew(_HOPE * contest.allowed)
-        contest.run(meshes)
-    floor, used = contest.bound, 0.0
-    for left in reversed(range(_TIGHTER)):
-        if contest.best is None:
-            break
-        used = contest.best.memory
-        if used <= contest.allowed:
-            return contest, Searched(contest.best, floor, used)
-        if left:
-            contest = contest.anew(contest.memory - (used - contest.allowed))
-            contest.run(meshes)
-    return contest, Searched(None, floor, used)
 
 
 def plan_captured(captured: Captured, topology: Topology, options: Options, stats: Mapping[str, Any] | None = None) -> Plan:
@@ -211,19 +173,11 @@ def plan_captured(captured: Captured, topology: Topology, options: Options, stat
     together = model.parameter_bytes if hides else 0.0
     contest = Contest(Candidates(model, topology, options, together), bound, bound, started + options.time_limit)
 
-    def search(weights: Weights) -> Searched:
-        nonlocal contest
-        contest, found = _fitting(contest.anew(bound, weights), meshes)
-        return found
-
     try:
-        if hides:
-            found, floor = least_step(search, lambda one: one.priced.sums, depth_of(model), contest.deadline)
-        else:
-            found = search(EVEN)
-            floor = found.floor
+        outcome = best_of_ways(contest, meshes)
     except TimeoutError as error:
         raise TimeLimitError(f"{error} (it is {options.time_limit:g} s)") from error
+    contest, found, floor = outcome.contest, outcome.found, outcome.floor
     best = found.best
     if best is None:
         raise _conflict(contest, meshes, asked) or _nothing_fits(contest, found.used)
@@ -266,6 +220,7 @@ def plan_captured(captured: Captured, topology: Topology, options: Options, stat
         "method": best.solution.method,
         "meshes": len(meshes),
         "panels": options.panels,
+        "recompute": options.recompute,
         "operators": len(model.operators),
         "folded_operators": sum(model.stands[n] is n for n in model.operators),
     }

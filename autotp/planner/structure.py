@@ -38,6 +38,7 @@ class Choice:
         flop: of the whole operator, forward.
         gradient: gradients flow through it.
         saves: its results are kept for the backward pass.
+        recomputed: the backward pass runs it again.
         best: only the strategies of the highest score are the family's.
         score: per strategy.
     """
@@ -46,6 +47,7 @@ class Choice:
     flop: float
     gradient: bool
     saves: bool
+    recomputed: bool
     best: bool
     score: np.ndarray
 
@@ -84,7 +86,8 @@ class Edge:
         copies: the tensors of the model that it stands for.
         parameter: it is a parameter.
         trained: a gradient comes back.
-        keeps: what readers save of it is an activation's.
+        keeps: what readers save of it is an activation's, which is kept.
+        repeats: what readers save of it is brought to them once more in the backward pass.
     """
 
     name: str
@@ -101,6 +104,7 @@ class Edge:
     parameter: bool
     trained: bool
     keeps: bool
+    repeats: bool
 
     @property
     def count(self) -> int:
@@ -190,16 +194,17 @@ class _Builder:
         parameters = frozenset(self.captured.parameters)
         weight = any(value_of(n)[0].name in parameters for n in operands_of(node))
         gradient = node in self.model.differentiated
-        key = signature(operator, parameters), weight, gradient
+        recomputed = node in self.model.recomputed
+        key = signature(operator, parameters), weight, gradient, recomputed
         if key not in self.by_key:
             table, chosen = rule_of(node), self.chosen
             found = space(operator, self.axes, lambda axis, factor: chosen.allows(operator, axis, factor))
-            saves = saved_by(node) == "result" and gradient
+            saves = saved_by(node) == "result" and gradient and not recomputed
             best = chosen.prefers(table is not None and table.flop is not None and weight)
             score = np.array(
                 [chosen.score(operator, found.assignment(s)) for s in range(len(found.serves))] if best else []
             )
-            self.by_key[key] = Choice(found, flop_of(node), gradient, saves, best, score)
+            self.by_key[key] = Choice(found, flop_of(node), gradient, saves, recomputed, best, score)
         return self.by_key[key]
 
     def wanted_parameters(self) -> dict[fx.Node, list[np.ndarray]]:
@@ -273,7 +278,7 @@ class _Builder:
             gradients = gradients if trained else np.full_like(gradients, WHOLE)
             column = wants.add(np.concatenate([layouts, gradients], axis=1))
             found.append((self.index[user], column))
-            if saved_by(user) == "operands":
+            if saved_by(user) == "operands" or user in self.model.recomputed:
                 product = not parameter and data_position(user) == position
                 (products if product else saved).append(column)
         mask = [np.zeros(len(wants.rows), bool), np.zeros(len(wants.rows), bool)]
@@ -281,6 +286,7 @@ class _Builder:
             for column in columns:
                 chosen[column] = True
         value = node.meta["val"]
+        real = not parameter and producer.op != "placeholder" and value.dtype.is_floating_point
         return Edge(
             name=node.name,
             value=value,
@@ -295,5 +301,6 @@ class _Builder:
             copies=copies,
             parameter=parameter,
             trained=trained,
-            keeps=not parameter and producer.op != "placeholder" and value.dtype.is_floating_point,
+            keeps=real and producer not in self.model.recomputed,
+            repeats=real and self.model.recomputed.get(producer, False),
         )

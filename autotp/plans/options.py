@@ -13,7 +13,10 @@ from autotp.plans.plan import AXIS_NAMES, Plan, check_chunks, overlapping
 from costmodel import Topology
 from costmodel.memory import OPTIMIZERS
 
-__all__ = ["Options"]
+__all__ = ["RECOMPUTE", "Options"]
+
+#: What ``recompute`` may be, besides names of modules.
+RECOMPUTE = ("auto", "none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,10 @@ class Options:
         constraints: layouts that parameters, operators, inputs or outputs must have, such as
             ``"lm_head.weight=Shard(0)@x"`` (see `autotp.plans.constraints`).
         time_limit: seconds for the solver, over all meshes.
+        recompute: which results are not kept for the backward pass, which computes them again: ``auto``, as the planner
+            decides (none while memory is ample), ``none``, ``selective`` (all but those of matrix products, lookups in
+            weights, and collectives), ``full`` (all inside repeated blocks but what leaves them, as with
+            ``torch.utils.checkpoint`` around every block), or names of modules, which are such blocks.
 
     Raises:
         AutotpError: an option is wrong; names the choices.
@@ -53,6 +60,7 @@ class Options:
     schedule: str = "overlap"
     constraints: Sequence[str] | Mapping[str, str] = ()
     time_limit: float = 120.0
+    recompute: str | Sequence[str] = "auto"
 
     def __post_init__(self) -> None:
         """Checks all that needs no machine."""
@@ -72,6 +80,7 @@ class Options:
         ):
             raise AutotpError(f"mesh {tuple(mesh)}: give 1 to {len(AXIS_NAMES)} positive sizes")
         overlapping(self.schedule)
+        _check_recompute(self.recompute)
         if not isinstance(self.strategy, Family):
             family(self.strategy)
         parse(self.constraints or ())
@@ -101,6 +110,7 @@ class Options:
             chunks=plan.chunks,
             schedule=plan.schedule,
             constraints=plan.constraints,
+            recompute=plan.planning.get("recompute", "none"),
         )
 
     @property
@@ -122,3 +132,9 @@ class Options:
     def asked(self) -> tuple[Constraint, ...]:
         """The constraints, read."""
         return parse(self.constraints or ())
+
+
+def _check_recompute(way: str | Sequence[str]) -> None:
+    names = not isinstance(way, str) and isinstance(way, Sequence) and all(isinstance(name, str) for name in way)
+    if not names and way not in RECOMPUTE:
+        raise AutotpError(f"recompute={way!r} is unknown; choose one of {', '.join(RECOMPUTE)}, or give a list of modules' names")

@@ -1,0 +1,100 @@
+"""Which results are not kept for the backward pass, but computed again there.
+
+What is recomputed is a property of operators, as their strategies are: every way of saying it below is a set of operators,
+and prices, footprints and graphs know nothing else. Only what the backward pass reads is recomputed: a result that a
+gradient's formula uses, or that is needed to recompute another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from autotp.costs.model import Model
+from autotp.errors import AutotpError
+from passes.graph import note_of
+from passes.overlap.trace import undrawn
+from passes.rules.factors import value_of
+from passes.rules.shapes import operands_of
+from passes.rules.table import rule_of
+
+__all__ = ["recomputed_by"]
+
+_BLOCK = re.compile(r"^(?:.*?\.)?\d+(?=\.|$)")  # the outermost element of a list of modules
+
+
+def recomputed_by(model: Model, way: str | Sequence[str]) -> Mapping[fx.Node, bool]:
+    """What is recomputed -> whether the collectives that bring it into other layouts are repeated.
+
+    Args:
+        model: analysed.
+        way: ``none``; ``selective``, all but matrix products, lookups in weights and what collectives bring; ``full``, all
+            inside repeated blocks (elements of lists of modules; children of the model, where there are no lists) but the
+            results that leave them; or names of modules that are such blocks.
+
+    Raises:
+        AutotpError: a name is no module's, or some operator in one draws random numbers that cannot be repeated.
+    """
+    if way == "none":
+        return {}
+    nodes = list(model.operators)
+    fresh = set(undrawn(model.captured.graph_module.graph))
+    if way == "selective":
+        chosen = {node: False for node in nodes if not _dear(model, node) and node.name not in fresh}
+    else:
+        blocks = _blocks(nodes, way)
+        if not isinstance(way, str) and (drawn := [n.name for n in blocks if n.name in fresh]):
+            raise AutotpError(
+                f"recompute={list(way)}: {', '.join(drawn)} draw random numbers that cannot be repeated; leave their modules out"
+            )
+        leaving = {
+            value[0] for value, uses in model.readers.items() for user, _ in uses if blocks.get(user) != blocks.get(value[0])
+        }
+        chosen = {node: True for node in blocks if node not in leaving and node.name not in fresh}
+    _keep_what_is_shown(nodes, chosen)
+    return _needed(model, chosen)
+
+
+def _dear(model: Model, node: fx.Node) -> bool:
+    """Whether an operator is a product, or reads a weight of two dims or more."""
+    rule, parameters = rule_of(node), model.captured.parameters
+    weighs = any(operand.name in parameters and operand.meta["val"].dim() > 1 for operand in operands_of(node))
+    return rule is None or rule.flop is not None or weighs
+
+
+def _blocks(nodes: Sequence[fx.Node], way: str | Sequence[str]) -> dict[fx.Node, str]:
+    """The block of every operator that is in one."""
+    paths = {node: note_of(node).module for node in nodes}
+    if isinstance(way, str):
+        found = {node: match.group() for node, path in paths.items() if (match := _BLOCK.match(path))}
+        return found or {node: path.partition(".")[0] for node, path in paths.items() if path}
+    blocks: dict[fx.Node, str] = {}
+    for name in way:
+        inside = [node for node, path in paths.items() if path == name or path.startswith(f"{name}.")]
+        if not inside:
+            known = sorted({path for path in paths.values() if path})
+            raise AutotpError(f"recompute: no operator is in a module {name!r}; there are {', '.join(known)}")
+        blocks |= dict.fromkeys(inside, name)
+    return blocks
+
+
+def _keep_what_is_shown(nodes: Sequence[fx.Node], chosen: dict[fx.Node, bool]) -> None:
+    """A view that is kept holds the memory of what it shows, which is kept with it."""
+    for node in reversed(nodes):
+        rule = rule_of(node)
+        if rule is not None and rule.view and node not in chosen and operands_of(node):
+            chosen.pop(value_of(operands_of(node)[0])[0], None)
+
+
+def _needed(model: Model, chosen: Mapping[fx.Node, bool]) -> dict[fx.Node, bool]:
+    """Those that the backward pass reads."""
+    found: dict[fx.Node, bool] = {}
+    for node in reversed(list(model.operators)):
+        reads = {value[0] for value in model.read_again(node, node in found)}
+        if node in chosen and node in reads:  # its own result
+            found[node] = chosen[node]
+            reads |= {value[0] for value in model.read_again(node, recomputed=True)}
+        found |= {source: chosen[source] for source in reads if source in chosen}
+    return found
