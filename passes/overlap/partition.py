@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from passes.graph import RECOMPUTE, above, annotate, below
-from passes.overlap.aliasing import held
+from passes.overlap.aliasing import held, source_of
 from passes.overlap.primitives import COLLECTIVES, crop, in_one_format, own, pad
 from passes.overlap.trace import Joint
 
@@ -79,7 +79,9 @@ def cut(joint: Joint) -> Cut:
     outputs, gradients = list(leaves[: joint.outputs]), list(leaves[joint.outputs :])
     later = below(nodes, tangents)
     again = _gathered(nodes, {inputs[i] for i in joint.regathered}, later)
-    again |= {n for n in nodes if n.meta.get(RECOMPUTE) and n not in later}
+    for node in nodes:  # what only shows something that is computed again would keep it
+        if node not in later and (node.meta.get(RECOMPUTE) or source_of(node) in again):
+            again.add(node)
     needed, saved = _needed(gradients, later, again, above(outputs))
     kept = [n for n in nodes if n in saved]
     forward, values = fx.Graph(), {}
