@@ -13,7 +13,7 @@ from models import MODELS
 import autotp
 from autotp.planner import plan_captured
 from autotp.plans.options import Options
-from autotp.runtime.durations import overlap_of
+from autotp.runtime.durations import how_to_run, overlap_of
 from autotp.runtime.rewrite import apply
 from autotp.runtime.simulate import Simulated
 from passes.capture import capture
@@ -118,6 +118,23 @@ OVERLAPPED = [
 ]
 
 
+#: Recomputation, run as autograd orders it (chunks None) or overlapped: (model, strategy, mesh, chunks, way).
+RECOMPUTED = [
+    ("gpt2", "megatron-sp", (2, 2), {}, "full"),
+    ("gpt2", "zero3", (4,), None, "selective"),
+    ("llama", "tensor3d", (2, 2), {"batch": 2}, "selective"),
+    ("llama", "3d", (2, 2, 2), {}, "full"),
+    ("llama", "data", (4,), None, "full"),
+    ("bert", "auto", (2, 2, 2), {"rows": 2}, "full"),
+    ("bert", "summa-2d", (2, 2), {}, "selective"),
+    ("vit", "atp", (2, 2), {}, "full"),
+    ("resnet", "tensor3d", (2, 2), {}, "full"),
+    ("resnet", "data", (4,), {"batch": 2}, "selective"),
+    ("unet", "megatron-1d", (4,), {}, "full"),
+    ("unet", "tesseract-2.5d", (2, 2, 2), None, "selective"),
+]
+
+
 @functools.cache
 def captured(name):
     with float64_mode():
@@ -125,11 +142,12 @@ def captured(name):
         return capture(model, args, kwargs)
 
 
-def check(name, strategy, mesh, panels=None, chunks=None, overlapped=False):
-    plan = plan_captured(captured(name), slow_machine(mesh), Options(strategy, mesh=mesh, panels=panels, schedule="none"))
+def check(name, strategy, mesh, panels=None, chunks=None, overlapped=False, recompute="none"):
+    options = Options(strategy, mesh=mesh, panels=panels, schedule="none", recompute=recompute)
+    plan = plan_captured(captured(name), slow_machine(mesh), options)
     plan = dataclasses.replace(plan, chunks=chunks or {})
     # No topology asks for stages, buckets and chunks at once: every all_reduce over several axes goes level by level.
-    how = dataclasses.replace(overlap_of(plan), faster=lambda *_: True) if overlapped else None
+    how = dataclasses.replace(overlap_of(plan), faster=lambda *_: True) if overlapped else how_to_run(plan, "none")
     with float64_mode():
         plain, args, kwargs = double(MODELS[name])
         model, _, _ = double(MODELS[name])
@@ -154,7 +172,7 @@ def check(name, strategy, mesh, panels=None, chunks=None, overlapped=False):
                     close(p.grad, wanted[n], scale, f"gradient of {n} in step {step}")
             for optimizer in optimizers:
                 optimizer.step()
-    assert not overlapped or all(found is not None for found in ours._compiled.values())
+    assert how is None or all(found is not None for found in ours._compiled.values())
     for (n, want), got in zip(plain.named_parameters(), model.parameters(), strict=True):
         close(got, want, max(want.abs().max().item(), 1e-2), f"parameter {n} after three steps")
     for (n, want), got in zip(plain.named_buffers(), model.buffers(), strict=True):
@@ -200,6 +218,26 @@ def test_panels(name, strategy, mesh, panels):
     plan = check(name, strategy, mesh, panels)
     found = [op.panels for op in weight_operators(plan)]
     assert set(found) <= {1, panels} and found.count(panels) >= 2
+
+
+@pytest.mark.parametrize(("name", "strategy", "mesh", "chunks", "recompute"), RECOMPUTED, ids=lambda v: str(v).replace(" ", ""))
+def test_recomputation(name, strategy, mesh, chunks, recompute):
+    plan = check(name, strategy, mesh, 1, chunks, overlapped=chunks is not None, recompute=recompute)
+    kept = plan_captured(
+        captured(name), slow_machine(mesh), Options(strategy, mesh=mesh, panels=1, schedule="none", recompute="none")
+    )
+    assert len(plan.recomputed) >= 0.3 * len(plan.operators)
+    assert plan.predicted.memory_bytes < kept.predicted.memory_bytes
+    assert plan.predicted.step_seconds > kept.predicted.step_seconds
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("mesh", [(4,), (2, 2), (2, 2, 2)], ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize("strategy", [*FAMILIES, *GRIDS])
+@pytest.mark.parametrize("name", list(m for m in MODELS if m != "llama_logits"))
+def test_the_whole_matrix_recomputed(name, strategy, mesh, recompute):
+    check(name, strategy, mesh, 1, {"batch": 2}, overlapped=True, recompute=recompute)
 
 
 @pytest.mark.exact
