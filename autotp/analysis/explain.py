@@ -114,7 +114,7 @@ def priced_plan(captured: Captured, plan: Plan) -> Priced:
         PlanMismatchError: the plan is for another model or other inputs.
     """
     operators, chosen, resting = checked(captured, plan)
-    model = prepare(captured, parse(plan.constraints), {op.name: op.recomputed == "all" for op in plan.operators if op.recomputed})
+    model = prepare(captured, parse(plan.constraints), plan.repeated)
     prices = Prices(
         plan.topology,
         plan.mesh_shape,

@@ -125,7 +125,7 @@ def _plan(
     ] = Options.schedule,
     recompute: Annotated[
         str,
-        typer.Option(help="What the backward pass computes again: auto, none, selective, full, or modules such as h.0,h.1."),
+        typer.Option(help="What the backward pass computes again: auto, none, selective, full, or modules: h.0,h.1."),
     ] = str(Options.recompute),
     pin: Annotated[
         list[str] | None,

@@ -10,16 +10,15 @@ time. Views own no storage. What operators use inside (workspaces) is not known 
 
 from __future__ import annotations
 
-import enum
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import fx
 
+from autotp.costs.moment import Moment, Turn
 from autotp.costs.priced import Priced
 from passes.layouts.layout import Layout
 from passes.rules.factors import Value, value_of
@@ -27,24 +26,9 @@ from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import kept_besides, rule_of, saved_by
 from passes.strategies.strategy import Strategy, gradient_of, whole_layout
 
-__all__ = ["Footprint", "Moment", "Turn"]
+__all__ = ["Footprint"]
 
 Key = tuple[Value, Layout]
-
-
-class Turn(enum.IntEnum):
-    """What goes on: an operator runs, the gradients of its results arrive, or its backward pass runs."""
-
-    FORWARD = 0
-    ARRIVAL = 1
-    BACKWARD = 2
-
-
-class Moment(NamedTuple):
-    """When something is held: at which turn of the operator of this number."""
-
-    at: int
-    turn: Turn
 
 
 class Footprint:
@@ -240,7 +224,9 @@ class Footprint:
         keys = set()
         if node in self.model.recomputed and (node, 0) not in self.roots:
             wanted = zip(self.operands[node], strategy.wants, strict=True)
-            read = [self.key(value_of(operand), want.layout) for operand, want in wanted if self.temporary(value_of(operand))]
+            read = [
+                self.key(value_of(operand), want.layout) for operand, want in wanted if self.temporary(value_of(operand))
+            ]
             self.inputs[node] = set(read)
         if saves == "operands":
             for operand, want in zip(self.operands[node], strategy.wants, strict=True):

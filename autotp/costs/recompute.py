@@ -46,11 +46,15 @@ def recomputed_by(model: Model, way: str | Sequence[str]) -> Mapping[fx.Node, bo
     else:
         blocks = _blocks(nodes, way)
         if not isinstance(way, str) and (drawn := [n.name for n in blocks if n.name in fresh]):
+            names = ", ".join(drawn)
             raise AutotpError(
-                f"recompute={list(way)}: {', '.join(drawn)} draw random numbers that cannot be repeated; leave their modules out"
+                f"recompute={way}: {names} draw random numbers that cannot be repeated; leave their modules out"
             )
         leaving = {
-            value[0] for value, uses in model.readers.items() for user, _ in uses if blocks.get(user) != blocks.get(value[0])
+            value[0]
+            for value, uses in model.readers.items()
+            for user, _ in uses
+            if blocks.get(user) != blocks.get(value[0])
         }
         chosen = {node: True for node in blocks if node not in leaving and node.name not in fresh}
     _keep_what_is_shown(nodes, chosen)

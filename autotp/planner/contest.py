@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from autotp.costs.footprint import Moment
 from autotp.costs.model import Model
+from autotp.costs.moment import Moment
 from autotp.errors import BatchError
 from autotp.planner.assemble import EVEN, Assembled
 from autotp.planner.candidates import Candidate, Candidates, check_batch

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from torch import fx
 
-from autotp.costs.footprint import Footprint, Moment
+from autotp.costs.footprint import Footprint
+from autotp.costs.moment import Moment
 from autotp.costs.panels import choose_panels
 from autotp.costs.priced import Priced
 from autotp.costs.prices import Prices

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autotp.costs.footprint import Moment
+from autotp.costs.moment import Moment
 from autotp.planner.ilp import Problem, cheapest, evaluate
 from autotp.planner.moments import Moments
 from autotp.planner.shares import next_shares

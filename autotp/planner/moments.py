@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
-from autotp.costs.footprint import Moment, Turn
+from autotp.costs.moment import Moment, Turn
 from autotp.costs.prices import Prices
 from autotp.planner.assemble import Assembled
 from autotp.planner.ilp import Node, Problem, Tensor, Use

@@ -12,23 +12,21 @@ from typing import Any
 
 from torch import nn
 
-from autotp.costs.model import Model, depth_of, trained_values
+from autotp.costs.model import Model, trained_values
 from autotp.costs.priced import Priced
 from autotp.errors import AutotpError, ConstraintError, MemoryBoundError, TimeLimitError
-from autotp.planner.assemble import EVEN
 from autotp.planner.candidates import Candidates
 from autotp.planner.contest import Contest
 from autotp.planner.describe import AXIS_NAMES, describe_plan
 from autotp.planner.fitting import best_of_ways
 from autotp.planner.folding import folded
 from autotp.planner.ilp import NO_LAYOUT
-from autotp.planner.least_step import Searched, best_chunks, chunked, in_parts, least_step, sharding_of
+from autotp.planner.least_step import best_chunks, chunked, in_parts, sharding_of
 from autotp.plans.constraints import Constraint, minimal, requirements
 from autotp.plans.families import Family
 from autotp.plans.options import Options
 from autotp.plans.plan import Plan
 from costmodel import Topology
-from costmodel.overlap import Weights
 from passes.capture import Captured, capture
 from passes.overlap.trace import undrawn
 from passes.rules.factors import analyse

@@ -112,9 +112,14 @@ class Plan:
         return [op.name for op in self.operators if op.replicated]
 
     @property
+    def repeated(self) -> Mapping[str, bool]:
+        """What is recomputed -> whether the collectives that bring it into other layouts are repeated."""
+        return {op.name: op.recomputed == "all" for op in self.operators if op.recomputed}
+
+    @property
     def recomputed(self) -> list[str]:
         """Operators whose results are not kept for the backward pass, which computes them again."""
-        return [op.name for op in self.operators if op.recomputed]
+        return list(self.repeated)
 
     def resting(self, parameter: str) -> Layout:
         """The layout in which a parameter rests.

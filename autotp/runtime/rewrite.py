@@ -79,8 +79,7 @@ def apply(captured: Captured, plan: Plan, inputs: str = "global") -> Rewritten:
     operators, chosen, resting = checked(captured, plan)
     if inputs == "local":
         resting |= _input_layouts(captured, operators, chosen, plan.mesh_shape)
-    recomputed = {op.name: op.recomputed == "all" for op in plan.operators if op.recomputed}
-    sharding = Sharding(plan.mesh_shape, chosen, resting, frozenset(captured.parameters), recomputed)
+    sharding = Sharding(plan.mesh_shape, chosen, resting, frozenset(captured.parameters), plan.repeated)
     dump("captured", captured.graph_module.graph)
     sharded, virtual = _sharded(captured, operators, sharding, plan.chunks)
     if panels:

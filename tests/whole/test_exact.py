@@ -220,8 +220,9 @@ def test_panels(name, strategy, mesh, panels):
     assert set(found) <= {1, panels} and found.count(panels) >= 2
 
 
-@pytest.mark.parametrize(("name", "strategy", "mesh", "chunks", "recompute"), RECOMPUTED, ids=lambda v: str(v).replace(" ", ""))
-def test_recomputation(name, strategy, mesh, chunks, recompute):
+@pytest.mark.parametrize("case", RECOMPUTED, ids=lambda v: str(v).replace(" ", ""))
+def test_recomputation(case):
+    name, strategy, mesh, chunks, recompute = case
     plan = check(name, strategy, mesh, 1, chunks, overlapped=chunks is not None, recompute=recompute)
     kept = plan_captured(
         captured(name), slow_machine(mesh), Options(strategy, mesh=mesh, panels=1, schedule="none", recompute="none")
