@@ -1,4 +1,4 @@
-"""Settle a small piece exactly: elimination with memory, by labels pruned with reduced costs.
+"""Settle what pruning leaves exactly: elimination with memory, by labels pruned with reduced costs.
 
 A label is a partial choice that matters only through the nodes it still shares with the rest: (their
 strategies; bytes, largest temporary, seconds). Tables of labels are joined on a node, the node is dropped,
