@@ -1,1 +1,1 @@
-"""What the documentation's tables are made of; each module is a command: ``python -m benchmarks.volumes``."""
+"""Generators of the documentation's tables; each module is a command: ``python -m benchmarks.volumes``."""

@@ -1,4 +1,4 @@
-"""What a step really allocates: live bytes of tensors, watched operator by operator."""
+"""The memory that a step allocates: live bytes of tensors, measured operator by operator."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Allocated"]
 
 
 class Allocated(TorchDispatchMode):
-    """Watches the storages of all tensors that operators return while it is on, in this thread.
+    """A mode that tracks the storages of all tensors that operators return in this thread.
 
-    Tensors from before count once they are told (:meth:`add`).
+    Existing tensors are counted after :meth:`add`.
 
     Attributes:
-        live: bytes of watched storages that are alive.
-        peak: most bytes that were alive at once since the last :meth:`reset`.
+        live: bytes of live tracked storages.
+        peak: the largest value of ``live`` since the last :meth:`reset`.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
-"""The memory allocator of processes that compute on processors: one that keeps what is freed, as on GPUs torch's own does.
+"""The memory allocator of processes that compute on CPUs: one that keeps freed memory, as torch's own does on GPUs.
 
-glibc's gives large tensors back, or scatters small ones among them and asks for more: a step then takes half as long again,
-or not, by chance, with tens of thousands of page faults. torch's advice for processors is jemalloc or tcmalloc, preloaded.
+glibc's allocator may return large tensors to the system, or fragment its memory and request more. A step then randomly
+takes up to 1.5 times as long, with tens of thousands of page faults. On CPUs, torch recommends preloading jemalloc or
+tcmalloc.
 """
 
 from __future__ import annotations

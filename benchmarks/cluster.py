@@ -56,7 +56,7 @@ _SERIALS = itertools.count()
 _FIRST_PORT = 29500
 #: Characters; torchrun's own report takes some 2000 of them, after the script's.
 _TAIL = 6000
-#: Seconds after the first failure in which others are told of too.
+#: Seconds after the first failure in which further failures are reported too.
 _GRACE = 0.5
 
 
@@ -156,7 +156,7 @@ class Cluster:
 
         Args:
             arguments: the script and its arguments; torchrun's own options may come before.
-            env: variables beside this process's own.
+            env: environment variables in addition to those of this process.
             timeout: seconds until everything is killed.
             show: let node 0 write to this process's stdout and stderr, rather than keep what it writes.
 
@@ -191,7 +191,7 @@ class Cluster:
             return [_text(node.stdout) for node in nodes]
 
     def _pinned(self, number: int) -> list[str]:
-        """Keeps a node on cores of its own, as far as they go, so that what one node computes slows no other down."""
+        """Pins a node to its own cores, as far as possible, so that nodes do not slow each other down."""
         cores = sorted(os.sched_getaffinity(0))
         share = max(1, len(cores) // self.layout.nodes)
         first = number * share % len(cores)
@@ -249,7 +249,7 @@ def _wait(nodes: Sequence[_Node], timeout: float) -> None:
         time.sleep(0.02)
     failed = [node for node in nodes if node.code]
     if failed:
-        # A lost connection fails the other nodes too, and which torchrun notices first is chance: tell of them all.
+        # A lost connection makes other nodes fail too, and it is random which torchrun notices first: report all failures.
         time.sleep(_GRACE)
         raise NodeError(failed + [node for node in nodes if node.code and node not in failed])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from autotp import FAMILIES, BatchError, MemoryBoundError, Plan
 from autotp.planner import plan_captured
 from autotp.plans.families import family
+from autotp.plans.options import Options
 from costmodel import Topology
 from passes.capture import Captured
 
@@ -20,7 +21,9 @@ def plans(captured: Captured, topology: Topology, memory: float | None, mode: st
     for name in FAMILIES:
         chosen = family(name)
         try:
-            plan = plan_captured(captured, topology, chosen, memory=memory, mode=mode, time_limit=60.0)
+            plan = plan_captured(
+                captured, topology, Options(chosen, memory=memory, mode=mode, time_limit=60.0, schedule="none")
+            )
         except MemoryBoundError:
             found[name] = "does not fit"
         except BatchError:

@@ -168,7 +168,7 @@ _GPTS = {"gpt": (4, 256, 128), "deep": (8, 256, 256), "wide": (8, 1024, 32)}
 
 
 def trained(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A model that steps in half a second on a processor, returning its loss, with its global batch.
+    """A model that takes half a second per step on a CPU core and returns its loss, with its global batch.
 
     ``gpt``: a GPT-2 of 4 layers of width 256 over 8 sequences of 128; ``deep``: 8 layers of width
     256 over 8 sequences of 256; ``wide``: 8 layers of width 1024 over 8 sequences of 32. ``llama``: as ``gpt``, of a Llama

@@ -1,7 +1,7 @@
 """Network namespaces, bridges and rate-limited links: what `benchmarks.cluster` is built from.
 
-A cluster's namespaces are named ``autotp-<pid>-<serial>-<role>``: the pid tells whose they are, so that `clean` can
-tell leftovers from clusters in use, and the serial lets one process have several.
+A cluster's namespaces are named ``autotp-<pid>-<serial>-<role>``: the pid identifies their process, so that `clean` can
+distinguish leftovers from clusters in use, and the serial number allows several clusters per process.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def kill(name: str) -> None:
 
 
 def remove(names: Sequence[str]) -> None:
-    """Kills what runs in the namespaces and deletes them, going on past failures and telling them at the end.
+    """Kills the processes in the namespaces and deletes these; continues after failures and reports them at the end.
 
     Raises:
         ClusterError: something could not be killed or deleted.

@@ -1,12 +1,12 @@
 """Step times with and without overlap on emulated interconnects: python -m benchmarks.overlap [--write] (two hours)
 
-What was measured is kept in benchmarks/measured/overlap.json, case by case as it is done; the document is made of that. So
-a run that is broken off loses one case, and ``--only unet,megatron-1d`` measures again what has these names.
+Measurements are stored in benchmarks/measured/overlap.json after every case, and the document is generated from this file.
+An interrupted run loses only one case, and ``--only unet,megatron-1d`` repeats the cases with these names.
 
-A GPT of 8 layers, narrow with long sequences for the families that move parameters and wide with short ones for those that
-move activations (so that the network is what limits, not the processors that drive it), and a U-Net. For every family and
-number of ranks, three uplink rates: those at which the step's communication should take half as
-long, as long, and twice as long as its computing. Computing alone and communicating alone are measured in the same runs.
+The models are a GPT of 8 layers, narrow with long sequences for the families that communicate parameters and wide with
+short ones for those that communicate activations (so that the network is the bottleneck, not the CPUs that drive it), and a
+U-Net. Every family and number of ranks has three uplink rates, at which the communication of a step should take half as
+long, as long, and twice as long as its computation. Both alone are measured in the same runs.
 Needs root, for network namespaces with rate-limited links.
 """
 
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from autotp.analysis.trace import scheduled, trainable
 from autotp.planner import plan_captured
-from autotp.plans.families import family
+from autotp.plans.options import Options
 from autotp.plans.plan import Plan
 from benchmarks.allocator import allocator
 from benchmarks.cluster import Cluster
@@ -143,13 +143,13 @@ def measure(model: str, name: str, mesh: tuple[int, ...], ratios: Sequence[float
                 plan.save(place / "plan.json")
                 return ask(what="steps", plan=str(place / "plan.json"), ways=list(ways), rounds=rounds)
 
-            plan = plan_captured(captured, found, family(name), mesh=mesh, panels=1, chunks={})
+            plan = plan_captured(captured, found, Options(name, mesh=mesh, panels=1, chunks={}, schedule="none"))
             quick = steps(plan, [], 1)
             for ratio in ratios:
                 rate = min(MOST, max(LEAST, quick["sent"] * 8 / (ratio * quick["compute alone"])))
                 cluster.limit(rate)
                 limited = _limited(found, rate / 8, ask(what="contention")["contention"])
-                plan = plan_captured(captured, limited, family(name), mesh=mesh, panels=1, schedule="overlap")
+                plan = plan_captured(captured, limited, Options(name, mesh=mesh, panels=1, schedule="overlap"))
                 shares = _shares(scheduled(captured, replace(plan, chunks={}), trainable(module)))
                 yield Cell(model, name, mesh, rate, dict(plan.chunks), shares, steps(plan, list(WAYS), rounds))
 
@@ -257,28 +257,34 @@ def report(cells: Sequence[Cell]) -> str:
         "gain",
         "run",
     ]
-    return (
-        "# Overlap\n\nSeconds of a step (forward and backward) by how it is run, on emulated clusters of nodes of one "
-        "rank. The floor is the longer of computing alone and communicating alone, each measured in the same run; the gain "
-        "is the best way's over no overlap. Communicating alone is timed in two ways, and the shorter counts: collectives "
-        "one after the other as they are, and all at once as the schedule merges them. Rates are those at which the bytes "
-        "alone take half as long as computing, as long, and twice as long, but at most "
-        f"{MOST / 1e6:.0f} Mbit/s; what processors have to do for a message comes "
-        "on top, so communicating takes longer than that, most of all where little is computed for every byte.\n\n"
-        "`deep` and `wide` are GPTs of 8 layers, both over a batch of 8 sequences: 256 wide with 256 tokens, as suits the "
-        "families that move parameters, and 1024 wide with 32 tokens, as suits those that move activations. `unet` is a "
-        "U-Net for 8 images.\n\n"
-        "No step can reach the floor where one pass communicates most and the other computes most: the backward pass "
-        "begins when the forward pass has ended. Data parallel communicates in the backward pass alone, so at equal "
-        "rates it takes at least a third longer than the floor; where activations travel (megatron-1d, tensor3d) the "
-        "forward pass does a third of the computing and half of the communicating. Communicating also takes processor "
-        "time, and all cores compute here. What passes reach is therefore counted too: the floor of either pass, the "
-        "seconds that communicating alone keeps the cores busy (the kernel's work with it) added to computing; what "
-        "the forward pass has of either is predicted.\n\n"
-        f"Medians of three steps, all ways in turn. {machine()}, {allocator()}. Made by `python -m benchmarks.overlap "
-        "--write`, as root; `run` is when the run began that measured a row.\n\n"
-        f"![Every way's time over the floor's, cell by cell]({PLOT})\n\n{_summary(cells)}\n" + table(header, rows)
-    )
+    return f"""# Overlap
+
+Generated by `python -m benchmarks.overlap --write`, as root ({machine()}, {allocator()}).
+
+The time of a step (forward and backward), in seconds, for each way of running it, on emulated clusters of nodes with one
+rank each. Times are medians of three steps; the ways take turns. `run` is the time at which the run that measured the row
+began. The floor is the larger of the time of computation alone and that of communication alone, both measured in the same
+run; the gain is that of the best way over no overlap. Communication alone is timed in two ways, of which the faster one
+counts: the collectives one after the other, unmerged, and all at once, merged as in the schedule. The rates are chosen so
+that the bytes alone take half as long as computation, as long, and twice as long, but at most {MOST / 1e6:.0f} Mbit/s. The
+CPU time per message is added to this, so communication takes longer, especially if there is little computation per byte.
+
+`deep` and `wide` are GPTs of 8 layers, both with a batch of 8 sequences: with width 256 and 256 tokens, which suits the
+families that communicate parameters, and with width 1024 and 32 tokens, which suits those that communicate activations.
+`unet` is a U-Net with 8 images.
+
+No step can reach the floor if one pass has most of the communication and the other most of the computation, because the
+backward pass begins after the forward pass has ended. Data parallelism communicates only in the backward pass, so at equal
+rates it takes at least a third longer than the floor; if activations are communicated (megatron-1d, tensor3d), the forward
+pass has a third of the computation and half of the communication. Communication also takes CPU time, and all cores compute
+here. Therefore, a second bound is given, *what passes reach*: the sum of the floors of both passes, in which the time that
+communication alone keeps the cores busy (including the kernel's work) is added to computation. The shares of the forward
+pass are predicted.
+
+![The time of every way relative to the floor, cell by cell]({PLOT})
+
+{_summary(cells)}
+{table(header, rows)}"""
 
 
 def _summary(cells: Sequence[Cell]) -> str:
@@ -294,12 +300,13 @@ def _summary(cells: Sequence[Cell]) -> str:
     forced = max(times[way] / times["no overlap"] for times in (cell.times for cell in cells) for way in WAYS)
     gain = statistics.median(cell.times["no overlap"] / cell.times[cell.best] for cell in cells)
     return (
-        f"Of {len(cells)} cells the best way is within {WANTED:g} times the longer of computing alone and communicating "
-        f"alone in {within('plain')} if collectives go one after the other, in {within('floor')} if merged ones go all at "
-        f"once where that is quicker, and within {WANTED:g} times what passes reach in {within('reach')} (median "
-        f"{statistics.median(over):.2f}, at most {max(over):.2f}). No overlap takes {gain:.2f} times as long as the best "
-        f"way (median). What the planner chose is more than 2 % slower than no overlap in {len(slower)}; other ways take "
-        f"up to {forced:.2f} times as long as no overlap, where chunks are small.{missing}\n"
+        f"In {within('plain')} of {len(cells)} cells, the best way takes at most {WANTED:g} times the larger of "
+        f"computation alone and communication alone with collectives one after the other; in {within('floor')}, if "
+        f"merged collectives all at once count where they are faster. In {within('reach')}, it takes at most {WANTED:g} "
+        f"times what passes reach (median {statistics.median(over):.2f}, at most {max(over):.2f}). The median gain of the "
+        f"best way over no overlap is {gain:.2f}. The planner's choice is more than 2 % slower than no overlap in "
+        f"{len(slower)} cells; with small chunks, other ways take up to {forced:.2f} times as long as no overlap."
+        f"{missing}\n"
     )
 
 

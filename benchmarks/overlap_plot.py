@@ -1,4 +1,4 @@
-"""Draws how far each way of running a step is from what no schedule can undercut."""
+"""Plots the time of each way of running a step relative to the lower bound of all schedules."""
 
 from __future__ import annotations
 

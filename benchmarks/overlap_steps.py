@@ -1,10 +1,9 @@
 """Times plans of one model with and without overlap, under torchrun: -m benchmarks.overlap_steps MODEL FOLDER
 
-What to do comes one file after the other (`benchmarks.phases`): a plan, and the ways to run it, which take turns. What
-computing takes alone is timed with the same graphs and collectives that answer at once, and what communicating takes alone
-by repeating the step's collectives without anything between them: one after the other as they are, and all at once as the
-schedule merges them. Graphs are traced once for all plans that cut the model alike; what is left for each plan is to
-schedule them by its machine.
+Requests arrive as files (`benchmarks.phases`): a plan, and the ways to run it, which take turns. Computation alone is timed
+with the same graphs and collectives that return at once, and communication alone by repeating the collectives of the step
+without anything between them: one after the other, unmerged, and all at once, merged as in the schedule. Graphs are traced
+once for all plans that shard the model in the same way; for each plan, only the schedule is made for its machine.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ import autotp
 from autotp.calibrate.collectives import QUICK, Clock
 from autotp.calibrate.contention import time_contention
 from autotp.runtime.durations import overlap_of
+from autotp.runtime.schedules import Schedules
 from benchmarks.models import trained
 from benchmarks.phases import answered
 from benchmarks.steps import TIMED, medians, step_of
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 class _Runner:
-    """Runs plans of one model; graphs that are alike are kept."""
+    """Runs plans of one model; keeps the graphs for plans with the same sharding."""
 
     def __init__(self, model: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
         self.model, self.args = model, args
@@ -101,12 +101,14 @@ class _Runner:
         parallel = self.parallel(plan, schedule)
         if schedule == "none":
             return lambda: step_of(parallel, self.args)
-        schedules = parallel._overlapping.rescheduled(overlap_of(plan, merge=merge))
+        known = parallel._overlapping
+        schedules = Schedules(known.sharded, known.world, overlap_of(plan, merge=merge), known.agreement)
 
         def run() -> None:
             parallel._overlapping = schedules
             step_of(parallel, self.args)
 
+        run()  # schedules the graphs
         return run
 
     def world(self, plan: autotp.Plan, schedule: str) -> Any:

@@ -1,4 +1,4 @@
-"""Times autotp beside what a user would pick instead, under torchrun: -m benchmarks.peer_steps MODEL PLANS_DIR OUT.json
+"""Times autotp and its alternatives under torchrun: -m benchmarks.peer_steps MODEL PLANS_DIR OUT.json
 
 A step is a forward and a backward pass over the same global batch; the ways take turns. Before anything is timed, all must
 give the same loss.

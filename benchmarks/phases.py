@@ -1,7 +1,7 @@
-"""A job under torchrun that is told what to do while it runs: what it has built for one request it has for the next.
+"""A job under torchrun that receives requests while it runs, and keeps its state from one request to the next.
 
-Requests and answers are files in a folder, numbered: ``ask-0.json``, ``answer-0.json``, ... Whoever asks may change the
-machine in between, the rate of a link, say.
+Requests and answers are numbered files in a folder: ``ask-0.json``, ``answer-0.json``, ... Between requests, the machine
+may change, for example the rate of a link.
 """
 
 from __future__ import annotations

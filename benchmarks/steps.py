@@ -1,7 +1,8 @@
 """Times steps of several plans of one model, under torchrun: -m benchmarks.steps MODEL PLANS_DIR OUT.json [--rounds N]
 
-A step is a forward and a backward pass. Plans take turns, so that what else the machine does falls on all alike; a step's
-time is from the first rank to begin to the last to end, and a plan's is the median over all turns.
+A step is a forward and a backward pass. Plans take turns, so that other load on the machine affects all of them equally. A
+step is timed from its beginning on the first rank to its end on the last one; the time of a plan is the median of all its
+steps.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import sympy
 from autotp import Plan
 from autotp.planner import candidate_meshes, plan_captured
 from autotp.plans.families import Family, family
+from autotp.plans.options import Options
 from benchmarks.models import products
 from benchmarks.tables import table
 from costmodel import Topology, volumes
@@ -75,7 +76,8 @@ def _plans(name: str, topology: Topology, mesh: tuple[int, ...]) -> tuple[Plan, 
     topology = replace(topology, device=device)
     chosen: Family = replace(family(name), roles=lambda axes: ["w" * axes])  # tensor-parallel axes only
     two, three = (
-        plan_captured(captured, topology, chosen, mesh=mesh, memory=math.inf, panels=1) for captured in _captured()
+        plan_captured(captured, topology, Options(chosen, mesh=mesh, memory=math.inf, panels=1, schedule="none"))
+        for captured in _captured()
     )
     return two, three
 
@@ -148,12 +150,12 @@ def tensor3d_section() -> str:
     header = ["devices", "best q, p", "best real q", "planned", "closed form", "over Megatron's (p = 1)"]
     return f"""## Tensor3D: the best mesh
 
-A transformer layer of {BATCH * SEQUENCE:,} tokens and hidden size {HIDDEN}, split q ways along the columns of its weights
-and p ways along their rows, every second layer swapped (arXiv 2305.13525). The method is [paper]; the optimum and its
-table were [derived] from it, and are found again here. *Planned*, in millions: elements each device receives for a
-layer in the plan of strategy `tensor3d` where traffic alone decides; every mesh of these numbers of devices
-was planned, and each plan moves what the closed form of `costmodel/volumes.py` says. Nothing is fitted. Where q and p may
-be any numbers, the form is least at q = `{best_q}` for G devices.
+A transformer layer of {BATCH * SEQUENCE:,} tokens and hidden size {HIDDEN}, whose weights are split q ways along their
+columns and p ways along their rows, with the two swapped in every second layer (arXiv 2305.13525). The method is [paper];
+the optimum and its table were [derived] from it, and are reproduced here. *Planned* is the number of elements, in millions,
+that each device receives for a layer in the plan of strategy `tensor3d`, if traffic alone decides. Every mesh of these
+numbers of devices was planned, and the traffic of each plan equals the closed form of `costmodel/volumes.py`. Nothing is
+fitted. For real q and p, the closed form is smallest at q = `{best_q}` for G devices.
 
 {table(header, rows)}"""
 
@@ -173,17 +175,18 @@ def atp_section() -> str:
         overhead.append([name, *times])
     return f"""## ATP: the interconnect chooses the mesh
 
-The same layer, by strategy `atp` on every mesh of one or two axes (arXiv 2301.08658; d1 ways along columns, d2 along rows;
-d2 = 1 is Megatron). The paper reports that choosing the mesh by the interconnect gains 37 to 64 % on specific ones, and
-that the overhead decreases with scale [paper abstract]. Nothing is fitted; all is predicted for the machines that come
-with autotp, and each plan is that of least communication. The first table has the d1, d2 of least communication and the
-mesh they lie on, outermost axis first; the second has the time of that communication in ms for a layer, forward and
-backward, and in brackets the same over Megatron's on as many devices.
+The same layer with strategy `atp` on every mesh of one or two axes (arXiv 2301.08658; d1 ways along columns, d2 along rows;
+d2 = 1 is Megatron). The paper reports that choosing the mesh by the interconnect gains 37 to 64 % on specific
+interconnects, and that the overhead decreases with scale [paper abstract]. Nothing is fitted; the presets of autotp are
+used, and every plan minimizes communication. The first table has the d1, d2 with the least communication and their mesh,
+outermost axis first; the second has the time of this communication in ms for a layer, forward and backward, and in
+parentheses its ratio to that of Megatron on the same number of devices.
 
-Wherever every device has links of its own, the time falls with the number of devices from 8 on (8 take what 4 do, by the
-formula above). On boxes it rises when the first box is full, because its devices then share one uplink, and
-falls again from 64 devices on: the claim does not hold across that boundary. Over Megatron's on as many devices it only
-ever helps. Where a pair of devices has the fastest link (pcie-a100-nvlink), d2 = 2 lies on it already in one box.
+If every device has its own links, the time decreases with the number of devices from 8 on (it is the same for 4 and 8, by
+the formula above). On boxes, it increases when the first box is full, because its devices then share one uplink, and
+decreases again from 64 devices on: the claim does not hold across this boundary. Compared with Megatron on the same number
+of devices, it is never slower. If pairs of devices have the fastest link (pcie-a100-nvlink), d2 = 2 uses it even within one
+box.
 
 {table(["machine", "", *map(str, counts)], winners)}
 {table(["machine", *map(str, counts)], overhead)}"""

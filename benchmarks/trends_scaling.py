@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from benchmarks.tables import table
 from costmodel import Topology, collectives, compute, energy, pipeline, volumes
 
-#: Llama-2-7B's layers, which are all alike: attention of four square matrices, an MLP of three.
+#: The layers of Llama-2-7B are identical: attention with four square matrices, and an MLP with three.
 LAYERS, HIDDEN, INNER = 32, 4096, 11008
 PARAMETERS = 4 * HIDDEN**2 + 3 * HIDDEN * INNER
 ITEMSIZE = 2
@@ -25,7 +25,7 @@ HOST_POWER = 575.0
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """What the figures do not tell.
+    """Assumptions where the paper gives no figures.
 
     Attributes:
         tokens: of each device in a step (weak scaling): one sequence of so many for each device of a replica.
@@ -180,29 +180,29 @@ def section() -> str:
     device_power, joules = _change(many.device_power, few.device_power), _change(many.energy, few.energy)
     return f"""## Diminishing returns: where tensor parallelism overtakes FSDP
 
-arXiv 2411.13055 reports for Llama-2-7B under FSDP, from 128 to 2048 H100s, 37 % less throughput per device and 6 % less
-power [second], so that energy per token rises by about half; and that beyond some scale a tensor-parallel degree of 2 to
-4 becomes the better plan [paper abstract]. One number is fitted to the 37 %: {latency:.1f} µs for a hop between nodes, of
-the rings that gather parameters and scatter gradients (the preset dgx-h100 has {preset:.0f} µs). All else is the preset's
-or predicted.
+arXiv 2411.13055 reports that for Llama-2-7B with FSDP, from 128 to 2048 H100s, throughput per device falls by 37 % and
+power by 6 % [second], so energy per token rises by about half; and that beyond some scale, a tensor-parallel degree of 2 to
+4 becomes the better plan [paper abstract]. One number is fitted to the 37 %: {latency:.1f} µs per hop between nodes, for
+the rings that gather parameters and scatter gradients (the preset dgx-h100 has {preset:.0f} µs). Everything else is from
+the preset or predicted.
 
-Assumed, not read: {assumed.tokens} tokens for every device at any scale (a replica of t devices takes t sequences);
-products at {rate} of the peak rate, which is the reported utilisation of H100s [second]; bfloat16 everywhere; no
-recomputation. Modelled are the {LAYERS} layers, without embedding and head. Gathers and reduce-scatters run under the
-layers' work by the formula of `costmodel/pipeline.py`, the all-reduces of tensor parallelism are exposed, and the two
+Assumptions: {assumed.tokens} tokens per device at any scale (a replica of t devices processes t sequences);
+products at {rate} of the peak rate, which is the reported utilization of H100s [second]; bfloat16 everywhere; no
+recomputation. The model consists of the {LAYERS} layers, without embedding and head. Gathers and reduce-scatters overlap
+with the layers' computation as in `costmodel/pipeline.py`, the all-reduces of tensor parallelism are exposed, and the two
 do not slow each other down.
 
-The fewest devices on which tensor parallelism overtakes pure FSDP: {scales}.
-Under FSDP alone, from 128 to 2048 devices, throughput per device changes by {throughput} (fitted), power by {power}
-with each device's share of its node and by {device_power} without, energy per token by {joules}. The power is no
-independent prediction: the preset's waiting power was itself fitted to the paper's 6 %.
+The smallest numbers of devices on which tensor parallelism overtakes pure FSDP: {scales}.
+With FSDP alone, from 128 to 2048 devices, throughput per device changes by {throughput} (fitted), power by {power}
+including each device's share of its node and by {device_power} without it, and energy per token by {joules}. The power is
+not an independent prediction, since the preset's waiting power was itself fitted to the paper's 6 %.
 
 {table(["devices", "tensor degree", "tokens/s per device", "exposed", "W per device", "mJ per token"], rows)}
-Doubtful is the shape of the loss, of which no figure is known here. In the model communication hides wholly until it takes
-longer than the compute, so only {lost} % is lost up to 1024 devices and the rest after; collectives that slow compute
-down, or straggle, would bend the curve earlier and let tensor parallelism pay on fewer devices. The scales below are
-those of this idealised overlap; they hardly move with what else is assumed. Which degree is best at 2048 devices does:
-rings cross all nodes at any degree, which saves only hops inside nodes, so that with a large latency between nodes
-(8192 tokens) degree 2 is still bound by its rings there, and degree 4 is best.
+The shape of the loss is uncertain, since no intermediate figure is known. In this model, communication is completely hidden
+until it takes longer than the computation, so only {lost} % is lost up to 1024 devices, and the rest beyond. Collectives
+that slow down computation, or stragglers, would bend the curve earlier, and tensor parallelism would pay off on fewer
+devices. The scales below are those of this idealized overlap, and depend little on the other assumptions. The best degree
+at 2048 devices does depend on them: rings cross all nodes at any degree, which saves only hops inside nodes, so with a
+large latency between nodes (8192 tokens), degree 2 is still limited by its rings, and degree 4 is best.
 
 {table(["assumed", "latency fitted, µs", "degree 2 overtakes at", "4 at", "8 at", "best at 2048"], variants)}"""

@@ -44,7 +44,7 @@ ORDER = (4, 4), (4, 2), (4, 1), (8, 1)
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """What the figures do not tell.
+    """Assumptions where the paper gives no figures.
 
     Attributes:
         sequence: tokens of a sequence.
@@ -185,23 +185,25 @@ def section() -> str:
     times, latency = PRINTED[8, 1].seconds / PRINTED[4, 4].seconds, fit.latency * 1e6
     return f"""## Tesseract: depth pays
 
-The strong-scaling table of arXiv 2105.14500, hidden size {HIDDEN}, 64 heads [paper's table]: [4,4,4] is faster than
-[4,4,2], [4,4,1] and [8,8,1], in this order. Volume alone does not give that: without latency the model takes on [8,8,1]
-{free:.2f} of the time of [4,4,1]. But every panel is a broadcast of its own, and [8,8,1] makes twice as many, each of more
-steps. Two numbers are fitted, to the printed [4,4,1] and [8,8,1]: {latency:.0f} µs per message, and {scale} times one
-layer's linears for the whole model, as the number of layers is not known here. The rest is predicted.
+The strong-scaling table of arXiv 2105.14500, with hidden size {HIDDEN} and 64 heads [paper's table]: [4,4,4] is faster than
+[4,4,2], [4,4,1] and [8,8,1], in this order. Volume alone does not explain this: without latency, the predicted time on
+[8,8,1] is {free:.2f} of that on [4,4,1]. But every panel is a separate broadcast, and [8,8,1] has twice as many, each with
+more steps. Two numbers are fitted, to the published [4,4,1] and [8,8,1]: {latency:.0f} µs per message, and {scale} times
+the linear layers of one transformer layer for the whole model, since its number of layers is unknown. The rest is
+predicted.
 
-Assumed, not read: float32 at the peak rate of an A100; sequences of {assumed.sequence} tokens; nodes of 4 with NVLink and
-an adapter of 25 GB/s a device; a row of the grid inside a node where it fits; no overlap; a backward pass that computes
-the layer again (the printed backward passes take about 3 times the forward ones, which is 1 + 2). Attention and norms are
-left out. Figures are compared as printed, not normalised: [4,4,4] ran {sequences} sequences and the others {BATCH}, so that
-for each sequence it leads by more still. Between two runs of one algorithm the paper's own figures lie 1.35 times apart.
+Assumptions: float32 at the peak rate of an A100; sequences of {assumed.sequence} tokens; nodes of 4 devices with NVLink and
+an adapter of 25 GB/s per device; a row of the grid inside a node if it fits; no overlap; a backward pass that recomputes
+the layer (the published backward passes take about 3 times as long as the forward ones, which is 1 + 2). Attention and
+norms are omitted. Figures are compared as published, not normalized: [4,4,4] ran {sequences} sequences and the others
+{BATCH}, so its lead per sequence is even larger. The paper's own figures for two runs of the same algorithm differ by a
+factor of 1.35.
 
 {table(["grid", "sequences", "printed, s", "model, s", "model over printed", ""], rows)}
-The order is right; the lead of [4,4,4] is underestimated. The abstract's 1.45 for [4,4,4] over [8,8,1] is of weak scaling
-[paper abstract], whose sizes are not known here; as printed above, at unequal batches, it is {times:.2f}. The model's
-quotient for 16 sequences on both is in the last column below. The fitted numbers move with what is assumed. The order
-does not follow where depth lies inside a node: it needs depth across the nodes, where it costs nothing but one
-all-reduce of gradients.
+The order is reproduced; the lead of [4,4,4] is underestimated. The abstract's speedup of 1.45 of [4,4,4] over [8,8,1] is
+for weak scaling [paper abstract] with unknown sizes; in the table above, with unequal batches, it is {times:.2f}. The
+predicted ratio for 16 sequences on both is in the last column below. The fitted numbers depend on the assumptions. The
+order is not reproduced with depth inside a node: it requires depth across nodes, where it costs only one all-reduce of
+gradients.
 
 {table(["assumed", "latency, µs", "scale", "order", "[4,4,4]: model over printed", "[8,8,1] over [4,4,4]"], variants)}"""

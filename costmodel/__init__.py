@@ -1,6 +1,6 @@
-"""What a thing costs: topology, collectives, compute and memory, as sympy expressions evaluated in bulk.
+"""The cost model: topologies, collectives, compute, memory and overlap, as sympy expressions that are evaluated in bulk.
 
-Imports no torch, so that plans can be made where none is installed.
+It does not import torch.
 """
 
 from . import collectives, compute, memory, units

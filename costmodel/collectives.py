@@ -1,22 +1,23 @@
-"""What a collective costs and moves, by the algorithms that communication libraries use; the least is taken.
+"""The time and traffic of collectives, with the algorithms of communication libraries; the fastest one determines the time.
 
 Symbols: **n** ranks; **V** bytes of the whole tensor (all_gather: its output; reduce_scatter: its input;
-all_reduce and broadcast: the tensor; all_to_all: one rank's local tensor). Of the interconnect, in seconds:
-**lambda_ring** latency of all hops of a ring but one; **lambda_tree** latency from a tree's leaves to its root;
-**lambda_levels** latency of one ring per level, level after level; **lambda_pairs** latency of a message to every other
-rank in turn. In bytes/s: **beta** one ring's bandwidth over all levels. In seconds per byte: **sigma** gathering level
-after level; **chi** exchanging with all. **omega** seconds beside the messages, 0 unless measured: starting the collective
-and waiting for the last to come to it. `costmodel.links.Link` gives each of them. On one level with latency alpha they
+all_reduce and broadcast: the tensor; all_to_all: one rank's local tensor). Properties of the interconnect, in seconds:
+**lambda_ring** the latency of all hops of a ring except one; **lambda_tree** the latency from a tree's leaves to its root;
+**lambda_levels** the latency of one ring per level, one level after the other; **lambda_pairs** the latency of one message
+to every other rank in turn. In bytes/s: **beta** the bandwidth of one ring across all levels. In seconds per byte:
+**sigma** for gathering level by level; **chi** for exchanging with all ranks. **omega** seconds in addition to the
+messages, 0 unless measured: starting the collective and waiting for the last rank to enter it. `costmodel.links.Link`
+has a property for each. On one level with latency alpha they
 are (n-1) alpha, ceil(log2 n) alpha, (n-1) alpha, (n-1) alpha, beta, (n-1)/n/beta and (n-1)/n/beta.
 
 Sources: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", IJHPCA
 19(1), 2005 (ring, recursive doubling and halving, pairwise all_to_all, binomial and scatter +
 all-gather broadcast); the bandwidth terms agree with Tensor3D / AxoNN, arXiv 2305.13525 and 2502.08145, eq.
 1-7. The tree all-reduce is the double binary tree of Sanders, Speck, Träff, "Two-tree algorithms for full
-bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009, which NCCL uses: all the bandwidth,
-logarithmic latency. That all_gather and reduce_scatter have only linear latency is what ends FSDP's scaling
-(arXiv 2411.13055). A ring's latency is that of its hops, most of which stay inside a node: NCCL's own tuning model,
-src/graph/tuning.cc, counts them so. The hierarchical all-reduce (reduce_scatter inside, all_reduce outside, all_gather
+bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009, which NCCL uses: full bandwidth,
+logarithmic latency. all_gather and reduce_scatter have linear latency only, which limits the scaling of FSDP
+(arXiv 2411.13055). A ring's latency is the sum over its hops, most of which stay inside a node, as in NCCL's own tuning
+model, src/graph/tuning.cc. The hierarchical all-reduce (reduce_scatter inside, all_reduce outside, all_gather
 inside): Cho et al., "BlueConnect", SysML 2019.
 """
 
@@ -63,8 +64,8 @@ sigma, chi, omega = sympy.symbols("sigma chi omega", nonnegative=True)
 SYMBOLS = (n, V, beta, sigma, chi, lambda_ring, lambda_tree, lambda_levels, lambda_pairs, omega)
 
 _share = (n - 1) / n
-# log2 rather than log(n, 2): a quotient of two logarithms lands beside the integer at some powers of two,
-# and the ceiling would then count a step too many.
+# log2 rather than log(n, 2): at some powers of two, the quotient of two logarithms is slightly above the integer,
+# and the ceiling would count one step too many.
 _depth = sympy.ceiling(log2(n))
 _ring = _share * V / beta + lambda_ring
 _doubling = _share * V / beta + lambda_tree
@@ -88,9 +89,9 @@ ALGORITHMS: Mapping[str, Mapping[str, sympy.Expr]] = MappingProxyType(
         },
     }
 )
-"""Seconds of each collective by each algorithm, in `SYMBOLS`; 0 at n = 1 but for the tree's bytes."""
+"""Seconds of each collective with each algorithm, in `SYMBOLS`; 0 at n = 1, except for the tree's bytes."""
 
-_ALL = frozenset(name for found in ALGORITHMS.values() for name in found)
+_ALL = frozenset(name for algorithms in ALGORITHMS.values() for name in algorithms)
 
 LIBRARIES: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -99,14 +100,13 @@ LIBRARIES: Mapping[str, frozenset[str]] = MappingProxyType(
         "mpi": _ALL - {"tree"},
     }
 )
-"""Which algorithms each library has. NCCL: rings and, for all_reduce, trees. Gloo: rings; in place of its reduce_scatter,
-which is an all_reduce, parts are exchanged in pairs (`passes.world.process`). MPI: recursive ones as well."""
+"""The algorithms of each library. NCCL: rings and, for all_reduce, trees. Gloo: rings; its reduce_scatter is an all_reduce,
+so parts are exchanged in pairs instead (`passes.world.process`). MPI: rings and recursive algorithms."""
 
 TRAFFIC: Mapping[str, sympy.Expr] = MappingProxyType(
     {kind: (2 if kind == "all_reduce" else 1) * _share * V for kind in ALGORITHMS}
 )
-"""Bytes that each device receives (broadcast: on average, the root receiving none), in the symbols n and
-V."""
+"""Bytes that each device receives (broadcast: on average, since the root receives none), in the symbols n and V."""
 
 _UNIFORM = {
     sigma: _share / beta,
@@ -126,7 +126,7 @@ def _known(table: Mapping, kind: str) -> Any:
 
 
 def expression(kind: str, library: str = "nccl") -> sympy.Expr:
-    """Seconds of a collective, the least over the library's algorithms, in `SYMBOLS`.
+    """Seconds of a collective with the fastest of the library's algorithms, in `SYMBOLS`.
 
     Raises:
         ValueError: no collective is called ``kind``, or no library ``library``.
@@ -139,7 +139,7 @@ def expression(kind: str, library: str = "nccl") -> sympy.Expr:
 EXPRESSIONS: Mapping[str, sympy.Expr] = MappingProxyType(
     {kind: expression(kind).subs(_UNIFORM, simultaneous=True) for kind in ALGORITHMS}
 )
-"""Seconds of each collective of NCCL's on one level in the symbols n, V, alpha, beta; 0 at n = 1."""
+"""Seconds of each collective of NCCL on one level, in the symbols n, V, alpha, beta; 0 at n = 1."""
 
 
 class LinkLike(Protocol):
@@ -160,12 +160,12 @@ def evaluate(kind: str, n: Number, V: Number, alpha: Number, beta: Number) -> Nu
     Args:
         kind: a key of `EXPRESSIONS`.
         n: ranks.
-        V: bytes of the whole tensor, as the module's docstring says.
+        V: bytes of the whole tensor, as defined in the module's docstring.
         alpha: seconds per message.
         beta: bytes/s.
 
     Returns:
-        Seconds, of the arguments' broadcast shape.
+        Seconds, with the broadcast shape of the arguments.
 
     Raises:
         ValueError: no collective is called ``kind``.
@@ -179,8 +179,8 @@ def seconds(kind: str, n: Number, V: Number, link: LinkLike) -> Number:
     Args:
         kind: a key of `EXPRESSIONS`.
         n: ranks.
-        V: bytes of the whole tensor, as the module's docstring says.
-        link: where alpha and beta come from.
+        V: bytes of the whole tensor, as defined in the module's docstring.
+        link: provides alpha and beta.
 
     Raises:
         ValueError: no collective is called ``kind``.
@@ -189,16 +189,16 @@ def seconds(kind: str, n: Number, V: Number, link: LinkLike) -> Number:
 
 
 def of_link(kind: str, V: Number, link: Link, library: str = "nccl") -> Number:
-    """Seconds of a collective among the devices of a link, level by level, by the library's fastest algorithm.
+    """Seconds of a collective among the devices of a link, with the library's fastest algorithm.
 
     Args:
         kind: a key of `ALGORITHMS`.
-        V: bytes of the whole tensor, as the module's docstring says.
-        link: the devices that take part, and what they see of the interconnect.
+        V: bytes of the whole tensor, as defined in the module's docstring.
+        link: the devices that take part, and the part of the interconnect that they use.
         library: a key of `LIBRARIES`.
 
     Returns:
-        Seconds, of the shape of ``V``; 0 for one device.
+        Seconds, with the shape of ``V``; 0 for one device.
 
     Raises:
         ValueError: no collective is called ``kind``, or no library ``library``.
@@ -209,7 +209,7 @@ def of_link(kind: str, V: Number, link: Link, library: str = "nccl") -> Number:
 
 
 def figures(link: Link) -> tuple[float, ...]:
-    """The values of `SYMBOLS` but V for a link."""
+    """The values of all `SYMBOLS` except V for a link."""
     return (
         float(link.size),
         link.bandwidth,
@@ -226,7 +226,7 @@ def figures(link: Link) -> tuple[float, ...]:
 def bytes_moved(kind: str, n: Number, V: Number) -> Number:
     """Bytes that each device receives: 2(n-1)/n V for all_reduce, (n-1)/n V for the others.
 
-    Given elements in place of bytes it counts elements.
+    If V is given in elements, the result is in elements.
 
     Raises:
         ValueError: no collective is called ``kind``.

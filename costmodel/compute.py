@@ -1,19 +1,19 @@
-"""What computing costs on one device: the roofline.
+"""The time of computation on one device: the roofline.
 
 Symbols: **F** FLOP; **Q** bytes read and written in the device's memory; **P** peak rate in FLOP/s; **B**
 memory bandwidth in bytes/s; **L** seconds per kernel launch. Source: Williams, Waterman, Patterson,
 "Roofline", CACM 52(4), 2009, with the launch added.
 
-Matrix products reach their rate only when they are large. Symbols: **m, k, n** dims of the local product; **h** the size
-at which one dim alone halves the rate; **eta** the share of the peak rate that large ones reach; **s** the measured
-slowdown of a kind of operator against this formula. One term a dim, because work is cut into tiles in each: the form is
-fitted, not derived, and `autotp calibrate` reports how well it fits. The backward products have the same three dims in
-another order, so they run at the same rate.
+Only large matrix products reach the full rate. Symbols: **m, k, n** dims of the local product; **h** the size
+of a dim that halves the rate; **eta** the share of the peak rate that large products reach; **s** the measured
+slowdown of a kind of operator relative to this formula. There is one term per dim, because kernels divide each dim into
+tiles: the form is fitted, not derived, and `autotp calibrate` reports how well it fits. The backward products have the same
+three dims in a different order, so they run at the same rate.
 
-The launch is the same for every strategy of an operator, so it decides nothing between them; it is a term
-added, never a maximum taken with it, because a maximum would hide the differences between strategies of small
-operators. For the same reason the memory term stays in: splitting a memory-bound operator shortens it,
-however few its FLOP.
+The launch is the same for every strategy of an operator, so it does not affect the choice between them. It is added
+instead of entering the maximum, because a maximum would hide the differences between strategies of small
+operators. The memory term is kept for the same reason: splitting a memory-bound operator shortens it,
+however few FLOP it has.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ ROOFLINE: sympy.Expr = sympy.Max(F / P, Q / B) + L
 """Seconds of one kernel in the symbols F, Q, P, B, L."""
 
 SMALL: sympy.Expr = (1 + h / m) * (1 + h / k) * (1 + h / n)
-"""How many times longer a matrix product takes for being small, in the symbols m, k, n, h."""
+"""The factor by which a small matrix product is slower, in the symbols m, k, n, h."""
 
 KERNEL: sympy.Expr = s * sympy.Max(F * SMALL / (eta * P), Q / B) + L
-"""Seconds of one kernel with the efficiency of its size and kind; ``ROOFLINE`` where h = 0 and eta = s = 1."""
+"""Seconds of one kernel with the efficiency of its size and kind; equal to ``ROOFLINE`` if h = 0 and eta = s = 1."""
 
 
 def seconds(
@@ -58,15 +58,14 @@ def seconds(
     Args:
         flop: floating-point operations on one device.
         bytes: bytes that one device reads and writes in its memory.
-        device: gives the rates and the launch.
-        dtype: the dtype that is computed in, with or without ``torch.`` before it.
-        dims: m, k, n of the product that one device multiplies; None where the operator is none. A dim without elements
-            counts as one.
-        kind: one of ``costmodel.device.KINDS``, whose measured slowdown counts.
-        launches: how many kernels share the work.
+        device: provides the rates and the launch time.
+        dtype: the dtype of the computation, with or without the prefix ``torch.``.
+        dims: m, k, n of the local product; None if the operator is not a product. A dim of size 0 counts as 1.
+        kind: one of ``costmodel.device.KINDS``, whose measured slowdown applies.
+        launches: the number of kernels that share the work.
 
     Returns:
-        Seconds, of the broadcast shape of the arguments.
+        Seconds, with the broadcast shape of the arguments.
     """
     half, sizes = _product(dims, device)
     slowdown = device.slowdown.get(kind, 1.0)
@@ -80,19 +79,19 @@ def seconds(
 class Work:
     """What one device does for an operator: the arguments of `seconds`."""
 
-    flop: float
-    bytes: float
+    flop: Number
+    bytes: Number
     dtype: str
     kind: str
-    dims: tuple[float, float, float] | None
+    dims: tuple[Number, Number, Number] | None
     launches: float
 
     def seconds(self, device: Device) -> Number:
         """Seconds on a device."""
         return seconds(self.flop, self.bytes, device, self.dtype, dims=self.dims, kind=self.kind, launches=self.launches)
 
-    def values(self, device: Device) -> dict[sympy.Symbol, float]:
-        """The numbers of the symbols of ``KERNEL``."""
+    def values(self, device: Device) -> dict[sympy.Symbol, Number]:
+        """The values of the symbols of ``KERNEL``."""
         half, (rows, reduced, columns) = _product(self.dims, device)
         return {
             F: self.flop,
@@ -103,14 +102,14 @@ class Work:
             eta: device.efficiency,
             h: half,
             s: device.slowdown.get(self.kind, 1.0),
-            m: float(rows),
-            k: float(reduced),
-            n: float(columns),
+            m: rows,
+            k: reduced,
+            n: columns,
         }
 
 
 def _product(dims: tuple[Number, Number, Number] | None, device: Device) -> tuple[float, tuple[Number, Number, Number]]:
-    """``h`` and m, k, n of ``KERNEL``; where nothing is multiplied, they change nothing."""
+    """``h`` and m, k, n of ``KERNEL``; values without an effect if nothing is multiplied."""
     if dims is None:
         return 0.0, (1.0, 1.0, 1.0)
     rows, reduced, columns = (np.maximum(size, 1.0) for size in dims)

@@ -1,4 +1,4 @@
-"""One device: how fast it computes and how much it holds."""
+"""One device: its speed and its memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 """The dtype names for which a device may give a peak rate."""
 
 KINDS = ("product", "convolution", "attention", "norm", "softmax", "pointwise", "gather", "copy")
-"""Kinds of operators whose speed is measured apart."""
+"""Kinds of operators whose speed is measured separately."""
 
 _OPTIONAL: Mapping[str, Any] = {
     "efficiency": 1.0,
@@ -31,21 +31,22 @@ _OPTIONAL: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator or processor core.
+    """One accelerator or CPU core.
 
     Attributes:
-        name: for people.
+        name: a name for tables and messages.
         flops: dtype name (one of `DTYPES`; float32 is required) -> dense peak, FLOP/s.
         memory: bytes.
         memory_bandwidth: bytes/s between the device and its own memory.
-        launch: seconds that starting one kernel costs.
-        efficiency: share of the peak rate that large matrix products reach.
-        half_size: a matrix product with one dim of this size runs at half that rate: small shards are slower. 0: never.
-        slowdown: kind of operator (one of `KINDS`) -> its seconds over those of the roofline, measured.
-        contention: share of a second in which bytes move that is taken from what is computed meanwhile: 0 where collectives
-            need nothing of the device, 1 where it can do only one at a time. A level may have its own.
-        idle_power, busy_power: watts that the device draws waiting and computing, with its share of the node; 0: not known.
-        price: of one device-hour, in any currency; 0: not known.
+        launch: seconds to start one kernel.
+        efficiency: the share of the peak rate that large matrix products reach.
+        half_size: the size of a dim that halves that rate: small shards are slower. With 0, the rate does not depend on it.
+        slowdown: kind of operator (one of `KINDS`) -> its measured time relative to the roofline.
+        contention: the share of transfer time that is taken from concurrent computation: 0 if collectives need no device
+            time, 1 if the device can only communicate or compute. A level may have its own value.
+        idle_power, busy_power: watts that the device draws while it waits and while it computes, including its share of the
+            node; 0 if unknown.
+        price: of one device-hour, in any currency; 0 if unknown.
 
     Raises:
         TopologyError: a figure is missing, not finite or not positive, or the name of a dtype or kind is unknown.
@@ -94,12 +95,12 @@ class Device:
     def peak(self, dtype: str) -> float:
         """The dense peak rate for a dtype.
 
-        A rate that the device does not give is inferred: float64 (and complex128) runs at half of float32; an
-        8-bit float runs at the better 16-bit rate; everything else (16-bit floats without hardware of their
-        own, integers, booleans) runs at float32's, since it is computed in float32 or at a like rate.
+        A missing rate is inferred: float64 (and complex128) runs at half the rate of float32; 8-bit floats run at the
+        higher of the 16-bit rates; everything else (16-bit floats without hardware support, integers, booleans) runs at the
+        rate of float32, since it is computed in float32 or at a similar rate.
 
         Args:
-            dtype: the dtype's name, with or without ``torch.`` before it.
+            dtype: the dtype's name, with or without the prefix ``torch.``.
 
         Returns:
             FLOP/s.
@@ -116,7 +117,7 @@ class Device:
 
     def to_dict(self) -> dict[str, Any]:
         """The device as plain JSON values in base units, which `from_dict` reads back exactly."""
-        found: dict[str, Any] = {
+        data: dict[str, Any] = {
             "name": self.name,
             "flops": dict(self.flops),
             "memory": self.memory,
@@ -126,8 +127,8 @@ class Device:
         for key, default in _OPTIONAL.items():
             value = getattr(self, key)
             if value != default:
-                found[key] = dict(value) if key == "slowdown" else value
-        return found
+                data[key] = dict(value) if key == "slowdown" else value
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "device") -> Device:
@@ -138,7 +139,7 @@ class Device:
             where: the file and table that the mapping came from, for messages.
 
         Raises:
-            TopologyError: naming ``where``, the key and what it should have been.
+            TopologyError: a value is invalid; the message names ``where``, the key and the expected value.
         """
         table = Table(
             data, where, required=("name", "flops", "memory", "memory_bandwidth", "launch"), optional=tuple(_OPTIONAL)

@@ -1,12 +1,12 @@
-"""What a step costs in energy and money: every device draws one power while it computes and another while it waits.
+"""The energy and the price of a step: every device draws one power while it computes and another while it waits.
 
 Symbols: **N** devices; **t_compute** seconds of a step in which each computes; **t_step** seconds of the whole step;
 **P_busy** and **P_idle** watts that a device draws, with its share of the node, computing and waiting in a collective;
 **c** price of one device-hour, in any currency.
 
-Source: waiting is not free. arXiv 2411.13055 reports that from 128 to 2048 devices throughput per device falls by 37 % and
-power by 6 % only, so that energy per token rises by about half: devices that wait in collectives draw nearly what busy ones
-do. Two powers, each taken as constant, are the simplest model with that in it. A device is paid for whatever it does.
+Source: arXiv 2411.13055 reports that from 128 to 2048 devices, throughput per device falls by 37 %, but power by only 6 %.
+Energy per token rises by about half: devices that wait in collectives draw nearly as much power as busy ones. Two constant
+powers are the simplest model of this. The price of a device does not depend on what it does.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ def step_energy(device: Device, devices: Number, compute_seconds: Number, step_s
     """Joules that one step takes on all devices, for one step or many at once; see `ENERGY`.
 
     Args:
-        device: what each of them is; its ``busy_power`` and ``idle_power`` are read, in watts.
-        devices: how many.
+        device: the kind of device; its ``busy_power`` and ``idle_power`` are used, in watts.
+        devices: the number of devices.
         compute_seconds: seconds of the step in which each computes; in the rest it waits.
         step_seconds: seconds of the whole step.
 
     Returns:
-        Joules, or None where the device's powers are not known.
+        Joules, or None if the device's powers are unknown.
 
     Raises:
-        ValueError: a step is shorter than the compute in it.
+        ValueError: a step is shorter than its computation.
     """
     _check(compute_seconds, step_seconds)
     if not _powers_known(device):
@@ -56,28 +56,28 @@ def step_energy(device: Device, devices: Number, compute_seconds: Number, step_s
 
 
 def step_money(device: Device, devices: Number, step_seconds: Number) -> Number | None:
-    """What one step costs on all devices, for one step or many at once; see `MONEY`.
+    """The price of one step on all devices, for one step or many at once; see `MONEY`.
 
     Args:
-        device: what each of them is; its ``price`` of one device-hour is read.
-        devices: how many.
+        device: the kind of device; its ``price`` of one device-hour is used.
+        devices: the number of devices.
         step_seconds: seconds of the whole step.
 
     Returns:
-        An amount in the currency of ``price``, or None where the price is not known.
+        An amount in the currency of ``price``, or None if the price is unknown.
     """
     return _money(devices, step_seconds, device.price) if device.price else None
 
 
 def per_token(amount: Number | None, tokens: Number) -> Number | None:
-    """A step's energy or money for one of its tokens.
+    """A step's energy or price per token.
 
     Args:
-        amount: of a whole step: joules, or an amount of money; None where it is not known.
+        amount: joules or money for a whole step; None if unknown.
         tokens: tokens (or samples) of a step, on all devices together.
 
     Returns:
-        ``amount / tokens``, None where ``amount`` is.
+        ``amount / tokens``, or None if ``amount`` is None.
 
     Raises:
         ValueError: ``tokens`` is not positive.
@@ -92,6 +92,6 @@ def _powers_known(device: Device) -> bool:
 
 
 def _check(compute_seconds: Number, step_seconds: Number) -> None:
-    # The parts of a step are summed in another order than the step itself: a rounding error is no mistake.
+    # The parts of a step are summed in a different order than the step itself, so rounding errors are allowed for.
     if np.any(np.asarray(compute_seconds) > np.asarray(step_seconds) * (1 + 1e-9)):
         raise ValueError(f"compute_seconds is {compute_seconds!r}, more than step_seconds, {step_seconds!r}")

@@ -1,4 +1,4 @@
-"""What all errors that a user may meet are, those of the cost model, and the "did you mean" that they share."""
+"""The base class of autotp's errors, the errors of the cost model, and the suggestions in their messages."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["AutotpError", "TopologyError", "UnitError", "suggestion"]
 
 
 class AutotpError(ValueError):
-    """Something asked of autotp cannot be done; the message says what, where, and what to do instead."""
+    """A request that autotp cannot fulfil; the message says what is wrong, where, and what to do instead."""
 
 
 class UnitError(AutotpError):
-    """A quantity that cannot be read: an unknown unit, a wrong kind of unit, or an impossible number."""
+    """A quantity that cannot be parsed: an unknown unit, a unit of another quantity, or an invalid number."""
 
 
 class TopologyError(AutotpError):
@@ -21,11 +21,11 @@ class TopologyError(AutotpError):
 
 
 def suggestion(wrong: str, allowed: Iterable[str]) -> str:
-    """Says what was probably meant and what is allowed.
+    """The most similar allowed name, and all allowed names.
 
     Args:
         wrong: the name that was given.
-        allowed: the names that would have been right.
+        allowed: the valid names.
 
     Returns:
         A clause to append to an error message, such as ``"; did you mean 'size'? Allowed: name, size"``.

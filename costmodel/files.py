@@ -1,4 +1,4 @@
-"""Files that are written where their path leads, and appear whole or not at all."""
+"""Atomic writes that follow links and support devices and pipes."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ __all__ = ["check_writable", "write_atomically"]
 
 
 def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Writes a file whole or not at all, where its path leads.
+    """Writes a file completely or not at all.
 
-    Links are followed, a dangling one to the file that it names. A file that is there keeps its permissions, and its owner
-    where the process may set it; a new one has those of any new file. What is no file is not replaced: a character device,
-    a pipe that is read, and this process's own output are written to.
+    Links are followed; the target of a dangling link is created. An existing file keeps its permissions, and its owner if
+    the process may set it; a new file has the default permissions. What is not a regular file is not replaced: a character
+    device, a pipe with a reader, and this process's own output are written to.
 
     Args:
-        path: where to.
+        path: the file.
         content: text is written as UTF-8.
 
     Raises:
-        OSError: it cannot be written, or is a directory, a block device, a socket, or a pipe that nobody reads.
+        OSError: the path cannot be written, or is a directory, a block device, a socket, or a pipe without a reader.
     """
     data = content.encode() if isinstance(content, str) else content
     before = _status(path)
     own = None if before is None else _own_output(before)
     if own is not None:
-        # The name may have come by /dev/stdout: what replaced the file would lose what is printed before and after.
+        # The path may be /dev/stdout: replacing the file would lose what is printed before and after.
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
@@ -43,10 +43,10 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Refuses what ``write_atomically`` could not write to, before the work whose result it would hold; writes nothing.
+    """Checks, before the work and without writing, that ``write_atomically`` could write to a path.
 
     Raises:
-        OSError: as ``write_atomically`` would.
+        OSError: under the same conditions as ``write_atomically``.
     """
     before = _status(path)
     if before is None or stat.S_ISREG(before.st_mode):
@@ -60,7 +60,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 
 def _status(path: str | os.PathLike[str]) -> os.stat_result | None:
-    """What the path leads to; None where nothing is there yet."""
+    """The status of the path's target; None if it does not exist."""
     try:
         return os.stat(path)
     except FileNotFoundError:
@@ -68,7 +68,7 @@ def _status(path: str | os.PathLike[str]) -> os.stat_result | None:
 
 
 def _own_output(status: os.stat_result) -> int | None:
-    """The descriptor of stdout or stderr, if that is what was found."""
+    """The descriptor of stdout or stderr if the status is that of one of them."""
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):
             if os.path.samestat(status, os.fstat(descriptor)):
@@ -86,7 +86,7 @@ def _replace(target: Path, data: bytes, before: os.stat_result | None) -> None:
             os.umask(mask)
             os.chmod(temporary, 0o666 & ~mask)
         else:
-            # First the owner: a change of owner takes permissions away.
+            # The owner comes first, because changing the owner removes permissions.
             with contextlib.suppress(PermissionError):
                 os.chown(temporary, before.st_uid, before.st_gid)
             os.chmod(temporary, stat.S_IMODE(before.st_mode))
@@ -97,7 +97,7 @@ def _replace(target: Path, data: bytes, before: os.stat_result | None) -> None:
 
 
 def _opened(path: str | os.PathLike[str], status: os.stat_result) -> int:
-    """A descriptor of what is no regular file, without waiting for one who reads it."""
+    """Opens what is not a regular file, without waiting for a reader."""
     mode, name = status.st_mode, os.fspath(path)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "it is a directory", name)
@@ -108,7 +108,7 @@ def _opened(path: str | os.PathLike[str], status: os.stat_result) -> int:
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         if error.errno == errno.ENXIO and stat.S_ISFIFO(mode):
-            raise OSError(errno.ENXIO, "it is a pipe that nobody reads", name) from error
+            raise OSError(errno.ENXIO, "it is a pipe without a reader", name) from error
         raise
     os.set_blocking(descriptor, True)
     return descriptor

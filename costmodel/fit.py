@@ -1,7 +1,7 @@
 """Fits measured times to the cost model: latency and bandwidth of a link, rate and half size of matrix products.
 
-All errors are relative: a plan adds up small and large times of many operators, and a fit by absolute errors would see the
-largest sizes only. Everything here is deterministic and needs numpy alone.
+All errors are relative: a plan adds small and large times of many operators, and a fit of absolute errors would only
+consider the largest sizes. All functions are deterministic.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Sample:
     """Repeated measurements of one thing.
 
     Attributes:
-        seconds: the median of those that are no outliers.
+        seconds: the median without outliers.
         spread: their median absolute deviation over the median, in standard deviations of normal noise.
-        outliers: how many were dropped.
-        repetitions: how many there were, dropped ones included.
+        outliers: the number of measurements that were dropped.
+        repetitions: the number of measurements, including the dropped ones.
     """
 
     seconds: float
@@ -46,7 +46,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class LinkFit:
-    """One collective's times among equal groups, fitted.
+    """The fit of one collective's times in groups of equal size.
 
     Attributes:
         kind: one of `costmodel.COLLECTIVES`.
@@ -54,8 +54,8 @@ class LinkFit:
         bandwidth: bytes/s of one ring.
         latency: seconds per message.
         volumes: bytes of the whole tensor as in `costmodel.collectives`, ascending.
-        seconds: what each took.
-        errors: the fit's relative error at each, predicted over measured less one.
+        seconds: the measured time for each volume.
+        errors: the relative error of the fit for each volume: predicted over measured, minus 1.
     """
 
     kind: str
@@ -68,23 +68,23 @@ class LinkFit:
 
     @property
     def median_error(self) -> float:
-        """The median of the errors' sizes."""
+        """The median absolute error."""
         return float(np.median(np.abs(self.errors)))
 
     @property
     def largest_error(self) -> float:
-        """The largest of the errors' sizes."""
+        """The largest absolute error."""
         return float(np.max(np.abs(self.errors)))
 
 
 @dataclass(frozen=True, slots=True)
 class ProductFit:
-    """Times of matrix products, fitted.
+    """The fit of the times of matrix products.
 
     Attributes:
         rates: dtype -> FLOP/s of large products.
-        half_size: the size at which one dim alone halves the rate, the same for all dtypes.
-        errors: dtype -> the fit's relative errors, predicted over measured less one, in the order given.
+        half_size: the size of a dim that halves the rate, the same for all dtypes.
+        errors: dtype -> the relative errors of the fit, predicted over measured minus 1, in the order of the products.
     """
 
     rates: Mapping[str, float]
@@ -93,20 +93,20 @@ class ProductFit:
 
 
 def robust(durations: Sequence[float]) -> Sample:
-    """The median without outliers: values further from it than three standard deviations, judged by the median deviation.
+    """The median without outliers: values more than three standard deviations from it, estimated from the median deviation.
 
     Source: Leys et al., "Detecting outliers: do not use standard deviation around the mean, use absolute deviation around
     the median", Journal of Experimental Social Psychology 49(4), 2013.
 
     Raises:
-        ValueError: there are none.
+        ValueError: ``durations`` is empty.
     """
     values = np.asarray(durations, dtype=np.float64)
     if not values.size:
         raise ValueError("no durations to take the median of")
     middle = np.median(values)
     deviation = _TO_SIGMA * np.median(np.abs(values - middle))
-    # Equal readings of a coarse clock must not make an outlier of the next tick.
+    # With a coarse clock most readings may be equal; the next tick is not an outlier.
     kept = values[np.abs(values - middle) <= max(_OUTLYING * deviation, 0.01 * middle)]
     seconds = float(np.median(kept))
     spread = _TO_SIGMA * float(np.median(np.abs(kept - seconds)))
@@ -114,22 +114,22 @@ def robust(durations: Sequence[float]) -> Sample:
 
 
 def fit_link(kind: str, ranks: int, volumes: Sequence[float], seconds: Sequence[float], library: str = "gloo") -> LinkFit:
-    """Latency and bandwidth that explain a collective's times on one level, by least squares of relative errors.
+    """Fits latency and bandwidth to a collective's times on one level, by least squares of relative errors.
 
-    The time of every algorithm is linear in the latency and in the reciprocal of the bandwidth. Where the library has
-    several, each size is held to the one that is the fastest there, until that does not change any more.
+    The time of every algorithm is linear in the latency and in the reciprocal of the bandwidth. If the library has
+    several algorithms, each size is fitted to the fastest one for it, and the fit is repeated until these do not change.
 
     Args:
         kind: one of `costmodel.COLLECTIVES`.
         ranks: devices in a group, at least 2.
         volumes: bytes of the whole tensor as in `costmodel.collectives`, at least two different ones.
-        seconds: what each took.
+        seconds: the measured time for each volume.
         library: a key of `costmodel.LIBRARIES`.
 
     Returns:
-        A latency of at least 0 (where that of the fit is negative, the bandwidth is that of the larger half of the sizes),
-        and a bandwidth of at most a hundred times what the fastest size reached (where the times
-        do not tell it from infinite).
+        A fit with a latency of at least 0 (if the unconstrained latency is negative, the bandwidth is fitted to the larger
+        half of the sizes) and a bandwidth of at most 100 times that of the fastest size (which applies if the times are
+        consistent with an infinite bandwidth).
 
     Raises:
         ValueError: there are too few ranks or sizes, or a time is not positive.
@@ -144,16 +144,16 @@ def fit_link(kind: str, ranks: int, volumes: Sequence[float], seconds: Sequence[
     chosen = np.zeros(len(sizes), dtype=int)
     solution, least = np.zeros(2), np.inf
     for _ in range(_ROUNDS):
-        found = _solve(rows[chosen, np.arange(len(sizes))], times)
-        predicted = rows @ found
+        unknowns = _solve(rows[chosen, np.arange(len(sizes))], times)
+        predicted = rows @ unknowns
         loss = float(np.sum((predicted.min(axis=0) / times - 1) ** 2))
         if loss < least:
-            solution, least = found, loss
+            solution, least = unknowns, loss
         fastest = predicted.argmin(axis=0)
         if (fastest == chosen).all():
             break
         chosen = fastest
-    if solution[0] == 0:  # small ones are quicker than any line through 0: the rate is that of the large
+    if solution[0] == 0:  # small sizes are faster than any line through 0 allows: only the large ones determine the rate
         large = sizes >= np.median(sizes)
         reciprocals = rows[chosen, np.arange(len(sizes)), 1]
         solution = np.array([0.0, max(solution[1], np.median(times[large] / reciprocals[large]))])
@@ -164,16 +164,16 @@ def fit_link(kind: str, ranks: int, volumes: Sequence[float], seconds: Sequence[
 
 
 def split_overhead(intercepts: Sequence[float], hops: Sequence[int], steps: Sequence[int], measured: float) -> float:
-    """How much of what collectives of no bytes cost comes once, and not with every hop of a ring.
+    """The part of an empty collective's time that occurs once, instead of at every hop of a ring.
 
     Args:
-        intercepts: per level, seconds of a collective of no bytes among its groups.
-        hops: per level, the hops of such a ring but one.
-        steps: per level, those of a ring through other groups.
-        measured: seconds of a collective of no bytes among the other groups.
+        intercepts: for each level, seconds of an empty collective in groups of that level alone.
+        hops: for each level, the number of hops of such a ring, minus 1.
+        steps: for each level, the number of hops on it of a ring through groups across levels.
+        measured: seconds of an empty collective in the groups across levels.
 
     Returns:
-        Seconds: at least 0, at most the least intercept. With overhead o the other ring takes
+        Seconds, at least 0 and at most the smallest intercept. With overhead o, the ring across levels takes
         o + sum of steps (intercept - o) / hops, which is linear in o.
     """
     whole = sum(s * i / h for s, i, h in zip(steps, intercepts, hops, strict=True))
@@ -189,26 +189,26 @@ def fit_products(
     launch: float = 0.0,
     decisive: Sequence[str] = (),
 ) -> ProductFit:
-    """Rate of each dtype and one half size: seconds = 2 m k n (1 + h/m)(1 + h/k)(1 + h/n) / P + launch.
+    """Fits the rate P of each dtype and one half size h: seconds = 2 m k n (1 + h/m)(1 + h/k)(1 + h/n) / P + launch.
 
-    For one h the best P is a median, which a few bad points do not move, and h is searched for on a grid and then between
-    its neighbours. Errors are factors, whose logarithms' sizes are summed: a rate's size is not known beforehand, and with
-    differences over the measured times the fit would rather be much too fast than a little too slow.
+    For a given h, the best P is a median, which is robust against outliers; h is searched on a grid that is refined twice
+    around its best point. The loss is the sum of the absolute logarithms of predicted over measured times: relative errors
+    without the logarithm would favour rates that are far too high over rates that are slightly too low.
 
     Args:
         dims: dtype -> m, k, n of each product.
-        seconds: dtype -> what each took.
-        launch: seconds that starting a kernel takes.
-        decisive: the dtypes that decide about h, which others' units may be far from; left out, all.
+        seconds: dtype -> the measured time of each product.
+        launch: seconds to start a kernel.
+        decisive: the dtypes that h is fitted to, since others may run on different hardware units; by default all.
 
     Raises:
         ValueError: a dtype has no products, or a time is not positive.
     """
-    sides = {dtype: np.asarray(found, dtype=np.float64).reshape(-1, 3) for dtype, found in dims.items()}
+    sides = {dtype: np.asarray(products, dtype=np.float64).reshape(-1, 3) for dtype, products in dims.items()}
     times = {dtype: np.asarray(seconds[dtype], dtype=np.float64) for dtype in sides}
     for dtype in sides:
         if not len(sides[dtype]) or len(sides[dtype]) != len(times[dtype]) or not (times[dtype] > 0).all():
-            raise ValueError(f"{dtype}: a positive time for each of one product or more is needed")
+            raise ValueError(f"{dtype}: at least one product is needed, and a positive time for each")
 
     def loss(half: float) -> float:
         errors = [_product_errors(sides[d], times[d], half, launch)[1] for d in decisive or sides]
@@ -234,14 +234,14 @@ def _product_errors(sides: np.ndarray, times: np.ndarray, half: float, launch: f
 
 
 def _rows(kind: str, ranks: int, volumes: np.ndarray, library: str) -> np.ndarray:
-    """``[algorithms, sizes, 2]``: what latency and reciprocal bandwidth are multiplied by."""
-    found = []
+    """``[algorithms, sizes, 2]``: the coefficients of latency and reciprocal bandwidth."""
+    rows = []
     for name in sorted(ALGORITHMS[kind]):
         if name in LIBRARIES[library]:
             formula = _compiled(kind, name)
             latency = formula(0.0 * volumes, *figures(Link(ranks, 1.0, 1.0)))
-            found.append(np.stack([latency, formula(volumes, *figures(Link(ranks, 1.0, 0.0)))], axis=-1))
-    return np.stack(found)
+            rows.append(np.stack([latency, formula(volumes, *figures(Link(ranks, 1.0, 0.0)))], axis=-1))
+    return np.stack(rows)
 
 
 @functools.cache
@@ -253,7 +253,7 @@ def _solve(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
     """(latency, reciprocal bandwidth) with the least squares of relative errors, within their bounds."""
     bounds = np.array([0.0, _FASTEST * float(np.min(times / rows[:, 1]))])
     scaled = rows / times[:, None]
-    # Around the bounds the only limit is zero, and with two unknowns every set of those at it can be tried.
+    # Relative to the bounds, the constraint is x >= 0: with two unknowns, every active set can be tried.
     wanted = 1 - scaled @ bounds
     candidates = [np.zeros(2)]
     for column in range(2):

@@ -11,19 +11,19 @@ from sympy.printing.numpy import NumPyPrinter
 __all__ = ["Number", "compile_formula"]
 
 Number = float | np.ndarray
-"""One value, or one per row of a table of candidates."""
+"""One value, or an array with one value per candidate."""
 
 
 def compile_formula(symbols: Sequence[sympy.Symbol], expression: sympy.Expr) -> Callable[..., Number]:
-    """Turns an expression into a vectorised function, common subexpressions shared.
+    """Compiles an expression to a vectorised function that shares common subexpressions.
 
     Args:
         symbols: the function's arguments in order.
-        expression: holds no other free symbols.
+        expression: an expression without other free symbols.
 
     Returns:
-        A function of numbers or numpy arrays that broadcast together. It gives a float where all arguments
-        are numbers and a float64 array otherwise, also where the expression is constant.
+        A function of numbers or numpy arrays that broadcast together. It returns a float if all arguments
+        are numbers, and a float64 array otherwise, even if the expression is constant.
 
     Raises:
         ValueError: ``expression`` has a free symbol that is not among ``symbols``.
@@ -31,12 +31,12 @@ def compile_formula(symbols: Sequence[sympy.Symbol], expression: sympy.Expr) -> 
     stray = expression.free_symbols - set(symbols)
     if stray:
         raise ValueError(f"formula {expression}: symbols {sorted(map(str, stray))} are not among its arguments")
-    # The module's names, such as numpy.where, are then spelt as lambdify's namespace has them.
+    # Without qualified names, functions such as numpy.where are printed as in lambdify's namespace.
     printer = _Printer({"fully_qualified_modules": False, "inline": True, "allow_unknown_functions": True})
     compiled = sympy.lambdify(list(symbols), expression, modules="numpy", printer=printer, cse=True)
 
     def evaluate(*values: Number) -> Number:
-        # Converting first keeps Python integers of any size, and integer division, out of the formula.
+        # Converting first avoids Python's unbounded integers, and integer division, in the formula.
         arrays = [np.asarray(value, dtype=np.float64) for value in values]
         shape = np.broadcast_shapes(*(array.shape for array in arrays))
         result = np.asarray(compiled(*arrays), dtype=np.float64)
@@ -48,7 +48,7 @@ def compile_formula(symbols: Sequence[sympy.Symbol], expression: sympy.Expr) -> 
 
 
 class _Printer(NumPyPrinter):
-    """Least and greatest of arguments that broadcast, which numpy's amin of a list does not."""
+    """Prints Min and Max as nested numpy.minimum and numpy.maximum, which broadcast; amin of a list does not."""
 
     def _print_Min(self, expr: sympy.Min) -> str:
         return self._nested("minimum", expr.args)

@@ -1,4 +1,4 @@
-"""Levels of a machine's interconnect, and what a group of devices sees of them."""
+"""Levels of a machine's interconnect, and the links that groups of devices have on them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one collective was measured to reach on a level.
+    """The measured figures of one collective on a level.
 
     Attributes:
-        bandwidth: bytes/s in the sense of `Level.bandwidth`.
+        bandwidth: bytes/s as in `Level.bandwidth`.
         latency: seconds per message.
-        overhead: seconds of a collective beside its messages: starting it, and waiting for the last one to come to it.
+        overhead: seconds of a collective in addition to its messages: starting it, and waiting for the last rank.
     """
 
     bandwidth: float
@@ -38,9 +38,9 @@ class Measured:
         _check(1.0, self.overhead, "measured collective")
 
     def to_dict(self) -> dict[str, float]:
-        """The figures as plain JSON values in base units, an overhead of 0 left out."""
-        found = {"bandwidth": self.bandwidth, "latency": self.latency}
-        return found | ({"overhead": self.overhead} if self.overhead else {})
+        """The figures as plain JSON values in base units; an overhead of 0 is omitted."""
+        data = {"bandwidth": self.bandwidth, "latency": self.latency}
+        return data | ({"overhead": self.overhead} if self.overhead else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +48,24 @@ class Level:
     """One level of the interconnect: ``size`` groups of the level below, joined into one group.
 
     Attributes:
-        name: for people; unique within a topology.
-        size: how many groups of the level below make one group of this level. At level 0 the groups below are
+        name: unique within a topology.
+        size: the number of groups of the level below in one group of this level. At level 0, the groups below are
             the devices themselves.
         bandwidth: bytes/s, in one direction, of the uplink that joins ONE group of the level below to this
-            level. At level 0 that is one device's own bandwidth. Further out it is what a whole node (or pod)
-            has. An uplink cannot carry more than the uplinks below feed into it, so it should not be given more
-            than their sum.
+            level. At level 0, it is the bandwidth of one device; on outer levels, that of a whole node (or pod).
+            An uplink cannot carry more than the uplinks below feed into it, so it should not exceed
+            their sum.
         latency: seconds per message.
-        links: the uplink is so many equal links side by side (network adapters). A ring that has k devices in the
-            group below uses at most k of them at once.
-        point_to_point: bytes/s that one of those links carries; left out, the uplink's bandwidth over ``links``.
-        shared: rings that leave one group of the level below at the same time share its uplink. Where not (a torus, in
-            which every device has its own link to the next group), each ring gets all of ``bandwidth``.
+        links: the number of equal, parallel links of the uplink (network adapters). A ring with k devices in the
+            group below uses at most k of them.
+        point_to_point: bytes/s of one of those links; by default, the uplink's bandwidth over ``links``.
+        shared: whether rings that leave one group of the level below at the same time share its uplink. If False (a torus,
+            in which every device has its own link to the next group), each ring gets the full ``bandwidth``.
         matrix: for irregular machines, bytes/s between any two of the groups that this level joins, 0 for no direct
-            link; then ``bandwidth`` is not looked at. Groups without a link reach each other through others.
-        measured: collective -> its own figures, which replace the level's.
-        contention: share of a second in which bytes move over this level that is taken from what is computed meanwhile: 0
-            where they need nothing of the devices, 1 where they can do only one at a time. Left out, it is the device's.
+            link; ``bandwidth`` is then ignored. Groups without a link reach each other through others.
+        measured: collective -> its own figures, which replace those of the level.
+        contention: the share of transfer time on this level that is taken from concurrent computation: 0 if transfers need
+            no device time, 1 if devices can only communicate or compute. By default, that of the device.
 
     Raises:
         TopologyError: a figure is not finite, the size or the bandwidth is not positive, the latency is
@@ -107,10 +107,10 @@ class Level:
         return self.bandwidth / self.links if self.point_to_point is None else self.point_to_point
 
     def resized(self, size: int) -> Level:
-        """The same level joining another number of groups.
+        """The same level with a different number of groups.
 
         Raises:
-            TopologyError: it is irregular, and its matrix has no entries for more groups.
+            TopologyError: the level is irregular, and its matrix has fewer entries.
         """
         if self.matrix is None or size == self.size:
             return dataclasses.replace(self, size=size)
@@ -119,33 +119,33 @@ class Level:
         return dataclasses.replace(self, size=size, matrix=tuple(row[:size] for row in self.matrix[:size]))
 
     def to_dict(self) -> dict[str, Any]:
-        """The level as plain JSON values in base units, defaults left out."""
-        found: dict[str, Any] = {
+        """The level as plain JSON values in base units; defaults are omitted."""
+        data: dict[str, Any] = {
             "name": self.name,
             "size": self.size,
             "bandwidth": self.bandwidth,
             "latency": self.latency,
         }
         if self.links != 1:
-            found["links"] = self.links
+            data["links"] = self.links
         if self.point_to_point is not None:
-            found["point_to_point"] = self.point_to_point
+            data["point_to_point"] = self.point_to_point
         if not self.shared:
-            found["shared"] = False
+            data["shared"] = False
         if self.matrix is not None:
-            found["matrix"] = [list(row) for row in self.matrix]
+            data["matrix"] = [list(row) for row in self.matrix]
         if self.measured:
-            found["measured"] = {kind: one.to_dict() for kind, one in self.measured.items()}
+            data["measured"] = {kind: one.to_dict() for kind, one in self.measured.items()}
         if self.contention is not None:
-            found["contention"] = self.contention
-        return found
+            data["contention"] = self.contention
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str) -> Level:
         """Reads a level from a mapping whose quantities are numbers in base units or text with units.
 
         Raises:
-            TopologyError: naming ``where``, the key and what it should have been.
+            TopologyError: a value is invalid; the message names ``where``, the key and the expected value.
         """
         table = Table(
             data,
@@ -188,18 +188,18 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What a group of devices sees of one level that it crosses.
+    """The part of a link on one level that a group of devices crosses.
 
     Attributes:
         level: the level's name.
-        ways: how many groups of the level below the group's devices lie in, within one group of this level.
-        members: how many of its devices lie in one group of the level below.
-        steps: how many hops of a ring through all its devices cross this level.
-        bandwidth: bytes/s of the ring there, after sharing.
+        ways: the number of groups of the level below that contain the group's devices, within one group of this level.
+        members: the number of the group's devices in one group of the level below.
+        steps: the number of hops on this level of a ring through all devices of the group.
+        bandwidth: bytes/s of the ring on this level, after sharing.
         latency: seconds per message.
-        overhead: seconds of a collective beside its messages.
-        shared: whether the group's devices in one group of the level below share what they have there.
-        contention: the level's, or the device's.
+        overhead: seconds of a collective in addition to its messages.
+        shared: whether the group's devices in one group of the level below share its uplink.
+        contention: that of the level, or of the device.
     """
 
     level: str
@@ -215,14 +215,14 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one group of devices, such as those along a mesh axis, has to communicate with.
+    """The interconnect between the devices of one group, such as those along a mesh axis.
 
     Attributes:
         size: devices in the group.
-        bandwidth: bytes/s of a ring through them in one direction: the least of the levels crossed, after sharing.
-        latency: seconds per message: the largest of the levels crossed.
-        levels: names of the levels crossed, innermost first; empty for a group of one.
-        stages: the same level by level; left out, one level.
+        bandwidth: bytes/s of a ring through them in one direction: the smallest of the crossed levels, after sharing.
+        latency: seconds per message: the largest of the crossed levels.
+        levels: names of the crossed levels, innermost first; empty for a group of one.
+        stages: the same figures for each level; by default, there is one level.
     """
 
     size: int
@@ -237,15 +237,15 @@ class Link:
 
     @property
     def overhead(self) -> float:
-        """Seconds of a collective beside its messages, known only where it was measured."""
+        """Seconds of a collective in addition to its messages; 0 unless measured."""
         return max(stage.overhead for stage in self._stages())
 
     @property
     def contention(self) -> float:
-        """Share of a collective's seconds that processors spend, on average of the devices.
+        """The share of a collective's time that is taken from computation, on average over the devices.
 
-        Of a ring's hops some cross one level and some another: each level's share counts by how many do, and by how long
-        the bytes take there. The hop that closes the ring crosses the outermost level.
+        The hops of a ring cross different levels. The contention of each level is weighted by its number of hops and by the
+        time that the bytes take there. The hop that closes the ring crosses the outermost level.
         """
         stages = self._stages()
         hops = [stage.steps + (stage is stages[-1]) for stage in stages]
@@ -256,37 +256,37 @@ class Link:
 
     @property
     def busy(self) -> dict[str, float]:
-        """By level crossed, the share of a collective's seconds that the bytes take there."""
+        """For each crossed level, the share of a collective's time that the bytes take there."""
         return {stage.level: self.bandwidth / stage.bandwidth for stage in self._stages()}
 
     @property
     def ring_latency(self) -> float:
-        """Seconds for a message to go round the ring, through all but one hop."""
+        """Seconds for a message to travel around the ring, through all hops except one."""
         return sum(stage.steps * stage.latency for stage in self._stages())
 
     @property
     def tree_latency(self) -> float:
-        """Seconds from a tree's leaves to its root: level by level, the binary logarithm of the groups joined."""
+        """Seconds from a tree's leaves to its root: for each level, the binary logarithm of the number of joined groups."""
         return sum((stage.ways - 1).bit_length() * stage.latency for stage in self._stages())
 
     @property
     def staged_latency(self) -> float:
-        """Seconds of latency of one ring per level, one level after the other."""
+        """Latency in seconds of one ring per level, one level after the other."""
         return sum((stage.ways - 1) * stage.latency for stage in self._stages())
 
     @property
     def exchange_latency(self) -> float:
-        """Seconds of latency when every device sends to each other one in turn."""
+        """Latency in seconds if every device sends to every other one in turn."""
         return sum((stage.ways - 1) * stage.members * stage.latency for stage in self._stages())
 
     @property
     def staged_rate(self) -> float:
-        """Seconds per byte of the whole tensor when it is gathered by one ring per level, one level after the other."""
+        """Seconds per byte of the whole tensor if it is gathered by one ring per level, one level after the other."""
         return sum((stage.ways - 1) / stage.ways / stage.bandwidth for stage in self._stages())
 
     @property
     def exchange_rate(self) -> float:
-        """Seconds per byte of one device's tensor when every device sends an equal part to each: the busiest level's."""
+        """Seconds per byte of one device's tensor, on the busiest level, if every device sends an equal part to each."""
         outside = ((stage, self.size - stage.members) for stage in self._stages())
         return max(
             (stage.members if stage.shared else 1) * others / self.size / stage.bandwidth for stage, others in outside

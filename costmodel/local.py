@@ -28,11 +28,11 @@ _PRESET_OF_GPU = (
 
 
 class Preset(Protocol):
-    """What is read of a preset: a `costmodel.Topology` has it all."""
+    """The properties of a preset that are used here, such as those of a `costmodel.Topology`."""
 
     @property
     def device(self) -> Device:
-        """What every rank runs on."""
+        """The device of every rank."""
 
     @property
     def levels(self) -> tuple[Level, ...]:
@@ -40,7 +40,7 @@ class Preset(Protocol):
 
     @property
     def library(self) -> str:
-        """Whose algorithms the collectives use."""
+        """The library whose algorithms the collectives use."""
 
 
 def local_topology(
@@ -48,24 +48,24 @@ def local_topology(
 ) -> tuple[Device, tuple[Level, ...], str]:
     """Device, levels and library of the job that this process belongs to; see `costmodel.Topology.local`.
 
-    Inside a node there is one level. With a CUDA GPU per local rank it is taken from the preset of that GPU
-    (``pcie-a100``, the most modest one, when the model is not known); otherwise from the preset ``cpu``, with
-    each rank having an equal share of the node's cores (at most ``OMP_NUM_THREADS`` of them) and memory. With
-    several nodes the second level is the GPU preset's own, or ``ethernet-10g``'s between CPU nodes.
+    Inside a node there is one level. With one CUDA GPU per local rank, it is that of the GPU's preset
+    (``pcie-a100``, the slowest one, if the model is unknown); otherwise that of the preset ``cpu``, and
+    each rank has an equal share of the node's cores (at most ``OMP_NUM_THREADS`` of them) and memory. With
+    several nodes, the second level is that of the GPU's preset, or of ``ethernet-10g`` between CPU nodes.
 
-    Every rank must plan for one machine: if the nodes differ, pass rank 0's topology to all.
+    All ranks must plan for the same machine: if the nodes differ, pass rank 0's topology to all.
 
     Args:
-        environ: read for ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` (torchrun sets both; left out, they are 1
+        environ: environment variables: ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` (torchrun sets both; they default to 1
             and ``WORLD_SIZE``), ``OMP_NUM_THREADS`` and ``CUDA_VISIBLE_DEVICES``.
-        load: gives the preset of a name.
+        load: returns the preset with a name.
         driver: where the GPU driver lists its devices.
 
     Returns:
         The device, one or two levels that hold ``WORLD_SIZE`` devices, and the library.
 
     Raises:
-        TopologyError: a variable is no positive whole number, or the ranks do not fill whole nodes.
+        TopologyError: a variable is not a positive integer, or the ranks do not fill whole nodes.
     """
     world = _count(environ, "WORLD_SIZE", 1)
     ranks = _count(environ, "LOCAL_WORLD_SIZE", world)
@@ -110,12 +110,12 @@ def _gpus(environ: Mapping[str, str], driver: Path) -> list[str]:
 
 
 def _share(core: Device, environ: Mapping[str, str], ranks: int) -> Device:
-    """What one of ``ranks`` equal ranks gets of this node, the preset's device being one core."""
+    """The share of this node that one of ``ranks`` ranks gets, if the preset's device is one core."""
     threads = min((os.cpu_count() or 1) / ranks, _count(environ, "OMP_NUM_THREADS", os.cpu_count() or 1))
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return dataclasses.replace(
         core,
         flops={dtype: rate * threads for dtype, rate in core.flops.items()},
-        # Whole GiB: nodes alike but for a few pages that the firmware keeps must give the same plan.
+        # In whole GiB: nodes that differ only in a few pages reserved by the firmware must get the same plan.
         memory=float(max(total // _GIB, 1) * _GIB / ranks),
     )

@@ -1,4 +1,4 @@
-"""Machines whose devices are joined irregularly: a matrix of bandwidths between any two of them."""
+"""Irregular interconnects: a matrix with the bandwidth between any two groups."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["Matrix", "check_matrix", "ring_bandwidth"]
 
 Matrix = tuple[tuple[float, ...], ...]
 
-_SEARCHED = 10  # rings of so many groups are ordered best; larger ones go in order of their numbers
+_SEARCHED = 10  # the best order is searched for rings of up to this many groups; larger ones are in order of their numbers
 
 
 def check_matrix(matrix: Matrix | None, size: int, where: str) -> None:
-    """Refuses a matrix that is not ``[size, size]``, symmetric, finite and connected.
+    """Checks that a matrix is ``[size, size]``, symmetric, finite and connected.
 
     Raises:
-        TopologyError: saying which row or pair is wrong.
+        TopologyError: it is not; the message names the row or the pair.
     """
     if matrix is None:
         return
@@ -35,20 +35,20 @@ def check_matrix(matrix: Matrix | None, size: int, where: str) -> None:
         if matrix[i][j] != matrix[j][i]:
             raise TopologyError(
                 f"{where}: matrix: row {i}, column {j} is {matrix[i][j]!r} and row {j}, column {i} is {matrix[j][i]!r}; "
-                "links are alike in both directions"
+                "links must have the same bandwidth in both directions"
             )
     lost = [j for j in range(1, size) if _widest(matrix)[0][j] == 0]
     if lost:
-        raise TopologyError(f"{where}: matrix: no links join {lost[0]} to 0, not even through others")
+        raise TopologyError(f"{where}: matrix: no links connect {lost[0]} to 0, not even through others")
 
 
 @functools.lru_cache(maxsize=1024)
 def ring_bandwidth(matrix: Matrix, members: tuple[int, ...]) -> float:
-    """Bytes/s of the best ring through some of the groups: the slowest link of the ring whose slowest link is fastest.
+    """Bytes/s of the best ring through some groups: the one with the fastest bottleneck.
 
     Args:
         matrix: bytes/s between groups.
-        members: numbers of the groups; two of them need one link. More than ten go in the order given.
+        members: the numbers of the groups; two of them need one link. More than ten are connected in the given order.
     """
     reach = _widest(matrix)
     if len(members) < 2:
@@ -73,7 +73,7 @@ def ring_bandwidth(matrix: Matrix, members: tuple[int, ...]) -> float:
 
 @functools.lru_cache(maxsize=64)
 def _widest(matrix: Matrix) -> Sequence[Sequence[float]]:
-    """Between any two groups, the slowest link of the path whose slowest link is fastest."""
+    """For any two groups, the bandwidth of the path with the fastest bottleneck."""
     reach = [list(row) for row in matrix]
     for k, i, j in itertools.product(range(len(matrix)), repeat=3):
         reach[i][j] = max(reach[i][j], min(reach[i][k], reach[k][j]))

@@ -1,4 +1,4 @@
-"""What the state of a parameter occupies: weight, gradient and the optimizer's own tensors.
+"""The memory of a parameter's state: weight, gradient and optimizer state.
 
 Symbols: **E** elements of the parameter on one device; **e** bytes per element. Source: ZeRO, arXiv
 1910.02054, section 3.1, whose 16 bytes per parameter (mixed precision, Adam) is ``adamw`` with ``e = 2`` and
@@ -22,7 +22,7 @@ E = sympy.Symbol("E", nonnegative=True)
 e = sympy.Symbol("e", positive=True)
 
 OPTIMIZERS: Mapping[str, int] = MappingProxyType({"adamw": 2, "sgd": 0, "sgd-momentum": 1})
-"""How many tensors of the parameter's shape each optimizer keeps (AdamW's 4-byte step counter left out)."""
+"""The number of tensors of the parameter's shape in each optimizer's state (without AdamW's 4-byte step counter)."""
 
 _SINGLE = 4
 
@@ -31,13 +31,13 @@ def expression(optimizer: str = "adamw", *, train: bool = True, master: bool = F
     """Bytes of state of one parameter, in the symbols E and e.
 
     Args:
-        optimizer: a key of `OPTIMIZERS`; not looked at unless ``train``.
-        train: count gradient and optimizer; otherwise the weight only.
-        master: a parameter narrower than float32 also has a float32 copy, which the optimizer steps, and its
-            states are float32 like that copy. A parameter of 4 bytes or more is its own master.
+        optimizer: a key of `OPTIMIZERS`; ignored unless ``train``.
+        train: whether to count the gradient and the optimizer state, instead of the weight alone.
+        master: whether a parameter narrower than float32 has a float32 copy that the optimizer steps, with
+            float32 state. A parameter with 4 bytes per element or more is its own master.
 
     Raises:
-        ValueError: no optimizer has that name.
+        ValueError: the optimizer is unknown.
     """
     if not train:
         return E * e
@@ -58,14 +58,14 @@ def state_bytes(
         elements: elements on one device.
         itemsize: bytes per element.
         optimizer: a key of `OPTIMIZERS`.
-        train: count gradient and optimizer; otherwise the weight only.
-        master: keep float32 copies of narrower parameters.
+        train: whether to count the gradient and the optimizer state, instead of the weight alone.
+        master: whether narrower parameters have float32 copies.
 
     Returns:
-        Bytes, of the broadcast shape of ``elements`` and ``itemsize``.
+        Bytes, with the broadcast shape of ``elements`` and ``itemsize``.
 
     Raises:
-        ValueError: no optimizer has that name.
+        ValueError: the optimizer is unknown.
     """
     return _compiled(optimizer, train, master)(elements, itemsize)
 

@@ -1,7 +1,8 @@
-"""What a loop costs that fetches one panel while it works on the panel before.
+"""The time of a loop that fetches one panel while it works on the previous one.
 
 Symbols: **g** seconds to fetch one panel; **w** seconds of work on one panel; **N** panels. Source: the two-stage pipeline;
-the first fetch and the last work are exposed, and between them the slower stage decides. With N = 1 nothing overlaps.
+the first fetch and the last work are exposed, and between them the slower stage determines the time. With N = 1 nothing
+overlaps.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PIPELINE: sympy.Expr = g + (N - 1) * sympy.Max(g, w) + w
 
 
 def seconds(fetch: Number, work: Number, panels: Number) -> Number:
-    """Seconds of a loop of ``panels`` rounds, ``fetch`` and ``work`` being the seconds of one round."""
+    """Seconds of a loop over ``panels`` panels, with ``fetch`` and ``work`` seconds for each."""
     return _compiled()(fetch, work, panels)
 
 

@@ -1,4 +1,4 @@
-"""Reading checked mappings: every complaint names the file, the table, the key and what was expected."""
+"""Validated access to mappings: every error names the file, the table, the key and the expected value."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Table:
     Args:
         data: the mapping.
         where: the file and table that it came from, for messages.
-        required: keys that must be there.
-        optional: keys that may be there.
+        required: keys that must be present.
+        optional: keys that may be present.
 
     Raises:
-        TopologyError: ``data`` is no mapping, lacks a required key or has an unknown one.
+        TopologyError: ``data`` is not a mapping, lacks a required key or has an unknown one.
     """
 
     def __init__(self, data: Mapping[str, Any], where: str, required: Sequence[str], optional: Sequence[str] = ()) -> None:
         """Checks the keys; see the class."""
         if not isinstance(data, Mapping):
-            raise TopologyError(f"{where}: a table is wanted, not {data!r}")
+            raise TopologyError(f"{where}: expected a table, not {data!r}")
         allowed = [*required, *(key for key in optional if key not in required)]
-        # A misspelt key is both unknown and missing; naming it as unknown says more.
+        # A misspelt key is both unknown and missing; reporting it as unknown is more helpful.
         for key in data:
             if key not in allowed:
                 raise TopologyError(f"{where}: unknown key {key!r}{suggestion(str(key), allowed)}")
@@ -42,21 +42,21 @@ class Table:
         self.where = where
 
     def text(self, key: str) -> str:
-        """The value of a key that must be non-empty text."""
+        """The value of a key, which must be non-empty text."""
         value = self.data[key]
         if not isinstance(value, str) or not value:
             raise TopologyError(f"{self.where}: {key} must be non-empty text, not {value!r}")
         return value
 
     def integer(self, key: str) -> int:
-        """The value of a key that must be a whole number of at least 1."""
+        """The value of a key, which must be an integer of at least 1."""
         value = self.data[key]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise TopologyError(f"{self.where}: {key} must be a whole number of at least 1, not {value!r}")
         return value
 
     def quantity(self, key: str, quantity: Quantity, *, positive: bool = False) -> float:
-        """The value of a key in the quantity's base unit; see `costmodel.units.parse_quantity`."""
+        """The value of a key, in the quantity's base unit; see `costmodel.units.parse_quantity`."""
         try:
             value = parse_quantity(self.data[key], quantity)
         except UnitError as error:
@@ -66,21 +66,21 @@ class Table:
         return value
 
     def number(self, key: str) -> float:
-        """The value of a key that must be a plain number, 0 or more."""
+        """The value of a key, which must be a plain number of at least 0."""
         value = self.data[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
             raise TopologyError(f"{self.where}: {key} must be a number of at least 0, not {value!r}")
         return float(value)
 
     def boolean(self, key: str) -> bool:
-        """The value of a key that must be true or false."""
+        """The value of a key, which must be true or false."""
         value = self.data[key]
         if not isinstance(value, bool):
             raise TopologyError(f"{self.where}: {key} must be true or false, not {value!r}")
         return value
 
     def quantities(self, key: str, quantity: Quantity) -> tuple[tuple[float, ...], ...]:
-        """The value of a key that must be rows of quantities, in the base unit."""
+        """The value of a key, which must be rows of quantities, in the base unit."""
         rows = self.data[key]
         if not isinstance(rows, list | tuple) or not rows or not all(isinstance(row, list | tuple) for row in rows):
             raise TopologyError(f"{self.where}: {key} must be a list of rows, not {rows!r}")
@@ -90,14 +90,14 @@ class Table:
             raise TopologyError(f"{self.where}: {key}: {error}") from None
 
     def mapping(self, key: str) -> Mapping[str, Any]:
-        """The value of a key that must be a table."""
+        """The value of a key, which must be a table."""
         value = self.data[key]
         if not isinstance(value, Mapping):
             raise TopologyError(f"{self.where}: {key} must be a table, not {value!r}")
         return value
 
     def mappings(self, key: str) -> Sequence[Mapping[str, Any]]:
-        """The value of a key that must be a non-empty array of tables (TOML ``[[key]]``)."""
+        """The value of a key, which must be a non-empty array of tables (TOML ``[[key]]``)."""
         value = self.data[key]
         if not isinstance(value, list | tuple) or not value or not all(isinstance(v, Mapping) for v in value):
             raise TopologyError(f"{self.where}: {key} must be one table or more, written [[{key}]], not {value!r}")
@@ -108,7 +108,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Reads a TOML file.
 
     Raises:
-        TopologyError: the file cannot be opened or is no TOML; the message names it.
+        TopologyError: the file cannot be opened or is not valid TOML; the message names it.
     """
     try:
         with path.open("rb") as stream:

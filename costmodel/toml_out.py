@@ -32,7 +32,7 @@ def topology_toml(
     Args:
         topology: what to write.
         header: lines of a comment at the top, without the ``#``.
-        notes: comments beside figures, by where they are: ``("device", "half_size")``, ``("device", "flops", "float32")``,
+        notes: comments on figures, by their path: ``("device", "half_size")``, ``("device", "flops", "float32")``,
             ``("levels", "node", "all_reduce")``.
     """
     data, notes = topology.to_dict(), notes or {}
@@ -47,21 +47,21 @@ def topology_toml(
 def _table(
     data: Mapping[str, Any], where: tuple[str, ...], notes: Mapping[tuple[str, ...], str], prefix: str = ""
 ) -> list[str]:
-    """Plain keys first: in TOML whatever follows a table's header belongs to it."""
+    """Writes plain keys first, because in TOML all keys after a table's header belong to that table."""
     plain = {key: value for key, value in data.items() if not isinstance(value, Mapping)}
     lines = [_line(key, value, notes.get((*where, key))) for key, value in plain.items()]
     for key, table in data.items():
         if isinstance(table, Mapping):
             lines += ["", f"[{prefix or 'device.'}{key}]"]
-            # What was measured is noted by the collective's name, one word shorter than where it stands.
+            # Notes on measured collectives are by the collective's name, without the word "measured".
             path = where if key == "measured" else (*where, key)
             lines += [_line(name, value, notes.get((*path, name)), key) for name, value in table.items()]
     return lines
 
 
 def _line(key: str, value: Any, note: str | None, table: str = "") -> str:
-    said = [_readable(key, value, table), note or ""]
-    text = "; ".join(part for part in said if part)
+    comments = [_readable(key, value, table), note or ""]
+    text = "; ".join(comment for comment in comments if comment)
     return f"{key} = {_value(value)}" + (f"  {_comment(text)}" if text else "")
 
 
@@ -76,7 +76,7 @@ def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # TOML's escapes are JSON's, but it wants U+007F escaped too, and no surrogate pairs.
+        # TOML has the escapes of JSON, but also requires one for U+007F, and does not allow surrogate pairs.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{key} = {_value(figure)}" for key, figure in value.items()) + " }"
@@ -87,5 +87,5 @@ def _value(value: Any) -> str:
 
 
 def _comment(text: str) -> str:
-    # A control character would end the comment, or make the file no TOML.
+    # A control character would end the comment, or make the file invalid.
     return f"# {''.join(c if c.isprintable() else ' ' for c in text)}".rstrip()

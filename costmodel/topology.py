@@ -1,6 +1,6 @@
-"""The machine: one kind of device, and the levels of interconnect that join them.
+"""The machine: one kind of device, and the levels of interconnect between them.
 
-Written as TOML, one table per thing (``costmodel/presets/*.toml`` are examples):
+In TOML, the device and each level are tables (``costmodel/presets/*.toml`` are examples):
 
     name = "two-boxes"
 
@@ -50,17 +50,17 @@ __all__ = ["Device", "Level", "Link", "Topology", "TopologyError"]
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A machine of equal devices, joined level by level.
+    """A machine of equal devices, connected by one or more levels of interconnect.
 
     Attributes:
-        name: for people.
-        device: what every rank runs on.
+        name: a name for tables and messages.
+        device: the device of every rank.
         levels: innermost (fastest) first. Rank ``r`` is device ``r`` counted innermost first, as torchrun
             numbers them.
-        library: whose algorithms the collectives use: a key of `costmodel.collectives.LIBRARIES`.
+        library: the library whose algorithms the collectives use, a key of `costmodel.collectives.LIBRARIES`.
 
     Raises:
-        TopologyError: there is no level, two have one name, or the library is not known.
+        TopologyError: there is no level, two levels have the same name, or the library is unknown.
     """
 
     name: str
@@ -73,9 +73,9 @@ class Topology:
         object.__setattr__(self, "levels", tuple(self.levels))
         names = [level.name for level in self.levels]
         if not self.name.strip():
-            raise TopologyError("topology: its name is empty; give it one, for people")
+            raise TopologyError("topology: the name is empty; give it one")
         if not names:
-            raise TopologyError(f"topology {self.name!r}: it needs one level at least")
+            raise TopologyError(f"topology {self.name!r}: it needs at least one level")
         for name in names:
             if names.count(name) > 1:
                 raise TopologyError(f"topology {self.name!r}: two levels are named {name!r}; give each its own name")
@@ -85,20 +85,20 @@ class Topology:
 
     @property
     def devices(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return math.prod(level.size for level in self.levels)
 
     def links(self, mesh_shape: Sequence[int]) -> tuple[Link, ...]:
-        """What each axis of a mesh sees of the interconnect.
+        """The link between the devices along each axis of a mesh.
 
-        Axis 0 is outermost and the last axis innermost, so that neighbouring ranks lie along the last one. An
-        axis crosses every level in which it has extent, and may straddle several. It gets the least bandwidth
-        and the largest latency of the levels that it crosses. At each of them the bandwidth is the uplink of
+        Axis 0 is outermost and the last axis innermost, so neighbouring ranks lie along the last one. An
+        axis may cross several levels. It gets the smallest bandwidth
+        and the largest latency of the levels that it crosses. On each of them, the bandwidth is the uplink of
         one group of the level below, divided by the rings of this axis that share it: ``min(devices in that
         group, product of the mesh axes nested inside this one)``. Sources: ATP, arXiv 2301.08658
         (hierarchical communication matrix); AxoNN, arXiv 2502.08145 (the number of rings).
 
-        An axis of size 1 crosses nothing: it has level 0's bandwidth and no latency.
+        An axis of size 1 crosses no level: it has the bandwidth of level 0, and no latency.
 
         Args:
             mesh_shape: sizes of the mesh axes, outermost first.
@@ -107,13 +107,13 @@ class Topology:
             One link per axis.
 
         Raises:
-            TopologyError: an axis has no size, or the sizes do not multiply to `devices`.
+            TopologyError: a size is less than 1, or the product of the sizes is not `devices`.
         """
         shape = tuple(int(size) for size in mesh_shape) or (0,)
         return tuple(self.link(shape, (axis,)) for axis in range(len(shape)))
 
     def link(self, mesh_shape: Sequence[int], axes: Sequence[int], kind: str | None = None) -> Link:
-        """What the devices along one mesh axis, or several together, see of the interconnect; see `links`.
+        """The link between the devices along one mesh axis, or along several together; see `links`.
 
         Args:
             mesh_shape: sizes of the mesh axes, outermost first.
@@ -121,7 +121,7 @@ class Topology:
             kind: the collective (one of `costmodel.COLLECTIVES`) whose measured figures to take, where there are any.
 
         Raises:
-            TopologyError: an axis has no size, or the sizes do not multiply to `devices`.
+            TopologyError: a size is less than 1, or the product of the sizes is not `devices`.
         """
         shape = tuple(int(size) for size in mesh_shape)
         if not shape or min(shape) < 1 or math.prod(shape) != self.devices:
@@ -133,20 +133,20 @@ class Topology:
         return group_link(self.levels, shape, tuple(axes), kind, self.device.contention)
 
     def resized(self, devices: int) -> Topology:
-        """The same machine with another number of devices.
+        """The same machine with a different number of devices.
 
         Inner levels are filled first. Only the outermost level may grow beyond its size, and a level is used
         only once the levels inside it are full.
 
         Args:
-            devices: how many are wanted.
+            devices: the new number of devices.
 
         Returns:
-            A topology with the same levels and names. Levels that are shrunk forget their size: resize from
-            the original rather than in steps.
+            A topology with the same levels and names. A level that has shrunk does not keep its original size, so resize
+            the original topology rather than a resized one.
 
         Raises:
-            TopologyError: that many devices would fill some group in part; the message names counts that fit.
+            TopologyError: some group would be filled only partly; the message names numbers of devices that fit.
         """
         if devices == self.devices:
             return self
@@ -177,11 +177,11 @@ class Topology:
         """Reads a topology from a mapping whose quantities are numbers in base units or text with units.
 
         Args:
-            data: as `to_dict` writes it, or as a TOML file holds it.
+            data: a mapping as returned by `to_dict` or read from a TOML file.
             where: the file that the mapping came from, for messages.
 
         Raises:
-            TopologyError: naming ``where``, the table, the key and what it should have been.
+            TopologyError: a value is invalid; the message names ``where``, the table, the key and the expected value.
         """
         top = Table(data, where, required=("name", "device", "levels"), optional=("library",))
         levels = [
@@ -200,10 +200,10 @@ class Topology:
 
         Args:
             name_or_path: a preset's name (see `preset_names`), or the path of a TOML file. Text that ends in
-                ``.toml`` or holds a path separator is a path.
+                ``.toml`` or contains a path separator is a path.
 
         Raises:
-            TopologyError: no such preset or file, or the file is wrong; the message names file, table and
+            TopologyError: there is no such preset or file, or the file is invalid; the message names file, table and
                 key.
         """
         text = os.fspath(name_or_path)
@@ -220,7 +220,7 @@ class Topology:
 
     @staticmethod
     def preset_names() -> tuple[str, ...]:
-        """The names that `load` knows, sorted."""
+        """The names of all presets, sorted."""
         return tuple(_presets())
 
     @classmethod
@@ -232,17 +232,17 @@ class Topology:
         latency: float | str = "5 us",
         device: Device | str = "dgx-a100",
     ) -> Topology:
-        """A machine of one level, in which every device has the same link of its own.
+        """A machine of one level, in which every device has its own link of the same speed.
 
         Args:
-            devices: how many.
+            devices: the number of devices.
             bandwidth: bytes/s per device in one direction, or text with a unit.
             latency: seconds per message, or text with a unit.
-            device: the device, or the name of a preset whose device to take.
+            device: the device, or the name of the preset whose device is used.
 
         Raises:
             TopologyError: a figure is not positive, or no preset has that name.
-            UnitError: a quantity cannot be read.
+            UnitError: a quantity cannot be parsed.
         """
         level = Level("flat", devices, parse_quantity(bandwidth, "bandwidth"), parse_quantity(latency, "time"))
         chosen = device if isinstance(device, Device) else cls.load(device).device
@@ -253,11 +253,11 @@ class Topology:
         """A guess at the machine that this process runs on, named ``local``; see `costmodel.local.local_topology`.
 
         Args:
-            environ: read for what torchrun sets; left out, this process's own.
+            environ: environment variables as set by torchrun; by default, those of this process.
             driver: where the GPU driver lists its devices.
 
         Raises:
-            TopologyError: a variable is no positive whole number, or the ranks do not fill whole nodes.
+            TopologyError: a variable is not a positive integer, or the ranks do not fill whole nodes.
         """
         return cls("local", *local_topology(os.environ if environ is None else environ, cls.load, driver))
 

@@ -1,6 +1,6 @@
 """Physical quantities as people write them: ``"600 GB/s"``, ``"25 Gbit/s"``, ``"3 us"``, ``"80 GiB"``.
 
-Everywhere else in the program a quantity is a plain float in its base unit: bytes, bytes per second, seconds,
+Everywhere else, a quantity is a plain float in its base unit: bytes, bytes per second, seconds,
 or FLOP per second.
 """
 
@@ -16,7 +16,7 @@ from .errors import UnitError, suggestion
 __all__ = ["Quantity", "format_quantity", "parse_quantity"]
 
 Quantity = Literal["memory", "bandwidth", "time", "rate", "power", "energy"]
-"""What a number measures: bytes, bytes per second, seconds, FLOP per second, watts or joules."""
+"""The kind of a quantity: bytes, bytes per second, seconds, FLOP per second, watts or joules."""
 
 _DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
 _HOURS = {prefix: 3600 * scale for prefix, scale in _DECIMAL.items()}
@@ -49,17 +49,17 @@ _BIT_SHORTHAND = re.compile(r"([kMGTPE]?)(?:b/s|bps|Bps)")
 
 
 def parse_quantity(value: str | int | float, quantity: Quantity) -> float:
-    """Reads one quantity.
+    """Parses one quantity.
 
     Args:
         value: a number in the base unit, or text: a number, optionally followed by a unit.
-        quantity: what the number measures, which decides the units that are understood.
+        quantity: the kind of the quantity, which determines the accepted units.
 
     Returns:
         The value in the base unit of ``quantity`` (bytes, bytes/s, s or FLOP/s), finite and not negative.
 
     Raises:
-        UnitError: ``value`` is not a number, is negative or not finite, or has a unit of another kind.
+        UnitError: ``value`` is not a number, is negative or not finite, or has a unit of a different kind.
     """
     units = _UNITS[quantity]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -72,7 +72,7 @@ def parse_quantity(value: str | int | float, quantity: Quantity) -> float:
         scale, divisor = (1, 1) if not unit else units.get(unit, (0, 0))
         if divisor == 0:
             raise UnitError(_unknown_unit(value, match[2], quantity))
-        # Without traps an exponent out of range becomes an infinity, which is refused below like any other.
+        # Without traps, an exponent out of range becomes an infinity, which is refused below.
         with decimal.localcontext(decimal.Context(prec=60, traps=[])):
             result = float(decimal.Decimal(match[1]) * scale / divisor)
     else:
@@ -83,15 +83,15 @@ def parse_quantity(value: str | int | float, quantity: Quantity) -> float:
 
 
 def format_quantity(value: float, quantity: Quantity, digits: int = 3) -> str:
-    """Writes a quantity in the largest decimal unit in which it is at least one.
+    """Formats a quantity in the largest decimal unit in which it is at least one.
 
     Args:
         value: in the base unit of ``quantity``.
-        quantity: what the number measures.
+        quantity: the kind of the quantity.
         digits: significant digits.
 
     Returns:
-        Text that `parse_quantity` reads back to the same value within the digits shown.
+        Text that `parse_quantity` converts back to the same value, up to the digits shown.
     """
     if value == 0 or not math.isfinite(value):
         return f"{value:g} {_SHOWN[quantity][-1] if quantity != 'time' else 's'}"
@@ -119,5 +119,5 @@ def _unknown_unit(value: str, unit: str, quantity: Quantity) -> str:
         return f"{value!r}: {unit!r} is read as bits by some and as bytes by others; write '{prefix}bit/s' or '{prefix}B/s'"
     other = next((kind for kind in get_args(Quantity) if kind != quantity and unit in _UNITS[kind]), None)
     if other is not None:
-        return f"{value!r} is a {other}, and a {quantity} is wanted, such as {_example(quantity)!r}"
+        return f"{value!r} is a {other}, but a {quantity} is needed, such as {_example(quantity)!r}"
     return f"{value!r}: unknown unit {unit!r} for a {quantity}{suggestion(unit, _UNITS[quantity])}"

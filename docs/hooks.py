@@ -1,4 +1,4 @@
-"""What pages of the site are made from the program itself, so that they cannot say otherwise.
+"""Generates pages of the site from the program, so that they are always current.
 
 A page asks for it by a comment, ``<!-- made: commands -->``; the functions of `MADE` make it. `Shared` is for docstrings.
 """
@@ -29,10 +29,10 @@ _FORMULAS = ("compute", "overlap", "pipeline", "energy", "memory", "bounds", "vo
 
 
 class Shared(griffe.Extension):
-    """Gives names that share one entry of a docstring, ``args, kwargs: example inputs``, an entry each."""
+    """Splits shared entries of docstrings, such as ``args, kwargs: example inputs``, into one per name."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Rewrites the object's docstring; what checks a dataclass's fields is nobody's to call."""
+        """Rewrites the object's docstring, and hides `__post_init__`."""
         if obj.name == "__post_init__":
             obj.public = False
         if obj.docstring is not None and _SECTION.search(obj.docstring.value):
@@ -48,7 +48,7 @@ def _apart(found: re.Match[str]) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Puts what a page asks for in the place of its comments."""
+    """Replaces the comments of a page with generated content."""
 
     def made(found: re.Match[str]) -> str:
         if found[1] not in MADE:
@@ -59,7 +59,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def commands() -> Iterator[str]:
-    """The commands with their arguments and options, read off their functions."""
+    """The commands with their arguments and options, from the signatures of their functions."""
     from autotp.cli import app
 
     for command in app.registered_commands:
@@ -117,7 +117,7 @@ def families() -> Iterator[str]:
 
 
 def presets() -> Iterator[str]:
-    """The topologies that come with autotp."""
+    """The built-in topologies."""
     from costmodel import Topology, format_quantity
 
     yield "| preset | device | memory | levels, innermost first: size, bandwidth, latency |\n|---|---|---|---|"
@@ -135,12 +135,12 @@ def rules() -> Iterator[str]:
     """The rule table."""
     from passes.rules.table import RULES
 
-    alike: dict[str, list[str]] = {}
+    operators: dict[str, list[str]] = {}
     for name, rule in sorted(RULES.items()):
         form = f"`{rule.form}`" if isinstance(rule.form, str) else f"from shapes and arguments: `{_builder(rule.form)}`"
-        alike.setdefault(form, []).append(f"`{name.removesuffix('.default')}`")
+        operators.setdefault(form, []).append(f"`{name.removesuffix('.default')}`")
     yield "| rule | operators |\n|---|---|"
-    yield from (f"| {_cell(form)} | {', '.join(names)} |" for form, names in alike.items())
+    yield from (f"| {_cell(form)} | {', '.join(names)} |" for form, names in operators.items())
 
 
 def _builder(form: Any) -> str:

@@ -1,4 +1,4 @@
-"""What the examples share: the process group, the training loop, and the comparison with one device."""
+"""Shared code of the examples: the process group, the training loop, and the comparison with one device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
     "square_mesh",
 ]
 
-#: Largest relative difference between the two loss curves: float32 sums in another order differ by less.
+#: The largest allowed relative difference between the two loss curves: float32 sums in a different order differ by less.
 TOLERANCE = 1e-4
 
 Batch = Mapping[str, Tensor]
@@ -41,14 +41,14 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Something to train.
+    """A model to train, and its data.
 
     Attributes:
-        name: For the headings.
-        build: Makes the model; called under a seed, so that every call makes the same one.
-        batch: Step number -> the global batch, as keyword arguments of the model. The same on every rank.
-        loss: Takes the loss, a scalar, out of what the model returns.
-        learning_rate: AdamW's.
+        name: The name in headings.
+        build: Creates the model; called with a fixed seed, so that every call creates the same one.
+        batch: Step number -> the global batch, as keyword arguments of the model, the same on every rank.
+        loss: Extracts the loss, a scalar, from the output of the model.
+        learning_rate: The learning rate of AdamW.
     """
 
     name: str
@@ -59,20 +59,20 @@ class Task:
 
 
 def arguments(description: str, steps: int) -> argparse.Namespace:
-    """Read the options that every example takes."""
+    """Parse the options of all examples."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--topology", help="a preset's name or a TOML file (default: a guess at this machine)")
     parser.add_argument(
         "--strategy",
         default="tensor3d",
-        help="a family, or auto (default: %(default)s; auto rightly splits little of so small a model)",
+        help="a family, or auto (default: %(default)s; auto splits little of such a small model)",
     )
     parser.add_argument(
         "--mesh",
-        help="sizes of the mesh axes, such as 2,2, or auto (default: two axes as equal as they can be)",
+        help="sizes of the mesh axes, such as 2,2, or auto (default: two axes of similar size)",
     )
     parser.add_argument("--steps", type=int, default=steps, help="training steps (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: %(default)s)")
     return parser.parse_args()
 
 
@@ -83,11 +83,11 @@ def square_mesh(devices: int) -> tuple[int, int]:
 
 
 def run(task: Task, options: argparse.Namespace) -> None:
-    """Train on all processes, then on one, and exit with 1 when the loss curves differ.
+    """Train on all processes, then on one, and exit with 1 if the loss curves differ.
 
     Args:
         task: What to train.
-        options: From ``arguments``.
+        options: The result of ``arguments``.
     """
     with process_group() as device:
         rank = dist.get_rank()
@@ -106,7 +106,7 @@ def run(task: Task, options: argparse.Namespace) -> None:
         console.print(plan_table(parallel.plan, limit=24))
         distributed, pace = train(task, parallel, options.steps, device, console, "distributed")
 
-        # The others wait, so that the one has the machine to itself.
+        # The other processes wait, so that they do not slow down the one that trains.
         difference = 0.0
         if rank == 0:
             plain = _build(task, options.seed, device)
@@ -120,7 +120,7 @@ def run(task: Task, options: argparse.Namespace) -> None:
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
-    """Join the processes that torchrun started: NCCL where each has a GPU, else gloo on CPU cores."""
+    """Join the processes that torchrun started, with NCCL if each has a GPU, otherwise with gloo on CPUs."""
     if "LOCAL_RANK" not in os.environ:
         sys.exit(f"start it with: torchrun --standalone --nproc-per-node 4 {sys.argv[0]}")
     local = int(os.environ["LOCAL_RANK"])
@@ -146,7 +146,7 @@ def train(
     """Train a model with AdamW.
 
     Returns:
-        The loss before each step, and the median of the seconds that a step took.
+        The loss before each step, and the median time of a step in seconds.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate)
     losses: list[float] = []
@@ -174,14 +174,14 @@ def train(
 
 
 def largest_difference(curve: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest relative difference of two loss curves; NaN where either has one."""
+    """The largest relative difference of two loss curves; NaN if one of them has a NaN."""
     pairs = zip(curve, reference, strict=True)
     differences = [abs(ours - theirs) / abs(theirs) if ours != theirs else 0.0 for ours, theirs in pairs]
     return math.nan if any(map(math.isnan, differences)) else max(differences, default=0.0)
 
 
 def curve_table(curve: Sequence[float], reference: Sequence[float], rows: int = 12) -> Table:
-    """Show two loss curves beside each other, thinned out to a number of rows."""
+    """A table of two loss curves side by side, reduced to a number of rows."""
     table = Table("step", "distributed", "one device", "relative difference", "loss", header_style="bold")
     for column in table.columns[:4]:
         column.justify = "right"
@@ -197,7 +197,7 @@ def curve_table(curve: Sequence[float], reference: Sequence[float], rows: int = 
 
 
 def compare(task: Task, curve: Sequence[float], reference: Sequence[float], console: Console) -> float:
-    """Show both loss curves and say whether they agree; returns their largest relative difference."""
+    """Print both loss curves and whether they agree; returns their largest relative difference."""
     difference = largest_difference(curve, reference)
     console.print(curve_table(curve, reference))
     verdict = "[green]the same curve[/]" if difference <= TOLERANCE else "[red]NOT the same curve[/]"

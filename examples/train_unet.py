@@ -1,4 +1,4 @@
-"""Train a small U-Net to take the noise out of scikit-learn's handwritten digits.
+"""Train a small U-Net to denoise scikit-learn's handwritten digits.
 
     torchrun --standalone --nproc-per-node 4 examples/train_unet.py
 

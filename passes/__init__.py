@@ -1,7 +1,7 @@
 """Graph to graph: capturing a model, choosing layouts, and rewriting it to run on a mesh.
 
-All passes, in the order in which they run. Of those that need a reason, the reason stands behind the name; a model that
-gives none is spared the pass.
+All passes, in the order in which they run. Conditional passes state their condition in parentheses, and are skipped where
+it does not hold.
 
 Capture: a model becomes a functional graph; `passes.capture.export.capture` calls
 
@@ -18,14 +18,15 @@ Shard: each device's graph works on parts; `autotp.runtime.rewrite.apply` calls
 8. `passes.sharding.unroll.unroll`: each chunk gets nodes of its own (plans with chunks).
 9. `passes.sharding.panel.panel`: gathers become loops over panels (plans with panels).
 
-Overlap: collectives run while something is computed; `passes.overlap.pipeline` calls
+Overlap: collectives run while something is computed; `passes.overlap.pipeline` calls,
+driven by `autotp.runtime.schedules` from the 16th on,
 
 10. `passes.overlap.channels_last.channels_last`: convolutions get the memory format that they read best (models with any).
 11. `passes.overlap.trace.trace`: the forward and the backward pass become one graph.
 12. `passes.overlap.partition.cut`: that graph is cut in two.
 13. `passes.overlap.prune.drop_zeros`: sums of zeros are left out.
 14. `passes.overlap.join_products.join_products`: a sum of products becomes one product.
-15. `passes.overlap.tidy.tidy`: views that change nothing are left out.
+15. `passes.overlap.tidy.tidy`: views and copies that change nothing are left out.
 16. `passes.overlap.bucket.merge`: small collectives become one.
 17. `passes.overlap.stage.stage`: all-reduces over several levels of the network go level by level.
 18. `passes.overlap.launch.launches`: each collective becomes a launch and a wait.

@@ -3,13 +3,69 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["above", "below", "differentiable", "dump", "emit"]
+__all__ = ["Note", "above", "annotate", "arguments_of", "below", "differentiable", "dump", "emit", "note_of", "where"]
+
+
+_KEY = "note"
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What passes leave on a node for later ones, beside torch's own ``node.meta``.
+
+    Attributes:
+        module, source: path of the model's module that made the node, and the line.
+        grad: whether gradients were on where it ran (while capturing).
+        operator: the captured operator whose results it has (in sharded graphs, as all that follows but the last line).
+        tensor: the captured tensor that it brings into another layout, or checks.
+        have: the layout in which a reshard is given the tensor; None for what is no reshard.
+        layouts: those of its results.
+        gradient: the layout in which a reshard is given the gradient.
+        chunk: which of the chunks it works on; None before chunks have nodes of their own.
+        values: of the graph's output, the whole fake values.
+        held, collective, traced: bytes that an input of a backward graph holds; the collective of which a node is the
+            launch; the node of the traced graph that a scheduled one stands for.
+    """
+
+    module: str = ""
+    source: str | None = None
+    grad: bool = True
+    operator: str = ""
+    tensor: str = ""
+    have: tuple[Placement, ...] | None = None
+    layouts: tuple[tuple[Placement, ...], ...] = ()
+    gradient: tuple[Placement, ...] | None = None
+    chunk: tuple[int, ...] | None = None
+    values: tuple[Any, ...] = ()
+    held: float = 0.0
+    collective: fx.Node | None = None
+    traced: fx.Node | None = None
+
+    @property
+    def moves(self) -> bool:
+        """Whether the node is a reshard."""
+        return self.have is not None
+
+
+def note_of(node: fx.Node) -> Note:
+    """What passes have left on a node; an empty note where that is nothing."""
+    return node.meta.get(_KEY, _EMPTY)
+
+
+def annotate(node: fx.Node, **changes: Any) -> None:
+    """Leaves something on a node; the rest of its note stays."""
+    node.meta[_KEY] = replace(note_of(node), **changes)
+
+
+_EMPTY = Note()
 
 
 def emit(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
@@ -61,6 +117,30 @@ def below(nodes: Iterable[fx.Node], sources: Iterable[fx.Node]) -> set[fx.Node]:
 def differentiable(value: Any) -> bool:
     """Whether a value is a tensor of floating-point or complex numbers."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def where(node: fx.Node) -> str:
+    """A node's place for messages: its name, its module and the line of the model that made it."""
+    place = f"node '{node.name}'"
+    note = note_of(node)
+    if note.module:
+        place += f" in module '{note.module}'"
+    if note.source:
+        place += f" ({note.source})"
+    return place
+
+
+def arguments_of(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of ``node.target`` by their names in its schema, defaults filled in."""
+    named: dict[str, Any] = {}
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if position < len(args):
+            named[argument.name] = args[position]
+        elif argument.name in kwargs:
+            named[argument.name] = kwargs[argument.name]
+        else:
+            named[argument.name] = argument.default_value if argument.has_default_value() else None
+    return named
 
 
 _log = logging.getLogger("autotp.passes")

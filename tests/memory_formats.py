@@ -8,6 +8,8 @@ import random
 import torch
 from torch import Tensor, fx
 
+from passes.graph import annotate, note_of
+
 __all__ = ["FORMATS", "laid", "scatter_formats"]
 
 #: ``open`` leaves dims of size 1 the strides that views may leave them; ``expanded`` has a dim of stride 0.
@@ -15,7 +17,7 @@ FORMATS = ("contiguous", "reversed", "channels last", "every second", "open", "o
 
 
 def laid(tensor: Tensor, form: str, rng: random.Random) -> Tensor:
-    """A tensor of the same numbers, in another form of memory; ``expanded`` wants numbers that are alike along dim 0."""
+    """A tensor of the same numbers, in a different memory format; ``expanded`` needs numbers that are equal along dim 0."""
     rank = tensor.dim()
     if form == "reversed":
         return _in_order(tensor, list(reversed(range(rank))))
@@ -66,8 +68,8 @@ def scatter_formats(graph: fx.Graph, target: fx.Node, operands: dict[str, str], 
         seed: for strides that may be anything.
     """
     for number, node in enumerate(list(graph.nodes)):
-        form = operands.get(node.name if node.op == "placeholder" else node.meta.get("tensor", ""))
-        result = node.meta.get("operator") == target.name
+        form = operands.get(node.name if node.op == "placeholder" else note_of(node).tensor)
+        result = note_of(node).operator == target.name
         if form is None and not result:
             continue
         items = [user for user in node.users if result and user.target is operator.getitem]
@@ -75,7 +77,9 @@ def scatter_formats(graph: fx.Graph, target: fx.Node, operands: dict[str, str], 
             with graph.inserting_after(place):
                 back = gradient if result or gradient != "expanded" else "contiguous"
                 copy = graph.call_function(_relaid, (place, form or "contiguous", back, seed + number))
-            copy.meta = {k: v for k, v in place.meta.items() if k != "want"}
+            copy.meta = dict(place.meta)
+            if note_of(place).moves:
+                annotate(copy, have=None, layouts=())
             place.replace_all_uses_with(copy)
             copy.update_arg(0, place)
 

@@ -1,4 +1,4 @@
-"""A small model with all that overlap may stumble over, and how its scheduled graphs are compared and taken apart."""
+"""A small model that is difficult to overlap, its traced and scheduled graphs, and their comparison."""
 
 import dataclasses
 import random
@@ -9,13 +9,14 @@ from torch import nn
 
 import autotp
 from autotp.runtime.rewrite import rewrite
+from passes.layouts.layout import take
 from passes.overlap import halves
 from passes.overlap.launch import launch
 from passes.overlap.schedule import Task
 
 
 class Block(nn.Module):
-    """Normalisation, attention-free mixing and a residual, with everything a chunk may stumble over."""
+    """Normalization, a perceptron and a residual: everything that is difficult in chunks."""
 
     def __init__(self, width):
         super().__init__()
@@ -28,7 +29,7 @@ class Block(nn.Module):
 
 
 class Tokens(nn.Module):
-    """Blocks and a loss that ignores some labels: its mean divides by what is left, over all chunks and devices."""
+    """Blocks, and a loss that ignores some labels: its mean divides by the number of the others, on all devices."""
 
     def __init__(self, width=8, words=16):
         super().__init__()
@@ -55,17 +56,20 @@ def tokens():
 
 
 def planned(model, args, strategy="megatron-1d", mesh=(2,), **more):
+    """A plan for a network on which communication takes time; no panels, unless the planner is given other options."""
     topology = autotp.Topology.flat(torch.tensor(mesh).prod().item(), bandwidth="1 GB/s", latency="10 us")
     return autotp.plan(model, topology, args, strategy=strategy, mesh=mesh, panels=1, **more)
 
 
 def gradients(model, loss):
+    """The gradients of all parameters, which are cleared first."""
     model.zero_grad()
     loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 def same(model, ours, args):
+    """Checks that outputs and gradients are those of the model."""
     want, got = model(*args), ours(*args)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
     wanted = gradients(model, want)
@@ -74,7 +78,7 @@ def same(model, ours, args):
 
 
 def random_durations(seed):
-    """Durations that have nothing to do with anything: a schedule must be right for all of them."""
+    """Random durations: a schedule must be correct for any durations."""
     chance = random.Random(seed)
     known = {}
 
@@ -87,6 +91,7 @@ def random_durations(seed):
 
 
 def prepared(strategy="megatron-1d", mesh=(2,), chunks=None, enough=None, raw=False):
+    """(The scheduled, or with ``raw`` the traced, graphs of `tokens` on a device of a mesh, by its place; its plan.)"""
     model, args = tokens()
     plan = dataclasses.replace(planned(model, args, strategy, mesh), chunks=chunks or {})
     ours = autotp.simulate(model, plan, args)
@@ -96,10 +101,24 @@ def prepared(strategy="megatron-1d", mesh=(2,), chunks=None, enough=None, raw=Fa
     whole |= dict(zip(made.captured.inputs, args, strict=True))
 
     def graphs(at):
-        from passes.layouts.layout import take
-
         parts = {n: take(t.detach(), made.sharding.resting.get(n, made.whole), mesh, at) for n, t in whole.items()}
         found = halves(made.graph_module, mesh, at, parts, frozenset(made.captured.parameters)).refined()
         return found if raw else found.overlapped(found.buckets(enough))
 
     return graphs, plan
+
+
+def traced(model, args, plan):
+    """A traced graph of a plan's first device, cut in two."""
+    made = rewrite(model, plan, args)
+    state, mesh, first = dict(model.named_parameters()), plan.mesh_shape, (0,) * len(plan.mesh_shape)
+    whole = {name: state[fqn].detach() for name, fqn in made.captured.parameters.items()}
+    whole |= dict(zip(made.captured.inputs, args, strict=True))
+    parts = {n: take(value, made.sharding.resting.get(n, made.whole), mesh, first) for n, value in whole.items()}
+    return halves(made.graph_module, mesh, first, parts, frozenset(made.captured.parameters)).refined()
+
+
+def traced_tokens(strategy, chunks):
+    """A traced graph of `tokens` on the first of two devices, cut in two."""
+    model, args = tokens()
+    return traced(model, args, dataclasses.replace(planned(model, args, strategy), chunks=chunks))

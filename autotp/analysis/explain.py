@@ -1,6 +1,6 @@
 """Why an operator is sharded as it is: what it costs, of which terms, and what anything else would cost.
 
-Two costs of an alternative are told. *In place*: only this operator (and its folded copies) changes, all others stay, and
+Each alternative has two costs. *In place*: only this operator (and its folded copies) changes, all others stay, and
 pay the reshards that follow. *Planned*: the alternative is pinned, and everything else is planned anew around it.
 """
 
@@ -10,27 +10,32 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from torch import fx
 
-from autotp.analysis.inspection import Reshard, reshard_steps
-from autotp.costs.prices import Prices, flop_of
-from autotp.costs.step import Priced, Sums
+from autotp.analysis.inspection import Reshard, reshards_of
+from autotp.costs.priced import Priced
+from autotp.costs.prices import Prices
+from autotp.costs.step import Sums
 from autotp.costs.what_if import TensorClasses
 from autotp.errors import AutotpError
 from autotp.planner import plan_captured, prepare
 from autotp.plans.constraints import parse
 from autotp.plans.families import family
+from autotp.plans.options import Options
 from autotp.plans.plan import Plan
 from autotp.plans.schemes import scheme
 from autotp.runtime.rewrite import checked
 from costmodel import compute
 from passes.capture import Captured
-from passes.layouts.layout import Layout, describe
-from passes.rules.factors import Value, value_of
-from passes.rules.shapes import operands_of, results_of
-from passes.rules.table import name_of
+from passes.graph import note_of
+from passes.layouts.layout import describe
+from passes.rules.factors import value_of
+from passes.rules.shapes import operands_of
+from passes.rules.table import flop_of, name_of
 from passes.sharding.panel import loops
-from passes.strategies.strategy import Strategy, strategies, whole_layout
+from passes.strategies.space import Space, strategies
+from passes.strategies.strategy import Strategy
 
 __all__ = ["Alternative", "Explainer", "Explanation", "explain_operator", "priced_plan"]
 
@@ -117,28 +122,9 @@ def priced_plan(captured: Captured, plan: Plan) -> Priced:
         optimizer=plan.optimizer,
         together=model.parameter_bytes if plan.schedule == "overlap" else 0.0,
     )
-    panels = {op.name for op in plan.operators if op.panels > 1}
+    panels = {op.name: op.panels for op in plan.operators if op.panels > 1}
     found = loops(operators, chosen, resting, plan.mesh_shape) if panels else []
-    again = {
-        (value_of(loop.data), node) for loop in found for node in loop.members if node.name in panels and loop.absorbed[0]
-    }
-    return Priced(model, prices, chosen, _layouts(captured, model.operators, chosen, resting, plan.mesh_shape), again)
-
-
-def _layouts(
-    captured: Captured,
-    operators: Mapping[fx.Node, Any],
-    chosen: Mapping[str, Strategy],
-    resting: Mapping[str, Layout],
-    mesh: tuple[int, ...],
-) -> dict[Value, Layout]:
-    whole = whole_layout(len(mesh))
-    found: dict[Value, Layout] = {
-        (node, 0): resting.get(node.name, whole) for node in captured.graph_module.graph.nodes if node.op == "placeholder"
-    }
-    for node in operators:
-        found |= {(node, i): layout for i, layout in enumerate(chosen[node.name].results)}
-    return found
+    return Priced.of(model, prices, chosen, resting, panels, found)
 
 
 def explain_operator(captured: Captured, plan: Plan, name: str, *, count: int = 5, planned: int = 1) -> Explanation:
@@ -152,7 +138,7 @@ def explain_operator(captured: Captured, plan: Plan, name: str, *, count: int = 
         planned: around how many of them to plan anew.
 
     Raises:
-        AutotpError: the plan has no such operator; says which are like it.
+        AutotpError: the plan has no such operator; the message lists some that it has.
         PlanMismatchError: the plan is for another model or other inputs.
     """
     return Explainer(captured, plan).explain(name, count, planned)
@@ -167,9 +153,8 @@ class Explainer:
         self.model, self.prices = self.priced.model, self.priced.prices
         self.nodes = {node.name: node for node in self.model.operators}
         self.entries = {op.name: op for op in plan.operators}
-        self.own, self.charges = self.priced.operators(), self.priced.charges()
         self.classes = TensorClasses(self.priced)
-        self.whole = self.step(self.classes.sums)
+        self.whole = self.step(self.priced.sums)
 
     def explain(self, name: str, count: int = 5, planned: int = 1) -> Explanation:
         """See `explain_operator`."""
@@ -178,9 +163,8 @@ class Explainer:
             raise AutotpError(f"the plan has no operator {name!r}; its operators are {said}, … (see `autotp inspect`)")
         node, entry = self.nodes[name], self.entries[name]
         operator, strategy = self.model.operators[node], self.priced.strategies[name]
-        own, charged = self.own[node], self.charges[node]
-        gradient = any((node, i) in self.model.trained for i in range(len(results_of(node))))
-        work = self.prices.work(operator, strategy, flop_of(node), gradient=gradient)
+        cost, gradient = self.priced.costs[node], node in self.model.differentiated
+        work = self.prices.work(Space.alone(operator, strategy), flop_of(node), gradient=gradient)
         values = {} if work is None else work.values(self.plan.topology.device)
         others = list(self.others(node))
         costed = (self.alternative(node, each) for each in (others if count else ()))
@@ -189,24 +173,22 @@ class Explainer:
         return Explanation(
             name=name,
             target=name_of(node),
-            module=str(node.meta.get("module", "")),
-            source=node.meta.get("source"),
+            module=note_of(node).module,
+            source=note_of(node).source,
             copies=len(self.copies(node)),
             factors={f.name: f.size for f in operator.factors.values()},
             scheme=entry.scheme,
             layouts=entry.layouts,
             pin=self.pin(name, strategy),
-            compute_seconds=own.compute,
-            inner_seconds=own.communication,
-            reshard_seconds=sum(moved.price.communication / shared for moved, shared in charged),
+            compute_seconds=cost.own.compute,
+            inner_seconds=cost.own.communication,
+            reshard_seconds=cost.reshards,
             expression=str(compute.KERNEL) if work is not None else "0",
-            values={str(symbol): float(value) for symbol, value in values.items()},
-            reshards=tuple(
-                step for moved, shared in charged for step in reshard_steps(self.plan, self.priced, moved, shared)
-            ),
+            values={str(symbol): np.asarray(value).item() for symbol, value in values.items()},
+            reshards=reshards_of(self.plan, self.priced, node),
             bound_ratio=entry.bound_ratio,
             step_seconds=self.whole,
-            step_terms=_terms(self.classes.sums),
+            step_terms=_terms(self.priced.sums),
             considered=len(others) + 1,
             alternatives=tuple(alternatives),
         )
@@ -218,7 +200,7 @@ class Explainer:
 
     def step(self, sums: Sums) -> float:
         """Seconds of a step, as the plan's schedule counts them."""
-        return sums.step if self.plan.schedule == "overlap" else sums.compute + sums.communication
+        return sums.step(hides=self.plan.schedule == "overlap")
 
     def others(self, node: fx.Node) -> Iterator[Strategy]:
         """The operator's other strategies on this mesh, within the plan's family."""
@@ -254,19 +236,8 @@ class Explainer:
         pins = [f"{copy.name}={terms}" for copy in self.copies(node)]
         plan = self.plan
         try:
-            found = plan_captured(
-                self.captured,
-                plan.topology,
-                family(plan.strategy),
-                mesh=plan.mesh_shape,
-                mode=plan.mode,
-                memory=plan.memory_bound,
-                optimizer=plan.optimizer,
-                panels=plan.planning.get("panels", 1),
-                chunks={} if plan.schedule == "overlap" else None,
-                schedule=plan.schedule,
-                constraints=[*plan.constraints, *pins],
-            )
+            options = replace(Options.of(plan), chunks={}, constraints=[*plan.constraints, *pins])
+            found = plan_captured(self.captured, plan.topology, options)
         except AutotpError:
             return other
         return replace(other, planned_seconds=found.predicted.step_seconds)

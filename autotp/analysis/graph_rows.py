@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from passes.overlap.launch import called, launch, wait
+from passes.graph import note_of
+from passes.overlap.launch import called, wait
 from passes.overlap.primitives import axes_of
 from passes.overlap.schedule import Slot
 
@@ -54,8 +54,7 @@ def graph_rows(slots: Sequence[Slot], axes: Sequence[str]) -> list[GraphRow]:
         node = slot.node
         if node.op != "call_function" or node.target is wait:
             continue
-        moving: Mapping[str, Any] = node.meta if node.target is launch else {}
-        traced = moving.get("collective")
+        traced = note_of(node).collective
         value = traced.meta["val"] if traced is not None else node.meta.get("val")
         results = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
         rows.append(

@@ -9,15 +9,16 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
-from autotp.costs.prices import flop_of
-from autotp.costs.step import Moved, Priced
+from autotp.costs.priced import Moved, Priced
 from autotp.plans.plan import Plan
+from passes.graph import note_of
 from passes.layouts.layout import describe
 from passes.layouts.reshard import COMMUNICATING, moves
 from passes.rules.shapes import results_of
+from passes.rules.table import flop_of
 from passes.strategies.strategy import gradient_of
 
-__all__ = ["Filters", "Reshard", "Row", "inspect_plan", "reshard_steps"]
+__all__ = ["Filters", "Reshard", "Row", "inspect_plan", "reshard_steps", "reshards_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +122,10 @@ class Filters:
 def inspect_plan(plan: Plan, priced: Priced) -> list[Row]:
     """A plan's operators in the order of the graph, those that are decided together once."""
     model, prices = priced.model, priced.prices
-    charged = priced.charges()
     entries = {op.name: op for op in plan.operators}
     copies: dict[fx.Node, list[str]] = defaultdict(list)
     for node in model.operators:
         copies[model.stands[node]].append(node.name)
-    own = priced.operators()
     rows = []
     for node in model.operators:
         if model.stands[node] is not node:
@@ -138,15 +137,14 @@ def inspect_plan(plan: Plan, priced: Priced) -> list[Row]:
                 name=node.name,
                 target=entry.target,
                 module=entry.module,
-                source=node.meta.get("source"),
+                source=note_of(node).source,
                 count=len(copies[node]),
                 scheme=entry.scheme,
                 operands=entry.layouts[: len(strategy.wants)],
                 results=entry.layouts[len(strategy.wants) :],
-                reshards=tuple(s for moved, shared in charged[node] for s in reshard_steps(plan, priced, moved, shared)),
-                compute_seconds=own[node].compute,
-                communication_seconds=own[node].communication
-                + sum(moved.price.communication / shared for moved, shared in charged[node]),
+                reshards=reshards_of(plan, priced, node),
+                compute_seconds=priced.costs[node].own.compute,
+                communication_seconds=priced.costs[node].communication,
                 flop=flop_of(node) / strategy.ways(plan.mesh_shape),
                 bytes=sum(prices.bytes(t, layout) for t, layout in zip(results, strategy.results, strict=True)),
                 replicated=entry.replicated,
@@ -155,6 +153,12 @@ def inspect_plan(plan: Plan, priced: Priced) -> list[Row]:
             )
         )
     return rows
+
+
+def reshards_of(plan: Plan, priced: Priced, node: fx.Node) -> tuple[Reshard, ...]:
+    """The steps of the reshards that an operator is charged for."""
+    charged = priced.costs[node].charged
+    return tuple(step for moved, shared in charged for step in reshard_steps(plan, priced, moved, shared))
 
 
 def reshard_steps(plan: Plan, priced: Priced, moved: Moved, shared: int) -> Sequence[Reshard]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from autotp.analysis.explain import priced_plan
-from autotp.costs.step import Priced
 from autotp.errors import PlanMismatchError
 from autotp.planner.least_step import chunked, in_parts
-from autotp.plans.plan import Plan, PlannedOperator, Predicted
+from autotp.plans.plan import Plan
 from costmodel import Topology
 from passes.capture import Captured
 
@@ -42,21 +40,15 @@ def repriced(captured: Captured, plan: Plan, topology: Topology) -> Plan:
     there = replace(plan, topology=topology, memory_bound=allowed, optimal=False, gap=1.0)
     priced = priced_plan(captured, there)
     hides = plan.schedule == "overlap"
-    sums = chunked(priced, in_parts(priced, plan.chunks)) if hides else priced.sums()
-    step = sums.step if hides else sums.compute + sums.communication
+    sums = chunked(priced, in_parts(priced, plan.chunks)) if hides else priced.sums
+    costs = {node.name: cost for node, cost in priced.costs.items()}
     first = plan.planning.get("repriced", {"topology": plan.topology.name, "step_seconds": plan.predicted.step_seconds})
     return replace(
         there,
-        operators=tuple(_operators(plan, priced)),
-        predicted=Predicted(step, sums.compute, sums.communication, step - sums.compute, plan.predicted.memory_bytes),
+        operators=tuple(
+            replace(op, seconds=costs[op.name].seconds, communication_seconds=costs[op.name].communication)
+            for op in plan.operators
+        ),
+        predicted=sums.predicted(hides, plan.predicted.memory_bytes),
         planning={"panels": plan.planning.get("panels", 1), "repriced": first},
     )
-
-
-def _operators(plan: Plan, priced: Priced) -> Iterator[PlannedOperator]:
-    own, charges = priced.operators(), priced.charges()
-    nodes = {node.name: node for node in priced.model.operators}
-    for operator in plan.operators:
-        node = nodes[operator.name]
-        communication = own[node].communication + sum(moved.price.communication / shared for moved, shared in charges[node])
-        yield replace(operator, seconds=own[node].compute + communication, communication_seconds=communication)

@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autotp.costs.prices import flop_of
 from autotp.errors import AutotpError, BatchError, MemoryBoundError, TimeLimitError
-from autotp.planner import check, plan_captured
-from autotp.plans.families import FAMILIES, family
+from autotp.planner import plan_captured
+from autotp.plans.families import FAMILIES
+from autotp.plans.options import Options
 from autotp.plans.plan import Plan
 from costmodel import Topology, TopologyError
 from costmodel.energy import per_token, step_energy, step_money
 from passes.capture import Captured, capture
+from passes.rules.table import flop_of
 
-__all__ = ["Point", "batch_of", "forward_flop", "sweep", "takes_devices"]
+__all__ = ["Point", "batch_of", "example_of", "forward_flop", "sweep", "takes_devices"]
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -111,11 +112,11 @@ def sweep(
     strategies: Sequence[str] = ("auto",),
     families: bool = False,
     tokens: int | None = None,
-    mode: str = "train",
-    memory: float | None = None,
-    optimizer: str = "adamw",
-    panels: int | None = None,
-    time_limit: float = 120.0,
+    mode: str = Options.mode,
+    memory: float | None = Options.memory,
+    optimizer: str = Options.optimizer,
+    panels: int | None = Options.panels,
+    time_limit: float = Options.time_limit,
     progress: Callable[[str], None] | None = None,
 ) -> list[Point]:
     """Plans a model for every device count of every topology. Needs no device; the model may be on ``meta``.
@@ -130,8 +131,8 @@ def sweep(
         families: plan every family as well, and say which of them is the fastest.
         tokens: of one step, on all devices together; left out, the elements of the first integer input, or without any,
             samples: dim 0 of the first input.
-        mode, memory, optimizer, panels: as ``autotp.plan`` takes them. Communication is hidden where it can be.
-        time_limit: seconds for the solver, for each plan.
+        mode, memory, optimizer, panels, time_limit: of each plan; see `autotp.plans.options.Options`. Communication is
+            hidden where it can be.
         progress: called before each point with what is being done.
 
     Returns:
@@ -147,10 +148,11 @@ def sweep(
     counts = list(dict.fromkeys(devices))
     _check_sweep(machines, counts, tokens)
     names = list(dict.fromkeys([*strategies, *(n for n in FAMILIES if families and n != "auto")]))
-    chosen = [family(name) for name in names]
-    if not chosen:
+    if not names:
         raise AutotpError(f"strategies is empty; choose of {', '.join(FAMILIES)}")
-    check(mode, optimizer, None, machines[0], panels)
+    asked = [
+        Options(name, mode=mode, memory=memory, optimizer=optimizer, panels=panels, time_limit=time_limit) for name in names
+    ]
     say = progress or (lambda _: None)
     weak = takes_devices(factory)
     workloads: dict[int, _Workload] = {}
@@ -167,20 +169,10 @@ def sweep(
                 say(f"capturing the model{f' for {count} devices' if weak else ''}")
                 workloads[key] = _workload(factory(devices=count) if weak else factory(), tokens, mode)
             plans, reasons = {}, []
-            for name, one in zip(names, chosen, strict=True):
+            for name, options in zip(names, asked, strict=True):
                 say(f"planning {name} for {count} devices of {machine.name}")
                 try:
-                    plans[name] = plan_captured(
-                        workloads[key].captured,
-                        resized,
-                        one,
-                        mode=mode,
-                        memory=memory,
-                        optimizer=optimizer,
-                        panels=panels,
-                        schedule="overlap",
-                        time_limit=time_limit,
-                    )
+                    plans[name] = plan_captured(workloads[key].captured, resized, options)
                 except (MemoryBoundError, BatchError, TimeLimitError) as error:
                     reasons.append(str(error))
             points.append(_point(machine.name, resized, workloads[key], plans, reasons))
@@ -193,6 +185,36 @@ def takes_devices(factory: Callable[..., Any]) -> bool:
         return "devices" in inspect.signature(factory).parameters
     except (TypeError, ValueError):  # some builtins have no signature
         return False
+
+
+def example_of(made: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any] | None]:
+    """A model, its positional example inputs and those by keyword, as a factory returns them.
+
+    Raises:
+        AutotpError: it returned something else.
+    """
+    parts = made if isinstance(made, tuple) else (made,)
+    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
+        raise AutotpError(
+            f"the factory returned {_types(made)}; "
+            "expected (model, args), (model, args, kwargs) or (model, kwargs), the model an nn.Module"
+        )
+    args: Any = parts[1] if len(parts) > 1 else ()
+    kwargs: Any = parts[2] if len(parts) > 2 else None
+    if len(parts) == 2 and isinstance(args, Mapping):
+        args, kwargs = (), args
+    if isinstance(args, Tensor):
+        args = (args,)
+    if not isinstance(args, tuple | list) or not (kwargs is None or isinstance(kwargs, Mapping)):
+        raise AutotpError(
+            f"the factory returned {_types(made)}; "
+            "args must be a tuple of positional inputs and kwargs a dict from names to inputs"
+        )
+    return parts[0], tuple(args), None if kwargs is None else dict(kwargs)
+
+
+def _types(made: Any) -> str:
+    return f"({', '.join(type(part).__name__ for part in made)})" if isinstance(made, tuple) else type(made).__name__
 
 
 def forward_flop(captured: Captured) -> float:
@@ -234,13 +256,7 @@ def _placeholders(captured: Captured) -> list[fx.Node]:
 
 
 def _workload(made: Any, tokens: int | None, mode: str) -> _Workload:
-    model, *example = made if isinstance(made, tuple) else (made,)
-    if not isinstance(model, nn.Module):
-        raise AutotpError(f"the factory returned {type(model).__name__} first; expected (model, args, kwargs)")
-    if len(example) == 1 and isinstance(example[0], Mapping):
-        example = [(), example[0]]
-    args, kwargs = (*example, (), None)[:2] if len(example) != 1 else (example[0], None)
-    captured = capture(model, (args,) if isinstance(args, Tensor) else tuple(args), kwargs)
+    captured = capture(*example_of(made))
     counted, unit = batch_of(captured)
     flop = forward_flop(captured) * (3 if mode == "train" else 1)
     return _Workload(captured, tokens or counted, "tokens" if tokens else unit, flop, _dtype(captured))

@@ -22,15 +22,13 @@ from autotp.plans.plan import Plan
 from autotp.runtime.durations import overlap_of
 from autotp.runtime.recording import Event, event_of
 from autotp.runtime.rewrite import Rewritten, apply
-from autotp.runtime.schedules import DIFFERENT
+from autotp.runtime.schedules import Agreement, NoOrder, overlapped
 from costmodel.files import write_atomically
 from passes.capture import Captured, capture
 from passes.layouts.layout import local_shape
 from passes.overlap import halves
 from passes.overlap.launch import launch
-from passes.overlap.pipeline import agreed
 from passes.overlap.schedule import Slot
-from passes.overlap.trace import Untraceable
 from passes.sharding.shard import place_constants
 
 __all__ = ["events_of", "lanes", "predicted", "predicted_events", "save_trace", "scheduled", "trainable"]
@@ -90,15 +88,14 @@ def scheduled(captured: Captured, plan: Plan, parameters: Collection[str]) -> tu
     places = [(0,) * len(plan.mesh_shape)] if rewritten.even else sorted(corners)
     graph = rewritten.graph_module
     try:
-        choices = [halves(graph, plan.mesh_shape, at, _parts(rewritten, at), trained).choices() for at in places]
-    except Untraceable as error:
+        found = overlapped(
+            lambda: {at: halves(graph, plan.mesh_shape, at, _parts(rewritten, at), trained).choices() for at in places},
+            how,
+            Agreement(),
+        )
+    except NoOrder as error:
         raise AutotpError(f"the graph has no schedule: {error}") from error
-    found = agreed(choices)
-    if found is None:
-        raise AutotpError(f"the graph has no schedule: {DIFFERENT}")
-    mine, *others = found
-    same_sizes = all(other.sizes == mine.sizes for other in others)
-    return mine.overlapped(*how.decided(mine), same_sizes=same_sizes).slots(how.durations, how.limits)
+    return found[places[0]].slots(how.durations, how.limits)
 
 
 def _parts(rewritten: Rewritten, at: tuple[int, ...]) -> dict[str, Tensor]:
@@ -106,7 +103,7 @@ def _parts(rewritten: Rewritten, at: tuple[int, ...]) -> dict[str, Tensor]:
     found = {}
     for node in rewritten.captured.graph_module.graph.nodes:
         if node.op == "placeholder":
-            value, layout = node.meta["val"], rewritten.sharding.resting.get(node.name, rewritten.whole)
+            value, layout = node.meta["val"], rewritten.resting(node.name)
             shape = local_shape(tuple(value.shape), layout, rewritten.sharding.mesh, at)
             found[node.name] = torch.empty(shape, dtype=value.dtype, device="meta")
     return found

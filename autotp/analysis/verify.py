@@ -23,6 +23,7 @@ from autotp.analysis.verify_runs import Runs, gradient_of_name
 from autotp.errors import AutotpError
 from autotp.plans.plan import AXIS_NAMES, Plan
 from autotp.runtime.rewrite import Rewritten, rewrite
+from passes.graph import Note, note_of
 from passes.layouts.layout import Layout, describe
 from passes.rules.factors import value_of
 from passes.rules.shapes import operands_of
@@ -181,33 +182,31 @@ class _Comparison:
 
     def name_of(self, node: fx.Node) -> str:
         """The captured node that a sharded one belongs to."""
-        return str(node.meta.get("operator") or node.meta.get("tensor") or node.name)
+        return note_of(node).operator or note_of(node).tensor or node.name
 
     def checked(self, parts: Mapping[fx.Node, Any], gradient: bool) -> Iterator[tuple[fx.Node, str, Layout]]:
         """(sharded node, captured value that it holds, in which layout), in the graph's order."""
         for node in self.graph.nodes:
             if node not in parts or not isinstance(parts[node], Parts) or not isinstance(parts[node][0], Tensor):
                 continue
-            if "want" in node.meta:
-                want, name = node.meta["want"], node.meta["tensor"]
-                layout = want.gradient if gradient else want.layout
-            elif "strategy" in node.meta and len(node.meta["strategy"].results) == 1:
-                layout, name = node.meta["strategy"].results[0], node.meta["operator"]
-                layout = gradient_of(layout) if gradient else layout
-            else:
+            note = note_of(node)
+            if len(note.layouts) != 1:
                 continue
+            (layout,) = note.layouts
+            if gradient:
+                layout = note.gradient or gradient_of(layout)
             # What chunks have yet to sum up is compared when they have.
             virtual = layout[len(self.mesh) :]
-            if not virtual or ("chunk" in node.meta and not any(isinstance(p, Partial) for p in virtual)):
-                yield node, name, layout
+            if not virtual or (note.chunk is not None and not any(isinstance(p, Partial) for p in virtual)):
+                yield node, note.operator or note.tensor, layout
 
     def forward(self, whole: Mapping[str, Any], parts: Mapping[fx.Node, Any]) -> Departure | None:
         """The first value that departs."""
         for node, name, layout in self.checked(parts, gradient=False):
-            error = self.error([p.detach() for p in parts[node]], whole[name], layout, chunk=node.meta.get("chunk", ()))
+            error = self.error([p.detach() for p in parts[node]], whole[name], layout, chunk=note_of(node).chunk or ())
             if not self.wrong(name, error):
                 continue
-            if "want" in node.meta:
+            if note_of(node).moves:
                 return self.departure(name, f"its reshard {self.change(node)} gives other values", error)
             missing = self.missing(node)
             if missing is not None:
@@ -217,13 +216,13 @@ class _Comparison:
 
     def missing(self, node: fx.Node) -> str | None:
         """The tensor that an operator reads in another layout than its strategy wants."""
-        strategy = node.meta["strategy"]
-        operands = operands_of(self.nodes[node.meta["operator"]])
+        name = note_of(node).operator
+        strategy, operands = self.rewritten.sharding.strategies[name], operands_of(self.nodes[name])
         given = {self.name_of(n): n for n in node.all_input_nodes}
         for operand, want in zip(operands, strategy.wants, strict=True):
             have = self.layout_of(operand)
             read = given.get(operand.name)
-            if have != want.layout[: len(have)] and read is not None and "want" not in read.meta:
+            if have != want.layout[: len(have)] and read is not None and not note_of(read).moves:
                 return str(operand.name)
             if operand.name not in given and len(operands) == len(given):
                 return str(operand.name)
@@ -232,7 +231,7 @@ class _Comparison:
     def layout_of(self, node: fx.Node) -> Layout:
         producer, index = value_of(node)
         if producer.op == "placeholder":
-            return self.rewritten.sharding.resting.get(producer.name, self.rewritten.whole)
+            return self.rewritten.resting(producer.name)
         return self.rewritten.sharding.strategies[producer.name].results[index]
 
     def outputs(self, whole: Mapping[str, Any], parts: Mapping[fx.Node, Any]) -> dict[str, float]:
@@ -264,13 +263,13 @@ class _Comparison:
                 continue
             shapes = [p.shape for p in parts[node]]
             values = [wanted.new_zeros(s) if g is None else g for g, s in zip(given, shapes, strict=True)]
-            shared = [user for user in node.users if "want" in user.meta]
-            error = self.error(values, wanted, layout, self.runs.cancelled(name), node.meta.get("chunk", ()))
-            if ("want" in node.meta and self.partly_read(node)) or not self.wrong(name, error, gradient=True):
+            shared = [user for user in node.users if note_of(user).moves]
+            error = self.error(values, wanted, layout, self.runs.cancelled(name), note_of(node).chunk or ())
+            if (note_of(node).moves and self.partly_read(node)) or not self.wrong(name, error, gradient=True):
                 continue
             wrong.add(node)
-            if "want" in node.meta or not shared or any(user in wrong for user in shared):
-                readers = [user for user in node.users if "operator" in user.meta]
+            if note_of(node).moves or not shared or any(user in wrong for user in shared):
+                readers = [user for user in node.users if note_of(user).operator]
                 if readers:
                     return self.departure(
                         self.name_of(readers[0]), f"the gradient that it returns for {name} has other values", error
@@ -281,9 +280,9 @@ class _Comparison:
     def partly_read(self, node: fx.Node) -> bool:
         """Whether other layouts of the same tensor are read too, which have a share of its gradient each."""
         return any(
-            other is not node and other.meta.get("tensor") == node.meta["tensor"] and "want" in other.meta
+            other is not node and note_of(other).tensor == note_of(node).tensor and note_of(other).moves
             for other in self.graph.nodes
-        ) or any("want" not in user.meta for user in node.args[1].users)  # type: ignore[union-attr]
+        ) or any(not note_of(user).moves for user in node.args[1].users)  # type: ignore[union-attr]
 
     def gradients(self, parts: Mapping[fx.Node, Any]) -> dict[str, float]:
         """The error of every parameter's gradient."""
@@ -295,7 +294,7 @@ class _Comparison:
                 continue
             given = self.runs.part_gradients[node]
             values = [wanted.new_zeros(p.shape) if g is None else g for g, p in zip(given, parts[node], strict=True)]
-            layout = self.rewritten.sharding.resting.get(str(node.target), self.rewritten.whole)
+            layout = self.rewritten.resting(str(node.target))
             found[fqn] = self.error(values, wanted, layout, self.runs.cancelled(str(node.target)))
         return found
 
@@ -334,12 +333,14 @@ class _Comparison:
         return self.runs.error(parts, whole, layout, least, chunk)
 
     def departure(self, name: str, where: str, error: float) -> Departure:
-        meta = self.nodes[name].meta if name in self.nodes else {}
+        note = note_of(self.nodes[name]) if name in self.nodes else Note()
         name = self.captured.parameters.get(name, name)
-        return Departure(name, str(meta.get("module", "")), meta.get("source"), where, error)
+        return Departure(name, note.module, note.source, where, error)
 
     def change(self, node: fx.Node) -> str:
-        return f"from {self.said(node.meta['have'])} to {self.said(node.meta['want'].layout)}"
+        have, (want,) = note_of(node).have, note_of(node).layouts
+        assert have is not None
+        return f"from {self.said(have)} to {self.said(want)}"
 
     def said(self, layout: Layout) -> str:
         real = len(self.mesh)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Replicate
 from autotp.analysis.compare import difference, largest, listen
 from autotp.analysis.conditioning import moved
 from autotp.errors import AutotpError
-from autotp.runtime.lockstep import run_node
+from autotp.runtime.interpreter import Interpreter, execute
 from autotp.runtime.rewrite import Rewritten
 from passes.graph import differentiable
 from passes.layouts.layout import Layout, take
@@ -21,7 +21,7 @@ from passes.rules.table import rule_of
 from passes.sharding.shard import place_constants
 from passes.world import ops
 from passes.world.ops import Parts
-from passes.world.world import LocalWorld, World
+from passes.world.world import LocalWorld, World, groups
 
 __all__ = ["Runs", "gradient_of_name"]
 
@@ -29,6 +29,22 @@ __all__ = ["Runs", "gradient_of_name"]
 def gradient_of_name(name: str) -> str:
     """What a value's gradient is called beside the value."""
     return f"gradient of {name}"
+
+
+class _FailedNode(Exception):
+    """A node of the sharded graph, and what it raised."""
+
+
+def _in_one_format(node: fx.Node, values: Mapping[str, Any]) -> Any:
+    """What an operator computes: its kernel may misread what the plain model hands it, too."""
+    world = LocalWorld((1,))
+    args: Any
+    kwargs: Any
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: values[n.name])
+    result = node.target(*(ops.in_one_format(world, a) if isinstance(a, Tensor) else a for a in args), **kwargs)  # type: ignore[operator]
+    if isinstance(result, Tensor):
+        return ops.in_one_format(world, result)
+    return (ops.in_one_format(world, result[0]), *result[1:])
 
 
 class Runs:
@@ -53,16 +69,12 @@ class Runs:
             raise AutotpError(
                 "the model draws random numbers (dropout), so no two runs agree; set rates to 0, plan it, and verify that"
             )
-        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        if any(tensor.is_meta for tensor in state.values()):
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             raise AutotpError("the model is on meta: it has no values to compare; build it on a real device")
         captured = self.captured
-        inputs: dict[str, Tensor] = {name: state[fqn] for name, fqn in captured.parameters.items()}
-        inputs |= {name: state[fqn] for name, fqn in captured.buffers.items()}
-        inputs |= dict(captured.constants)
-        flat = captured.signature.flatten(tuple(args), dict(kwargs or {}))
-        inputs |= dict(zip(captured.inputs, flat, strict=True))
-        self.inputs = {name: self._leaf(name, tensor) for name, tensor in inputs.items()}
+        self.inputs = {
+            name: self._leaf(name, tensor) for name, tensor in captured.values(model, args, kwargs or {}).items()
+        }
         device = next((t.device for t in self.inputs.values()), torch.device("cpu"))
         for graph in (self.graph, captured.graph_module.graph):
             place_constants(graph, device)
@@ -84,48 +96,37 @@ class Runs:
         given = self.inputs if inputs is None else inputs
         found: dict[str, Any] = {}
 
-        class Keeping(fx.Interpreter):
-            def run_node(self, node: fx.Node) -> Any:
-                rule = rule_of(node) if node.op == "call_function" else None
-                if careful and rule is not None and rule.misreads is not None and rule.misreads(node):
-                    found[node.name] = self.in_one_format(node)
-                else:
-                    found[node.name] = super().run_node(node)
-                return found[node.name]
-
-            def in_one_format(self, node: fx.Node) -> Any:
-                """What the operator computes: its kernel may misread what the plain model hands it, too."""
-                world, (args, kwargs) = LocalWorld((1,)), self.fetch_args_kwargs_from_env(node)
-                given = [ops.in_one_format(world, a) if isinstance(a, Tensor) else a for a in args]
-                result = self.call_function(node.target, tuple(given), kwargs)  # type: ignore[arg-type]
-                if isinstance(result, Tensor):
-                    return ops.in_one_format(world, result)
-                return (ops.in_one_format(world, result[0]), *result[1:])
+        def keep(node: fx.Node, run: Callable[[], Any]) -> Any:
+            rule = rule_of(node) if node.op == "call_function" else None
+            misread = careful and rule is not None and rule.misreads is not None and rule.misreads(node)
+            found[node.name] = _in_one_format(node, found) if misread else run()
+            return found[node.name]
 
         module = self.captured.graph_module
         names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
-        Keeping(module, garbage_collect_values=False).run(*(given[name] for name in names))
+        Interpreter(module, keep).run(*(given[name] for name in names))
         return found
 
     def distributed(self) -> tuple[dict[fx.Node, Any], tuple[fx.Node, Exception] | None]:
         """Every value of the sharded graph on every device, and the node that fails, if one does."""
-        resting, everywhere = self.rewritten.sharding.resting, self.rewritten.whole
         found: dict[fx.Node, Any] = {}
-        for node in self.graph.nodes:
-            if node.op == "placeholder":
-                name = str(node.target)
-                layout, tensor = resting.get(name, everywhere), self.inputs[name]
-                found[node] = Parts(
-                    take(tensor.detach(), layout, self.mesh, at).clone().requires_grad_(tensor.requires_grad)
-                    for at in self.world.hosted
-                )
-            elif node.op == "get_attr":
-                found[node] = self.world
-            elif node.op != "output":
-                try:
-                    found[node] = run_node(node, found, self.world)
-                except Exception as error:  # noqa: BLE001 - whatever a wrong graph raises is the finding
-                    return found, (node, error)
+
+        def keep(node: fx.Node, run: Callable[[], Any]) -> Any:
+            try:
+                found[node] = run()
+            except Exception as error:  # whatever a wrong graph raises is the finding
+                raise _FailedNode(node, error) from error
+            return found[node]
+
+        inputs = {}
+        for name, tensor in self.inputs.items():
+            layout = self.rewritten.resting(name)
+            parts = (take(tensor.detach(), layout, self.mesh, at).clone() for at in self.world.hosted)
+            inputs[name] = Parts(part.requires_grad_(tensor.requires_grad) for part in parts)
+        try:
+            execute(self.rewritten.graph_module, self.world, inputs, keep)
+        except _FailedNode as failed:
+            return found, failed.args  # type: ignore[return-value]
         return found, None
 
     def leaves(self) -> Iterator[tuple[int, fx.Node, fx.Node]]:
@@ -215,13 +216,10 @@ class Runs:
         extended = self.mesh + self.rewritten.chunks
         kept = tuple(Replicate() if isinstance(p, Partial) else p for p in layout)
         partial = [axis for axis, p in enumerate(layout) if isinstance(p, Partial)]
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for index, at in enumerate(self.world.hosted):
-            groups.setdefault(tuple(c for a, c in enumerate(at) if a not in partial), []).append(index)
         whole = whole.detach()
         scale = max(largest(whole), least)
         worst = 0.0
-        for members in groups.values():
+        for members in groups(self.world.hosted, partial):
             at = (*self.world.hosted[members[0]], *chunk)
             expected = take(whole, kept, extended[: len(kept)], at)
             given = [parts[i] for i in members]

@@ -1,4 +1,4 @@
-"""What the commands' options mean: models by reference, meshes, amounts of memory; and how commands say what they do."""
+"""Parsing of the commands' options: models by reference, meshes, amounts of memory; and progress messages."""
 
 from __future__ import annotations
 
@@ -8,22 +8,34 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
-from autotp.analysis.sweep import takes_devices
+from autotp.analysis.sweep import example_of, takes_devices
 from autotp.cli.huggingface import configured
 from autotp.errors import AutotpError
-from costmodel import Topology, UnitError, parse_quantity
+from autotp.plans.plan import Plan
+from costmodel import OPTIMIZERS, Topology, UnitError, parse_quantity
 
 __all__ = [
+    "AsJson",
+    "Everything",
+    "Html",
+    "Memory",
+    "Mode",
     "ModelSpecError",
+    "Optimizer",
+    "Panels",
+    "PlannedModel",
+    "SavedPlan",
+    "Timeline",
     "beginning",
     "call_factory",
     "chunks_of",
@@ -32,13 +44,38 @@ __all__ = [
     "memory_of",
     "mesh_of",
     "native_output_on_stderr",
+    "save_plan",
     "topologies",
     "working",
 ]
 
 
+def beginning(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """For a shell's completion: those of ``known`` that begin with what was typed."""
+    return lambda incomplete: [name for name in known if name.startswith(incomplete)]
+
+
+# Options that several commands have.
+Memory = Annotated[str | None, typer.Option(help='Memory to use on each device, such as "80 GB"; left out, all of it.')]
+Mode = Annotated[str, typer.Option(help="train or inference.")]
+Optimizer = Annotated[
+    str, typer.Option(help=f"Whose state to count: {', '.join(OPTIMIZERS)}.", autocompletion=beginning(OPTIMIZERS))
+]
+Panels = Annotated[
+    int | None, typer.Option(help="Panels in which products gather their operands; left out, as memory needs.")
+]
+SavedPlan = Annotated[Path, typer.Argument(help="A plan that `autotp plan --save` wrote.")]
+PlannedModel = Annotated[str, typer.Option(help="FILE.py:FACTORY or package.module:factory, as it was planned.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Html = Annotated[Path | None, typer.Option(help="Write a report for the browser, one file, to FILE.html.")]
+Timeline = Annotated[
+    bool | None, typer.Option(help="Whether the report shows the schedule; left out, unless the model is very large.")
+]
+Everything = Annotated[bool, typer.Option("--all", help="Show the cheap operators too.")]
+
+
 class ModelSpecError(AutotpError):
-    """What ``--model`` names cannot be found, fails, or returns no model."""
+    """The target of ``--model`` cannot be found, fails, or does not return a model."""
 
 
 def load_model(spec: str, devices: int = 1) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any] | None]:
@@ -68,11 +105,14 @@ def call_factory(
     except Exception as error:
         attribute = spec.rpartition(":")[2]
         raise ModelSpecError(f"--model {spec!r}: {attribute}() raised {_describe(error)}") from error
-    return _example(made, spec)
+    try:
+        return example_of(made)
+    except AutotpError as error:
+        raise ModelSpecError(f"--model {spec!r}: {error}") from error
 
 
 def find_factory(spec: str) -> Callable[..., Any]:
-    """The factory that a text names.
+    """The factory with a name, as given to ``--model``.
 
     Args:
         spec: ``FILE.py:FACTORY`` or ``package.module:factory``; the directory of the file, or the current
@@ -133,33 +173,6 @@ def _import(where: str, spec: str) -> ModuleType:
         raise ModelSpecError(f"--model {spec!r}: importing {where} raised {_describe(error)}") from error
 
 
-def _example(made: Any, spec: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any] | None]:
-    parts = made if isinstance(made, tuple) else (made,)
-    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
-        raise ModelSpecError(
-            f"--model {spec!r}: the factory returned {_types(made)}; "
-            "expected (model, args), (model, args, kwargs) or (model, kwargs), the model an nn.Module"
-        )
-    args: Any = parts[1] if len(parts) > 1 else ()
-    kwargs: Any = parts[2] if len(parts) > 2 else None
-    if len(parts) == 2 and isinstance(args, Mapping):
-        args, kwargs = (), args
-    if isinstance(args, Tensor):
-        args = (args,)
-    if not isinstance(args, tuple | list) or not (kwargs is None or isinstance(kwargs, Mapping)):
-        raise ModelSpecError(
-            f"--model {spec!r}: the factory returned {_types(made)}; "
-            "args must be a tuple of positional inputs and kwargs a dict from names to inputs"
-        )
-    return parts[0], tuple(args), None if kwargs is None else dict(kwargs)
-
-
-def _types(made: Any) -> str:
-    if isinstance(made, tuple):
-        return f"({', '.join(type(part).__name__ for part in made)})"
-    return type(made).__name__
-
-
 def _describe(error: Exception) -> str:
     # The innermost frame is where the user has to look, unless it is a library's.
     frames = []
@@ -176,19 +189,14 @@ def _is_library(file: str) -> bool:
     return file == __file__ or file.startswith("<") or "site-packages" in Path(file).parts
 
 
-def beginning(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """For a shell's completion: those of ``known`` that begin with what was typed."""
-    return lambda incomplete: [name for name in known if name.startswith(incomplete)]
-
-
 def topologies(incomplete: str) -> list[str]:
-    """For a shell's completion: presets, and TOML files."""
+    """For shell completion: presets, and TOML files."""
     files = [str(path) for path in Path().glob(f"{glob.escape(incomplete)}*") if path.is_dir() or path.suffix == ".toml"]
     return beginning(Topology.preset_names())(incomplete) + sorted(files)
 
 
 def mesh_of(text: str) -> tuple[int, ...]:
-    """The mesh that ``--mesh`` gives, such as ``2,2`` or ``2x2``."""
+    """Parses ``--mesh``, such as ``2,2`` or ``2x2``."""
     try:
         shape = tuple(int(size) for size in text.replace("x", ",").split(","))
     except ValueError:
@@ -199,7 +207,7 @@ def mesh_of(text: str) -> tuple[int, ...]:
 
 
 def chunks_of(text: str) -> dict[str, int]:
-    """The chunks that ``--chunks`` gives, such as ``batch=2,rows=2``; `Plan` checks the kinds."""
+    """Parses ``--chunks``, such as ``batch=2,rows=2``; `Plan` checks the kinds."""
     found = {}
     for part in text.split(","):
         kind, _, count = part.partition("=")
@@ -212,16 +220,25 @@ def chunks_of(text: str) -> dict[str, int]:
 
 
 def memory_of(text: str) -> float:
-    """The bytes that ``--memory`` gives."""
+    """Parses ``--memory`` to bytes."""
     try:
         return parse_quantity(text, "memory")
     except UnitError as error:
         raise AutotpError(f"--memory: {error}") from error
 
 
+def save_plan(plan: Plan, path: Path | None) -> None:
+    """Writes a plan to the file that ``--save`` gives, if any."""
+    if path is not None:
+        try:
+            plan.save(path)
+        except OSError as error:
+            raise AutotpError(f"--save {path}: cannot write the plan ({error.strerror})") from error
+
+
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Says on stderr, where that is a terminal, what takes its time."""
+    """Shows the current activity on stderr, if it is a terminal."""
     # On stderr, and nothing at all where stderr is no terminal: stdout stays clean for pipes.
     with Console(stderr=True).status(f"{what} …"), native_output_on_stderr():
         yield
@@ -229,7 +246,7 @@ def working(what: str) -> Iterator[None]:
 
 @contextmanager
 def native_output_on_stderr() -> Iterator[None]:
-    """Inside, what the solver now and then prints to the process's stdout, in C++, goes to stderr."""
+    """Redirects the occasional output of the solver's C++ code from stdout to stderr."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

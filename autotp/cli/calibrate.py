@@ -79,7 +79,7 @@ def _require_torchrun() -> int:
 
 
 def _start() -> None:
-    """Makes the process group: NCCL where every rank of the node has a GPU, gloo otherwise."""
+    """Creates the process group, with NCCL if every rank of the node has a GPU, and gloo otherwise."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])):
@@ -118,7 +118,7 @@ def _refusal(output: Path, force: bool, name: str) -> str:
 
 @contextmanager
 def _progress(first: bool) -> Iterator[Callable[[str], None]]:
-    """Tells of every stage on rank 0's stderr: one line that changes on a terminal, else one line each."""
+    """Reports every stage on rank 0's stderr: on a terminal in a line that is updated, otherwise in one line each."""
     if not first:
         yield lambda stage: None
         return
@@ -169,7 +169,7 @@ def calibration_toml(calibration: Calibration) -> str:
 
 
 def calibration_table(calibration: Calibration) -> RenderableType:
-    """Shows what was measured and how well it fits."""
+    """Prints the measured figures and how well they fit."""
     parts: list[RenderableType] = [_links_table(calibration), _device_table(calibration)]
     if calibration.concurrency is not None:
         parts.insert(1, f"all ranks of a node at once take {calibration.concurrency:.2f} × as long as one between nodes")

@@ -1,4 +1,4 @@
-"""The command line: plan a model for a machine without having the machine, and look at topologies.
+"""The command line: plan a model for a machine without having it, look at topologies, and the commands of other files.
 
 A mistake of the user's ends with ``error: ...`` on stderr and exit code 2, never with a traceback.
 """
@@ -16,7 +16,15 @@ import typer
 
 import autotp
 from autotp.cli.arguments import (
+    AsJson,
+    Everything,
+    Html,
+    Memory,
+    Mode,
     ModelSpecError,
+    Optimizer,
+    Panels,
+    Timeline,
     beginning,
     call_factory,
     chunks_of,
@@ -24,6 +32,7 @@ from autotp.cli.arguments import (
     load_model,
     memory_of,
     mesh_of,
+    save_plan,
     topologies,
     working,
 )
@@ -37,7 +46,9 @@ from autotp.cli.sweep import sweep_command
 from autotp.cli.trace import trace_command
 from autotp.cli.verify import verify_command
 from autotp.errors import AutotpError
-from costmodel import OPTIMIZERS, Topology
+from autotp.planner import plan_model
+from autotp.plans.options import Options
+from costmodel import Topology
 from passes.capture import capture
 
 __all__ = ["ModelSpecError", "app", "call_factory", "find_factory", "load_model", "main"]
@@ -100,65 +111,48 @@ def _plan(
     devices: Annotated[int | None, typer.Option(help="How many devices; left out, as many as the topology has.")] = None,
     strategy: Annotated[
         str, typer.Option(help=f"What to search: {', '.join(autotp.FAMILIES)}.", autocompletion=beginning(autotp.FAMILIES))
-    ] = "auto",
+    ] = str(Options.strategy),
     mesh: Annotated[str | None, typer.Option(help="Sizes of the mesh axes, outermost first, such as 2,2.")] = None,
-    memory: Annotated[
-        str | None, typer.Option(help='Memory to use on each device, such as "80 GB"; left out, all of it.')
-    ] = None,
-    mode: Annotated[str, typer.Option(help="train or inference.")] = "train",
-    optimizer: Annotated[
-        str, typer.Option(help=f"Whose state to count: {', '.join(OPTIMIZERS)}.", autocompletion=beginning(OPTIMIZERS))
-    ] = "adamw",
-    panels: Annotated[
-        int | None, typer.Option(help="Panels in which products gather their operands; left out, as memory needs.")
-    ] = None,
+    memory: Memory = None,
+    mode: Mode = Options.mode,
+    optimizer: Optimizer = Options.optimizer,
+    panels: Panels = Options.panels,
     chunks: Annotated[
         str | None, typer.Option(help="Chunks in which devices do their work, such as batch=2 or batch=2,rows=2.")
     ] = None,
     schedule: Annotated[
         str, typer.Option(help="How it will be run: overlap (communication hidden behind computing) or none.")
-    ] = "overlap",
+    ] = Options.schedule,
     pin: Annotated[
         list[str] | None,
         typer.Option(help="A layout that something must have, such as lm_head.weight=Shard(0)@x; may be given again."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan, as JSON, to this file too.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a report for the browser, one file, to FILE.html.")] = None,
-    timeline: Annotated[
-        bool | None, typer.Option(help="Whether the report shows the schedule; left out, unless the model is very large.")
-    ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Show the cheap operators too.")] = False,
+    html: Html = None,
+    timeline: Timeline = None,
+    everything: Everything = False,
 ) -> None:
     """Plan a model for a machine. Needs no devices, and no memory when the model is built on meta."""
     machine = Topology.load(topology)
     if devices is not None:
         machine = machine.resized(devices)
-    shape = None if mesh is None else mesh_of(mesh)
-    bound = None if memory is None else memory_of(memory)
+    options = Options(
+        strategy,
+        mesh=None if mesh is None else mesh_of(mesh),
+        mode=mode,
+        memory=None if memory is None else memory_of(memory),
+        optimizer=optimizer,
+        panels=panels,
+        chunks=None if chunks is None else chunks_of(chunks),
+        schedule=schedule,
+        constraints=pin or (),
+    )
     with working(f"building {model}"):
         module, args, kwargs = load_model(model, machine.devices)
     with working(f"planning for {machine.devices} devices of {machine.name}"):
-        plan = autotp.plan(
-            module,
-            machine,
-            args,
-            kwargs,
-            strategy=strategy,
-            mesh=shape,
-            mode=mode,
-            memory=bound,
-            optimizer=optimizer,
-            panels=panels,
-            chunks=None if chunks is None else chunks_of(chunks),
-            schedule=schedule,
-            constraints=pin or (),
-        )
-    if save is not None:
-        try:
-            plan.save(save)
-        except OSError as error:
-            raise AutotpError(f"--save {save}: cannot write the plan ({error.strerror})") from error
+        plan = plan_model(module, machine, args, kwargs, options)
+    save_plan(plan, save)
     if html is not None:
         write_report(html, module, capture(module, args, kwargs), plan, timeline, model)
     if as_json:
@@ -172,7 +166,7 @@ def _topology(
     name: Annotated[
         str | None, typer.Argument(help="A preset's name, a TOML file, or `local`.", autocompletion=topologies)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the topologies that come with autotp, or show one."""
     names = Topology.preset_names() if name is None else [name]

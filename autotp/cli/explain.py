@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from autotp.cli.arguments import mesh_of
+from autotp.cli.arguments import AsJson, mesh_of
 from autotp.cli.explain_plan import explain_memory, explain_node
 from autotp.cli.render import make_console
 from autotp.costs.prices import Prices
@@ -46,7 +46,7 @@ def explain_collective(
         also goes in stages, where its schedule hides communication and that is faster by some per cent.
 
     Raises:
-        AutotpError: no collective is called so.
+        AutotpError: no collective has this name.
         TopologyError: the mesh does not fit the machine.
     """
     if kind not in COLLECTIVES:
@@ -98,13 +98,13 @@ def explain_command(
     model: Annotated[str | None, typer.Option(help="FILE.py:FACTORY or package.module:factory, as it was planned.")] = None,
     memory: Annotated[bool, typer.Option("--memory", help="Explain what takes the plan's memory.")] = False,
     alternatives: Annotated[int, typer.Option(help="How many other strategies to show.")] = 5,
-    planned: Annotated[int, typer.Option(help="Around how many of them to plan everything else anew.")] = 1,
+    planned: Annotated[int, typer.Option(help="For how many of them to plan everything else anew.")] = 1,
     topology: Annotated[str | None, typer.Option(help="Of a collective: a preset's name or a TOML file.")] = None,
     size: Annotated[str | None, typer.Option("--bytes", help='Of a collective\'s whole tensor, such as "32 MB".')] = None,
     devices: Annotated[int | None, typer.Option(help="How many devices; left out, as many as the topology has.")] = None,
     mesh: Annotated[str | None, typer.Option(help="Sizes of the mesh axes, outermost first; left out, one axis.")] = None,
     axes: Annotated[str | None, typer.Option(help="Axes that communicate, such as y or x,y; left out, all.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Explain an operator of a plan, its memory, or what a collective costs.
 

@@ -33,7 +33,7 @@ def captured_for(plan: Plan, model: str) -> Captured:
 
 
 def explain_node(name: str, plan: Path, model: str, *, count: int, planned: int, as_json: bool) -> None:
-    """Prints what an operator of a plan costs and what else there was."""
+    """Prints the cost of an operator of a plan, and the alternatives."""
     loaded = Plan.load(plan)
     with working(f"explaining {name}"):
         found = explain_operator(captured_for(loaded, model), loaded, name, count=count, planned=planned)
@@ -50,7 +50,7 @@ def _shown(found: Explanation, plan: Plan) -> RenderableType:
     factors = ", ".join(f"{name} = {size:,}" for name, size in found.factors.items()) or "none"
     head = [
         f"[bold]{escape(found.name)}[/] {escape(found.target)} {escape(place)}"
-        + (f", decided together with {found.copies - 1} alike" if found.copies > 1 else ""),
+        + (f", decided together with {found.copies - 1} identical operators" if found.copies > 1 else ""),
         f"factors: {factors}",
         f"chosen: [bold]{escape(found.scheme)}[/]  {escape(found.pin)}",
         f"layouts: {escape('; '.join(found.layouts))}",
@@ -84,7 +84,7 @@ def _shown(found: Explanation, plan: Plan) -> RenderableType:
 
 
 def _formula(plan: Plan, step: Reshard) -> str:
-    """The command that tells what a collective's time is made of."""
+    """The command that explains the time of a collective."""
     name = plan.topology.name
     machine = name if name in Topology.preset_names() else f"{name}.toml"
     mesh, axes = ",".join(map(str, plan.mesh_shape)), ",".join(step.axes)
@@ -110,12 +110,10 @@ def _alternatives(found: Explanation) -> RenderableType:
 
 
 def explain_memory(plan: Path, model: str, *, as_json: bool) -> None:
-    """Prints what a device holds at the worst moment of a step."""
+    """Prints the contents of a device's memory at the peak of a step."""
     loaded = Plan.load(plan)
     with working("walking through a step"):
-        priced = priced_plan(captured_for(loaded, model), loaded)
-        panels = {op.name: op.panels for op in loaded.operators if op.panels > 1}
-        entries = Footprint(priced.model, priced.prices, priced.strategies, priced.layouts, panels, priced.again).explain()
+        entries = Footprint(priced_plan(captured_for(loaded, model), loaded)).explain()
     if as_json:
         said: list[dict[str, Any]] = [{"kind": kind, "name": name, "bytes": size} for kind, name, size in entries]
         print(json.dumps({"peak_bytes": sum(size for *_, size in entries), "held": said}, indent=1))

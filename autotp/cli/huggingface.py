@@ -64,9 +64,9 @@ def _checked(file: Path, options: Mapping[str, str]) -> dict[str, str]:
         if name not in OPTIONS:
             raise AutotpError(f"--model {file}: option {name!r} is unknown; there are {', '.join(OPTIONS)}")
         if name in ("batch", "sequence") and not (value.isdigit() and int(value) > 0):
-            raise AutotpError(f"--model {file}: {name}={value} is no positive number")
+            raise AutotpError(f"--model {file}: {name}={value} is not a positive number")
         if name == "dtype" and not isinstance(getattr(torch, value, None), torch.dtype):
-            raise AutotpError(f"--model {file}: dtype={value} is none of torch's, such as bfloat16")
+            raise AutotpError(f"--model {file}: dtype={value} is not a dtype of torch, such as bfloat16")
         if name == "device" and value not in ("meta", "cpu"):
             raise AutotpError(f"--model {file}: device={value}: choose meta or cpu")
     return OPTIONS | dict(options)

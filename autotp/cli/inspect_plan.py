@@ -19,7 +19,7 @@ from autotp.analysis.difference import Difference, difference
 from autotp.analysis.drawing import draw
 from autotp.analysis.explain import priced_plan
 from autotp.analysis.inspection import Filters, Reshard, Row, inspect_plan
-from autotp.cli.arguments import load_model, working
+from autotp.cli.arguments import AsJson, Html, PlannedModel, SavedPlan, Timeline, load_model, working
 from autotp.cli.inspect_graph import show_graph
 from autotp.cli.render import bytes_of, make_console, short_target, time_of
 from autotp.cli.report import write_report
@@ -35,8 +35,8 @@ _SHOWN = 30
 
 
 def inspect_command(
-    plan: Annotated[Path, typer.Argument(help="A plan that `autotp plan --save` wrote.")],
-    model: Annotated[str, typer.Option(help="FILE.py:FACTORY or package.module:factory, as it was planned.")],
+    plan: SavedPlan,
+    model: PlannedModel,
     op: Annotated[str | None, typer.Option(help="Only operators of this name or kind, such as addmm or linear_3.")] = None,
     module: Annotated[str | None, typer.Option(help="Only those in this module, such as h.0.mlp or h.*.attn.")] = None,
     collectives: Annotated[bool, typer.Option("--collectives", help="Only those that communicate.")] = False,
@@ -49,11 +49,9 @@ def inspect_command(
     graph: Annotated[
         str | None, typer.Option(help="Instead, the graph that a device runs, as it is scheduled: forward or backward.")
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a report for the browser, one file, to FILE.html.")] = None,
-    timeline: Annotated[
-        bool | None, typer.Option(help="Whether the report shows the schedule; left out, unless the model is very large.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: Html = None,
+    timeline: Timeline = None,
+    as_json: AsJson = False,
 ) -> None:
     """Read a plan: layouts, collectives with their cost, work and memory of every operator, by the model's modules."""
     loaded = Plan.load(plan)
@@ -117,9 +115,9 @@ def _collective(step: Reshard) -> str:
 
 
 def diff_command(
-    first: Annotated[Path, typer.Argument(help="A plan that `autotp plan --save` wrote.")],
+    first: SavedPlan,
     second: Annotated[Path, typer.Argument(help="Another plan of the same model.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare two plans of one model, operator by operator. Exits with 1 where they differ."""
     found = difference(Plan.load(first), Plan.load(second))

@@ -1,4 +1,4 @@
-"""What a plan and a topology look like in a terminal, as rich renderables.
+"""Plans and topologies in a terminal, as rich renderables.
 
 Nothing here computes a cost or decides anything: every figure shown is a field of the plan.
 """
@@ -105,7 +105,7 @@ def _planning(stats: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Operators:
-    """The table of operators, which leaves layouts and bounds out where they would have no room."""
+    """The table of operators; omits layouts and bounds if there is no room for them."""
 
     rows: Sequence[FoldedOperator]
     limit: int | None
@@ -201,7 +201,7 @@ def _prediction(plan: Plan) -> Table:
 
 
 def _whole(plan: Plan, limit: int = 12) -> Text:
-    """Where chunks stop, and why."""
+    """The operators that are not divided into chunks, and why."""
     by_name = {operator.name: operator for operator in plan.operators}
     counts = Counter(
         (unnumbered(by_name[name].module), short_target(by_name[name].target), why) for name, why in plan.whole.items()
@@ -243,12 +243,12 @@ def _levels(topology: Topology) -> str:
 
 
 def time_of(seconds: float) -> str:
-    """Seconds, for people."""
+    """Seconds with a unit."""
     return format_quantity(seconds, "time")
 
 
 def bytes_of(count: float) -> str:
-    """Bytes, for people."""
+    """Bytes with a unit."""
     return format_quantity(count, "memory")
 
 

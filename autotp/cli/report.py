@@ -1,4 +1,4 @@
-"""``--html``: a plan's report, for commands that have the plan and its model at hand."""
+"""``--html``: a plan's report, for commands that have loaded the plan and its model."""
 
 from __future__ import annotations
 

@@ -10,12 +10,21 @@ import typer
 from rich.console import Console
 
 from autotp.analysis.sweep import sweep, takes_devices
-from autotp.cli.arguments import call_factory, find_factory, memory_of, native_output_on_stderr
+from autotp.cli.arguments import (
+    Memory,
+    Mode,
+    Optimizer,
+    Panels,
+    call_factory,
+    find_factory,
+    memory_of,
+    native_output_on_stderr,
+)
 from autotp.cli.render import make_console
 from autotp.cli.sweep_output import check_plot, sweep_csv, sweep_json, sweep_table, write_file, write_plot
 from autotp.errors import AutotpError
 from autotp.plans.families import FAMILIES
-from costmodel import OPTIMIZERS
+from autotp.plans.options import Options
 
 __all__ = ["sweep_command"]
 
@@ -41,14 +50,10 @@ def sweep_command(
         int | None,
         typer.Option(help="Tokens of a step; left out, the elements of the first integer input, else samples."),
     ] = None,
-    memory: Annotated[
-        str | None, typer.Option(help='Memory to use on each device, such as "80 GB"; left out, all of it.')
-    ] = None,
-    mode: Annotated[str, typer.Option(help="train or inference.")] = "train",
-    optimizer: Annotated[str, typer.Option(help=f"Whose state to count: {', '.join(OPTIMIZERS)}.")] = "adamw",
-    panels: Annotated[
-        int | None, typer.Option(help="Panels in which products gather their operands; left out, as memory needs.")
-    ] = None,
+    memory: Memory = None,
+    mode: Mode = Options.mode,
+    optimizer: Optimizer = Options.optimizer,
+    panels: Panels = Options.panels,
     as_json: Annotated[bool, typer.Option("--json", help="Print the points as JSON.")] = False,
     csv: Annotated[Path | None, typer.Option(help="Write the points, as CSV, to this file too.")] = None,
     plot: Annotated[

@@ -1,4 +1,4 @@
-"""What a sweep looks like: a table, CSV, JSON, and a plot. Files appear whole or not at all."""
+"""The output of a sweep: a table, CSV, JSON, and a plot. Files are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLOTS = (".svg", ".png")
 
 
 def sweep_table(points: Sequence[Point]) -> RenderableType:
-    """A row for each point; what is not known, or the same strategy everywhere, has no column.
+    """A row for each point; unknown figures, and a strategy that is the same everywhere, have no column.
 
     Points without a plan say why below the table.
     """
@@ -64,7 +64,7 @@ def sweep_json(points: Sequence[Point]) -> str:
 
 
 def sweep_csv(points: Sequence[Point]) -> str:
-    """The points as CSV with a header, in base units; a mesh is written ``2x4``, and what is not known is empty."""
+    """The points as CSV with a header, in base units; a mesh is written ``2x4``, and unknown values are empty."""
     text = io.StringIO()
     writer = csv.DictWriter(text, Point.names(), lineterminator="\n")
     writer.writeheader()
@@ -75,7 +75,7 @@ def sweep_csv(points: Sequence[Point]) -> str:
 
 
 def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Writes a file whole or not at all.
+    """Writes a file completely or not at all.
 
     Raises:
         AutotpError: when it cannot be written.
@@ -87,7 +87,7 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
-    """Refuses what `write_plot` could not write, before the work whose result it would show.
+    """Checks, before the sweep, that `write_plot` could write a file.
 
     Raises:
         AutotpError: when the name has another ending than `PLOTS`, or matplotlib is not installed.

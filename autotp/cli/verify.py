@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from autotp.analysis.verify import Verification, verify
-from autotp.cli.arguments import load_model, working
+from autotp.cli.arguments import AsJson, PlannedModel, SavedPlan, load_model, working
 from autotp.cli.render import make_console
 from autotp.plans.plan import Plan
 
@@ -23,12 +22,12 @@ _SHOWN = 8
 
 
 def verify_command(
-    plan: Annotated[Path, typer.Argument(help="A plan that `autotp plan --save` wrote.")],
-    model: Annotated[str, typer.Option(help="FILE.py:FACTORY or package.module:factory, as it was planned.")],
+    plan: SavedPlan,
+    model: PlannedModel,
     tolerance: Annotated[
         float | None, typer.Option(help="Relative error that counts as rounding; left out, by the model's dtype.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run a plan for all of its devices in this process, and compare every value and gradient with the model's.
 

@@ -1,6 +1,7 @@
 """What a plan costs: seconds and bytes, of one operator up to a whole step.
 
 In come a captured model (`model`), a mesh and a topology. Out go prices: of one operator or reshard (`price`, `prices`), of
-a step by what may hide its communication (`step`), of the memory that a device needs (`footprint`), of a change
-(`what_if`), and of products in panels (`panels`). None of these files uses one that is named after it.
+a step by what may hide its communication (`step`), of a whole plan (`priced`), of the memory that a device needs
+(`footprint`), of a change (`what_if`), and of products in panels (`panels`). Each file uses
+only files that are listed before it.
 """

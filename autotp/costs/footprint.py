@@ -12,15 +12,14 @@ from __future__ import annotations
 import enum
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import fx
 
-from autotp.costs.model import Model
-from autotp.costs.prices import Prices
+from autotp.costs.priced import Priced
 from passes.layouts.layout import Layout
 from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of, results_of
@@ -51,25 +50,14 @@ class Footprint:
     """A plan's step on one device; ``held`` has the most bytes at every moment, once it has run.
 
     Args:
-        model: the captured model, analysed.
-        prices: of the mesh, with the optimizer, and whether there is a backward pass.
-        strategies: of every operator, by name.
-        layouts: in which every tensor is made or rests.
-        panels: of the products that gather their operands panel by panel, by name.
-        again: (operand, product) where the backward pass gathers the product's data operand again.
+        priced: the plan's strategies and layouts.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        prices: Prices,
-        strategies: Mapping[str, Strategy],
-        layouts: Mapping[Value, Layout],
-        panels: Mapping[str, int],
-        again: Set[tuple[Value, fx.Node]],
-    ) -> None:
-        self.model, self.prices, self.strategies, self.layouts = model, prices, strategies, layouts
-        self.panels, self.again = panels, again
+    def __init__(self, priced: Priced) -> None:
+        self.priced, self.model, self.prices = priced, priced.model, priced.prices
+        self.strategies, self.layouts = priced.strategies, priced.layouts
+        self.panels, self.again = priced.panels, priced.again
+        model, prices = priced.model, priced.prices
         self.parameters = model.captured.parameters
         self.operands = {node: operands_of(node) for node in model.operators}
         self.results = {node: results_of(node) for node in model.operators}
@@ -90,7 +78,7 @@ class Footprint:
         self.state()
         nodes = list(self.model.operators)
         self.last = self.readers(nodes)
-        leaves = {value_of(leaf) for leaf in self.outputs()}
+        leaves = {value_of(leaf) for leaf in self.model.outputs}
         ends: dict[fx.Node, list[Key]] = defaultdict(list)
         for key, node in self.last.items():
             ends[node].append(key)
@@ -102,7 +90,7 @@ class Footprint:
                     self.drop(key)
         if self.prices.train:
             self.gradients: dict[Value, dict[Layout, float]] = defaultdict(dict)
-            for leaf in self.outputs():
+            for leaf in self.model.outputs:
                 if value_of(leaf) in self.model.trained:
                     self.grow(value_of(leaf), self.whole, leaf.meta["val"])
             for at, node in reversed(list(enumerate(nodes))):
@@ -120,11 +108,6 @@ class Footprint:
             if node.name in self.parameters and self.prices.train:
                 size = float(self.prices.states(np.array(size / value.element_size()), value.element_size())) - size
             self.take(((node, 0), self.layouts[node, 0]), size)
-
-    def outputs(self) -> list[fx.Node]:
-        """The tensors that the graph returns."""
-        leaves: Sequence = self.model.captured.graph_module.graph.output_node().args[0]  # type: ignore[assignment]
-        return [leaf for leaf in leaves if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), torch.Tensor)]
 
     def bytes(self, value: torch.Tensor, layout: Layout) -> float:
         """Bytes of one device's part of a tensor."""
@@ -149,7 +132,7 @@ class Footprint:
 
     def explain(self) -> list[tuple[str, str, float]]:
         """What is held at the worst moment: (kind, name, bytes), most first."""
-        again = Footprint(self.model, self.prices, self.strategies, self.layouts, self.panels, self.again)
+        again = Footprint(self.priced)
         again.watched = self.run() * (1 - 1e-12)
         again.run()
         return sorted(again.worst, key=lambda entry: -entry[2])
@@ -236,7 +219,7 @@ class Footprint:
         for key in gathered:
             if self.last[key] is node:
                 self.drop(key)
-        if self.prices.train and any((node, i) in self.model.trained for i in range(len(self.results[node]))):
+        if self.prices.train and node in self.model.differentiated:
             self.save(node, strategy, saved_by(node))
 
     def save(self, node: fx.Node, strategy: Strategy, saves: str) -> None:
@@ -316,6 +299,7 @@ class Footprint:
 def _is_view(node: fx.Node, operand: fx.Node) -> bool:
     """Whether a result of a view operator shares its operand's storage: a reshape of what was permuted copies."""
     source, result = operand.meta["val"], results_of(node)[0]
-    if "reshape" not in str(node.target):
+    rule = rule_of(node)
+    if rule is None or not rule.copies:
         return True
     return source.numel() == result.numel() and (source.is_contiguous() or source.stride()[-1:] == result.stride()[-1:])

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from torch import fx
+from torch import Tensor, fx
 
 from autotp.plans.constraints import Requirement
 from passes.capture import Captured
 from passes.rules.factors import Operator, Value, value_of
 from passes.rules.shapes import operands_of, results_of
+from passes.rules.table import rule_of
 
 __all__ = ["Model", "depth_of", "trained_values"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Model:
     """A captured model, analysed and folded: what planning needs on every mesh.
 
@@ -40,6 +43,34 @@ class Model:
         values = [node.meta["val"] for node in nodes if node.target in self.captured.parameters]
         return float(sum(value.nbytes for value in values))
 
+    @cached_property
+    def outputs(self) -> list[fx.Node]:
+        """The tensors that the graph returns."""
+        leaves: Sequence = self.captured.graph_module.graph.output_node().args[0]  # type: ignore[assignment]
+        return [leaf for leaf in leaves if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), Tensor)]
+
+    @cached_property
+    def readers(self) -> Mapping[Value, Sequence[tuple[fx.Node, int]]]:
+        """Tensor -> the nodes that read it, in order, and as which operand; the graph's output is one of them."""
+        found: dict[Value, list[tuple[fx.Node, int]]] = defaultdict(list)
+        for node in self.operators:
+            for position, operand in enumerate(operands_of(node)):
+                found[value_of(operand)].append((node, position))
+        for leaf in self.outputs:
+            found[value_of(leaf)].append((leaf.graph.output_node(), 0))
+        return dict(found)
+
+    @cached_property
+    def named(self) -> Mapping[Value, fx.Node]:
+        """Tensor that is read, or returned -> a node that stands for it."""
+        read = [operand for node in self.operators for operand in operands_of(node)]
+        return {value_of(node): node for node in (*read, *self.outputs)}
+
+    @cached_property
+    def differentiated(self) -> frozenset[fx.Node]:
+        """Operators and parameters through which gradients flow."""
+        return frozenset(node for node, _ in self.trained)
+
 
 def trained_values(captured: Captured, operators: Mapping[fx.Node, Operator]) -> frozenset[Value]:
     """The tensors through which gradients flow to a parameter."""
@@ -48,7 +79,8 @@ def trained_values(captured: Captured, operators: Mapping[fx.Node, Operator]) ->
         if node.op == "placeholder" and node.name in captured.parameters:
             trained.add((node, 0))
     for node in operators:
-        if "detach" in str(node.target) or not any(value_of(n) in trained for n in operands_of(node)):
+        rule = rule_of(node)
+        if (rule is not None and rule.detaches) or not any(value_of(n) in trained for n in operands_of(node)):
             continue
         trained |= {(node, i) for i, t in enumerate(results_of(node)) if t.dtype.is_floating_point}
     return frozenset(trained)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autotp.costs.prices import Prices, flop_of
+from autotp.costs.prices import Prices
 from costmodel import pipeline
 from passes.layouts.reshard import COMMUNICATING, Step, moves
 from passes.rules.factors import Operator
+from passes.rules.table import flop_of
 from passes.sharding.panel import Loop
 from passes.strategies.strategy import Strategy, gradient_of
 

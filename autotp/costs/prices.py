@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,11 @@ from passes.layouts.layout import Layout, local_shape
 from passes.layouts.reshard import COMMUNICATING, moves, sums_first
 from passes.rules.factors import Operator
 from passes.rules.shapes import operands_of, results_of
-from passes.rules.table import name_of, rule_of
+from passes.rules.table import kind_of, rule_of
 from passes.strategies.space import Space
 from passes.strategies.strategy import Strategy, Want, gradient_of
 
-__all__ = ["Prices", "flop_of", "kind_of"]
+__all__ = ["Prices"]
 
 #: An all_reduce goes in stages where it then takes at most this share of its time: there are more messages to wait for.
 _STAGED = 0.95
@@ -63,6 +63,7 @@ class Prices:
         self.contention = lru_cache(maxsize=None)(self._contention)
         self.shares = lru_cache(maxsize=None)(self._shares)
         self.latency = lru_cache(maxsize=None)(self._latency)
+        self.operator = lru_cache(maxsize=None)(self._operator)
 
     def _contention(self, kind: str, axes: tuple[int, ...]) -> float:
         """The share of a collective's seconds over ``axes`` that takes the processors' time."""
@@ -79,10 +80,10 @@ class Prices:
 
     def _collective(self, kind: str, axes: tuple[int, ...], volume: float, parameter: bool = False) -> tuple[float, float]:
         """(seconds, bytes received) of one collective; ``volume`` is in bytes of the larger tensor on one device."""
-        return float(self.spent(kind, axes, np.array([volume]), parameter)[0, 0]), self._received(kind, axes, volume)
+        return float(self.spent(kind, axes, np.array([volume]), parameter)[0, 0]), float(self._received(kind, axes, volume))
 
-    def _received(self, kind: str, axes: tuple[int, ...], volume: float) -> float:
-        return float(collectives.bytes_moved(kind, math.prod(self.mesh[a] for a in axes), volume))
+    def _received(self, kind: str, axes: tuple[int, ...], volumes: Any) -> Any:
+        return collectives.bytes_moved(kind, math.prod(self.mesh[a] for a in axes), volumes)
 
     def spent(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray, parameter: bool = False) -> np.ndarray:
         """Seconds of a collective over ``axes`` for many sizes, and what they occupy.
@@ -130,12 +131,8 @@ class Prices:
             found[1] += latency
         return np.asarray(found)
 
-    def seconds(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
-        """Seconds of a collective over ``axes`` for many sizes, in bytes of the larger tensor on one device."""
-        return np.asarray(self.spent(kind, axes, volumes)[0])
-
     def alone(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
-        """``seconds`` of one collective, not in stages."""
+        """Seconds of one collective over ``axes``, not in stages, for many sizes in bytes."""
         link = self.topology.link(self.devices, axes, kind)
         return np.asarray(collectives.of_link(kind, volumes, link, self.topology.library))
 
@@ -168,7 +165,7 @@ class Prices:
             if step.axes[0] < real and step.kind in COMMUNICATING:
                 times = self._times([not isinstance(p, Replicate) for p in state[real:]])
                 spent += times * self.spent(step.kind, step.axes, np.array([volume]), parameter)[:, 0]
-                received += times * self._received(step.kind, step.axes, volume)
+                received += times * float(self._received(step.kind, step.axes, volume))
             for axis in step.axes:
                 state[axis] = target[axis]
             if step.axes[0] >= real and step.kind in COMMUNICATING:  # read every chunk's, write one
@@ -203,26 +200,34 @@ class Prices:
         back = self.moving(shape, itemsize, want.gradient, gradient_of(have), parameter)
         return there.plus(back.backward)
 
-    def computing(self, space: Space, flop: float, *, gradient: bool) -> np.ndarray:
-        """Seconds of computing for all strategies at once, ``[S]``."""
+    def work(self, space: Space, flop: float, *, gradient: bool) -> compute.Work | None:
+        """What one device computes of an operator, forward and backward, ``[S]``; None where there is nothing to do."""
         node, table = space.operator.node, rule_of(space.operator.node)
         operands, results = [n.meta["val"] for n in operands_of(node)], results_of(node)
-        moved = np.zeros(len(space.serves))
         if (not operands and not results) or (table is not None and table.view):
-            return moved
-        passes = self._passes(gradient)
+            return None
+        moved = np.zeros(len(space.serves))
         for tensor, rows in (*zip(operands, space.wants, strict=True), *zip(results, space.results, strict=True)):
-            moved = moved + local_elements(tuple(tensor.shape), rows, self.mesh) * tensor.element_size()
-        work = flop / np.where(space.factors(), np.array(self.mesh), 1).prod(axis=-1)
+            moved += local_elements(tuple(tensor.shape), rows, self.mesh) * tensor.element_size()
         dtype = str((results or operands)[0].dtype).removeprefix("torch.")
-        dims = None
+        dims: Any = None
         if kind_of(node) == "product":
-            dims = tuple(
-                math.prod(space.operator.factors[f].size for f in names)
-                / np.where(space.axes_of(names), np.array(self.mesh), 1).prod(axis=-1)
-                for names in self._dims(space.operator)
-            )
-        return np.asarray(self._compute(node, passes, work, moved, dtype, dims))
+            factors = space.operator.factors.values()
+            made = [frozenset(f.name for f in factors if f.kind == kind) for kind in "mkn"]
+            sizes = (math.prod(f.size for f in factors if f.kind == kind) for kind in "mkn")
+            dims = tuple(size / self._ways(space.axes_of(names)) for size, names in zip(sizes, made, strict=True))
+        passes = self._passes(gradient)
+        share = flop / self._ways(space.factors())
+        return compute.Work(passes * share, passes * moved, dtype, kind_of(node), dims, passes)
+
+    def _ways(self, axes: np.ndarray) -> np.ndarray:
+        """``[S]`` among how many devices so marked axes, ``[S, axes]``, divide something."""
+        return np.asarray(np.where(axes, np.array(self.mesh), 1).prod(axis=-1))
+
+    def computing(self, space: Space, flop: float, *, gradient: bool) -> np.ndarray:
+        """Seconds of computing for all strategies at once, ``[S]``."""
+        work = self.work(space, flop, gradient=gradient)
+        return np.zeros(len(space.serves)) if work is None else np.asarray(work.seconds(self.topology.device))
 
     def _passes(self, gradient: bool) -> float:
         """Times an operator's work is done: forward, and as much again for each operand's gradient."""
@@ -235,116 +240,38 @@ class Prices:
         inner = backward / (forward + backward) if self.train and gradient and backward else 0.0
         return 1 - 1 / self._passes(gradient), inner
 
-    def _compute(self, node: fx.Node, passes: float, flop: Any, moved: Any, dtype: str, dims: Any) -> Any:
-        """Seconds of an operator's kernels."""
-        device, kind = self.topology.device, kind_of(node)
-        return compute.seconds(passes * flop, passes * moved, device, dtype, dims=dims, kind=kind, launches=passes)
-
-    @staticmethod
-    def _dims(operator: Operator) -> tuple[frozenset[str], ...]:
-        """The factors that make up m, k and n of a product."""
-        return tuple(frozenset(f.name for f in operator.factors.values() if f.kind == kind) for kind in "mkn")
-
-    def inside(self, space: Space, *, gradient: bool) -> np.ndarray:
-        """``spent`` by collectives inside the operator for all strategies at once, ``[2 + levels, S]``."""
+    def inside(self, space: Space, *, gradient: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Of collectives inside the operator for all strategies at once: bytes received, ``[S]``, and `spent`."""
         rule, table = space.operator.rule, rule_of(space.operator.node)
-        found = np.zeros((len(self._nothing()), len(space.serves)))
+        received, found = np.zeros(len(space.serves)), np.zeros((len(self._nothing()), len(space.serves)))
         if rule is None or table is None or not rule.inner:
-            return found
-        inner = space.axes_of(rule.inner)
+            return received, found
         operand = operands_of(space.operator.node)[0].meta["val"]
         rows = local_elements(tuple(operand.shape), space.wants[0], self.mesh) * operand.element_size()
         for name in rule.inner:
-            ways = np.where(space.axes_of(frozenset({name})), np.array(self.mesh), 1).prod(axis=-1)
-            rows = rows / np.maximum(1, -(-rule.sizes[name] // ways))
+            rows = rows / np.maximum(1, -(-rule.sizes[name] // self._ways(space.axes_of(frozenset({name})))))
         forward, backward = table.statistics
         times = forward + (backward if self.train and gradient else 0)
-        groups = (inner * (1 << np.arange(len(self.mesh)))).sum(axis=-1)
-        for group in np.unique(groups[groups > 0]):
-            axes = tuple(a for a in range(len(self.mesh)) if group >> a & 1)
-            found = np.where(groups == group, times * self.spent("all_reduce", axes, rows), found)
-        return found
+        groups = (space.axes_of(rule.inner) * (1 << np.arange(len(self.mesh)))).sum(axis=-1)
+        for group in np.unique(groups[groups > 0]).tolist():
+            axes, where = tuple(a for a in range(len(self.mesh)) if group >> a & 1), groups == group
+            found[:, where] = times * self.spent("all_reduce", axes, rows[where])
+            received[where] = times * self._received("all_reduce", axes, rows[where])
+        return received, found
 
     def bytes(self, value: torch.Tensor, layout: Layout) -> float:
         """Bytes of one device's part."""
         return float(math.prod(local_shape(tuple(value.shape), layout, self.mesh)) * value.element_size())
 
-    def operator(self, operator: Operator, strategy: Strategy, flop: float, *, gradient: bool) -> Price:
+    def _operator(self, operator: Operator, strategy: Strategy, flop: float, *, gradient: bool) -> Price:
         """One operator under one strategy: roofline compute, and the collectives of its lowering."""
-        work = self.work(operator, strategy, flop, gradient=gradient)
-        if work is None:
-            return self._price(0.0, 0.0, self._nothing())
-        seconds = float(work.seconds(self.topology.device))
-        spent, received = self._inner(operator, strategy, gradient)
+        alone = Space.alone(operator, strategy)
+        (seconds,) = self.computing(alone, flop, gradient=gradient).tolist()
+        received, spent = self.inside(alone, gradient=gradient)
         times = self._times([factor is not None for factor in strategy.assignment[len(self.devices) :]])
-        return self._price(received, seconds, spent, *self.behind(operator.node, gradient=gradient)).times(times)
-
-    def work(self, operator: Operator, strategy: Strategy, flop: float, *, gradient: bool) -> compute.Work | None:
-        """What one device computes of an operator, forward and backward; None where there is nothing to do."""
-        node, table = operator.node, rule_of(operator.node)
-        operands, results = operands_of(node), results_of(node)
-        if (not operands and not results) or (table is not None and table.view):
-            return None
-        passes = self._passes(gradient)
-        moved = sum(self.bytes(n.meta["val"], w.layout) for n, w in zip(operands, strategy.wants, strict=True))
-        moved += sum(self.bytes(t, layout) for t, layout in zip(results, strategy.results, strict=True))
-        dtype = str((results or [operands[0].meta["val"]])[0].dtype).removeprefix("torch.")
-        dims = None
-        if kind_of(node) == "product":
-            m, k, n = (
-                math.prod(operator.factors[f].size for f in names) / math.prod(self.mesh[a] for a in strategy.axes(*names))
-                for names in self._dims(operator)
-            )
-            dims = m, k, n
-        share = flop / strategy.ways(self.mesh)
-        return compute.Work(passes * share, passes * moved, dtype, kind_of(node), dims, passes)
-
-    def _inner(self, operator: Operator, strategy: Strategy, gradient: bool) -> tuple[np.ndarray, float]:
-        """(``spent``, bytes received) of the collectives inside an operator."""
-        rule, table = operator.rule, rule_of(operator.node)
-        if rule is None or table is None or not rule.inner:
-            return self._nothing(), 0.0
-        axes = strategy.axes(*rule.inner)
-        if not axes:
-            return self._nothing(), 0.0
-        operand = operands_of(operator.node)[0].meta["val"]
-        rows = self.bytes(operand, strategy.wants[0].layout)
-        for name in rule.inner:
-            ways = math.prod(n for n, f in zip(self.mesh, strategy.assignment, strict=True) if f == name)
-            rows /= max(1, math.ceil(rule.sizes[name] / ways))
-        forward, backward = table.statistics
-        times = forward + (backward if self.train and gradient else 0)
-        spent = self.spent("all_reduce", axes, np.array([rows]))[:, 0]
-        return times * spent, times * self._received("all_reduce", axes, rows)
+        price = self._price(float(received[0]), seconds, spent[:, 0], *self.behind(operator.node, gradient=gradient))
+        return price.times(times)
 
     def states(self, elements: np.ndarray, itemsize: int) -> np.ndarray:
         """Bytes of parameters of so many elements on one device, with gradient and optimizer state."""
         return np.asarray(memory.state_bytes(elements, itemsize, self.optimizer, train=self.train))
-
-
-_KINDS = (
-    ("convolution", ("conv",)),
-    ("attention", ("attention",)),
-    ("norm", ("_norm",)),
-    ("softmax", ("softmax", "cross_entropy")),
-    ("gather", ("embedding", "gather", "index.")),
-    ("copy", ("aten.cat.", "aten.stack.", "aten.repeat.", "pad.", "aten.slice", "aten.roll", "aten.flip")),
-)
-
-
-@cache
-def _kind(name: str, product: bool) -> str:
-    found = next((kind for kind, words in _KINDS if any(word in name for word in words)), None)
-    return found or ("product" if product else "pointwise")
-
-
-def kind_of(node: fx.Node) -> str:
-    """Which of ``costmodel.KINDS`` an operator is."""
-    table = rule_of(node)
-    return _kind(name_of(node), table is not None and table.flop is not None)
-
-
-def flop_of(node: fx.Node) -> float:
-    """FLOP of a node's whole forward operator."""
-    table = rule_of(node)
-    return table.flop(node) if table is not None and table.flop is not None else 0.0

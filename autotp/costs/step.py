@@ -1,44 +1,16 @@
-"""What a plan's operators and reshards cost, one by one and by what may hide it."""
+"""The seconds of a step, by what may hide them."""
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from torch import fx
-from torch.distributed.tensor import Partial, Replicate
-
-from autotp.costs.model import Model, depth_of
 from autotp.costs.price import Price
-from autotp.costs.prices import Prices, flop_of
+from autotp.plans.planned_operator import Predicted
 from costmodel import overlap
-from passes.layouts.layout import Layout
-from passes.rules.factors import Value, value_of
-from passes.rules.shapes import operands_of, results_of
-from passes.strategies.strategy import LINEAR_PREFIX, Strategy, Want, whole_layout
 
-__all__ = ["Moved", "Pass", "Priced", "Sums"]
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """A tensor that some operators want in a layout.
-
-    Attributes:
-        value: the tensor.
-        want: the layout.
-        users: operators that want it so; none for an output of the graph.
-        parameter: it is a parameter.
-        price: of its reshard and the mirror for its gradient.
-    """
-
-    value: Value
-    want: Want
-    users: list[fx.Node]
-    parameter: bool
-    price: Price
+__all__ = ["Pass", "Sums"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,136 +111,11 @@ class Sums:
             backward=self.backward.plus(backward, parameter=parameter),
         )
 
-    @property
-    def step(self) -> float:
-        """Seconds of a step, communication hidden behind computing."""
-        return sum(map(max, self.sides))
+    def step(self, hides: bool) -> float:
+        """Seconds of a step, its communication hidden behind computing or not."""
+        return sum(map(max, self.sides)) if hides else self.compute + self.communication
 
-
-@dataclass(frozen=True, slots=True)
-class Priced:
-    """Strategies of all operators, priced.
-
-    Attributes:
-        model: analysed and folded.
-        prices: of the mesh.
-        strategies: operator name -> strategy.
-        layouts: in which every tensor is made or rests.
-        again: (operand, product) where the backward pass gathers the product's data operand again.
-    """
-
-    model: Model
-    prices: Prices
-    strategies: Mapping[str, Strategy]
-    layouts: Mapping[Value, Layout]
-    again: Set[tuple[Value, fx.Node]] = field(default_factory=frozenset)
-
-    def operators(self) -> dict[fx.Node, Price]:
-        """What every operator costs by itself; folded ones have one price."""
-        found: dict[fx.Node, Price] = {}
-        for node in self.model.operators:
-            stand = self.model.stands[node]
-            if stand not in found:
-                gradient = any((stand, i) in self.model.trained for i in range(len(results_of(stand))))
-                strategy = self.strategies[stand.name]
-                found[stand] = self.prices.operator(
-                    self.model.operators[stand], strategy, flop_of(stand), gradient=gradient
-                )
-            found[node] = found[stand]
-        return found
-
-    def reshards(self) -> Iterator[Moved]:
-        """Every tensor in every layout that it is wanted in."""
-        model = self.model
-        readers: dict[tuple[Value, Want], list[fx.Node]] = defaultdict(list)
-        tensors: dict[Value, fx.Node] = {}
-        for node in model.operators:
-            for operand, want in zip(operands_of(node), self.strategies[node.name].wants, strict=True):
-                readers[value_of(operand), want].append(node)
-                tensors[value_of(operand)] = operand
-        whole = whole_layout(len(self.prices.mesh))
-        for leaf in model.captured.graph_module.graph.output_node().args[0]:  # type: ignore[union-attr]
-            if isinstance(leaf, fx.Node) and value_of(leaf) in self.layouts:
-                readers[value_of(leaf), Want(whole, whole)] += []
-                tensors[value_of(leaf)] = leaf
-        for (value, want), users in readers.items():
-            yield self.moved(value, tensors[value], self.layouts[value], want, users)
-
-    def moved(self, value: Value, tensor: fx.Node, have: Layout, want: Want, users: list[fx.Node]) -> Moved:
-        """One tensor, made or resting in the layout ``have``, on its way to those who want it so."""
-        parameter = value[0].name in self.model.captured.parameters
-        price = self.prices.reshard(
-            tensor.meta["val"],
-            have,
-            want,
-            gradient=value in self.model.trained,
-            regather=parameter or any((value, user) in self.again for user in users),
-            parameter=parameter,
-        )
-        return Moved(value, want, users, parameter, price)
-
-    def charged(self) -> Iterator[tuple[Moved, list[fx.Node]]]:
-        """Every reshard with the operators that are charged for it, in even shares.
-
-        Those that want it so; or, where it sums up parts, the operator that made them, wherever that happens.
-        """
-        origins = self.origins()
-        for moved in self.reshards():
-            value, want = moved.value, moved.want
-            summed = (isinstance(h, Partial) for h, w in zip(self.layouts[value], want.layout, strict=True) if h != w)
-            charged = [origins[value]] if any(summed) and value in origins else moved.users
-            if not charged and value[0] in self.model.operators:
-                charged = [value[0]]
-            yield moved, charged
-
-    def charges(self) -> dict[fx.Node, list[tuple[Moved, int]]]:
-        """Operator -> what it is charged for, each with the number of operators that share it."""
-        found: dict[fx.Node, list[tuple[Moved, int]]] = defaultdict(list)
-        for moved, users in self.charged():
-            for user in users:
-                found[user].append((moved, len(users)))
-        return found
-
-    def origins(self) -> dict[Value, fx.Node]:
-        """A tensor of partial sums -> the operator that made them, which may have passed them on since."""
-        found: dict[Value, fx.Node] = {}
-        for node, operator in self.model.operators.items():
-            strategy = self.strategies[node.name]
-            passed = [int(a[1:]) for a in strategy.assignment if a is not None and a.startswith(LINEAR_PREFIX)]
-            origin = node
-            if passed and operator.rule is not None:
-                before = [value_of(operands_of(node)[i]) for i in operator.rule.linear[passed[0]]]
-                origin = next((found[value] for value in before if value in found), node)
-            for i, layout in enumerate(strategy.results):
-                if any(isinstance(p, Partial) for p in layout):
-                    found[(node, i)] = origin
-        return found
-
-    def sums(self, chunks: int = 1, rows: Collection[str] | None = None) -> Sums:
-        """Seconds of a step by what may hide them.
-
-        Args:
-            chunks: in which devices work.
-            rows: names of the products whose rows the chunks are; None: they are the whole batch's.
-        """
-        found, in_chunks = Sums(Pass(), Pass(), depth_of(self.model), chunks=chunks), 0.0
-        own, real = self.operators(), len(self.prices.devices)
-        near: dict[fx.Node, float] = defaultdict(float)
-        for node in self.model.operators:
-            found = found.plus(own[node])
-            if any(factor is not None for factor in self.strategies[node.name].assignment[real:]):
-                in_chunks += own[node].communication
-        for moved in self.reshards():
-            found = found.plus(moved.price, parameter=moved.parameter)
-            if moved.parameter:
-                continue
-            if any(not isinstance(p, Replicate) for p in (*self.layouts[moved.value][real:], *moved.want.layout[real:])):
-                in_chunks += moved.price.communication
-            beside = [n for n in (moved.value[0], *moved.users) if rows is not None and n.name in rows]
-            for node in beside:
-                near[node] += moved.price.communication / len(beside)
-        if rows is None:
-            hidden = float(overlap.hidden_by_batch(in_chunks, found.depth, chunks))
-        else:
-            hidden = sum(float(overlap.hidden_by_rows(near[node], own[node].compute, chunks)) for node in near)
-        return replace(found, hidden=hidden)
+    def predicted(self, hides: bool, memory_bytes: float) -> Predicted:
+        """What a plan is to say of a step."""
+        step = self.step(hides)
+        return Predicted(step, self.compute, self.communication, step - self.compute, memory_bytes)

@@ -7,12 +7,10 @@ from collections.abc import Hashable, Mapping
 
 from torch import fx
 
-from autotp.costs.price import Price
-from autotp.costs.prices import flop_of
-from autotp.costs.step import Moved, Priced, Sums
+from autotp.costs.priced import Moved, Priced
+from autotp.costs.step import Sums
 from passes.layouts.layout import Layout
-from passes.rules.factors import Value, value_of
-from passes.rules.shapes import operands_of, results_of
+from passes.rules.factors import Value
 from passes.strategies.strategy import Strategy, Want, whole_layout
 
 __all__ = ["TensorClasses"]
@@ -25,28 +23,16 @@ class TensorClasses:
     """
 
     def __init__(self, priced: Priced) -> None:
-        self.priced, self.sums = priced, priced.sums()
+        self.priced, self.sums = priced, priced.sums
         model = priced.model
         self.copies = Counter(model.stands[node] for node in model.operators)
-        readers: dict[Value, list[tuple[fx.Node, int]]] = defaultdict(list)
-        tensors: dict[Value, fx.Node] = {}
-        for node in model.operators:
-            for place, operand in enumerate(operands_of(node)):
-                readers[value_of(operand)].append((node, place))
-                tensors[value_of(operand)] = operand
-        outputs = set()
-        for leaf in model.captured.graph_module.graph.output_node().args[0]:  # type: ignore[union-attr]
-            if isinstance(leaf, fx.Node) and value_of(leaf) in priced.layouts:
-                outputs.add(value_of(leaf))
-                tensors[value_of(leaf)] = leaf
-        self.readers, self.tensors, self.outputs = readers, tensors, outputs
         classes: dict[Hashable, list[Value]] = defaultdict(list)
-        for value in tensors:
+        for value in model.readers:
             classes[self._class(value)].append(value)
         self.beside: dict[fx.Node, list[tuple[Value, int]]] = defaultdict(list)
         for values in classes.values():
             first = values[0]
-            near = [first[0], *(node for node, _ in readers[first])]
+            near = [first[0], *(node for node, _ in model.readers[first])]
             for stand in {model.stands[node] for node in near if node in model.operators}:
                 self.beside[stand].append((first, len(values)))
 
@@ -56,29 +42,26 @@ class TensorClasses:
         if node in model.operators:
             made: Hashable = model.stands[node], number
         else:
-            held = self.tensors[value].meta["val"]
+            held = model.named[value].meta["val"]
             parameter = node.name in model.captured.parameters
             made = self.priced.layouts[value], tuple(held.shape), held.dtype, parameter, value in model.trained
-        again, readers = self.priced.again, self.readers[value]
-        read = Counter((model.stands[user], place, (value, user) in again) for user, place in readers)
-        return made, frozenset(read.items()), value in self.outputs
+        again = self.priced.again
+        read = Counter(
+            (model.stands.get(user, user), place, (value, user) in again) for user, place in model.readers[value]
+        )
+        return made, frozenset(read.items())
 
     def changed(self, node: fx.Node, strategy: Strategy) -> Sums:
         """The plan's sums with another strategy of an operator and all its copies; everything else stays."""
         stand = self.priced.model.stands[node]
         found, copies = self.sums, self.copies[stand]
-        found = found.plus(self._operator(stand, self.priced.strategies[stand.name]), times=-copies)
-        found = found.plus(self._operator(stand, strategy), times=copies)
+        found = found.plus(self.priced.alone(stand, self.priced.strategies[stand.name]), times=-copies)
+        found = found.plus(self.priced.alone(stand, strategy), times=copies)
         for value, count in self.beside[stand]:
             for sign, other in ((-1, None), (1, (stand, strategy))):
                 for moved in self._moved(value, other):
                     found = found.plus(moved.price, parameter=moved.parameter, times=sign * count)
         return found
-
-    def _operator(self, stand: fx.Node, strategy: Strategy) -> Price:
-        model = self.priced.model
-        gradient = any((stand, i) in model.trained for i in range(len(results_of(stand))))
-        return self.priced.prices.operator(model.operators[stand], strategy, flop_of(stand), gradient=gradient)
 
     def _moved(self, value: Value, other: tuple[fx.Node, Strategy] | None) -> list[Moved]:
         """The reshards of one tensor, where ``other`` gives a node's copies another strategy."""
@@ -90,12 +73,13 @@ class TensorClasses:
             return self.priced.strategies[node.name]
 
         wants: Mapping[Want, list[fx.Node]] = defaultdict(list)
-        for user, place in self.readers[value]:
-            wants[strategy_of(user).wants[place]].append(user)
-        if value in self.outputs:
-            whole = whole_layout(len(self.priced.prices.mesh))
-            wants[Want(whole, whole)] += []
+        whole = whole_layout(len(self.priced.prices.mesh))
+        for user, place in model.readers[value]:
+            if user.op == "output":
+                wants[Want(whole, whole)] += []
+            else:
+                wants[strategy_of(user).wants[place]].append(user)
         have: Layout = self.priced.layouts[value]
         if value[0] in model.operators:
             have = strategy_of(value[0]).results[value[1]]
-        return [self.priced.moved(value, self.tensors[value], have, want, users) for want, users in wants.items()]
+        return [self.priced.moved(value, have, want, users) for want, users in wants.items()]

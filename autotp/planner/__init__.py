@@ -2,10 +2,11 @@
 
 In come a captured model, a topology and what the user asks for. Out goes the plan whose predicted step is shortest.
 `search` tries every mesh: `folding` finds operators that are alike, `structure` lists what may be chosen, `assemble` makes
-an integer program of it, `ilp` solves it, `contest` compares candidates, `least_step` adds chunks, and `describe` writes
-the plan.
+an integer program of it (one of `candidates`), `ilp` solves it, `contest` compares them, `least_memory` finds what fits at
+all by the `moments` of a step, `least_step` adds chunks (both weigh what limits by `shares`), and `describe` writes the
+plan.
 """
 
-from autotp.planner.search import candidate_meshes, check, plan, plan_captured, prepare
+from autotp.planner.search import candidate_meshes, plan, plan_captured, plan_model, prepare
 
-__all__ = ["candidate_meshes", "check", "plan", "plan_captured", "prepare"]
+__all__ = ["candidate_meshes", "plan", "plan_captured", "plan_model", "prepare"]

@@ -18,7 +18,7 @@ from autotp.planner.ilp import Node, Problem, Tensor, Use
 from autotp.planner.structure import Choice, Edge, Rest, Structure
 from autotp.plans.constraints import Requirement
 from costmodel.overlap import Weight, Weights
-from passes.layouts.codes import PARTIAL, WHOLE, decode, fitting, local_elements, restoring, ways
+from passes.layouts.codes import PARTIAL, WHOLE, decode, fitting, local_elements, restoring
 from passes.layouts.layout import Layout
 from passes.layouts.reshard_matrix import Collective, Tariff
 from passes.rules.shapes import operands_of, results_of
@@ -111,7 +111,7 @@ class _Assembly:
         if choice.best and valid.any():
             valid &= choice.score == choice.score[valid].max()
         compute = self.prices.computing(choice.space, choice.flop, gradient=choice.gradient)
-        spent = self.prices.inside(choice.space, gradient=choice.gradient)
+        _, spent = self.prices.inside(choice.space, gradient=choice.gradient)
         memory = np.zeros(len(valid))
         if choice.saves and self.prices.train:
             for tensor, rows in zip(results_of(choice.space.operator.node), choice.space.results, strict=True):
@@ -144,9 +144,7 @@ class _Assembly:
         offered = np.zeros(len(fits), bool)
         offered[np.flatnonzero(fits)[np.unique(rest.groups[fits], return_index=True)[1]]] = True
         if self.structure.chosen.family.rest == "sharded":
-            parts = np.ones(len(fits), np.int64)
-            for dim in range(len(shape)):
-                parts *= ways(rest.rows, dim, self.mesh)
+            parts = np.where(rest.rows >= 0, np.array(self.mesh), 1).prod(axis=-1)
             offered &= parts == parts[fits].max(initial=0)
         memory = self.prices.states(elements, rest.value.element_size())
         return np.where(offered, 0.0, np.inf), memory

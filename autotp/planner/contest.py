@@ -11,19 +11,17 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-import numpy as np
-
 from autotp.costs.footprint import Moment
 from autotp.costs.model import Model
-from autotp.costs.prices import Prices
 from autotp.errors import BatchError
-from autotp.planner.assemble import EVEN, Assembled, assemble
-from autotp.planner.describe import Found, held_of, memory_of
+from autotp.planner.assemble import EVEN, Assembled
+from autotp.planner.candidates import Candidate, Candidates, check_batch
+from autotp.planner.describe import Found
 from autotp.planner.ilp import (
     Infeasible,
     Problem,
@@ -35,31 +33,19 @@ from autotp.planner.ilp import (
     glance,
     least_memory,
     settle,
-    solution_at,
     solve,
 )
 from autotp.planner.least_memory import Smallest, quicker, smallest
 from autotp.planner.moments import Moments
-from autotp.planner.structure import Choice, Structure, structure
-from autotp.plans.families import Family, Restriction
-from costmodel import Topology
+from autotp.plans.families import Restriction
 from costmodel.overlap import Weights
 
-__all__ = ["Candidate", "Contest"]
+__all__ = ["Contest"]
 
 T = TypeVar("T")
 _log = logging.getLogger("autotp.plan")
 _LEAST_SECONDS = 0.1
 _EXPLAINING = 10.0  # seconds, beyond the deadline, to find out how much memory would do
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One integer program: sizes of the mesh axes, their roles, and panels of each product (None for the fastest)."""
-
-    mesh: tuple[int, ...]
-    restriction: Restriction
-    panels: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +77,10 @@ class Contest:
     """The best plan of a model over meshes.
 
     Attributes:
-        model: analysed and folded.
-        topology: of as many devices as the meshes have.
-        chosen: the family.
+        candidates: the integer programs.
         memory: bytes that a program may count on each device.
         allowed: bytes that a step may take on each device.
-        mode: ``train`` or ``inference``.
-        optimizer: a key of ``costmodel.memory.OPTIMIZERS``.
-        panels: of every product; None tries none first, and then the fastest where memory is short.
         deadline: on the performance counter; every solve gets a moment at least.
-        together: see ``Prices``.
         weights: what seconds count, by what may hide them; costs and bounds are then weighted sums.
         best: the cheapest choice that fits.
         needed: bytes that the smallest choice met needs, where none fits.
@@ -111,16 +91,10 @@ class Contest:
         leasts: what takes the least memory, once somebody asked; the same for all bounds and weights.
     """
 
-    model: Model
-    topology: Topology
-    chosen: Family
+    candidates: Candidates
     memory: float
     allowed: float
-    mode: str
-    optimizer: str
-    panels: int | None
     deadline: float
-    together: float = 0.0
     weights: Weights = EVEN
     best: Found | None = None
     needed: float = math.inf
@@ -130,7 +104,6 @@ class Contest:
     open: list[Open] = field(default_factory=list)
     prices: dict[int | None, float] = field(default_factory=dict)
     loosened: set[Candidate] = field(default_factory=set)
-    structures: dict[tuple[Restriction, int], Structure] = field(default_factory=dict)
     leasts: dict[tuple[tuple[int, ...], ...], Least | None] = field(default_factory=dict)
 
     @property
@@ -152,11 +125,11 @@ class Contest:
 
     def of(self, model: Model) -> Contest:
         """A contest that has not begun, for other constraints."""
-        return replace(self.anew(self.allowed), model=model, structures={}, leasts={})
+        return replace(self.anew(self.allowed), candidates=replace(self.candidates, model=model, structures={}), leasts={})
 
     def admits(self, meshes: Sequence[tuple[int, ...]]) -> bool:
         """Whether there is a choice at all on some mesh, as far as layouts and a bound of its memory tell."""
-        for candidate in self._all(meshes):
+        for candidate in self.candidates.over(meshes):
             problem = self._assemble(candidate, math.inf).problem
             with suppress(Infeasible):
                 if least_memory(problem, sweeps=5) <= self.allowed:
@@ -172,7 +145,7 @@ class Contest:
             TimeoutError: when the time passed before any choice was found.
         """
         for bound, mesh, restriction in self._promising(meshes):
-            for count in self._variants():
+            for count in self.candidates.panels:
                 candidate = Candidate(mesh, restriction, count)
                 if self.best is not None and time.perf_counter() > self.deadline:
                     self.open.append(Open(bound, candidate, 0.0))
@@ -200,8 +173,7 @@ class Contest:
 
     def _promising(self, meshes: Sequence[tuple[int, ...]]) -> Iterator[tuple[float, tuple[int, ...], Restriction]]:
         """Meshes with the roles of their axes, balanced ones first; where memory is short, by what a glance promises."""
-        pairs = [(mesh, restriction) for mesh in meshes for restriction in self.chosen.restrictions(len(mesh))]
-        pairs.sort(key=lambda pair: max(pair[0]))
+        pairs = sorted(self.candidates.restrictions(meshes), key=lambda pair: max(pair[0]))
         number = 0
         while number < len(pairs) and (self.best is None or not self.prices):
             yield 0.0, *pairs[number]
@@ -211,17 +183,15 @@ class Contest:
             if entry[0] < self.cutoff:
                 yield entry
 
-    def _variants(self) -> list[int | None]:
-        return [1, None] if self.panels is None else [self.panels]
-
     def _glance(self, mesh: tuple[int, ...], restriction: Restriction) -> float:
         """Seconds that a mesh is not below, with or without panels."""
-        candidate, price = Candidate(mesh, restriction, self.panels), self.prices.get(self.panels or 1, 0.0)
+        panels = self.candidates.options.panels
+        candidate, price = Candidate(mesh, restriction, panels), self.prices.get(panels or 1, 0.0)
         try:
             _, bound = self._ask(
                 candidate,
                 lambda p: glance(p, cutoff=self.cutoff, price=price),
-                either=price if self.panels is None else None,
+                either=price if panels is None else None,
             )
         except BatchError as error:
             self.indivisible = error
@@ -274,12 +244,10 @@ class Contest:
         """Takes a choice if it is the best so far; whether it fits where the program may have hoped for panels in vain."""
         if solution.seconds >= self.cutoff:
             return True
-        found = Found(assembled, solution, self._prices(candidate.mesh), candidate.panels)
-        if candidate.panels != 1:
-            used = memory_of(self.model, found)
-            if used > self.allowed:
-                self.needed = min(self.needed, used)
-                return False
+        found = self.candidates.found(candidate, assembled, solution)
+        if candidate.panels != 1 and found.memory > self.allowed:
+            self.needed = min(self.needed, found.memory)
+            return False
         self.best = found
         return True
 
@@ -288,7 +256,7 @@ class Contest:
         key = tuple(meshes)
         if key not in self.leasts:
             best: Least | None = None
-            for candidate in self._all(meshes):
+            for candidate in self.candidates.over(meshes):
                 found = self._least_of(candidate, math.inf if best is None else best.used)
                 if best is None or (found is not None and found.used < best.used):
                     best = found
@@ -303,15 +271,9 @@ class Contest:
             least.moments,
             least.found,
             lambda choice: evaluate(assembled.problem, choice).seconds,
-            lambda choice: max(self._held(least.candidate, assembled, choice).values()) <= self.allowed,
+            lambda choice: self.candidates.found(least.candidate, assembled, choice).memory <= self.allowed,
         )
-        return self._found(least.candidate, assembled, choice)
-
-    def _all(self, meshes: Sequence[tuple[int, ...]]) -> Iterator[Candidate]:
-        for mesh in meshes:
-            for restriction in self.chosen.restrictions(len(mesh)):
-                for count in self._variants():
-                    yield Candidate(mesh, restriction, count)
+        return self.candidates.found(least.candidate, assembled, choice)
 
     def _least_of(self, candidate: Candidate, known: float) -> Least | None:
         """The choice of a candidate that takes the least memory, unless that is far above what is known."""
@@ -322,18 +284,14 @@ class Contest:
             return None
         if start is None:
             return None
-        moments = Moments(assembled, self._prices(candidate.mesh), candidate.panels != 1)
+        moments = Moments(assembled, self.candidates.prices(candidate.mesh), candidate.panels != 1)
         deadline = max(self.deadline, time.perf_counter() + _EXPLAINING)
         problem = replace(assembled.problem, memory_bound=math.inf)
-        found = smallest(problem, moments, lambda choice: self._held(candidate, assembled, choice), start, deadline, known)
-        return Least(candidate, assembled, moments, found)
 
-    def _held(self, candidate: Candidate, assembled: Assembled, choice: tuple[int, ...]) -> dict[Moment, float]:
-        return held_of(self.model, self._found(candidate, assembled, choice))
+        def held(choice: tuple[int, ...]) -> Mapping[Moment, float]:
+            return self.candidates.found(candidate, assembled, choice).held
 
-    def _found(self, candidate: Candidate, assembled: Assembled, choice: tuple[int, ...]) -> Found:
-        solution = solution_at(assembled.problem, choice, 0.0, "footprint")
-        return Found(assembled, solution, self._prices(candidate.mesh), candidate.panels)
+        return Least(candidate, assembled, moments, smallest(problem, moments, held, start, deadline, known))
 
     def _ask(
         self, candidate: Candidate, ask: Callable[[Problem], T], *, either: float | None = None
@@ -343,7 +301,7 @@ class Contest:
         A family that only all-reduces may have no way to hand a partial sum on; then it may scatter after all.
         """
         assembled = self._assemble(candidate, self.memory, either)
-        _check_batch(assembled)
+        check_batch(assembled)
         begun = time.perf_counter()
         try:
             return assembled, ask(assembled.problem)
@@ -358,44 +316,10 @@ class Contest:
 
     def _assemble(self, candidate: Candidate, memory: float, either: float | None = None) -> Assembled:
         begun = time.perf_counter()
-        key = candidate.restriction, len(candidate.mesh)
-        if key not in self.structures:
-            self.structures[key] = structure(self.model, *key)
-        built = self.structures[key]
-        if candidate in self.loosened:
-            built = replace(built, chosen=replace(built.chosen, family=replace(built.chosen.family, scatters=True)))
-        prices, panelled = self._prices(candidate.mesh), candidate.panels != 1
-        assembled = assemble(built, prices, memory, panelled, either=either, weights=self.weights)
+        scatters = candidate in self.loosened
+        assembled = self.candidates.assemble(candidate, memory, weights=self.weights, either=either, scatters=scatters)
         self.assembling += time.perf_counter() - begun
         return assembled
 
-    def _prices(self, mesh: tuple[int, ...]) -> Prices:
-        return Prices(self.topology, mesh, train=self.mode == "train", optimizer=self.optimizer, together=self.together)
-
     def _left(self) -> float:
         return max(_LEAST_SECONDS, self.deadline - time.perf_counter())
-
-
-def _check_batch(assembled: Assembled) -> None:
-    """A family whose axes split the batch needs a batch that they divide."""
-    built = assembled.structure
-    chosen, mesh, model = built.chosen, assembled.mesh, built.model
-    if chosen.roles is None:
-        return
-    axes = [a for a, role in enumerate(chosen.roles) if role == "b" and mesh[a] > 1]
-    for (_, choice, _), node in zip(built.nodes, assembled.problem.nodes, strict=True):
-        if isinstance(choice, Choice):
-            batch = frozenset(f.name for f in choice.space.operator.factors.values() if f.role == "batch")
-            if (choice.space.axes_of(batch)[:, axes].all(axis=-1) & np.isfinite(node.cost)).any():
-                return
-    ways = math.prod(mesh[a] for a in axes)
-    shapes = {
-        n.name: tuple(n.meta["val"].shape)
-        for n in model.captured.graph_module.graph.nodes
-        if n.op == "placeholder" and n.name in model.captured.inputs
-    }
-    if any(shape and shape[0] % ways for shape in shapes.values()):
-        raise BatchError(
-            f"strategy {chosen.family.name!r} splits the batch {ways} ways on mesh {mesh}, but dim 0 of the example inputs "
-            f"{shapes} is not divisible by {ways}; choose a batch that is a multiple of {ways}, or another mesh or strategy"
-        )

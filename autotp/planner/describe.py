@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import fx
 
 from autotp.costs.footprint import Footprint, Moment
-from autotp.costs.model import Model
 from autotp.costs.panels import choose_panels
+from autotp.costs.priced import Priced
 from autotp.costs.prices import Prices
-from autotp.costs.step import Priced, Sums
+from autotp.costs.step import Sums
 from autotp.planner.assemble import Assembled
 from autotp.planner.ilp import Solution
-from autotp.plans.plan import AXIS_NAMES, Plan, PlannedOperator, Predicted, fingerprint
+from autotp.plans.plan import AXIS_NAMES, Plan, PlannedOperator, fingerprint
 from autotp.plans.schemes import scheme
 from costmodel import bounds
-from passes.layouts.layout import Layout, describe
-from passes.rules.factors import Value, value_of
+from passes.graph import note_of
+from passes.layouts.layout import describe
+from passes.rules.factors import value_of
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import name_of, rule_of
-from passes.sharding.panel import Loop, loops
-from passes.strategies.strategy import LINEAR_PREFIX, Strategy, whole_layout
+from passes.sharding.panel import loops
+from passes.strategies.strategy import LINEAR_PREFIX, whole_layout
 
-__all__ = ["AXIS_NAMES", "Found", "describe_plan", "held_of", "memory_of", "priced"]
+__all__ = ["AXIS_NAMES", "Found", "describe_plan"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Found:
-    """A solution with what it was found for.
+    """A solution with what it was found for; what it costs is worked out once, when it is first asked for.
 
     Attributes:
         assembled: the integer program.
@@ -45,167 +48,102 @@ class Found:
     prices: Prices
     panels: int | None = 1
 
+    @cached_property
+    def priced(self) -> Priced:
+        """Its strategies with their prices, and the panels of its products."""
+        model, prices = self.assembled.structure.model, self.prices
+        strategies = {node.name: self._chosen(node) for node in model.operators}
+        given = model.captured.graph_module.graph.find_nodes(op="placeholder")
+        resting = {node.name: self._chosen(node) for node in given if node.name in model.captured.parameters}
+        possible = [] if self.panels == 1 else loops(model.operators, strategies, resting, prices.mesh)
+        panels = choose_panels(possible, model.operators, strategies, prices, self.panels)
+        return Priced.of(model, prices, strategies, resting, panels, possible)
 
-def describe_plan(model: Model, found: Found, *, sums: Sums | None = None, **fields: Any) -> Plan:
+    @cached_property
+    def held(self) -> Mapping[Moment, float]:
+        """Bytes on each device at every moment of a step (see ``autotp.costs.footprint``)."""
+        footprint = Footprint(self.priced)
+        footprint.run()
+        return footprint.held
+
+    @property
+    def memory(self) -> float:
+        """Bytes on each device at the worst moment of a step."""
+        return max(self.held.values(), default=0.0)
+
+    def _chosen(self, node: fx.Node) -> Any:
+        """The strategy of an operator, or the layout of a parameter."""
+        structure = self.assembled.structure
+        stand = structure.model.stands.get(node, node)
+        return self.assembled.chosen(stand, self.solution.choice[structure.index[stand]])
+
+
+def describe_plan(found: Found, sums: Sums, *, hides: bool, **fields: Any) -> Plan:
     """The plan of a solution.
 
     Args:
-        model: that was planned.
         found: the solution.
-        sums: what a step takes where communication is hidden; None: nothing hides it.
+        sums: what a step takes, in chunks if there are any.
+        hides: whether communication is hidden behind computing.
         fields: the plan's fields that the solution does not decide.
     """
-    return _Description(model, found).plan(sums, **fields)
+    priced = found.priced
+    model, prices = priced.model, priced.prices
+    captured, whole = model.captured, whole_layout(len(prices.mesh))
+    copies = Counter(model.stands[node] for node in model.operators)
+    given = captured.graph_module.graph.find_nodes(op="placeholder")
+    layouts = {captured.parameters[n.name]: priced.layouts[n, 0] for n in given if n.name in captured.parameters}
+    return Plan(
+        mesh_shape=prices.mesh,
+        mesh_axes=AXIS_NAMES[: len(prices.mesh)],
+        topology=prices.topology,
+        operators=tuple(_operator(priced, node, copies[model.stands[node]]) for node in model.operators),
+        layouts=layouts | {fqn: whole for fqn in captured.unused},
+        predicted=sums.predicted(hides, found.memory),
+        model_hash=fingerprint(captured),
+        optimizer=prices.optimizer,
+        **fields,
+    )
 
 
-def priced(model: Model, found: Found) -> tuple[Priced, bool]:
-    """A solution's strategies with their prices, and whether some products have panels."""
-    description = _Description(model, found)
-    panels = description.panels()
-    return description.priced(), bool(panels)
+def _operator(priced: Priced, node: fx.Node, count: int) -> PlannedOperator:
+    """What a plan says of an operator."""
+    model, names = priced.model, AXIS_NAMES[: len(priced.prices.mesh)]
+    operator, strategy, cost = model.operators[node], priced.strategies[node.name], priced.costs[node]
+    operands = operands_of(node)
+    have = [priced.layouts[value_of(n)] for n in operands]
+    shown = [w.layout for w in strategy.wants] + list(strategy.results)
+    used = sorted({f for f in strategy.assignment if f is not None and not f.startswith(LINEAR_PREFIX)})
+    return PlannedOperator(
+        name=node.name,
+        target=name_of(node),
+        module=note_of(node).module,
+        scheme=scheme(operator, strategy, have, [n.name in model.captured.parameters for n in operands]),
+        assignment=strategy.assignment,
+        strategy={f: tuple(names[a] for a in strategy.axes(f)) for f in used},
+        layouts=tuple(describe(layout, names) for layout in shown),
+        count=count,
+        fold=model.stands[node].name,
+        seconds=cost.seconds,
+        communication_seconds=cost.communication,
+        bytes_moved=cost.received,
+        bound_bytes=_bound(priced, node),
+        panels=priced.panels.get(node.name, 1),
+        replicated=operator.rule is None and bool(operands),
+    )
 
 
-def memory_of(model: Model, found: Found) -> float:
-    """Bytes on each device at the worst moment of a step (see ``autotp.costs.footprint``)."""
-    return max(held_of(model, found).values())
-
-
-def held_of(model: Model, found: Found) -> dict[Moment, float]:
-    """Bytes on each device at every moment of a step (see ``autotp.costs.footprint``)."""
-    description = _Description(model, found)
-    description.panels()
-    footprint = description.footprint()
-    footprint.run()
-    return footprint.held
-
-
-class _Description:
-    def __init__(self, model: Model, found: Found) -> None:
-        self.model, self.found, self.prices = model, found, found.prices
-        self.captured, self.mesh = model.captured, found.prices.mesh
-        self.graph = self.captured.graph_module.graph
-        self.strategies: dict[str, Strategy] = {node.name: self.choice(node) for node in model.operators}
-        whole = whole_layout(len(self.mesh))
-        self.resting: dict[str, Layout] = {}
-        self.layouts: dict[Value, Layout] = {}
-        for node in self.graph.nodes:
-            if node.op == "placeholder":
-                parameter = node.name in self.captured.parameters
-                self.layouts[(node, 0)] = self.choice(node) if parameter else whole
-                if parameter:
-                    self.resting[node.name] = self.layouts[(node, 0)]
-        for node in model.operators:
-            for i, layout in enumerate(self.strategies[node.name].results):
-                self.layouts[(node, i)] = layout
-
-    def choice(self, node: fx.Node) -> Any:
-        stand, assembled = self.model.stands.get(node, node), self.found.assembled
-        return assembled.chosen(stand, self.found.solution.choice[assembled.structure.index[stand]])
-
-    def plan(self, sums: Sums | None, **fields: Any) -> Plan:
-        model, names = self.model, AXIS_NAMES[: len(self.mesh)]
-        panels = self.panels()
-        own = self.priced().operators()
-        moved, unassigned = self.edges()
-        copies: dict[fx.Node, int] = defaultdict(int)
-        for node in model.operators:
-            copies[model.stands[node]] += 1
-        planned = []
-        for node, operator in model.operators.items():
-            strategy = self.strategies[node.name]
-            operands = operands_of(node)
-            have = [self.layouts[value_of(n)] for n in operands]
-            communication = own[node].communication + moved[node][0]
-            shown = [w.layout for w in strategy.wants] + list(strategy.results)
-            used = sorted({f for f in strategy.assignment if f is not None and not f.startswith(LINEAR_PREFIX)})
-            planned.append(
-                PlannedOperator(
-                    name=node.name,
-                    target=name_of(node),
-                    module=str(node.meta.get("module", "")),
-                    scheme=scheme(operator, strategy, have, [n.name in self.captured.parameters for n in operands]),
-                    assignment=strategy.assignment,
-                    strategy={f: tuple(names[a] for a in strategy.axes(f)) for f in used},
-                    layouts=tuple(describe(layout, names) for layout in shown),
-                    count=copies[model.stands[node]],
-                    fold=model.stands[node].name,
-                    seconds=own[node].compute + communication,
-                    communication_seconds=communication,
-                    bytes_moved=own[node].received + moved[node][1],
-                    bound_bytes=self.bound(node),
-                    panels=panels.get(node.name, 1),
-                    replicated=operator.rule is None and bool(operands),
-                )
-            )
-        compute = sum(price.compute for price in own.values())
-        communication = sum(op.communication_seconds for op in planned) + unassigned
-        step = compute + communication
-        if sums is not None:
-            compute, communication, step = sums.compute, sums.communication, sums.step
-        resting = {self.captured.parameters[name]: layout for name, layout in self.resting.items()}
-        resting |= {fqn: whole_layout(len(self.mesh)) for fqn in self.captured.unused}
-        return Plan(
-            mesh_shape=self.mesh,
-            mesh_axes=names,
-            topology=self.prices.topology,
-            operators=tuple(planned),
-            layouts=resting,
-            predicted=Predicted(step, compute, communication, step - compute, self.memory()),
-            model_hash=fingerprint(self.captured),
-            optimizer=self.prices.optimizer,
-            **fields,
-        )
-
-    def panels(self) -> dict[str, int]:
-        self.loops: list[Loop] = []
-        self.chosen_panels: dict[str, int] = {}
-        if self.found.panels == 1:
-            return {}
-        possible = loops(self.model.operators, self.strategies, self.resting, self.mesh)
-        chosen = choose_panels(possible, self.model.operators, self.strategies, self.prices, self.found.panels)
-        self.loops = [loop for loop in possible if loop.members[0].name in chosen]
-        self.chosen_panels = dict(chosen)
-        return chosen
-
-    def edges(self) -> tuple[dict[fx.Node, tuple[float, float]], float]:
-        """Seconds and bytes received of each operator's reshards, and the seconds of those that belong to none."""
-        found: dict[fx.Node, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-        unassigned = 0.0
-        for moved, charged in self.priced().charged():
-            price = moved.price
-            if not charged:
-                unassigned += price.communication
-            for user in charged:
-                seconds, received = found[user]
-                found[user] = seconds + price.communication / len(charged), received + price.received / len(charged)
-        return found, unassigned
-
-    def priced(self) -> Priced:
-        """The chosen strategies with their prices."""
-        return Priced(self.model, self.prices, self.strategies, self.layouts, self.again())
-
-    def again(self) -> set[tuple[Value, fx.Node]]:
-        """Which products gather their data operand again for the backward pass: (operand, product)."""
-        return {(value_of(loop.data), node) for loop in self.loops for node in loop.members if loop.absorbed[0]}
-
-    def memory(self) -> float:
-        """See ``memory_of``."""
-        return self.footprint().run()
-
-    def footprint(self) -> Footprint:
-        """A step, not walked through yet."""
-        return Footprint(self.model, self.prices, self.strategies, self.layouts, self.chosen_panels, self.again())
-
-    def bound(self, node: fx.Node) -> float:
-        """Bytes that a matrix product with a weight must move at least, forward and backward."""
-        table, operator = rule_of(node), self.model.operators[node]
-        operands = operands_of(node)
-        weights = [n for n in operands if n.name in self.captured.parameters and n.meta["val"].dim() == 2]
-        if table is None or table.flop is None or operator.rule is None or not weights or "conv" in name_of(node):
-            return 0.0
-        m, k, n = (math.prod(f.size for f in operator.factors.values() if f.kind == kind) for kind in ("m", "k", "n"))
-        least = bounds.matmul_elements(m, k, n, math.prod(self.mesh)) * results_of(node)[0].element_size()
-        products = 1
-        if self.prices.train:
-            products += sum(value_of(o) in self.model.trained for o in operands if o.meta["val"].dim() > 1)
-        return float(products * least)
+def _bound(priced: Priced, node: fx.Node) -> float:
+    """Bytes that a matrix product with a weight must move at least, forward and backward."""
+    model, prices = priced.model, priced.prices
+    table, operator = rule_of(node), model.operators[node]
+    operands = operands_of(node)
+    weights = [n for n in operands if n.name in model.captured.parameters and n.meta["val"].dim() == 2]
+    if table is None or table.flop is None or operator.rule is None or not weights or "conv" in name_of(node):
+        return 0.0
+    m, k, n = (math.prod(f.size for f in operator.factors.values() if f.kind == kind) for kind in ("m", "k", "n"))
+    least = bounds.matmul_elements(m, k, n, math.prod(prices.mesh)) * results_of(node)[0].element_size()
+    products = 1
+    if prices.train:
+        products += sum(value_of(o) in model.trained for o in operands if o.meta["val"].dim() > 1)
+    return float(products * least)

@@ -19,11 +19,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ortools.math_opt.python import mathopt
-
 from autotp.costs.footprint import Moment
 from autotp.planner.ilp import Problem, cheapest, evaluate
 from autotp.planner.moments import Moments
+from autotp.planner.shares import next_shares
 
 __all__ = ["Smallest", "quicker", "smallest"]
 
@@ -64,7 +63,7 @@ def smallest(
         known: bytes of another choice, on another mesh perhaps; what takes far more is of no interest.
     """
     seen = list(moments.usual)
-    shares = [1.0 / len(seen)] * len(seen)
+    shares: Sequence[float] = [1.0 / len(seen)] * len(seen)
     met = {start: measure(start)}
     best = Smallest(start, max(met[start].values()), dict(zip(seen, shares, strict=True)))
     unit = best.used / max(evaluate(problem, start).seconds, 1e-12)
@@ -89,7 +88,7 @@ def smallest(
                 seen.append(worst)
         if not news or time.perf_counter() > deadline:
             break
-        shares = _next_shares([[held.get(moment, 0.0) for moment in seen] for held in met.values()])
+        (shares,), _ = next_shares([([held.get(moment, 0.0) for moment in seen],) for held in met.values()])
     return best
 
 
@@ -122,18 +121,3 @@ def _dearer(problem: Problem, program: Problem, price: float) -> Problem:
     """The costs of one program with so many times those of another."""
     nodes = tuple(replace(n, cost=n.cost + price * m.cost) for n, m in zip(problem.nodes, program.nodes, strict=True))
     return Problem(nodes, (*problem.tensors, *(replace(t, cost=price * t.cost) for t in program.tensors)))
-
-
-def _next_shares(lines: Sequence[Sequence[float]]) -> list[float]:
-    """Shares with the sum 1 for which the least weighted sum is greatest."""
-    model = mathopt.Model()
-    shares = [model.add_variable(lb=0.0, ub=1.0) for _ in lines[0]]
-    model.add_linear_constraint(sum(shares) == 1.0)
-    least = model.add_variable(lb=0.0)
-    unit = max(map(max, lines)) or 1.0
-    for line in lines:
-        model.add_linear_constraint(least <= sum(share * (held / unit) for share, held in zip(shares, line, strict=True)))
-    model.maximize(least)
-    found = mathopt.solve(model, mathopt.SolverType.GLOP)
-    values = [max(0.0, found.variable_values(share)) for share in shares]
-    return [value / sum(values) for value in values]

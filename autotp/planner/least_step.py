@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ortools.math_opt.python import mathopt
 from torch.distributed.tensor import Replicate
 
+from autotp.costs.priced import Priced
 from autotp.costs.prices import Prices
-from autotp.costs.step import Priced, Sums
+from autotp.costs.step import Sums
 from autotp.planner.describe import Found
+from autotp.planner.shares import Shares, next_shares
 from costmodel import overlap
 from costmodel.overlap import Weights
 from passes.sharding.chunk import CHUNKS, Chunked, in_chunks
 from passes.sharding.shard import Sharding
 
 __all__ = ["Searched", "best_chunks", "chunked", "in_parts", "least_step", "sharding_of"]
-
-#: Of either pass, figures of the processors and of each level of the network: seconds if that limits it, or its share.
-Sides = tuple[tuple[float, ...], tuple[float, ...]]
 
 _ROUNDS = 8
 _COUNTS = (2, 4)
@@ -53,7 +51,7 @@ def least_step(
         The best choice of all that were met, and the bound in seconds; what the first search found where nothing fits.
     """
     met: list[tuple[Sums, Searched]] = []
-    shares: Sides = (1.0,), (1.0,)
+    shares: Shares = (1.0,), (1.0,)
     floor = 0.0
     for _ in range(_ROUNDS):
         if met and time.perf_counter() > deadline:
@@ -70,52 +68,24 @@ def least_step(
             break
         floor = max(floor, found.floor)
         met.append((sums(found.best), found))
-        following, ceiling = _next_shares([each.sides for each, _ in met])
-        if min(each.step for each, _ in met) <= floor * (1 + 1e-9) or ceiling <= floor * (1 + 1e-6):
+        following, ceiling = next_shares([each.sides for each, _ in met])
+        if min(each.step(hides=True) for each, _ in met) <= floor * (1 + 1e-9) or ceiling <= floor * (1 + 1e-6):
             break
         shares = following
-    best = min(met, key=lambda each: each[0].step)
-    return best[1], min(floor, best[0].step)
+    best = min(met, key=lambda each: each[0].step(hides=True))
+    return best[1], min(floor, best[0].step(hides=True))
 
 
-def _next_shares(lines: Sequence[Sides]) -> tuple[Sides, float]:
-    """(shares, value) where the least of the lines, the sums of sides weighted by shares, is greatest."""
-    unit = max(side for line in lines for one in line for side in one) or 1.0  # a solver takes small numbers for 0
-    model = mathopt.Model()
-    shares = [[model.add_variable(lb=0.0, ub=1.0) for _ in one] for one in lines[0]]
-    for one in shares:
-        model.add_linear_constraint(sum(one) == 1.0)
-    least = model.add_variable(lb=0.0)
-    for line in lines:
-        pairs = [pair for one, sides in zip(shares, line, strict=True) for pair in zip(one, sides, strict=True)]
-        terms = [mu * (side / unit) for mu, side in pairs]
-        model.add_linear_constraint(least <= sum(terms))
-    model.maximize(least)
-    found = mathopt.solve(model, mathopt.SolverType.GLOP)
-    first, second = (_normal([max(0.0, found.variable_values(mu)) for mu in one]) for one in shares)
-    return (first, second), unit * found.objective_value()
-
-
-def _normal(shares: Sequence[float]) -> tuple[float, ...]:
-    """With the sum 1, from which a solver may be a little off."""
-    return tuple(share / sum(shares) for share in shares)
-
-
-def best_chunks(priced: Priced, whole: Sums) -> dict[str, int]:
-    """The chunks with which a step is shortest, none where they win little.
-
-    Args:
-        priced: a plan's strategies.
-        whole: what a step takes without chunks.
-    """
+def best_chunks(priced: Priced) -> dict[str, int]:
+    """The chunks with which the step of a plan's strategies is shortest, none where they win little."""
     chosen: dict[str, int] = {}
-    best = whole
-    if whole.activations < _WORTH * whole.step:
+    whole = best = priced.sums.step(hides=True)
+    if priced.sums.activations < _WORTH * whole:
         return chosen
     for way in CHUNKS:
         for count in _COUNTS:
-            found = chunked(priced, in_parts(priced, {way: count}))
-            if found.step >= min(best.step, (1 - _WORTH) * whole.step):
+            found = chunked(priced, in_parts(priced, {way: count})).step(hides=True)
+            if found >= min(best, (1 - _WORTH) * whole):
                 break
             chosen, best = {way: count}, found
     return chosen
@@ -143,7 +113,7 @@ def chunked(priced: Priced, made: Chunked) -> Sums:
         made: the same in chunks, as ``in_parts`` makes them.
     """
     if not made.counts:
-        return priced.sums()
+        return priced.sums
     model, prices, strategies = priced.model, priced.prices, made.sharding.strategies
     virtual = Prices(
         prices.topology,
@@ -157,4 +127,4 @@ def chunked(priced: Priced, made: Chunked) -> Sums:
     rest = (Replicate(),) * len(made.counts)
     layouts |= {value: (*layout, *rest) for value, layout in priced.layouts.items() if value not in layouts}
     rows = None if "batch" in made.counts else made.cut["rows"]
-    return Priced(model, virtual, strategies, layouts).sums(next(iter(made.counts.values())), rows)
+    return Priced(model, virtual, strategies, layouts).in_chunks(next(iter(made.counts.values())), rows)

@@ -22,8 +22,8 @@ from autotp.planner.assemble import Assembled
 from autotp.planner.ilp import Node, Problem, Tensor, Use
 from autotp.planner.structure import Edge
 from passes.layouts.codes import local_elements
-from passes.rules.factors import Value, value_of
-from passes.rules.shapes import operands_of, results_of
+from passes.rules.factors import Value
+from passes.rules.shapes import operands_of
 from passes.rules.table import rule_of, saved_by
 from passes.sharding.panel import data_position
 
@@ -142,16 +142,11 @@ class Moments:
 
     def _readers(self) -> dict[Value, list[tuple[fx.Node, int]]]:
         """In the order of the uses of the tensor that stands for it."""
-        found: dict[Value, list[tuple[fx.Node, int]]] = defaultdict(list)
-        for node in self.model.operators:
-            for position, operand in enumerate(operands_of(node)):
-                found[value_of(operand)].append((node, position))
-        output = self.model.captured.graph_module.graph.output_node()
-        for leaf in output.args[0]:  # type: ignore[union-attr]
-            if isinstance(leaf, fx.Node):
-                found[value_of(leaf)].append((output, 0))
         stands, index = self.model.stands, self.structure.index
-        return {v: sorted(uses, key=lambda use: (index[stands.get(use[0], use[0])], use[1])) for v, uses in found.items()}
+        return {
+            value: sorted(uses, key=lambda use: (index[stands.get(use[0], use[0])], use[1]))
+            for value, uses in self.model.readers.items()
+        }
 
     def _life(self, value: Value) -> _Life:
         producer = value[0]
@@ -182,7 +177,7 @@ class Moments:
     def _reader(self, value: Value, user: fx.Node, position: int) -> _Reader:
         if user not in self.order:
             return _Reader(len(self.order), False, False, False)
-        trained = any((user, i) in self.model.trained for i in range(len(results_of(user))))
+        trained = user in self.model.differentiated
         real = value[0].op != "placeholder" and operands_of(user)[position].meta["val"].dtype.is_floating_point
         saves = self.prices.train and trained and real and saved_by(user) == "operands"
         data = self.panelled and data_position(user) == position

@@ -13,19 +13,20 @@ from typing import Any
 from torch import nn
 
 from autotp.costs.model import Model, depth_of, trained_values
-from autotp.costs.step import Priced
+from autotp.costs.priced import Priced
 from autotp.errors import AutotpError, ConstraintError, MemoryBoundError, TimeLimitError
 from autotp.planner.assemble import EVEN
+from autotp.planner.candidates import Candidates
 from autotp.planner.contest import Contest
-from autotp.planner.describe import AXIS_NAMES, describe_plan, memory_of, priced
+from autotp.planner.describe import AXIS_NAMES, describe_plan
 from autotp.planner.folding import fold
 from autotp.planner.ilp import NO_LAYOUT
 from autotp.planner.least_step import Searched, best_chunks, chunked, in_parts, least_step, sharding_of
-from autotp.plans.constraints import Constraint, minimal, parse, requirements
-from autotp.plans.families import Family, family
-from autotp.plans.plan import Plan, check_chunks, overlapping
+from autotp.plans.constraints import Constraint, minimal, requirements
+from autotp.plans.families import Family
+from autotp.plans.options import Options
+from autotp.plans.plan import Plan
 from costmodel import Topology
-from costmodel.memory import OPTIMIZERS
 from costmodel.overlap import Weights
 from passes.capture import Captured, capture
 from passes.overlap.trace import undrawn
@@ -33,7 +34,7 @@ from passes.rules.factors import analyse
 from passes.sharding.chunk import Chunked
 from passes.sharding.uneven import uneven
 
-__all__ = ["AXIS_NAMES", "candidate_meshes", "check", "plan", "plan_captured", "prepare"]
+__all__ = ["AXIS_NAMES", "candidate_meshes", "plan", "plan_captured", "plan_model", "prepare"]
 
 _log = logging.getLogger("autotp.plan")
 
@@ -47,16 +48,16 @@ def plan(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    strategy: str = "auto",
-    mesh: Sequence[int] | None = None,
-    mode: str = "train",
-    memory: float | None = None,
-    optimizer: str = "adamw",
-    panels: int | None = None,
-    chunks: Mapping[str, int] | None = None,
-    schedule: str = "overlap",
-    constraints: Sequence[str] | Mapping[str, str] = (),
-    time_limit: float = 120.0,
+    strategy: str | Family = Options.strategy,
+    mesh: Sequence[int] | None = Options.mesh,
+    mode: str = Options.mode,
+    memory: float | None = Options.memory,
+    optimizer: str = Options.optimizer,
+    panels: int | None = Options.panels,
+    chunks: Mapping[str, int] | None = Options.chunks,
+    schedule: str = Options.schedule,
+    constraints: Sequence[str] | Mapping[str, str] = Options.constraints,
+    time_limit: float = Options.time_limit,
 ) -> Plan:
     """Plans how ``model`` runs on ``topology``. Needs no process group and no device; the model may be on ``meta``.
 
@@ -64,21 +65,8 @@ def plan(
         model: any module that ``torch.export`` takes, unmodified.
         topology: a ``Topology``, or the name or path of one.
         args, kwargs: example inputs of the global batch; left out, a Hugging Face model's ``dummy_inputs`` serve.
-        strategy: ``auto`` or a family that restricts the search (see ``autotp.FAMILIES``).
-        mesh: sizes of the mesh axes, outermost first; left out, the planner chooses them.
-        mode: ``train`` or ``inference``.
-        memory: bytes each device may use; by default the device's memory.
-        optimizer: which state to count: a key of ``costmodel.memory.OPTIMIZERS``.
-        panels: in how many panels every product whose operands are gathered gets them, where that number divides; 1 for
-            none. Left out, operands are gathered whole unless the memory bound asks for panels.
-        chunks: ``{"batch": 2}``, ``{"rows": 2}`` or both: in how many chunks devices do their work, so that one's
-            collectives are under way while another is computed (see ``Plan.chunks``); operands are then gathered whole.
-            ``{}`` for none; left out, the planner chooses.
-        schedule: how the plan will be run: ``overlap``, with communication hidden behind computing (the step's time is
-            that of `costmodel.overlap`), or ``none``, where it is the plain sum.
-        constraints: layouts that parameters, operators, inputs or outputs must have, such as
-            ``"lm_head.weight=Shard(0)@x"`` (see `autotp.plans.constraints`).
-        time_limit: seconds for the solver, over all meshes.
+        strategy, mesh, mode, memory, optimizer, panels, chunks, schedule, constraints, time_limit: see
+            `autotp.plans.options.Options`.
 
     Returns:
         The best plan that was found; ``Plan.optimal`` and ``Plan.gap`` say how good it is known to be.
@@ -90,17 +78,9 @@ def plan(
         CaptureError: when ``torch.export`` refuses the model.
         MemoryBoundError: when no plan fits the memory.
     """
-    topology = Topology.load(topology) if isinstance(topology, str) else topology
-    check(mode, optimizer, mesh, topology, panels, chunks)
-    chosen = family(strategy)
-    started = time.perf_counter()
-    captured = capture(model, tuple(args), kwargs)
-    capture_seconds = time.perf_counter() - started
-    return plan_captured(
-        captured,
-        topology,
-        chosen,
-        mesh=None if mesh is None else tuple(mesh),
+    options = Options(
+        strategy,
+        mesh=mesh,
         mode=mode,
         memory=memory,
         optimizer=optimizer,
@@ -109,36 +89,23 @@ def plan(
         schedule=schedule,
         constraints=constraints,
         time_limit=time_limit,
-        stats={"capture_seconds": capture_seconds},
     )
+    return plan_model(model, topology, args, kwargs, options)
 
 
-def check(
-    mode: str,
-    optimizer: str,
-    mesh: Sequence[int] | None,
-    topology: Topology,
-    panels: int | None = None,
-    chunks: Mapping[str, int] | None = None,
-) -> None:
-    """Refuses wrong options with an ``AutotpError`` that names the right ones."""
-    check_chunks({} if chunks is None else chunks)
-    if panels is not None and (not isinstance(panels, int) or panels < 1):
-        raise AutotpError(f"panels {panels!r}: give a positive number, or leave it out")
-    if panels is not None and panels > 1 and any(count > 1 for count in (chunks or {}).values()):
-        raise AutotpError(f"panels {panels} and chunks {dict(chunks or {})} exclude each other; leave one of them out")
-    if mode not in ("train", "inference"):
-        raise AutotpError(f"mode {mode!r} is unknown; choose 'train' or 'inference'")
-    if optimizer not in OPTIMIZERS:
-        raise AutotpError(f"optimizer {optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
-    if mesh is not None:
-        if not 1 <= len(mesh) <= len(AXIS_NAMES) or any(not isinstance(n, int) or n < 1 for n in mesh):
-            raise AutotpError(f"mesh {tuple(mesh)}: give 1 to {len(AXIS_NAMES)} positive sizes")
-        if math.prod(mesh) != topology.devices:
-            raise AutotpError(
-                f"mesh {tuple(mesh)} has {math.prod(mesh)} devices, topology {topology.name!r} has {topology.devices}; "
-                f"choose a mesh whose sizes multiply to {topology.devices}, or resize the topology"
-            )
+def plan_model(
+    model: nn.Module,
+    topology: Topology | str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    options: Options,
+) -> Plan:
+    """``plan`` for options that are a record already."""
+    topology = Topology.load(topology) if isinstance(topology, str) else topology
+    options.check(topology)
+    started = time.perf_counter()
+    captured = capture(model, tuple(args), kwargs)
+    return plan_captured(captured, topology, options, {"capture_seconds": time.perf_counter() - started})
 
 
 def prepare(captured: Captured, constraints: Sequence[Constraint] = ()) -> Model:
@@ -199,7 +166,7 @@ def _fitting(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Conte
     best = contest.fastest_within(least)
     free = contest.anew(math.inf)
     free.run(meshes)
-    return contest, Searched(best, min(free.bound, best.solution.seconds), memory_of(contest.model, best))
+    return contest, Searched(best, min(free.bound, best.solution.seconds), best.memory)
 
 
 def _fitting_by_sum(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contest, Searched]:
@@ -212,7 +179,7 @@ def _fitting_by_sum(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tupl
     for left in reversed(range(_TIGHTER)):
         if contest.best is None:
             break
-        used = memory_of(contest.model, contest.best)
+        used = contest.best.memory
         if used <= contest.allowed:
             return contest, Searched(contest.best, floor, used)
         if left:
@@ -221,37 +188,28 @@ def _fitting_by_sum(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tupl
     return contest, Searched(None, floor, used)
 
 
-def plan_captured(
-    captured: Captured,
-    topology: Topology,
-    chosen: Family,
-    *,
-    mesh: tuple[int, ...] | None = None,
-    mode: str = "train",
-    memory: float | None = None,
-    optimizer: str = "adamw",
-    panels: int | None = None,
-    chunks: Mapping[str, int] | None = None,
-    schedule: str = "none",
-    constraints: Sequence[str] | Mapping[str, str] = (),
-    time_limit: float = 120.0,
-    stats: Mapping[str, Any] | None = None,
-) -> Plan:
-    """``plan`` for a model that was captured already; nothing is hidden unless asked for."""
+def plan_captured(captured: Captured, topology: Topology, options: Options, stats: Mapping[str, Any] | None = None) -> Plan:
+    """``plan`` for a model that was captured already.
+
+    Args:
+        captured: the model.
+        topology: of as many devices as the mesh has, if one is asked for.
+        options: what is asked for.
+        stats: what ``Plan.planning`` is to say besides.
+
+    Raises:
+        AutotpError: as ``plan`` does.
+    """
     started = time.perf_counter()
-    hides = overlapping(schedule)
-    unknown = undrawn(captured.graph_module.graph) if hides else []
-    if unknown:
-        _log.warning("planned without overlap: %s draw random numbers in a way that has no schedule", ", ".join(unknown))
-        schedule, hides = "none", False
-    panels = 1 if chunks else panels
-    bound = topology.device.memory if memory is None else memory
-    asked = parse(constraints or ())
+    options, asked = _answerable(captured, options), options.asked
+    bound = topology.device.memory if options.memory is None else options.memory
     model = prepare(captured, asked)
     analysis = time.perf_counter() - started
-    meshes = [mesh] if mesh is not None else list(candidate_meshes(topology.devices, chosen.axes, chosen.least))
+    chosen, hides, chunks = options.family, options.hides, options.chunks
+    every = candidate_meshes(topology.devices, chosen.axes, chosen.least) if options.mesh is None else [options.mesh]
+    meshes = [tuple(mesh) for mesh in every]
     together = model.parameter_bytes if hides else 0.0
-    contest = Contest(model, topology, chosen, bound, bound, mode, optimizer, panels, started + time_limit, together)
+    contest = Contest(Candidates(model, topology, options, together), bound, bound, started + options.time_limit)
 
     def search(weights: Weights) -> Searched:
         nonlocal contest
@@ -260,25 +218,23 @@ def plan_captured(
 
     try:
         if hides:
-            found, floor = least_step(search, lambda one: priced(model, one)[0].sums(), depth_of(model), contest.deadline)
+            found, floor = least_step(search, lambda one: one.priced.sums, depth_of(model), contest.deadline)
         else:
             found = search(EVEN)
             floor = found.floor
     except TimeoutError as error:
-        raise TimeLimitError(f"{error} (it is {time_limit:g} s)") from error
+        raise TimeLimitError(f"{error} (it is {options.time_limit:g} s)") from error
     best = found.best
     if best is None:
         raise _conflict(contest, meshes, asked) or _nothing_fits(contest, found.used)
-    sums, least = None, best.solution.seconds
+    prices = best.priced
+    sums, least = prices.sums, best.solution.seconds
     fields: dict[str, Any] = {}
-    if hides or chunks:
-        prices, panelled = priced(model, best)
     if hides:
         _warn_of_lone_parts(prices)
-        sums = prices.sums()
-        least = sums.step
-        if chunks is None and not panelled:
-            chunks = best_chunks(prices, sums)
+        least = sums.step(hides)
+        if chunks is None and not prices.panels:
+            chunks = best_chunks(prices)
     if chunks:
         made = in_parts(prices, chunks)
         _tell(chunks, made, hides)
@@ -287,16 +243,16 @@ def plan_captured(
         fields = {"chunked": {kind: len(names) for kind, names in made.cut.items()}, "whole": made.whole}
     gap = max(0.0, 1 - floor / least) if least else 0.0
     plan = describe_plan(
-        model,
         best,
-        sums=sums,
+        sums,
+        hides=hides,
         strategy=chosen.name,
         optimal=gap <= 1e-9,
         gap=gap if gap > 1e-9 else 0.0,
-        mode=mode,
+        mode=options.mode,
         memory_bound=bound,
         chunks=chunks or {},
-        schedule=schedule,
+        schedule=options.schedule,
         constraints=tuple(one.text for one in asked),
         planning={},
         **fields,
@@ -309,7 +265,7 @@ def plan_captured(
         "variables": best.solution.variables,
         "method": best.solution.method,
         "meshes": len(meshes),
-        "panels": panels,
+        "panels": options.panels,
         "operators": len(model.operators),
         "folded_operators": sum(model.stands[n] is n for n in model.operators),
     }
@@ -324,6 +280,15 @@ def plan_captured(
         planning["seconds"],
     )
     return replace(plan, planning=planning)
+
+
+def _answerable(captured: Captured, options: Options) -> Options:
+    """The options without overlap where that has no schedule, and without panels where there are chunks."""
+    unknown = undrawn(captured.graph_module.graph) if options.hides else []
+    if unknown:
+        _log.warning("planned without overlap: %s draw random numbers in a way that has no schedule", ", ".join(unknown))
+        options = replace(options, schedule="none")
+    return replace(options, panels=1) if options.chunks else options
 
 
 def _warn_of_lone_parts(prices: Priced) -> None:
@@ -352,7 +317,7 @@ def _conflict(contest: Contest, meshes: Sequence[tuple[int, ...]], asked: Sequen
     """Which constraints leave no plan; None where there would be none without them."""
 
     def feasible(some: Sequence[Constraint]) -> bool:
-        return contest.of(_pinned(contest.model, some)).admits(meshes)
+        return contest.of(_pinned(contest.candidates.model, some)).admits(meshes)
 
     return minimal(asked, feasible) if asked and feasible(()) else None
 
@@ -360,8 +325,10 @@ def _conflict(contest: Contest, meshes: Sequence[tuple[int, ...]], asked: Sequen
 def _nothing_fits(contest: Contest, needed: float) -> AutotpError:
     """Why there is no plan, the smallest of which needs so many bytes."""
     if math.isinf(needed):
-        return contest.indivisible or AutotpError(f"strategy {contest.chosen.name!r} has no plan: {NO_LAYOUT}")
-    bound, name = contest.allowed, contest.chosen.name
+        return contest.indivisible or AutotpError(
+            f"strategy {contest.candidates.options.family.name!r} has no plan: {NO_LAYOUT}"
+        )
+    bound, name = contest.allowed, contest.candidates.options.family.name
     others = [other for other in ("auto", "zero3") if other != name]
     return MemoryBoundError(
         f"no plan of strategy {name!r} fits {bound / 1e9:.3g} GB on each device: the smallest needs "

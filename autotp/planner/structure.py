@@ -16,14 +16,13 @@ import torch
 from torch import fx
 
 from autotp.costs.model import Model
-from autotp.costs.prices import flop_of
 from autotp.planner.folding import signature
 from autotp.plans.families import Restriction
 from passes.layouts.codes import DIM, INNER, PARTIAL, WHOLE
 from passes.layouts.reshard_matrix import ReshardPricer
 from passes.rules.factors import Value, value_of
-from passes.rules.shapes import operands_of, results_of
-from passes.rules.table import rule_of, saved_by
+from passes.rules.shapes import operands_of
+from passes.rules.table import flop_of, rule_of, saved_by
 from passes.sharding.panel import data_position
 from passes.strategies.space import Space, space
 
@@ -179,9 +178,8 @@ class _Builder:
         for node in graph.nodes:
             if node.op == "placeholder" and self.stand(node) is node:
                 self.add(node, self.rest(node, wanted.get(node, [])), max(1, self.copies[node]))
-        output = graph.output_node()
-        self.add(output, None, 1)
-        return Structure(self.model, self.chosen, self.axes, self.nodes, self.edges(output), self.index)
+        self.add(graph.output_node(), None, 1)
+        return Structure(self.model, self.chosen, self.axes, self.nodes, self.edges(), self.index)
 
     def add(self, node: fx.Node, choice: Choice | Rest | None, count: int) -> None:
         self.index[node] = len(self.nodes)
@@ -191,7 +189,7 @@ class _Builder:
         operator = self.model.operators[node]
         parameters = frozenset(self.captured.parameters)
         weight = any(value_of(n)[0].name in parameters for n in operands_of(node))
-        gradient = any((node, i) in self.model.trained for i in range(len(results_of(node))))
+        gradient = node in self.model.differentiated
         key = signature(operator, parameters), weight, gradient
         if key not in self.by_key:
             table, chosen = rule_of(node), self.chosen
@@ -246,23 +244,14 @@ class _Builder:
             found.append(tuple(code if a in axes else c for a, c in enumerate(row)))
         return found
 
-    def edges(self, output: fx.Node) -> list[Edge]:
+    def edges(self) -> list[Edge]:
         grouped: dict[tuple, list[Value]] = defaultdict(list)
         example: dict[tuple, fx.Node] = {}
-        readers: dict[Value, list[tuple[fx.Node, int]]] = defaultdict(list)
-        named: dict[Value, fx.Node] = {}
-        for node in self.model.operators:
-            for position, operand in enumerate(operands_of(node)):
-                readers[value_of(operand)].append((self.stand(node), position))
-                named[value_of(operand)] = operand
-        for leaf in output.args[0]:  # type: ignore[union-attr]
-            if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), torch.Tensor):
-                readers[value_of(leaf)].append((output, 0))
-                named[value_of(leaf)] = leaf
-        for (producer, result), uses in readers.items():
+        for (producer, result), readers in self.model.readers.items():
+            uses = [(self.stand(node), position) for node, position in readers]
             key = (self.stand(producer), result, tuple(sorted(uses, key=lambda u: (self.index[u[0]], u[1]))))
             grouped[key].append((producer, result))
-            example.setdefault(key, named[(producer, result)])
+            example.setdefault(key, self.model.named[producer, result])
         return [self.edge(example[key], key, tuple(copies)) for key, copies in grouped.items()]
 
     def edge(self, node: fx.Node, key: tuple, copies: tuple[Value, ...]) -> Edge:

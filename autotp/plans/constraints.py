@@ -25,6 +25,7 @@ from torch import fx
 from autotp.errors import AutotpError, ConstraintError
 from autotp.plans.plan import AXIS_NAMES
 from passes.capture import Captured
+from passes.graph import note_of
 from passes.layouts.codes import DIM, PARTIAL, WHOLE
 from passes.rules.factors import Operator
 from passes.rules.shapes import operands_of
@@ -176,7 +177,7 @@ def _matches(
             if fnmatchcase(captured.parameters[node.name], pattern):
                 yield node, Requirement("rest", 0, terms)
         elif node in operators:
-            module, asked = str(node.meta.get("module", "")), Requirement("result", 0, terms)
+            module, asked = note_of(node).module, Requirement("result", 0, terms)
             if fnmatchcase(node.name, pattern) or (rest and fnmatchcase(module, prefix) and rest in name_of(node)):
                 yield node, asked
             elif by_factor:
@@ -201,13 +202,13 @@ def _paths(module: str) -> list[str]:
 
 def _unknown(constraint: Constraint, captured: Captured, operators: Mapping[fx.Node, Operator]) -> str:
     pattern = constraint.pattern
-    inside = [operator for node, operator in operators.items() if fnmatchcase(str(node.meta.get("module", "")), pattern)]
+    inside = [operator for node, operator in operators.items() if fnmatchcase(note_of(node).module, pattern)]
     if inside:
         known = {name for operator in inside for f in operator.factors.values() for name in (f.name, f.kind)} - {None, ""}
         asked = ", ".join(repr(term.what) for term in constraint.terms)
         return f"no operator in module {pattern!r} has the factors {asked}; there are {', '.join(sorted(map(str, known)))}"
     names = {*captured.parameters.values(), *(node.name for node in operators)}
-    names |= {str(node.meta.get("module", "")) for node in operators} - {""}
+    names |= {note_of(node).module for node in operators} - {""}
     names |= {f"input:{name}" for name in captured.inputs}
     close = difflib.get_close_matches(pattern, sorted(names), n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""

@@ -7,11 +7,12 @@ how parameters rest. It never adds a strategy.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from autotp.errors import AutotpError
 from passes.rules.factors import Factor, Operator
+from passes.rules.table import rule_of
 
 __all__ = ["FAMILIES", "Family", "Restriction", "family"]
 
@@ -76,7 +77,7 @@ class Restriction:
         if factor.kind:
             return factor.kind in ("n" if role == "n" else "nk")
         if self.family.whole_norms and operator.rule is not None and factor.name in operator.rule.inner:
-            return "cross_entropy" in str(operator.node.target)
+            return factor.base in _vocabularies(operator)  # a loss, no norm
         return factor.role == "feature" or (role == "w" and factor.role in self.family.between)
 
     def prefers(self, weight: bool) -> bool:
@@ -98,6 +99,11 @@ class Restriction:
     def rests(self, axis: int) -> str:
         """How parameters rest along an axis: "free", "whole" or "sharded"."""
         return "whole" if self.roles is not None and self.roles[axis] == "d" else self.family.rest
+
+
+def _vocabularies(operator: Operator) -> Collection[str]:
+    rule = rule_of(operator.node)
+    return rule.bounded.values() if rule is not None and rule.bounded else ()
 
 
 def _words(*tails: str) -> Callable[[int], list[str]]:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from autotp.errors import AutotpError, PlanMismatchError
-from autotp.plans.plan_file import AS_WRITTEN, FORMAT, decode_layout, encode_layout, read
+from autotp.plans.plan_file import AS_WRITTEN, FORMAT, Written, decode_layout, encode_layout, read
 from autotp.plans.planned_operator import PlannedOperator, Predicted
 from costmodel import Topology
 from costmodel.files import write_atomically
@@ -143,29 +143,15 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text."""
-        data: dict[str, Any] = {"format": FORMAT, "hash": self.hash}
-        for name in (
-            "strategy",
-            "mesh_shape",
-            "mesh_axes",
-            "optimal",
-            "gap",
-            "model_hash",
-            "mode",
-            "optimizer",
-        ):
-            data[name] = getattr(self, name)
-        data["memory_bound"] = self.memory_bound if self.memory_bound != float("inf") else None
-        data["topology"] = self.topology.to_dict()
-        data["predicted"] = asdict(self.predicted)
-        for name in ("chunks", "chunked", "whole"):
-            data[name] = dict(getattr(self, name))
-        data["schedule"] = self.schedule
-        data["constraints"] = list(self.constraints)
-        data["planning"] = dict(self.planning)
-        data["layouts"] = {name: encode_layout(layout) for name, layout in self.layouts.items()}
-        data["operators"] = [asdict(op) for op in self.operators]
-        return json.dumps(data, indent=1)
+        written = Written(
+            format=FORMAT,
+            hash=self.hash,
+            memory_bound=None if self.memory_bound == float("inf") else self.memory_bound,
+            topology=self.topology.to_dict(),
+            layouts={name: tuple(encode_layout(layout)) for name, layout in self.layouts.items()},
+            **{name: getattr(self, name) for name in AS_WRITTEN},
+        )
+        return json.dumps(asdict(written), indent=1)
 
     @classmethod
     def from_json(cls, text: str, source: str = "plan") -> Plan:

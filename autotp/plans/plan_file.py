@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from torch.distributed.tensor import Partial, Replicate
@@ -21,7 +21,7 @@ from passes.sharding.chunk import CHUNKS
 __all__ = ["AS_WRITTEN", "FORMAT", "Written", "decode_layout", "encode_layout", "read"]
 
 #: Version of the JSON form; plans of another version are refused.
-FORMAT = 3
+FORMAT: Final = 3
 
 
 def _one_of(names: Collection[str], name: str) -> str:

@@ -16,9 +16,9 @@ def storable(state: T) -> T:
     """The state with every tensor split, if at all, in neighbouring rows or columns, as checkpoints hold them.
 
     A plan may split the blocks of a dim instead, as with a fused query-key-value weight, of which each device has whole
-    heads: ``torch.distributed.checkpoint`` takes such parts for overlapping ones. Along those mesh axes the tensor is
+    heads: ``torch.distributed.checkpoint`` mistakes such parts for overlapping ones. Along those mesh axes the tensor is
     gathered, a collective call; all others stay as they are, and nothing is copied. To load, pass the result to ``load``
-    and it on to ``set_state_dict``, whatever plan wrote the checkpoint.
+    then to ``set_state_dict``, whatever plan wrote the checkpoint.
 
     Args:
         state: of a model or an optimizer, such as ``torch.distributed.checkpoint.state_dict.get_state_dict`` returns.

@@ -15,9 +15,10 @@ from passes.overlap import Halves, Overlapped
 from passes.overlap.bucket import Buckets, Enough, Hiding
 from passes.overlap.schedule import Durations, Limits
 from passes.overlap.stage import Faster, Stages
-from passes.world.ops import Parts, version_of
+from passes.world.ops import Parts
+from passes.world.regather import version_of
 
-__all__ = ["Compiled", "Overlap", "one_pass"]
+__all__ = ["Compiled", "Overlap", "Plain", "Runner"]
 
 #: Runs one of the two graphs: a list of its inputs, which it empties -> its outputs.
 Runner = Callable[[list[Any]], Sequence[Any]]
@@ -59,7 +60,6 @@ class Compiled:
         forward, backward: run them.
         without: the backward graph for when some outputs, by their places among those that may have a gradient, have none.
         plain: the sharded graph as it is, for gradients of gradients: a seed and ``Parts`` of its inputs -> its outputs.
-        again: schedules them otherwise, without tracing them anew.
     """
 
     graphs: Overlapped
@@ -67,7 +67,6 @@ class Compiled:
     backward: Runner
     without: Callable[[frozenset[int]], Runner]
     plain: Plain
-    again: Callable[[Overlap], Compiled]
 
     def __call__(self, seed: int, inputs: Sequence[Any]) -> list[Any]:
         """The outputs of the sharded graph; gradients flow to the trained inputs.
@@ -76,14 +75,9 @@ class Compiled:
             seed: for random operators.
             inputs: of the sharded graph; each a tensor, or ``Parts``.
         """
-        return one_pass(self, seed, inputs)
-
-
-def one_pass(compiled: Compiled, seed: int, inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of a sharded graph, by its scheduled graphs; see ``Compiled``."""
-    hosted = next((len(value) for value in inputs if isinstance(value, Parts)), 0)
-    flat = [part for value in inputs for part in value] if hosted else inputs
-    return _grouped(_Pass.apply(compiled, seed, hosted, *flat), hosted)
+        hosted = next((len(value) for value in inputs if isinstance(value, Parts)), 0)
+        flat = [part for value in inputs for part in value] if hosted else inputs
+        return _grouped(_Pass.apply(self, seed, hosted, *flat), hosted)
 
 
 def _grouped(flat: Sequence[Any], hosted: int) -> list[Any]:
@@ -98,18 +92,18 @@ class _Pass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, compiled: Compiled, seed: int, hosted: int, *inputs: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        graphs = compiled.graphs
+        joint = compiled.graphs.joint
         results = list(compiled.forward([*_grouped(inputs, hosted), seed]))
         ctx.compiled, ctx.seed, ctx.hosted = compiled, seed, hosted
         ctx.inputs, ctx.versions = inputs, [version_of(tensor) for tensor in inputs]
-        outputs, saved = results[: graphs.outputs], results[graphs.outputs :]
+        outputs, saved = results[: joint.outputs], results[joint.outputs :]
         given = {id(tensor) for tensor in inputs}
         flat: list[Any] = []
         fixed: list[Tensor] = []
         for i, output in enumerate(outputs):
             for part in output if isinstance(output, Parts) else [output] * max(hosted, 1):
                 if isinstance(part, Tensor):
-                    if i in graphs.tangents:
+                    if i in joint.tangents:
                         # a view made in here could not be changed in place outside
                         part = part.clone() if part._is_view() or id(part) in given else part
                     else:
@@ -125,12 +119,12 @@ class _Pass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        graphs, hosted = ctx.compiled.graphs, ctx.hosted
+        joint, hosted = ctx.compiled.graphs.joint, ctx.hosted
         count = max(hosted, 1)
         if torch.is_grad_enabled():
             return None, None, None, *_differentiable(ctx, gradients)
-        mine = [gradients[i * count + d] for i in graphs.tangents for d in range(count)]
-        missing = frozenset(i for i in range(len(graphs.tangents)) if mine[i * count] is None)
+        mine = [gradients[i * count + d] for i in joint.tangents for d in range(count)]
+        missing = frozenset(i for i in range(len(joint.tangents)) if mine[i * count] is None)
         run = ctx.compiled.without(missing) if missing else ctx.compiled.backward
         flat = [None if gradient is None else gradient.resolve_conj().resolve_neg().contiguous() for gradient in mine]
         disjoint = Disjoint(gradient for gradient in flat if gradient is not None)
@@ -139,8 +133,8 @@ class _Pass(torch.autograd.Function):
         if _freed(ctx):
             ctx.inputs = ()
         del mine, flat
-        found: list[Any] = [None] * (len(graphs.inputs) * count)
-        for i, gradient, reached in zip(graphs.trained, run(values), graphs.reached, strict=True):
+        found: list[Any] = [None] * (len(joint.inputs) * count)
+        for i, gradient, reached in zip(joint.trained, run(values), joint.reached, strict=True):
             if gradient is None or reached <= missing:
                 continue
             for d, part in enumerate(gradient if isinstance(gradient, Parts) else [gradient]):
@@ -158,16 +152,16 @@ def _freed(ctx: Any) -> bool:
 
 def _differentiable(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The gradients of the inputs, with a graph of their own: of the sharded graph as it is, which is run again."""
-    graphs, count = ctx.compiled.graphs, max(ctx.hosted, 1)
+    joint, count = ctx.compiled.graphs.joint, max(ctx.hosted, 1)
     assert ctx.saved_tensors is not None, "torch's own error, where they were let go"
     changed = [i for i, (tensor, was) in enumerate(zip(ctx.inputs, ctx.versions, strict=True)) if version_of(tensor) != was]
     if changed:
-        names = ", ".join(dict.fromkeys(graphs.inputs[i // count] for i in changed))
+        names = ", ".join(dict.fromkeys(joint.inputs[i // count] for i in changed))
         raise AutotpError(f"a gradient of a gradient needs {names} as in the forward pass; it was changed in place since")
     outputs = ctx.compiled.plain(ctx.seed, [Parts(ctx.inputs[i : i + count]) for i in range(0, len(ctx.inputs), count)])
-    places = [(i, d) for i in graphs.tangents for d in range(count)]
+    places = [(i, d) for i in joint.tangents for d in range(count)]
     ends = [(outputs[i][d], g) for i, d in places if (g := gradients[i * count + d]) is not None]
-    wanted = [i * count + d for i in graphs.trained for d in range(count)]
+    wanted = [i * count + d for i in joint.trained for d in range(count)]
     made = torch.autograd.grad(
         [end for end, _ in ends],
         [ctx.inputs[i] for i in wanted],

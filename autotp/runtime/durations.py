@@ -18,9 +18,12 @@ from autotp.plans.plan import Plan
 from autotp.runtime.compiled import Overlap
 from costmodel import compute
 from costmodel.overlap import LATENCY_SHARE, messages
+from passes.graph import note_of
+from passes.overlap.aliasing import viewing
 from passes.overlap.launch import launch, wait
 from passes.overlap.primitives import COLLECTIVES, axes_of, crop, in_one_format, laid_out, pad, within
 from passes.overlap.schedule import Task
+from passes.rules.table import kind_of
 
 __all__ = ["enough", "hiding", "lane_of", "overlap_of", "task_of"]
 
@@ -35,16 +38,6 @@ _COUNTED_AS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
 }
-
-_KINDS = (
-    ("convolution", ("convolution",)),
-    ("attention", ("attention",)),
-    ("norm", ("_norm",)),
-    ("softmax", ("softmax",)),
-    ("product", ("mm", "bmm", "matmul")),
-    ("gather", ("embedding", "gather", "index", "scatter", "nll_loss")),
-    ("copy", ("clone", "cat", "stack", "copy", "slice_backward", "select_backward", "repeat", "pad", "flip", "roll")),
-)
 
 
 def overlap_of(plan: Plan, *, merge: bool = True) -> Overlap:
@@ -65,9 +58,9 @@ def overlap_of(plan: Plan, *, merge: bool = True) -> Overlap:
 def task_of(node: fx.Node, prices: Prices) -> Task:
     """Seconds, lane and bytes of a node of a graph that ``passes.overlap.launch.launches`` made."""
     if node.target is launch:
-        seconds, lane = _collective(node.meta["collective"], prices)
-        return Task(seconds, lane, float(node.meta["collective"].meta["val"].nbytes))
-    traced = node.meta.get("traced", node)
+        collective: Any = note_of(node).collective
+        return Task(*_collective(collective, prices), float(collective.meta["val"].nbytes))
+    traced = note_of(node).traced or node
     if node.target is wait or node.op != "call_function" or node.target is operator.getitem or _is_view(traced):
         return Task()
     value = node.meta.get("val")
@@ -78,7 +71,7 @@ def task_of(node: fx.Node, prices: Prices) -> Task:
     moved = float(sum(tensor.nbytes for tensor in (*operands, *results)))
     flop, dims = _flop(traced)
     seconds = float(
-        compute.seconds(flop, moved, prices.topology.device, str(results[0].dtype), dims=dims, kind=_kind(node))  # type: ignore[arg-type]
+        compute.seconds(flop, moved, prices.topology.device, str(results[0].dtype), dims=dims, kind=kind_of(node))  # type: ignore[arg-type]
     )
     return Task(seconds, "compute", float(sum(tensor.nbytes for tensor in results)))
 
@@ -136,23 +129,12 @@ def lane_of(axes: tuple[int, ...]) -> str:
     return "axes " + ",".join(map(str, axes))
 
 
-@functools.cache
-def _viewing(target: Any) -> bool:
-    schema = getattr(target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)
-
-
 def _is_view(node: fx.Node) -> bool:
     # nothing is to be done where the elements are in order already, and all there
     if node.target in (laid_out, in_one_format, within, crop, pad):
         old, new = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
         return bool(new.shape == old.shape and new.stride() == old.stride())
-    return _viewing(node.target)
-
-
-def _kind(node: fx.Node) -> str:
-    name = str(node.target)
-    return next((kind for kind, words in _KINDS if any(word in name for word in words)), "pointwise")
+    return viewing(node.target)
 
 
 def _flop(node: fx.Node) -> tuple[float, tuple[float, float, float] | None]:

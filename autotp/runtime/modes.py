@@ -10,9 +10,9 @@ from torch import fx, nn
 
 from autotp.errors import AutotpError
 from passes.capture import Captured
-from passes.capture.builder import arguments_of
 from passes.capture.functional import batch_norm_train
-from passes.sharding.shard import draws
+from passes.graph import arguments_of, note_of
+from passes.rules.table import draws
 
 __all__ = ["OneMode", "different_otherwise", "plain_attributes", "training_only"]
 
@@ -23,7 +23,7 @@ _BATCH_NORMS = nn.modules.batchnorm._BatchNorm
 
 def training_only(captured: Captured) -> dict[str, str]:
     """The operators that do what they do because their module is in training, with its path."""
-    return {n.name: str(n.meta.get("module", "")) for n in captured.graph_module.graph.nodes if _trains(n)}
+    return {n.name: note_of(n).module for n in captured.graph_module.graph.nodes if _trains(n)}
 
 
 def different_otherwise(path: str, module: nn.Module, training: Mapping[str, str]) -> tuple[str, ...]:

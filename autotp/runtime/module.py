@@ -21,20 +21,17 @@ from autotp.runtime.modes import OneMode, different_otherwise, plain_attributes,
 from autotp.runtime.output_guard import guard, made_of
 from autotp.runtime.recording import Event, recorded
 from autotp.runtime.rewrite import Rewritten
-from autotp.runtime.schedules import Schedules, compiled
-from autotp.runtime.state import distribute, state_of
-from autotp.runtime.strides import arranged
+from autotp.runtime.schedules import JobAgreement, Schedules
+from autotp.runtime.state import distribute, local_part, local_parts, state_of
 from autotp.runtime.submodule import Submodule
 from passes.layouts.layout import Layout, describe
 from passes.sharding.shard import place_constants, used_groups
-from passes.world import ops
 from passes.world.process import ProcessWorld
+from passes.world.regather import Regather
 
 __all__ = ["DistributedModule"]
 
 _WORLD = "autotp_world"
-#: Uses of a storage that one tensor has: the tensor's, and that of the object that is asked.
-_OWN_USES = 2
 #: What a `DistributedModule` has besides the model's state and its class's attributes.
 _OWN = (
     *("_captured", "_different", "_graph", "_made_apart", "_made_of", "_overlapping", "_owners", "_resting"),
@@ -67,7 +64,7 @@ class DistributedModule(OneMode, fx.GraphModule):
         captured, sharding = rewritten.captured, rewritten.sharding
         root = nn.Module()
         world = ProcessWorld(mesh, used_groups(rewritten.graph_module))
-        world.seed(seed)
+        world.seeds.start(seed)
         root.add_module(_WORLD, world)
         layouts = {fqn: sharding.resting[name] for name, fqn in captured.parameters.items()}
         for fqn in captured.unused:
@@ -111,7 +108,7 @@ class DistributedModule(OneMode, fx.GraphModule):
         self._made_apart = {i: others - through.get(i, frozenset()) for i, others in self._made_of.items()}
         self._resting = {name: layouts[fqn] for name, fqn in captured.parameters.items()}
         self._plain = plain_attributes(model)
-        self._overlapping = None if how is None else Schedules(rewritten.graph_module, world, how, compiled)
+        self._overlapping = None if how is None else Schedules(rewritten.graph_module, world, how, JobAgreement())
 
     def recompile(self) -> PythonCode:
         """The sharded graph as Python; what the module does when it is called, hooks and all, is ``_run``."""
@@ -130,7 +127,7 @@ class DistributedModule(OneMode, fx.GraphModule):
         results = self._overlapping.run(self._values(parameters, inputs)) if self._overlapping is not None else None
         scheduled = results is not None
         if results is None and torch.is_grad_enabled():
-            with ops.Regather(world):  # type: ignore[arg-type]
+            with Regather(world):  # type: ignore[arg-type]
                 results = self._sharded(*inputs)  # type: ignore[operator]
         elif results is None:
             results = self._sharded(*inputs)  # type: ignore[operator]
@@ -212,7 +209,7 @@ class DistributedModule(OneMode, fx.GraphModule):
         trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
         if trained and torch.is_grad_enabled():
             names = tuple(captured.parameters[name] for name in trained)
-            parts = _LocalParts.apply(names, True, *(parameters[name] for name in trained))
+            parts = local_parts(names, [parameters[name] for name in trained])
             values |= dict(zip(trained, parts, strict=True))
         # What the step updates may be saved for the backward pass as it was.
         for name in captured.buffers:
@@ -223,46 +220,6 @@ class DistributedModule(OneMode, fx.GraphModule):
         # Graphs are made for strides too, and all ranks must agree about when a new one is needed.
         given = (value.contiguous() if isinstance(value, Tensor) else value for value in inputs)
         return values | dict(zip(captured.inputs, given, strict=True))
-
-
-class _LocalParts(torch.autograd.Function):
-    """This device's parts of all parameters at once: a step calls it once, where ``to_local`` is called for each.
-
-    The scheduled graphs give every part a gradient of its own (``disjoint``); autograd may give several the same.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, names: tuple[str, ...], disjoint: bool, *parameters: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
-        ctx.names, ctx.disjoint, ctx.parameters = names, disjoint, parameters
-        ctx.versions = [parameter._version for parameter in parameters]
-        ctx.set_materialize_grads(False)
-        return tuple(parameter._local_tensor.view_as(parameter._local_tensor) for parameter in parameters)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        # What a DTensor's operators do to its part does not count as a change of that.
-        now = [parameter._version for parameter in ctx.parameters]
-        changed = [name for name, was, is_ in zip(ctx.names, ctx.versions, now, strict=True) if was != is_]
-        if changed:
-            shown = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
-            raise AutotpError(
-                f"parameters were changed in place between the forward pass and its backward pass: {shown}; a gradient "
-                "that is made of them would be of neither"
-            )
-        pairs = zip(gradients, ctx.parameters, strict=True)
-        if torch.is_grad_enabled():
-            return None, None, *(g if g is None else _differentiable(g, parameter) for g, parameter in pairs)
-        return None, None, *(g if g is None else _plain(g if ctx.disjoint else _own(g), p) for g, p in pairs)
-
-
-def _own(gradient: Tensor) -> Tensor:
-    """The gradient, or a copy where someone else holds it, or a view of it: torch copies what a plain parameter is given.
-
-    It cannot see that of a part's gradient, which becomes a ``DTensor`` that is new.
-    """
-    storage = gradient.untyped_storage()
-    held = gradient._use_count() > 1 or torch._C._storage_Use_Count(storage._cdata) > _OWN_USES  # type: ignore[attr-defined]
-    return gradient.clone() if held else gradient
 
 
 def _foreign(name: str, parameter: Any, layout: Layout, plan: Plan) -> str:
@@ -289,16 +246,6 @@ def _carrying(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
     return made
 
 
-def _plain(part: Tensor, parameter: Any) -> DTensor:
-    part = arranged(part, parameter._local_tensor.stride())
-    return DTensor(part, parameter._spec, requires_grad=False)  # type: ignore[call-arg]
-
-
-def _differentiable(part: Tensor, parameter: Any) -> DTensor:
-    spec = parameter._spec
-    return DTensor.from_local(part, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
-
-
 def _bound(rewritten: Rewritten) -> fx.Graph:
     """The sharded graph with its state read from the module: only the user's inputs stay placeholders."""
     captured = rewritten.captured
@@ -322,11 +269,6 @@ def _bound(rewritten: Rewritten) -> fx.Graph:
         else:
             values[node] = graph.node_copy(node, lambda n: values[n])
     return graph
-
-
-def local_part(parameter: Tensor, name: str) -> Tensor:
-    """This device's part of a parameter; its gradient goes back as a ``DTensor``."""
-    return _LocalParts.apply((name,), False, parameter)[0]
 
 
 def _attach(root: nn.Module, make: Callable[[str], nn.Module], path: str, value: Tensor, persistent: bool = True) -> None:

@@ -13,8 +13,9 @@ from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from autotp.errors import AutotpError, PlanMismatchError
-from autotp.planner import check, plan_captured
-from autotp.plans.families import family
+from autotp.planner import plan_captured
+from autotp.plans.families import Family
+from autotp.plans.options import Options
 from autotp.plans.plan import Plan, overlapping
 from autotp.runtime.durations import overlap_of
 from autotp.runtime.module import DistributedModule
@@ -32,16 +33,16 @@ def parallelize(
     kwargs: Mapping[str, Any] | None = None,
     *,
     plan: Plan | None = None,
-    strategy: str = "auto",
-    mesh: Sequence[int] | None = None,
-    mode: str = "train",
-    memory: float | None = None,
-    optimizer: str = "adamw",
-    panels: int | None = None,
-    chunks: Mapping[str, int] | None = None,
+    strategy: str | Family = Options.strategy,
+    mesh: Sequence[int] | None = Options.mesh,
+    mode: str = Options.mode,
+    memory: float | None = Options.memory,
+    optimizer: str = Options.optimizer,
+    panels: int | None = Options.panels,
+    chunks: Mapping[str, int] | None = Options.chunks,
     inputs: str = "global",
     schedule: str | None = None,
-    constraints: Sequence[str] | Mapping[str, str] = (),
+    constraints: Sequence[str] | Mapping[str, str] = Options.constraints,
     initialise: Callable[[nn.Module], None] | None = None,
 ) -> fx.GraphModule:
     """Distributes ``model`` over the processes that torchrun started.
@@ -52,8 +53,8 @@ def parallelize(
         model: any module that ``torch.export`` takes, unmodified; it may be on ``meta``.
         topology: the machine; by default ``Topology.local()``.
         args, kwargs: example inputs of the global batch, the same on every rank.
-        plan: a plan made before; left out, one is made with the options that follow (see ``autotp.plan``).
-        strategy, mesh, mode, memory, optimizer, panels, chunks, constraints: see ``autotp.plan``.
+        plan: a plan made before; left out, one is made with the options that follow.
+        strategy, mesh, mode, memory, optimizer, panels, chunks, constraints: see `autotp.plans.options.Options`.
         inputs: what each call is given: ``global``, the whole batch on every rank, or ``local``, this rank's part of it
             (dim 0, split by the mesh axes that the plan splits the batch over). Outputs are whole either way.
         schedule: ``overlap`` runs scheduled forward and backward graphs, whose collectives are under way while something is
@@ -73,17 +74,27 @@ def parallelize(
     if schedule is not None:
         overlapping(schedule)
     _join()
-    captured, problem = None, None
+    captured, problem, options = None, None, None
     try:
+        if plan is None:
+            options = Options(
+                strategy,
+                mesh=mesh,
+                mode=mode,
+                memory=memory,
+                optimizer=optimizer,
+                panels=panels,
+                chunks=chunks,
+                schedule=schedule or Options.schedule,
+                constraints=constraints,
+            )
         captured = capture(model, tuple(args), kwargs)
         _refuse_hooks(model)
     except Exception as error:  # noqa: BLE001 - every rank must hear of it before it is raised
         problem = error
-    options: dict[str, Any] = {"mode": mode, "memory": memory, "optimizer": optimizer, "panels": panels, "chunks": chunks}
-    options |= {"schedule": schedule or "overlap", "constraints": constraints}
     agreed: list[Any] = [None]
     if dist.get_rank() == 0:
-        agreed = [_decide(captured, problem, topology, plan, strategy, mesh, options)]
+        agreed = [_decide(captured, problem, topology, plan or options)]
     dist.broadcast_object_list(agreed, src=0)
     if isinstance(agreed[0], Exception):
         raise agreed[0]
@@ -129,21 +140,13 @@ def _refuse_hooks(model: nn.Module) -> None:
             )
 
 
-def _decide(
-    captured: Any,
-    problem: Exception | None,
-    topology: Topology | str | None,
-    plan: Plan | None,
-    strategy: str,
-    mesh: Sequence[int] | None,
-    options: Mapping[str, Any],
-) -> Any:
+def _decide(captured: Any, problem: Exception | None, topology: Topology | str | None, plan: Plan | Options | None) -> Any:
     """(the plan's JSON, a seed), or the error that every rank is to raise."""
     try:
         if problem is not None:
             return problem
         devices = dist.get_world_size()
-        if plan is None:
+        if isinstance(plan, Options):
             machine = Topology.local() if topology is None else topology
             machine = Topology.load(machine) if isinstance(machine, str) else machine
             if machine.devices != devices:
@@ -151,9 +154,9 @@ def _decide(
                     f"topology {machine.name!r} has {machine.devices} devices, but {devices} processes run; start torchrun "
                     f"with {machine.devices} processes, or give topology.resized({devices})"
                 )
-            check(options["mode"], options["optimizer"], mesh, machine, options["panels"], options["chunks"])
-            sizes = None if mesh is None else tuple(mesh)
-            plan = plan_captured(captured, machine, family(strategy), mesh=sizes, **options)
+            plan.check(machine)
+            plan = plan_captured(captured, machine, plan)
+        assert plan is not None
         if plan.devices != devices:
             raise PlanMismatchError(
                 f"the plan is for {plan.devices} devices (mesh {plan.mesh_shape}), but {devices} processes run; start "

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
-from autotp.runtime.compiled import Compiled
+from autotp.runtime.compiled import Compiled, Runner
 from autotp.runtime.durations import lane_of
-from autotp.runtime.strides import Arranged, Boxed, as_traced
+from autotp.runtime.interpreter import Hook, Interpreter
+from autotp.runtime.strides import Arranged, as_traced
+from passes.graph import note_of
 from passes.overlap.launch import called, launch, wait
 from passes.overlap.primitives import axes_of
 
@@ -35,53 +37,47 @@ def recorded(compiled: Compiled, events: list[Event]) -> Iterator[Compiled]:
     Computing is timed where it is called, which on a processor is where it runs. A collective lasts from its launch to the
     moment at which its last message has arrived.
     """
-    forward, backward = compiled.forward, compiled.backward
-    assert isinstance(forward, Arranged)
-    assert isinstance(backward, Arranged)
 
-    def without(missing: frozenset[int]) -> _Timed:
-        some = compiled.without(missing)
-        assert isinstance(some, Arranged)
-        return _Timed(some.module, "backward", events)
+    def without(missing: frozenset[int]) -> Runner:
+        return _timed(compiled.without(missing), "backward", events)
 
-    both = _Timed(forward.module, "forward", events), _Timed(backward.module, "backward", events)
-    yield replace(compiled, forward=both[0], backward=both[1], without=without)
+    forward, backward = _timed(compiled.forward, "forward", events), _timed(compiled.backward, "backward", events)
+    yield replace(compiled, forward=forward, backward=backward, without=without)
 
 
-class _Timed:
+def _timed(runner: Runner, part: str, events: list[Event]) -> Runner:
     """Runs a scheduled graph node by node, noting times."""
+    assert isinstance(runner, Arranged)
+    module = runner.module
 
-    def __init__(self, module: fx.GraphModule, part: str, events: list[Event]) -> None:
-        self.module, self.part, self.events = module, part, events
+    def run(inputs: list[Any]) -> Sequence[Any]:
+        return Interpreter(module, _noting(part, events)).boxed_run(inputs)
 
-    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
-        return _Interpreter(self).run_boxed(inputs)
+    return run
 
 
-class _Interpreter(Boxed):
-    def __init__(self, timed: _Timed) -> None:
-        super().__init__(timed.module)
-        self.timed = timed
-
-    def run_node(self, n: fx.Node) -> Any:
-        """One node, with a note of when."""
+def _noting(part: str, events: list[Event]) -> Hook:
+    def note(node: fx.Node, run: Callable[[], Any]) -> Any:
         begin = time.time()
-        result = as_traced(n, super().run_node(n))
+        result = as_traced(node, run())
         end = time.time()
-        if n.op == "call_function":
-            if n.target is launch:
-                self._watch(n, result, begin)
-            name = "waiting" if n.target is wait else "compute"
-            event = event_of(n, self.timed.part, "compute", begin, end - begin)
-            self.timed.events.append(Event(event, waiting=name == "waiting"))
+        if node.op == "call_function":
+            if node.target is launch:
+                _watch(node, part, result, begin, events)
+            event = event_of(node, part, "compute", begin, end - begin)
+            events.append(Event(event, waiting=node.target is wait))
         return result
 
-    def _watch(self, node: fx.Node, launched: Any, begin: float) -> None:
-        traced = node.meta["collective"]
-        event = event_of(node, self.timed.part, lane_of(axes_of(traced.target, traced.args)), begin, 0.0)
-        self.timed.events.append(event)
+    return note
 
-        def done(_: Any = None) -> None:
-            event["seconds"] = time.time() - begin
 
-        launched.pending.whenever_done(done)
+def _watch(node: fx.Node, part: str, launched: Any, begin: float, events: list[Event]) -> None:
+    """Notes a collective, and how long it took once it is done."""
+    traced: Any = note_of(node).collective
+    event = event_of(node, part, lane_of(axes_of(traced.target, traced.args)), begin, 0.0)
+    events.append(event)
+
+    def done(_: Any = None) -> None:
+        event["seconds"] = time.time() - begin
+
+    launched.pending.whenever_done(done)

@@ -14,14 +14,16 @@ from autotp.errors import AutotpError, PlanMismatchError
 from autotp.plans.plan import Plan, fingerprint
 from passes.capture import CallSignature, Captured, capture
 from passes.graph import dump
-from passes.layouts.layout import Layout, fits, local_shape, place, restorable
+from passes.layouts.codes import fits, restorable
+from passes.layouts.layout import Layout, local_shape, place
 from passes.rules.factors import Operator, analyse
 from passes.sharding.chunk import in_chunks
 from passes.sharding.panel import loops, panel
 from passes.sharding.shard import Sharding, shard
 from passes.sharding.uneven import uneven
 from passes.sharding.unroll import unroll
-from passes.strategies.strategy import LINEAR_PREFIX, Strategy, strategies, whole_layout
+from passes.strategies.space import strategies
+from passes.strategies.strategy import LINEAR_PREFIX, Strategy, whole_layout
 
 __all__ = ["Rewritten", "apply", "checked", "rewrite"]
 
@@ -41,9 +43,8 @@ class Rewritten:
         shapes = {
             n.name: tuple(n.meta["val"].shape) for n in self.captured.graph_module.graph.nodes if n.op == "placeholder"
         }
-        layouts = self.sharding.resting
         return self.captured.signature.with_shapes(
-            [local_shape(shapes[name], layouts.get(name, self.whole), self.sharding.mesh) for name in self.captured.inputs]
+            [local_shape(shapes[name], self.resting(name), self.sharding.mesh) for name in self.captured.inputs]
         )
 
     @property
@@ -53,8 +54,12 @@ class Rewritten:
 
     @property
     def whole(self) -> Layout:
-        """The layout of what no device shares out."""
+        """The fully replicated layout."""
         return whole_layout(len(self.sharding.mesh))
+
+    def resting(self, name: str) -> Layout:
+        """The layout in which a placeholder's value rests."""
+        return self.sharding.resting.get(name, self.whole)
 
 
 def rewrite(model: nn.Module, plan: Plan, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Rewritten:

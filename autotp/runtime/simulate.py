@@ -9,19 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autotp.errors import AutotpError
 from autotp.plans.plan import Plan, overlapping
 from autotp.runtime.compiled import Compiled, Overlap
 from autotp.runtime.durations import overlap_of
-from autotp.runtime.lockstep import assemble, collect, distribute, execute
+from autotp.runtime.interpreter import execute
 from autotp.runtime.modes import OneMode, different_otherwise, training_only
 from autotp.runtime.output_guard import guard, made_of
 from autotp.runtime.rewrite import Rewritten, rewrite
-from autotp.runtime.schedules import Schedules, in_lockstep
+from autotp.runtime.schedules import Agreement, Schedules
+from passes.graph import differentiable
+from passes.layouts.layout import Layout, is_shard, take
 from passes.sharding.shard import place_constants
 from passes.world.ops import Parts
 from passes.world.world import LocalWorld, World
 
-__all__ = ["Simulated", "simulate"]
+__all__ = ["Simulated", "assemble", "collect", "distribute", "simulate"]
 
 
 def simulate(
@@ -75,7 +78,7 @@ class Simulated(OneMode):
         self.training = model.training
         schedules = None
         if how is not None:
-            schedules = Schedules(rewritten.graph_module, world, how, functools.partial(in_lockstep, even=rewritten.even))
+            schedules = Schedules(rewritten.graph_module, world, how, Agreement(), even=rewritten.even)
         self.__dict__ |= {"rewritten": rewritten, "world": world, "_schedules": schedules}
         self.__dict__["_different"] = different_otherwise("", model, training_only(rewritten.captured))
         self.__dict__["_made_of"] = made_of(rewritten.captured.graph_module.graph, rewritten.captured.outputs)
@@ -88,21 +91,15 @@ class Simulated(OneMode):
         return _as_it_is()(self, *args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        captured, sharding = self.rewritten.captured, self.rewritten.sharding
-        state = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        whole: dict[str, Tensor] = {name: state[fqn] for name, fqn in captured.parameters.items()}
-        whole |= {name: state[fqn] for name, fqn in captured.buffers.items()}
-        whole |= dict(captured.constants)
-        whole |= dict(zip(captured.inputs, captured.signature.flatten(args, kwargs), strict=True))
-        resting, everywhere = sharding.resting, self.rewritten.whole
-        parts = {name: distribute(name, whole[name], resting.get(name, everywhere), self.world) for name in whole}
+        captured, resting = self.rewritten.captured, self.rewritten.resting
+        whole = captured.values(self, args, kwargs)
+        parts = {name: distribute(name, tensor, resting(name), self.world) for name, tensor in whole.items()}
         outputs = self._schedules.run(parts) if self._schedules is not None else None
         if outputs is None:
-            outputs = execute(self.rewritten.graph_module.graph, self.world, parts)
+            outputs = execute(self.rewritten.graph_module, self.world, parts)
         for name, new in zip(captured.mutations, outputs[captured.outputs :], strict=True):
-            layout = resting.get(name, everywhere)
             with torch.no_grad():
-                whole[name].copy_(assemble([p.detach() for p in new], whole[name].shape, layout, self.world))
+                whole[name].copy_(assemble([p.detach() for p in new], whole[name].shape, resting(name), self.world))
         results = [collect(leaf) if isinstance(leaf, Parts) else leaf for leaf in outputs[: captured.outputs]]
         guard(results, self._made_of)
         return captured.signature.unflatten(results)
@@ -112,3 +109,103 @@ class Simulated(OneMode):
 def _as_it_is() -> Callable[..., Any]:
     """What runs is compiled already; ``torch.compile`` would look into how it is made."""
     return torch.compiler.disable(Simulated._run)
+
+
+def distribute(name: str, tensor: Tensor, layout: Layout, world: World) -> Parts:
+    """Every device's part of a whole tensor; gradients of the parts become the whole gradient."""
+    if differentiable(tensor):
+        return Parts(_Distribute.apply(tensor, layout, world, name))
+    return Parts(take(tensor, layout, world.mesh_shape, at) for at in world.hosted)
+
+
+def collect(parts: Parts) -> Tensor:
+    """The one value of a tensor that is whole on every device; every device gets the whole gradient."""
+    return _Collect.apply(*parts)
+
+
+def assemble(parts: Sequence[Tensor], shape: torch.Size, layout: Layout, world: World) -> Tensor:
+    """The whole tensor from every device's part."""
+    result = parts[0].new_zeros(shape)
+    for part, at in zip(parts, world.hosted, strict=True):
+        target = torch.arange(result.numel()).view(shape)
+        target = take(target, layout, world.mesh_shape, at)
+        result.view(-1)[target.reshape(-1)] = part.reshape(-1)
+    return result
+
+
+class _Distribute(torch.autograd.Function):
+    """A whole tensor -> every device's part; gradients of parts -> the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, layout: Layout, world: World, name: str) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.shape, ctx.layout, ctx.world, ctx.name = tensor.shape, layout, world, name
+        ctx.set_materialize_grads(False)
+        parts = tuple(take(tensor, layout, world.mesh_shape, at).clone() for at in world.hosted)
+        ctx.shapes = [part.shape for part in parts]
+        return parts
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor | None) -> Any:
+        some = next((gradient for gradient in given if gradient is not None), None)
+        if some is None:
+            return None, None, None, None
+        gradients = [some.new_zeros(shape) if g is None else g for g, shape in zip(given, ctx.shapes, strict=True)]
+        _check_replicas(ctx.name, [gradient.detach() for gradient in gradients], ctx.layout, ctx.world)
+        return _Assemble.apply(ctx.name, ctx.shape, ctx.layout, ctx.world, *gradients), None, None, None
+
+
+class _Assemble(torch.autograd.Function):
+    """What ``_Distribute`` does to gradients, and to the gradients of gradients, which are whole on every replica."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, name: str, shape: torch.Size, layout: Layout, world: World, *parts: Tensor
+    ) -> Tensor:
+        ctx.layout, ctx.world, ctx.name = layout, world, name
+        return assemble(parts, shape, layout, world)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return None, None, None, None, *_Distribute.apply(gradient, ctx.layout, ctx.world, ctx.name)
+
+
+def _check_replicas(name: str, gradients: Sequence[Tensor], layout: Layout, world: World) -> None:
+    first: dict[tuple[int, ...], Tensor] = {}
+    sharded = [axis for axis, p in enumerate(layout) if is_shard(p)]
+    for gradient, at in zip(gradients, world.hosted, strict=True):
+        reference = first.setdefault(tuple(at[a] for a in sharded), gradient)
+        sizes = reference.abs()[reference.isfinite()]
+        near = 1e-6 + 1e-4 * float(sizes.max() if sizes.numel() else 0)
+        if not torch.allclose(reference, gradient, rtol=1e-4, atol=near, equal_nan=True):
+            raise AutotpError(
+                f"gradient of {name}: the device at {at} disagrees with its replica by "
+                f"{float((reference - gradient).abs().max()):.3g}; this is a defect of autotp, please report the plan"
+            )
+
+
+class _Collect(torch.autograd.Function):
+    """A replicated output: the first device's value; every device gets the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.count = len(parts)
+        result = parts[0].clone()  # a view made in here could not be changed in place outside
+        if not differentiable(result):
+            ctx.mark_non_differentiable(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return _Spread.apply(gradient, ctx.count)
+
+
+class _Spread(torch.autograd.Function):
+    """A gradient for every device, and the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, count: int) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple(gradient.view_as(gradient) for _ in range(count))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _Collect.apply(*gradients), None

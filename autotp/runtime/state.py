@@ -1,9 +1,10 @@
-"""A model's state as this device's parts: from real tensors, or from ``meta`` one module at a time."""
+"""A model's state as this device's parts: made from real tensors, or from ``meta`` module by module, and read by a step."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autotp.errors import AutotpError
+from autotp.runtime.strides import arranged
 from passes.layouts.layout import Layout, take
 
-__all__ = ["distribute", "state_of"]
+__all__ = ["distribute", "local_part", "local_parts", "state_of"]
+
+#: References to a storage that one tensor alone holds: the tensor's, and that of the object that is queried.
+_OWN_USES = 2
 
 
 def distribute(tensor: Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
@@ -81,3 +86,63 @@ def _unset(tensor: Tensor) -> Tensor:
     if tensor.is_floating_point():
         return torch.full(tensor.shape, float("nan"), dtype=tensor.dtype)
     return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+
+def local_part(parameter: Tensor, name: str) -> Tensor:
+    """This device's part of a parameter; its gradient goes back as a ``DTensor``."""
+    return _LocalParts.apply((name,), False, parameter)[0]
+
+
+def local_parts(names: tuple[str, ...], parameters: Sequence[Any]) -> tuple[Tensor, ...]:
+    """``local_part`` of all parameters of a step whose gradients share no memory (see `autotp.runtime.disjoint`)."""
+    return _LocalParts.apply(names, True, *parameters)
+
+
+class _LocalParts(torch.autograd.Function):
+    """This device's parts of all parameters at once: a step calls it once, where ``to_local`` is called for each.
+
+    The scheduled graphs give every part a gradient of its own (``disjoint``); autograd may give several the same.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, names: tuple[str, ...], disjoint: bool, *parameters: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.names, ctx.disjoint, ctx.parameters = names, disjoint, parameters
+        ctx.versions = [parameter._version for parameter in parameters]
+        ctx.set_materialize_grads(False)
+        return tuple(parameter._local_tensor.view_as(parameter._local_tensor) for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        # What a DTensor's operators do to its part does not count as a change of that.
+        now = [parameter._version for parameter in ctx.parameters]
+        changed = [name for name, was, is_ in zip(ctx.names, ctx.versions, now, strict=True) if was != is_]
+        if changed:
+            shown = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
+            raise AutotpError(
+                f"parameters were changed in place between the forward pass and its backward pass: {shown}; a gradient "
+                "that is made of them would be of neither"
+            )
+        pairs = zip(gradients, ctx.parameters, strict=True)
+        if torch.is_grad_enabled():
+            return None, None, *(g if g is None else _differentiable(g, parameter) for g, parameter in pairs)
+        return None, None, *(g if g is None else _plain(g if ctx.disjoint else _unshared(g), p) for g, p in pairs)
+
+
+def _unshared(gradient: Tensor) -> Tensor:
+    """The gradient, or a copy where someone else holds it, or a view of it: torch copies what a plain parameter is given.
+
+    It cannot see that of a part's gradient, which becomes a ``DTensor`` that is new.
+    """
+    storage = gradient.untyped_storage()
+    held = gradient._use_count() > 1 or torch._C._storage_Use_Count(storage._cdata) > _OWN_USES  # type: ignore[attr-defined]
+    return gradient.clone() if held else gradient
+
+
+def _plain(part: Tensor, parameter: Any) -> DTensor:
+    part = arranged(part, parameter._local_tensor.stride())
+    return DTensor(part, parameter._spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def _differentiable(part: Tensor, parameter: Any) -> DTensor:
+    spec = parameter._spec
+    return DTensor.from_local(part, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-__all__ = ["Arranged", "Boxed", "arranged", "as_traced"]
+from autotp.runtime.interpreter import Interpreter
+
+__all__ = ["Arranged", "arranged", "as_traced"]
 
 _log = logging.getLogger("autotp.schedule")
 
@@ -58,47 +60,24 @@ class Arranged:
         return self._run(inputs)
 
     def _first(self, inputs: list[Any]) -> Sequence[Any]:
-        looking = _Looking(self.module)
-        found = looking.run_boxed(inputs)
-        for node in looking.otherwise:
+        otherwise: list[fx.Node] = []
+
+        def look(node: fx.Node, run: Callable[[], Any]) -> Any:
+            value = run()
+            found = as_traced(node, value) if node.op == "call_function" else value
+            if found is not value:
+                otherwise.append(node)
+            return found
+
+        found = Interpreter(self.module, look).boxed_run(inputs)
+        for node in otherwise:
             with self.module.graph.inserting_after(node):
                 copy = self.module.graph.call_function(laid_like, (node, node.meta["val"].stride()))
             copy.meta = dict(node.meta)
             node.replace_all_uses_with(copy)
             copy.update_arg(0, node)
-        if looking.otherwise:
-            _log.info("copied, to lie in memory as traced: %s", ", ".join(map(str, looking.otherwise)))
+        if otherwise:
+            _log.info("copied, to lie in memory as traced: %s", ", ".join(map(str, otherwise)))
             self.module.recompile()
         self._run = self.module
-        return found
-
-
-class Boxed(fx.Interpreter):
-    """Runs a graph node by node, and holds no value longer than the graph does."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.extra_traceback = False  # errors are the operators' own, as when the graph runs by itself
-
-    def run_boxed(self, inputs: list[Any]) -> Any:
-        """The outputs, for a list of inputs, which is emptied."""
-        places = [node for node in self.graph.nodes if node.op == "placeholder"]
-        given = dict(zip(places, inputs, strict=True))
-        inputs.clear()
-        return self.run(initial_env=given, enable_io_processing=False)
-
-
-class _Looking(Boxed):
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.otherwise: list[fx.Node] = []
-
-    def run_node(self, n: fx.Node) -> Any:
-        """One node, its value as it was traced."""
-        value = super().run_node(n)
-        if n.op != "call_function":
-            return value
-        found = as_traced(n, value)
-        if found is not value:
-            self.otherwise.append(n)
         return found

@@ -1,1 +1,1 @@
-"""Random models, planned and run beside the plain ones: ``python -m benchmarks.fuzz`` (see docs/fuzzing.md)."""
+"""Random models, planned, run, and compared with the original ones: ``python -m benchmarks.fuzz`` (see docs/fuzzing.md)."""

@@ -1,4 +1,4 @@
-"""Case after case, until the time is over: counted, and what is found shrunk and written as tests."""
+"""Runs case after case until the time is over, counts them, and writes the defects as tests, shrunk."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class _Campaign:
     run: Callable[[Case], Outcome] = run
     processes: bool = False
     tally: Tally = field(default_factory=Tally)
-    found: dict[str, str] = field(default_factory=dict)
+    tests: dict[str, str] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
-    told: float = field(default_factory=time.monotonic)
+    reported: float = field(default_factory=time.monotonic)
 
     @property
     def over(self) -> bool:
@@ -55,21 +55,21 @@ class _Campaign:
 
     def add(self, number: int, case: Case, outcome: Outcome) -> None:
         self.tally.add(case, outcome)
-        if outcome.found:
+        if outcome.defect:
             self.show(number, case, outcome)
-        if time.monotonic() - self.told > 60:
-            self.told = time.monotonic()
-            print(f"{(self.told - self.started) / 60:.0f} min: {self.tally.line()}", flush=True)
+        if time.monotonic() - self.reported > 60:
+            self.reported = time.monotonic()
+            print(f"{(self.reported - self.started) / 60:.0f} min: {self.tally.line()}", flush=True)
 
     def show(self, number: int, case: Case, outcome: Outcome) -> None:
-        key = f"{outcome.kind}: {outcome.told}"
+        key = f"{outcome.kind}: {outcome.reason}"
         print(f"case {number} of seed {self.seed}: {key}", flush=True)
-        if sum(k.startswith(key) for k in self.found) >= _OF_ONE_KIND:
+        if sum(k.startswith(key) for k in self.tests) >= _OF_ONE_KIND:
             return
         name = f"seed_{self.seed}_case_{number}"
-        lone = self.processes and not run(case).found  # what lockstep shows too is shrunk there, which is fast
+        lone = self.processes and not run(case).defect  # shrinking is faster in lockstep, if the defect shows there
         text = shrunk(case, outcome, name, self.run if lone else run, _LAUNCHES if lone else self.tries, processes=lone)
-        self.found[f"{key} ({number})"] = text
+        self.tests[f"{key} ({number})"] = text
         print(text, flush=True)
         if self.folder is not None:
             (self.folder / f"{name}.py").write_text(text)
@@ -85,25 +85,25 @@ def shrunk(
     processes: bool = False,
 ) -> str:
     """The test of the smallest case that shows the same."""
-    kind = outcome.told if outcome.kind == "crash" else ""
+    kind = outcome.reason if outcome.kind == "crash" else ""
 
-    def tells(simpler: Case) -> bool:
-        told = again(simpler)
-        return told.kind == outcome.kind and (not kind or told.told == kind)
+    def reproduces(simpler: Case) -> bool:
+        other = again(simpler)
+        return other.kind == outcome.kind and (not kind or other.reason == kind)
 
-    return as_test(shrink(case, tells, tries), name, f"{outcome.kind}: {outcome.told}", processes=processes)
+    return as_test(shrink(case, reproduces, tries), name, f"{outcome.kind}: {outcome.reason}", processes=processes)
 
 
 def fuzz(
     seed: int, minutes: float, first: int = 0, last: int | None = None, *, tries: int = 300, folder: Path | None = None
 ) -> tuple[Tally, dict[str, str]]:
-    """Runs cases in lockstep until the time or the numbers are over; what it found, as tests, by kind."""
+    """Runs cases in lockstep until the time is over or the last one has run; returns the tests of defects, by kind."""
     campaign, number = _Campaign(seed, minutes, tries, folder), first
     while not campaign.over and (last is None or number <= last):
         case = case_of(seed, number)
         campaign.add(number, case, run(case))
         number += 1
-    return campaign.tally, campaign.found
+    return campaign.tally, campaign.tests
 
 
 def fuzz_processes(
@@ -125,4 +125,4 @@ def fuzz_processes(
             if len(jobs) >= _BATCH or (last is not None and number > last):
                 run_processes(jobs, devices, lambda job, outcome: campaign.add(job.number, job.case, outcome))
                 waiting[devices] = []
-    return campaign.tally, campaign.found
+    return campaign.tally, campaign.tests

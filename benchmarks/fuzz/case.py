@@ -1,6 +1,6 @@
-"""A case: a small module as data, from which its source text and its values are made, and how it is to be run.
+"""A case: a small module as data, from which its source and its values are generated, and the options of its run.
 
-The module that is run is the one that is printed: ``source`` gives the text, ``build`` executes it.
+The module that runs is the one that is printed: ``source`` returns the text, and ``build`` executes it.
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ class Case:
     @property
     def dtype(self) -> torch.dtype:
         """The least precise floating-point dtype that is named anywhere in it."""
-        found = {leaf.dtype for leaf in self.leaves}
-        found |= {a for step in self.steps for a in (*step.args, *step.kwargs.values()) if isinstance(a, torch.dtype)}
-        floating = [dtype for dtype in found if dtype.is_floating_point]
+        dtypes = {leaf.dtype for leaf in self.leaves}
+        dtypes |= {a for step in self.steps for a in (*step.args, *step.kwargs.values()) if isinstance(a, torch.dtype)}
+        floating = [dtype for dtype in dtypes if dtype.is_floating_point]
         return max(floating, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
     def where(self, **changes: Any) -> Case:
@@ -265,7 +265,7 @@ def source(case: Case, dtype: torch.dtype | None = None) -> str:
 
 
 def execute(text: str) -> dict[str, Any]:
-    """The names that a source text defines; its lines can be told from each other in graphs that are captured."""
+    """Runs source code, and returns its names; captured graphs refer to its lines by a unique file name."""
     file = f"<fuzz {next(_FILES)}>"
     names: dict[str, Any] = {"torch": torch, "nn": nn, "__name__": "fuzz"}
     exec(compile(text, file, "exec"), names)  # noqa: S102 - the text is made above

@@ -1,4 +1,4 @@
-"""What builders of operators' arguments draw from, and the tensors that they ask for."""
+"""Random choices for the builders of operators' arguments, and the operands that they request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Draw(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor that a builder asks for.
+    """A tensor that a builder requests.
 
     Attributes:
         shape: of it.

@@ -1,4 +1,4 @@
-"""Arguments of element-wise operators, read off torch's schemas."""
+"""Arguments of element-wise operators, from torch's schemas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random cases: a graph of operators grown step by step, each run as it is added, so that only what torch takes is kept."""
+"""Random cases: a graph of operators, generated step by step. Each step runs when it is added; invalid ones are removed."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class Reject(Exception):
-    """What was drawn is not something that a model can do."""
+    """A drawn step is not valid in a model."""
 
 
 def generate(seed: int, number: int) -> Case:
-    """Case ``number`` of ``seed``: the same whenever it is asked for. Every rule is the focus of one case in so many."""
+    """Case ``number`` of ``seed``, which is always the same. Every rule is the focus of one case in ``len(RULES)``."""
     rng = random.Random(f"{seed}/{number}")
     focus = _NAMES[(number * _STRIDE + seed) % len(_NAMES)]
     grown = _Growing(rng)
@@ -154,8 +154,8 @@ class _Growing:
             role = "input"
         forms = ["plain"] * 4 + ["permuted", "strided"] * (len(want.shape) > 0)
         forms += ["expanded"] * (role == "input" and len(want.shape) > 1 and want.shape[0] > 0)
-        alike = [o for o in self.leaves if o.role == "parameter" and (o.shape, o.kind) == (want.shape, want.kind)]
-        tied = alike[0].name if role == "parameter" and alike and self.rng.random() < 0.5 else None
+        similar = [o for o in self.leaves if o.role == "parameter" and (o.shape, o.kind) == (want.shape, want.kind)]
+        tied = similar[0].name if role == "parameter" and similar and self.rng.random() < 0.5 else None
         form = self.rng.choice(forms)
         trained = role == "input" and floating and self.rng.random() < 0.7
         made = Leaf(

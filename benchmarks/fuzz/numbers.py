@@ -1,6 +1,6 @@
-"""The numbers of a step, and whether two devices' worth of them are one model's.
+"""The numbers of a step, and the comparison of a distributed step's numbers with those of the model.
 
-``step`` and ``apart`` are printed with what is found, so they stand alone.
+``step`` and ``apart`` are printed with tests, so they are self-contained.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _WORSE, _PLACES = 1.1, 2.0
 _CANCELLED = 1e-2
 
 Numbers = Mapping[str, Tensor]
-#: The quantity that is off the most, and by how many times what is allowed.
+#: The quantity with the largest error, and the error relative to what is allowed.
 Worst = tuple[str, float]
 
 
 def step(model: Any, held: nn.Module, args: Any, train: bool = True) -> dict[str, Tensor]:
     """Outputs of ``model``, gradients of the parameters and buffers that ``held`` has, and of the inputs."""
     with torch.set_grad_enabled(train):
-        found = model(*args)
-    outputs = list(found) if isinstance(found, (tuple, list)) else [found]
+        result = model(*args)
+    outputs = list(result) if isinstance(result, (tuple, list)) else [result]
     numbers = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
     seen = torch.Generator().manual_seed(0)
     weights = [torch.rand(o.shape, generator=seen) for o in outputs]
@@ -54,7 +54,7 @@ def step(model: Any, held: nn.Module, args: Any, train: bool = True) -> dict[str
 
 
 class Careful(TorchFunctionMode):
-    """Gives kernels that misread some memory formats what they cannot misread: the plain model meets the defects too."""
+    """Converts operands of kernels that misread some memory formats, since the original model has these defects too."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         """One call."""
@@ -103,7 +103,7 @@ def worst(case: Case, ours: Numbers, theirs: Numbers, exact: Numbers | None) -> 
     """
     dtype = case.dtype
     largest = max((_magnitude(t) for name, t in theirs.items() if name.startswith("gradient")), default=0.0)
-    found: Worst = ("", 0.0)
+    furthest: Worst = ("", 0.0)
     if ours.keys() != theirs.keys():
         return f"names {sorted(ours.keys() ^ theirs.keys())}", math.inf
     for name, want in theirs.items():
@@ -116,9 +116,9 @@ def worst(case: Case, ours: Numbers, theirs: Numbers, exact: Numbers | None) -> 
             ratio = off
         else:
             ratio = _halves(ours[name], want, exact[name], scale, torch.finfo(dtype).eps)
-        if ratio > found[1]:
-            found = name, ratio
-    return found
+        if ratio > furthest[1]:
+            furthest = name, ratio
+    return furthest
 
 
 def _halves(ours: Tensor, theirs: Tensor, exact: Tensor, scale: float, eps: float) -> float:
@@ -160,8 +160,9 @@ class _Jittered(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        own = not any(r.alias_info is not None for r in func._schema.returns)
-        if not own or not isinstance(result, Tensor) or not result.is_floating_point() or 0 in result.stride():
+        own = isinstance(result, Tensor) and not any(r.alias_info is not None for r in func._schema.returns)
+        # a zero tensor, as the gradient of a sign, has no memory
+        if not own or not result.is_floating_point() or 0 in result.stride() or result._is_zerotensor():
             return result
         way = torch.randint(-1, 2, result.shape, generator=self.generator).to(result)
         return result.copy_(torch.where(way == 0, result, torch.nextafter(result, result + way)))

@@ -219,7 +219,7 @@ def masked(value: Any) -> Builder:
     return build
 
 
-def alike(count: int, *extra: Any) -> Builder:
+def broadcasting(count: int, *extra: Any) -> Builder:
     def build(draw: Draw) -> list[Any]:
         a, b = sizes(draw, 2)
         shapes = [(a, b), *(draw.pick([(a, b), (a, b), (b,), (a, 1)]) for _ in range(count - 1))]
@@ -297,8 +297,8 @@ BUILDERS: Mapping[str, Builder] = {
     "aten.where.self": where,
     "aten.masked_fill.Scalar": masked(0.25),
     "aten.masked_fill.Tensor": masked(real()),
-    "aten.addcmul.default": lambda d: (alike(3)(d), d.pick([{}, {"value": 0.5}])),
-    "aten.lerp.Scalar": alike(2, 0.3),
+    "aten.addcmul.default": lambda d: (broadcasting(3)(d), d.pick([{}, {"value": 0.5}])),
+    "aten.lerp.Scalar": broadcasting(2, 0.3),
     "aten.max_pool1d.default": pooled(1, [[2]], [[3], [1], [1]]),
     "aten.max_pool2d.default": pooled(2, [[2, 2]], [[3, 3], [1, 1], [1, 1]]),
     "aten.avg_pool1d.default": pooled(1, [[2]], [[3], [1], [1]]),

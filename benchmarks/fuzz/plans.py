@@ -13,18 +13,21 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx, nn
 
-from autotp.planner import check, plan_captured
-from autotp.plans.families import FAMILIES
+from autotp.planner import plan_captured
+from autotp.plans.options import Options
 from autotp.plans.plan import Plan
 from autotp.plans.plan_file import decode_layout, encode_layout
 from benchmarks.fuzz.case import Case, build, lines_of
 from costmodel import Topology
 from passes.capture import Captured, capture
-from passes.layouts.layout import Layout, fits, place, restorable
+from passes.graph import note_of
+from passes.layouts.codes import fits, restorable
+from passes.layouts.layout import Layout, place
 from passes.rules.factors import Operator, analyse
 from passes.rules.table import name_of
 from passes.sharding.panel import loops
-from passes.strategies.strategy import LINEAR_PREFIX, Strategy, strategies
+from passes.strategies.space import strategies
+from passes.strategies.strategy import LINEAR_PREFIX, Strategy
 
 __all__ = ["Use", "decided", "machine", "planned", "use_of", "uses_of"]
 
@@ -43,21 +46,19 @@ def planned(case: Case, model: nn.Module, args: Sequence[Tensor]) -> tuple[Captu
     """A case's plan, with what was decided at random in it."""
     options = case.options
     topology = machine(case)
-    mode = "inference" if options.inference else "train"
-    check(mode, "adamw", options.mesh, topology, options.panels, options.chunks)
-    captured = capture(model, tuple(args))
-    plan = plan_captured(
-        captured,
-        topology,
-        FAMILIES[options.family],
+    asked = Options(
+        options.family,
         mesh=options.mesh,
-        mode=mode,
+        mode="inference" if options.inference else "train",
         memory=options.memory,
         panels=options.panels,
         chunks=options.chunks,
         schedule=options.schedule,
         constraints=options.constraints,
     )
+    asked.check(topology)
+    captured = capture(model, tuple(args))
+    plan = plan_captured(captured, topology, asked)
     return captured, _changed(case, captured, plan) if options.served or options.rests else plan
 
 
@@ -66,7 +67,7 @@ def steps_of(case: Case, captured: Captured) -> Mapping[str, tuple[str, int]]:
     lines, seen, found = lines_of(case), Counter[str](), {}
     for node in captured.graph_module.graph.nodes:
         if node.op == "call_function":
-            line = (node.meta.get("source") or "").rpartition(":")[2]
+            line = (note_of(node).source or "").rpartition(":")[2]
             step = lines.get(int(line), "") if line.isdigit() else ""
             found[node.name] = (step, seen[step])
             seen[step] += 1

@@ -1,4 +1,4 @@
-"""Cases run by processes with gloo, many to a launch; the parent plans, and compares what every rank found."""
+"""Cases run by processes with gloo, many to a launch; the parent plans, and compares what every rank outcomes."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ def _watched(context: Any, jobs: Sequence[Job], devices: int, place: Path) -> li
 def _outcome(job: Job, results: Sequence[Any]) -> Outcome:
     errors = [result for result in results if isinstance(result, Outcome)]
     if errors:
-        first = min(errors, key=lambda e: ("ranks wait" in e.told, "gloo" in e.told or "Connection" in e.told))
+        first = min(errors, key=lambda e: ("ranks wait" in e.reason, "gloo" in e.reason or "Connection" in e.reason))
         whole = len(errors) == len(results) and {e.kind for e in errors} == {"refused"}
-        return first if whole or first.found else Outcome("crash", f"on some ranks only: {first.told}")
+        return first if whole or first.defect else Outcome("crash", f"on some ranks only: {first.reason}")
     theirs, exact = plain(job.case), exactly(job.case)
     for ours in results:
         outcome = judged(job.case, ours, theirs, exact)
@@ -142,10 +142,10 @@ def _numbers(job: Job) -> Numbers:
     model, args = build(job.case)
     plan = Plan.from_json(job.plan)
     parallel = autotp.parallelize(model, None, args, plan=plan)
-    return _told(step(parallel, parallel, args, not job.case.options.inference))
+    return _detached(step(parallel, parallel, args, not job.case.options.inference))
 
 
-def _told(numbers: Numbers) -> Mapping[str, Any]:
+def _detached(numbers: Numbers) -> Mapping[str, Any]:
     return {name: tensor.detach().clone() for name, tensor in numbers.items()}
 
 
@@ -154,6 +154,6 @@ def alone(case: Case) -> Outcome:
     job = prepared(0, case)
     if isinstance(job, Outcome):
         return job
-    found: list[Outcome] = []
-    run_processes([job], case.options.devices, lambda _, outcome: found.append(outcome))
-    return replace(found[0], plan=job.outcome.plan)
+    outcomes: list[Outcome] = []
+    run_processes([job], case.options.devices, lambda _, outcome: outcomes.append(outcome))
+    return replace(outcomes[0], plan=job.outcome.plan)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import traceback
 import warnings
@@ -23,29 +22,29 @@ FINDINGS = ("wrong", "crash")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a case.
+    """The result of a case.
 
     Attributes:
         kind: "ok", "refused", "not a model", "ill-conditioned", "wrong" or "crash".
-        told: why, for people; the same for findings of one kind.
-        offered, taken: uses that a mesh axis could have, and had.
-        plan: that was run, as JSON.
+        reason: a message; the same for defects of one kind.
+        offered, taken: uses of mesh axes that were possible, and those of the plan.
+        plan: the plan that was run.
     """
 
     kind: str
-    told: str = ""
+    reason: str = ""
     offered: frozenset[Use] = field(default_factory=frozenset, repr=False)
     taken: frozenset[Use] = field(default_factory=frozenset, repr=False)
     plan: Plan | None = field(default=None, repr=False)
 
     @property
-    def found(self) -> bool:
+    def defect(self) -> bool:
         """Whether it is a defect."""
         return self.kind in FINDINGS
 
 
 def refusal(error: Exception) -> Outcome:
-    """What an error is: a refusal that a user can read, a model that cannot be exported, or a crash."""
+    """Classifies an error: a refusal that a user can act on, a model that cannot be exported, or a crash."""
     text = f"{type(error).__name__}: {error}"
     defect = "defect of autotp" in text
     if isinstance(error, CaptureError) and "torch.export failed" in text:
@@ -60,7 +59,7 @@ def refusal(error: Exception) -> Outcome:
 
 
 def _essence(text: str) -> str:
-    """A message without names and numbers, so that equal ones count together."""
+    """A message without names and numbers, so that cases with the same reason are counted together."""
     line = next((line for line in text.splitlines() if line.strip()), "")
     return re.sub(r"'[^']*'|\([\d, ]*\)|\b[vxpb]?\d+(\.\d+)?(e-?\d+)?\b|_\d+", "·", line)[:140]
 
@@ -69,7 +68,6 @@ def run(case: Case) -> Outcome:
     """Plans a case, runs it and compares."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        logging.getLogger("autotp").setLevel(logging.ERROR)
         return _run(case)
 
 
@@ -83,11 +81,11 @@ def _run(case: Case) -> Outcome:
         captured, plan = planned(case, model, args)
         simulated = autotp.simulate(model, plan, args, schedule=plan.schedule)
         ours = step(simulated, model, args, not case.options.inference)
-    except Exception as error:  # noqa: BLE001 - what is no refusal is a finding
+    except Exception as error:  # noqa: BLE001 - anything that is not a refusal is a defect
         return refusal(error)
     uses = uses_of(captured, plan)
     outcome = judged(case, ours, theirs, exact)
-    return Outcome(outcome.kind, outcome.told, uses.offered, uses.taken, plan)
+    return Outcome(outcome.kind, outcome.reason, uses.offered, uses.taken, plan)
 
 
 def judged(case: Case, ours: Numbers, theirs: Numbers, exact: Numbers | None) -> Outcome:
@@ -95,7 +93,7 @@ def judged(case: Case, ours: Numbers, theirs: Numbers, exact: Numbers | None) ->
     name, ratio = worst(case, ours, theirs, exact)
     if ratio <= 1:
         return Outcome("ok")
-    told = f"{name.split()[0]} off, {case.dtype}"
+    reason = f"{name.split()[0]} off, {case.dtype}"
     if name in theirs and ill_conditioned(case, name, ours, theirs):
-        return Outcome("ill-conditioned", told)
-    return Outcome("wrong", told)
+        return Outcome("ill-conditioned", reason)
+    return Outcome("wrong", reason)

@@ -1,4 +1,4 @@
-"""From a case that shows a defect to the smallest that shows one of the same kind."""
+"""Reduces a case with a defect to the smallest one that reproduces it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from benchmarks.fuzz.case import Case, Leaf, Step, build, refs_of, renamed
 
 __all__ = ["shrink"]
 
-Tells = Callable[[Case], bool]
+Reproduces = Callable[[Case], bool]
 
 
-def shrink(case: Case, tells: Tells, tries: int = 400) -> Case:
-    """The smallest case found that ``tells`` says the same of, in so many tries."""
+def shrink(case: Case, reproduces: Reproduces, tries: int = 400) -> Case:
+    """The smallest case that still reproduces the defect, after at most ``tries`` attempts."""
     left, progress = tries, True
     while progress and left > 0:
         progress = False
@@ -24,7 +24,7 @@ def shrink(case: Case, tells: Tells, tries: int = 400) -> Case:
                 found = False
                 for one in simpler(case):
                     left -= 1
-                    if tells(one):
+                    if reproduces(one):
                         case, found, progress = one, True, True
                     if found or left <= 0:
                         break
@@ -32,7 +32,7 @@ def shrink(case: Case, tells: Tells, tries: int = 400) -> Case:
 
 
 def tidy(case: Case) -> Case:
-    """Without what nothing reads any more."""
+    """Removes steps and leaves that nothing reads any more."""
     leaves = {leaf.name: leaf for leaf in case.leaves}
     used = set(case.outputs)
     for step in reversed(case.steps):

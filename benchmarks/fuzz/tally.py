@@ -1,4 +1,4 @@
-"""What a run of the fuzzer has met: cases by kind, rules, and what mesh axes did for them."""
+"""Statistics of a run of the fuzzer: cases by kind, rules, and uses of mesh axes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Tally:
 
     Attributes:
         kinds: kind of outcome -> cases.
-        told: (kind, what was said) -> cases.
-        offered, taken: what an axis could do for an operator, in any case, and did in a case that was right.
-        written: rules whose operator stood in the module of such a case.
+        reasons: (kind, reason) -> cases.
+        offered, taken: uses of mesh axes that were possible in any case, and those of cases whose numbers were correct.
+        written: rules whose operator the module of such a case calls.
     """
 
     kinds: Counter[str] = field(default_factory=Counter)
-    told: Counter[tuple[str, str]] = field(default_factory=Counter)
+    reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
     offered: set[Use] = field(default_factory=set)
     taken: set[Use] = field(default_factory=set)
     written: set[str] = field(default_factory=set)
@@ -34,8 +34,8 @@ class Tally:
     def add(self, case: Case, outcome: Outcome) -> None:
         """Counts a case."""
         self.kinds[outcome.kind] += 1
-        if outcome.told:
-            self.told[outcome.kind, outcome.told] += 1
+        if outcome.reason:
+            self.reasons[outcome.kind, outcome.reason] += 1
         self.offered |= outcome.offered
         if outcome.kind == "ok":
             self.taken |= outcome.taken
@@ -45,7 +45,7 @@ class Tally:
     def merge(self, other: Tally) -> None:
         """Adds another run's counts."""
         self.kinds += other.kinds
-        self.told += other.told
+        self.reasons += other.reasons
         self.offered |= other.offered
         self.taken |= other.taken
         self.written |= other.written
@@ -68,7 +68,7 @@ class Tally:
     def report(self) -> str:
         """The state in full."""
         lines = [self.line(), ""]
-        lines += [f"{count:6} {kind}: {told}" for (kind, told), count in self.told.most_common()]
+        lines += [f"{count:6} {kind}: {reason}" for (kind, reason), count in self.reasons.most_common()]
         graphs = {rule for rule, _ in self.taken}
         other = sorted(self.written - graphs)
         lines += ["", f"spelled otherwise by the capture: {', '.join(other) or 'none'}"]

@@ -1,4 +1,4 @@
-"""A case as a test that stands alone."""
+"""Writes a case as a self-contained test."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def rank(number, devices, port, check):
 """
 
 
-def as_test(case: Case, name: str, told: str, *, processes: bool = False) -> str:
-    """The text of a module with one test, which fails as the case does; with ``processes`` it starts some."""
+def as_test(case: Case, name: str, reason: str, *, processes: bool = False) -> str:
+    """The source of a module with one test that fails as the case does, with ``processes`` in several processes."""
     train = ", train=False" * case.options.inference
     made = "autotp.parallelize(model, topology, args, plan=plan)"
     ours = [f"    ours = step(autotp.simulate(model, plan, args, schedule=plan.schedule), model, args{train})"]
@@ -47,7 +47,7 @@ def as_test(case: Case, name: str, told: str, *, processes: bool = False) -> str
         ours = [f"    parallel = {made}", f"    ours = step(parallel, parallel, args{train})"]
     body = [
         f"def {'check' if processes else f'test_{name}'}():",
-        f'    """{told}."""',
+        f'    """{reason}."""',
         *_planning(case),
         *ours,
         "    model, args = build()",

@@ -14,8 +14,9 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from costmodel.errors import AutotpError
+from passes.graph import Note, annotate, note_of, where
 
-__all__ = ["Builder", "CaptureError", "arguments_of", "operator_name", "outer_order", "where"]
+__all__ = ["Builder", "CaptureError", "operator_name", "outer_order"]
 
 aten = torch.ops.aten
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
@@ -26,34 +27,11 @@ class CaptureError(AutotpError, RuntimeError):
     """A model could not be captured; the message says where and what to try."""
 
 
-def where(node: fx.Node) -> str:
-    """A node's place for messages: its name, its module and the line of the model that made it."""
-    place = f"node '{node.name}'"
-    if node.meta.get("module"):
-        place += f" in module '{node.meta['module']}'"
-    if node.meta.get("source"):
-        place += f" ({node.meta['source']})"
-    return place
-
-
 def operator_name(target: Any) -> str:
     """The schema's name of an operator, such as ``aten::add_``; a plain function's own name."""
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name
     return getattr(target, "__name__", str(target))
-
-
-def arguments_of(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of ``node.target`` by their names in its schema, defaults filled in."""
-    named: dict[str, Any] = {}
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if position < len(args):
-            named[argument.name] = args[position]
-        elif argument.name in kwargs:
-            named[argument.name] = kwargs[argument.name]
-        else:
-            named[argument.name] = argument.default_value if argument.has_default_value() else None
-    return named
 
 
 def outer_order(target: Any, rank: int, arguments: dict[str, Any]) -> list[int]:
@@ -98,7 +76,7 @@ class Builder:
     def placeholder(self, name: str, value: Any) -> fx.Node:
         """A placeholder with a fake value."""
         node = self.graph.create_node("placeholder", name, name=name)
-        node.meta.update(val=value, module="", source=None)
+        node.meta["val"] = value
         return node
 
     def run(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -141,9 +119,8 @@ class Builder:
     def _describe(node: fx.Node, like: fx.Node, value: Any) -> fx.Node:
         node.meta = {k: v for k, v in like.meta.items() if k != "tensor_meta"}
         node.meta["val"] = value
-        if "module" not in node.meta:
-            node.meta["module"] = _module(like.meta.get("nn_module_stack"))
-            node.meta["source"] = _origin(like.meta.get("stack_trace"))
+        if note_of(node) == Note():
+            annotate(node, module=_module(like.meta.get("nn_module_stack")), source=_origin(like.meta.get("stack_trace")))
         for leaf in tree_leaves(value):
             sizes = leaf.shape if isinstance(leaf, Tensor) else [leaf]
             if any(isinstance(s, torch.SymInt | torch.SymFloat | torch.SymBool) for s in sizes):

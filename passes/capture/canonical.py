@@ -15,8 +15,9 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from passes.capture.builder import Builder, arguments_of, operator_name
+from passes.capture.builder import Builder, operator_name
 from passes.capture.canonical_views import VIEWS, Handler
+from passes.graph import arguments_of
 
 __all__ = ["normalise"]
 

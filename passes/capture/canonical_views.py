@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.capture.builder import Builder, arguments_of, operator_name, outer_order
+from passes.capture.builder import Builder, operator_name, outer_order
 from passes.capture.view_writes import PERMUTES, RESHAPES, SPLITS
+from passes.graph import arguments_of
 
 __all__ = ["VIEWS", "Handler"]
 

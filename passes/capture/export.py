@@ -61,6 +61,13 @@ class Captured:
     mutations: Mapping[str, str]
     signature: CallSignature
 
+    def values(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Placeholder name -> its value: a module's parameter or buffer, a constant, or one of a call's arguments."""
+        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        held = {name: state[fqn] for name, fqn in {**self.parameters, **self.buffers}.items()}
+        given = zip(self.inputs, self.signature.flatten(tuple(args), dict(kwargs)), strict=True)
+        return {**held, **self.constants, **dict(given)}
+
 
 def capture(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Captured:
     """Captures a model's forward pass for the shapes of an example call.

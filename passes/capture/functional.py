@@ -44,11 +44,11 @@ def _batch_norm_train(
     if x.numel() == 0:  # there is nothing to learn from
         return out, running_mean.clone(), running_var.clone()
     dims = [d for d in range(x.dim()) if d != 1]
-    # torch accumulates half-precision statistics in the running statistics' own (wider) dtype.
-    wide = x.detach().to(torch.promote_types(x.dtype, running_mean.dtype))
-    var, mean = torch.var_mean(wide, dims, correction=1)
-    new_mean = (1 - momentum) * running_mean.detach() + momentum * mean
-    new_var = (1 - momentum) * running_var.detach() + momentum * var
+    # torch's kernel keeps the statistics of halves in float32 and rounds what they are added to once.
+    wide = torch.promote_types(torch.promote_types(x.dtype, running_mean.dtype), torch.float32)
+    var, mean = torch.var_mean(x.detach().to(wide), dims, correction=1)
+    new_mean = (1 - momentum) * running_mean.detach().to(wide) + momentum * mean
+    new_var = (1 - momentum) * running_var.detach().to(wide) + momentum * var
     return out, new_mean.to(running_mean.dtype), new_var.to(running_var.dtype)
 
 

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
-from passes.capture.builder import Builder, CaptureError, where
-from passes.graph import differentiable
+from passes.capture.builder import Builder, CaptureError
+from passes.graph import annotate, differentiable, note_of, where
 
 __all__ = ["inline_regions"]
 
@@ -37,15 +37,13 @@ def inline_regions(
         names: each old placeholder's name -> the new one's name, or ``(value,)`` for a constant argument.
 
     Returns:
-        The graph; ``node.meta["grad"]`` says whether gradients were on where the node ran.
+        The graph; notes say whether gradients were on where the node ran.
 
     Raises:
         CaptureError: a control-flow operator or an active autocast region.
     """
     inliner = _Inliner(mode)
     new = {name: inliner.builder.placeholder(name, value) for name, value in placeholders.items()}
-    for node in new.values():
-        node.meta["grad"] = True
     environment = {
         node: names[node.name][0] if isinstance(names[node.name], tuple) else new[names[node.name]]
         for node in module.graph.nodes
@@ -65,11 +63,11 @@ class _Inliner:
         """``value`` as nodes with or without gradients may use it."""
 
         def cross(node: fx.Node) -> fx.Node:
-            if not grad or node.meta["grad"] or not differentiable(node.meta.get("val")):
+            if not grad or note_of(node).grad or not differentiable(node.meta.get("val")):
                 return node
             if node not in self.detached:
                 self.detached[node] = self.builder.emit(aten.detach.default, (node,), like=node)
-                self.detached[node].meta["grad"] = True
+                annotate(self.detached[node], grad=True)
             return self.detached[node]
 
         return map_arg(value, cross)
@@ -105,7 +103,7 @@ class _Inliner:
                 environment[node] = node.meta["val"]
             else:
                 environment[node] = self.builder.copy(node, self.outside(args, grad), self.outside(kwargs, grad))
-                environment[node].meta["grad"] = grad
+                annotate(environment[node], grad=grad)
         raise CaptureError("the exported graph has no output node")
 
     def region(self, module: Any, operands: Any, grad: bool) -> Any:

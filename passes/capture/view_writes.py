@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.capture.builder import Builder, CaptureError, arguments_of, operator_name, outer_order, where
+from passes.capture.builder import Builder, CaptureError, operator_name, outer_order
+from passes.graph import arguments_of, where
 
 __all__ = ["PERMUTES", "RESHAPES", "SPLITS", "put_back"]
 

@@ -21,10 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from passes.capture.builder import Builder, CaptureError, arguments_of, operator_name, where
+from passes.capture.builder import Builder, CaptureError, operator_name
 from passes.capture.functional import batch_norm_train
 from passes.capture.view_writes import RESHAPES, put_back
-from passes.graph import differentiable
+from passes.graph import arguments_of, differentiable, note_of, where
 
 __all__ = ["functionalise"]
 
@@ -53,7 +53,7 @@ def functionalise(
     """A graph without side effects.
 
     Args:
-        graph: a flat graph whose nodes say in ``meta["grad"]`` whether gradients were on.
+        graph: a flat graph whose notes say whether gradients were on (``Note.grad``).
         mode: the fake mode of its values.
         buffers: names of placeholders that may be written.
         learned: names of placeholders through which gradients may flow.
@@ -92,7 +92,6 @@ class _Functionaliser:
             if node.op == "placeholder":
                 self.shadows[node] = node.meta["val"]
                 new = self.build.placeholder(node.name, node.meta["val"])
-                new.meta["grad"] = True
                 self.root(node, new)
             elif node.op == "output":
                 output = list(map_arg(node.args[0], self.current))
@@ -171,7 +170,7 @@ class _Functionaliser:
         ends = node.target is aten.detach.default or _SHAPED.search(operator_name(node.target))
         if ends or _is_running_statistic(node) or not any(map(differentiable, tree_leaves(node.meta["val"]))):
             return False
-        return (flat or node.meta.get("grad", True)) and any(self.needs[flat][n] for n in node.all_input_nodes)
+        return (flat or note_of(node).grad) and any(self.needs[flat][n] for n in node.all_input_nodes)
 
     def without_gradient(self, new: fx.Node, like: fx.Node) -> fx.Node:
         return self.build.emit(aten.detach.default, (new,), like=like) if self.needs_gradient(new, flat=True) else new
@@ -258,7 +257,7 @@ class _Functionaliser:
             new = self.build.emit(aten.to.device, (new, old.device, old.dtype), like=node)
         if new.meta["val"].shape != shape:
             new = self.build.emit(aten.expand.default, (new, list(shape)), like=node)
-        if not node.meta["grad"]:
+        if not note_of(node).grad:
             new = self.without_gradient(new, node)
         self.write(written, new, node)
         parent = self.values[written]
@@ -268,7 +267,7 @@ class _Functionaliser:
         """Makes ``new`` the value of ``node`` and of all that shares memory with it."""
         value = self.values[node]
         self.check_writable(value.root, like)
-        if not like.meta["grad"] and self.needs_gradient(self.current(node)):
+        if not note_of(like).grad and self.needs_gradient(self.current(node)):
             raise CaptureError(
                 f"{where(like)}: {like.target} changes a value under torch.no_grad() that needs a gradient; "
                 "use an out-of-place operator, or detach the value first"

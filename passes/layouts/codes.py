@@ -8,14 +8,13 @@ the dim, on whichever mesh; it is the one code that needs a mesh to become a pla
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 
 import numpy as np
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from passes.layouts.layout import Layout, blocks_of, is_shard, place, restorable
+from passes.layouts.layout import Layout, blocks_of, is_shard, place
 
 __all__ = [
     "DIM",
@@ -26,9 +25,12 @@ __all__ = [
     "codes",
     "decode",
     "dims_of",
+    "fits",
     "fitting",
     "is_even",
     "local_elements",
+    "resolved",
+    "restorable",
     "restoring",
     "ways",
 ]
@@ -53,18 +55,29 @@ def codes(layouts: Sequence[Layout]) -> np.ndarray:
 
 def decode(row: Sequence[int], mesh: tuple[int, ...]) -> Layout:
     """The layout of one row of codes on a mesh."""
-    found: list[Placement] = []
-    for code in row:
-        if code < 0:
-            found.append(Partial() if code == PARTIAL else Replicate())
-            continue
-        dim, blocks = divmod(int(code), DIM)
-        if blocks == INNER:
-            cuts = [(int(c) % DIM, n) for c, n in zip(row, mesh, strict=True) if c >= 0 and c // DIM == dim]
-            cuts = [(b, n) for b, n in cuts if b != INNER]
-            blocks = max((b * math.prod(n for c, n in cuts if c == b) for b, _ in cuts), default=1)
-        found.append(place(dim, blocks))
-    return tuple(found)
+    if any(code % DIM == INNER for code in row if code >= 0):
+        row = resolved(np.asarray(row, np.int64), mesh).tolist()
+    return tuple(place(*divmod(code, DIM)) if code >= 0 else _UNCUT[code] for code in map(int, row))
+
+
+_UNCUT: dict[int, Placement] = {WHOLE: Replicate(), PARTIAL: Partial()}
+
+
+def resolved(rows: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
+    """The same layouts with the number of blocks on this mesh in place of ``INNER``."""
+    inner = (rows >= 0) & (rows % DIM == INNER)
+    if not inner.any():
+        return rows
+    dims, others = dims_of(rows), np.where(inner, WHOLE, rows)
+    made = np.maximum(others % DIM * _alike(others, mesh), 1)  # parts of the dim behind each cut and those like it
+    finest = [np.where(dims_of(others) == dims[..., a : a + 1], made, 1).max(axis=-1) for a in range(len(mesh))]
+    return np.where(inner, dims * DIM + np.stack(finest, axis=-1), rows)
+
+
+def _alike(rows: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
+    """Per axis the number of parts that all axes with its code make of a block together."""
+    same = [np.where(rows == rows[..., a : a + 1], mesh, 1).prod(axis=-1) for a in range(len(mesh))]
+    return np.stack(same, axis=-1)
 
 
 def dims_of(rows: np.ndarray) -> np.ndarray:
@@ -87,54 +100,89 @@ def is_even(shape: tuple[int, ...], rows: np.ndarray, mesh: tuple[int, ...]) -> 
 
 def local_elements(shape: tuple[int, ...], rows: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
     """Elements on one device (the one with most), per coded layout."""
+    dims = dims_of(rows)
     total = np.ones(rows.shape[:-1])
     for d, size in enumerate(shape):
-        total = total * -(-size // ways(rows, d, mesh))
+        here = dims == d
+        total *= -(-size // np.where(here, mesh, 1).prod(axis=-1)) if here.any() else size
     return total
 
 
 def restoring(rows: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
-    """Which coded layouts torch can put together again: ``passes.layouts.layout.restorable`` for many at once."""
-    return _restoring(rows.tobytes(), rows.dtype, tuple(mesh)).copy()
+    """Which coded layouts torch's ``DTensor`` can put together again from the parts of a tensor.
+
+    It does where one axis alone, or only ``Shard``, splits a dim. Else it must understand every dim: neighbours are cut
+    from neighbours, by one axis after the other, and a ``_StridedShard`` counts the parts made before by the axes behind
+    its own (torch/distributed/tensor/_dtensor_spec.py). Other parts it joins in a wrong order, without a word.
+    """
+    return _restoring(rows.tobytes(), tuple(mesh)).copy()
+
+
+def restorable(layout: Layout, mesh: tuple[int, ...]) -> bool:
+    """`restoring` for one layout."""
+    return bool(restoring(codes([layout]), mesh)[0])
 
 
 @functools.lru_cache(maxsize=4096)
-def _restoring(data: bytes, dtype: np.dtype, mesh: tuple[int, ...]) -> np.ndarray:
-    rows = np.frombuffer(data, dtype).reshape(-1, len(mesh))
-    return np.array([restorable(decode(row, mesh), mesh) for row in rows.tolist()], dtype=bool)
+def _restoring(data: bytes, mesh: tuple[int, ...]) -> np.ndarray:
+    rows = resolved(np.frombuffer(data, np.int64).reshape(-1, len(mesh)), mesh)
+    dims, blocks = dims_of(rows), np.where(rows >= 0, rows % DIM, 0)
+    simple, understood = np.ones(rows.shape[:-1], bool), np.ones(rows.shape[:-1], bool)
+    for a in range(len(mesh)):
+        beside = (dims == dims[..., a : a + 1]) & (rows[..., a : a + 1] >= 0)
+        coarser = np.where(beside & (blocks < blocks[..., a : a + 1]), mesh, 1)
+        simple &= (blocks[..., a] <= 1) | (beside.sum(axis=-1) == 1)
+        for made in (coarser.prod(axis=-1), coarser[..., a + 1 :].prod(axis=-1)):
+            understood &= (rows[..., a] < 0) | (blocks[..., a] == made)
+    return simple | understood
 
 
 def fitting(shape: tuple[int, ...], rows: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
-    """Which coded layouts a tensor of ``shape`` can rest in: ``passes.layouts.layout.fits`` for many at once."""
+    """Which coded layouts a tensor of ``shape`` can rest in: no device is left empty, no block is cut unevenly."""
     # Tensors of one shape are many in a model.
-    return _fitting(tuple(shape), rows.tobytes(), rows.dtype, tuple(mesh)).copy()
+    return _fitting(tuple(shape), rows.tobytes(), tuple(mesh)).copy()
+
+
+@functools.lru_cache(maxsize=200_000)
+def fits(shape: tuple[int, ...], layout: Layout, mesh: tuple[int, ...]) -> bool:
+    """`fitting` for one layout."""
+    return bool(fitting(shape, codes([layout]), mesh)[0])
 
 
 @functools.lru_cache(maxsize=4096)
-def _fitting(shape: tuple[int, ...], data: bytes, dtype: np.dtype, mesh: tuple[int, ...]) -> np.ndarray:
-    rows = np.frombuffer(data, dtype).reshape(-1, len(mesh))
-    dims, blocks, sizes = dims_of(rows), np.where(rows >= 0, rows % DIM, 0), np.array(mesh, dtype=np.int64)
+def _fitting(shape: tuple[int, ...], data: bytes, mesh: tuple[int, ...]) -> np.ndarray:
+    rows = resolved(np.frombuffer(data, np.int64).reshape(-1, len(mesh)), mesh)
+    dims, blocks = dims_of(rows), np.where(rows >= 0, rows % DIM, 0)
     found: np.ndarray = np.asarray((dims < len(shape)).all(axis=-1))
     for d, size in enumerate(shape):
         here = dims == d
-        if not here.any():
-            continue
-        blocked = (here & (blocks > 1)).any(axis=-1)
-        lengths, contiguous = np.full((len(rows), 1), size, dtype=np.int64), np.ones(len(rows), bool)
-        for axis, n in enumerate(mesh):
-            cut = here[:, axis, None]
-            chunks = np.where(cut, -(-lengths // n), lengths)
-            last = np.where(cut, lengths - chunks * (n - 1), lengths)
-            contiguous &= (~cut | (last > 0)).all(axis=-1)
-            lengths = chunks if (chunks == last).all() else np.concatenate([chunks, last], axis=-1)
-        nested = size % ways(rows, d, mesh) == 0
-        inner = np.where(here & (blocks == INNER), sizes, 1).prod(axis=-1)
-        for a in range(len(mesh) if blocked.any() else 0):
-            known = blocks[:, a] != INNER
-            stacked = np.where(here & (blocks == blocks[:, a : a + 1]), sizes, 1).prod(axis=-1)
-            nested &= ~(here[:, a] & known) | (size % (np.maximum(blocks[:, a], 1) * stacked * inner) == 0)
-            for b in range(len(mesh)):
-                finer = here[:, a] & here[:, b] & (blocks[:, a] < blocks[:, b]) & (blocks[:, b] != INNER)
-                nested &= ~finer | (blocks[:, b] % (np.maximum(blocks[:, a], 1) * stacked) == 0)
-        found &= np.where(blocked, nested, contiguous)
+        if here.any():
+            blocked = (here & (blocks > 1)).any(axis=-1)
+            found &= blocked | _in_chunks(size, here, mesh)
+            found[blocked] &= _in_blocks(size, np.where(here, rows, WHOLE)[blocked], mesh)
     return found
+
+
+def _in_chunks(size: int, here: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
+    """Whether chunks of chunks of a dim, as its axes cut them one after the other, leave something to every device."""
+    # All chunks but the last are alike. Each must split further: of 5, three chunks of 2 are none for a fourth device,
+    # though of 4 there are four.
+    lengths, found = np.full((len(here), 1), size, dtype=np.int64), np.ones(len(here), bool)
+    for axis, n in enumerate(mesh):
+        cut = here[:, axis, None]
+        chunks = np.where(cut, -(-lengths // n), lengths)
+        last = np.where(cut, lengths - chunks * (n - 1), lengths)
+        found &= (~cut | (last > 0)).all(axis=-1)
+        lengths = chunks if (chunks == last).all() else np.concatenate([chunks, last], axis=-1)
+    return found
+
+
+def _in_blocks(size: int, rows: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
+    """Whether the cuts of one dim, some of them in blocks, are even and the finer ones' blocks line up with the others."""
+    here, blocks = rows >= 0, np.where(rows >= 0, rows % DIM, 0)
+    parts = np.where(here, blocks * _alike(rows, mesh), 1)
+    finer = here[:, :, None] & (blocks[:, :, None] < blocks[:, None, :])
+    lined_up = (blocks[:, None, :] % parts[:, :, None] == 0) | ~finer
+    return (
+        (size % parts == 0).all(axis=-1) & (size % np.where(here, mesh, 1).prod(axis=-1) == 0) & lined_up.all(axis=(1, 2))
+    )

@@ -26,12 +26,10 @@ __all__ = [
     "describe",
     "even_chunk",
     "extent",
-    "fits",
     "in_one_format",
     "is_shard",
     "local_shape",
     "place",
-    "restorable",
     "splits",
     "take",
     "take_block",
@@ -81,29 +79,6 @@ def splits(layout: Layout, dim: int, mesh: tuple[int, ...]) -> tuple[Split, ...]
     return tuple(found)
 
 
-@lru_cache(maxsize=200_000)
-def restorable(layout: Layout, mesh: tuple[int, ...]) -> bool:
-    """Whether torch's ``DTensor`` puts the parts of a tensor that rests so together again.
-
-    It does where one axis alone, or only ``Shard``, splits a dim. Else it must understand every dim: neighbours are cut
-    from neighbours, by one axis after the other, and a ``_StridedShard`` counts the parts made before by the axes behind
-    its own (torch/distributed/tensor/_dtensor_spec.py). Other parts it joins in a wrong order, without a word.
-    """
-    dims = [splits(layout, dim, mesh) for dim in {p.dim for p in layout if is_shard(p)}]  # type: ignore[attr-defined]
-    simple = all(len(cuts) == 1 or all(blocks_of(layout[cut.axis]) == 1 for cut in cuts) for cuts in dims)
-    return simple or all(_understood(cuts, layout, mesh) for cuts in dims)
-
-
-def _understood(cuts: Sequence[Split], layout: Layout, mesh: tuple[int, ...]) -> bool:
-    order: list[int] = []
-    for axis in sorted((cut.axis for cut in cuts), reverse=True):
-        parts = [math.prod(mesh[a] for a in order[:place]) for place in range(len(order) + 1)]
-        if blocks_of(layout[axis]) not in parts:
-            return False
-        order.insert(parts.index(blocks_of(layout[axis])), axis)
-    return order == [cut.axis for cut in cuts] and all(cut.local_blocks == 1 for cut in cuts)
-
-
 def even_chunk(size: int, parts: int) -> int:
     """The length of every chunk but perhaps the last ones (``torch.chunk``)."""
     return -(-size // parts)
@@ -115,32 +90,6 @@ def extent(size: int, ways: Sequence[int], coordinates: Sequence[int]) -> int:
         chunk = even_chunk(size, parts)
         size = max(0, min(chunk, size - index * chunk))
     return size
-
-
-@lru_cache(maxsize=200_000)
-def fits(shape: tuple[int, ...], layout: Layout, mesh: tuple[int, ...]) -> bool:
-    """Whether a tensor of ``shape`` can rest in ``layout``: no device is left empty, no block is cut unevenly."""
-    for dim, size in enumerate(shape):
-        parts = splits(layout, dim, mesh)
-        if not parts:
-            continue
-        blocked = any(blocks_of(layout[s.axis]) > 1 for s in parts)
-        lengths = {size}
-        for axis, local_blocks in parts:
-            ways = mesh[axis]
-            if blocked:
-                (length,) = lengths
-                if local_blocks == 0 or length % local_blocks or (length // local_blocks) % ways:
-                    return False
-                lengths = {length // ways}
-            else:
-                # All chunks but the last are alike. Each must split further: of 5, three chunks of 2 are none for a fourth
-                # device, though of 4 there are four.
-                chunks = {length: even_chunk(length, ways) for length in lengths}
-                if any(chunk * (ways - 1) >= length for length, chunk in chunks.items()):
-                    return False
-                lengths = {*chunks.values(), *(length - chunk * (ways - 1) for length, chunk in chunks.items())}
-    return all(not is_shard(p) or p.dim < len(shape) for p in layout)  # type: ignore[attr-defined]
 
 
 def local_shape(
@@ -177,21 +126,25 @@ def take(tensor: torch.Tensor, layout: Layout, mesh: tuple[int, ...], coordinate
 
 
 def in_one_format(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with its channels last, if it lies so and is not contiguous too, else contiguous, with a new one's strides.
+    """``tensor`` with its channels last, if they are, and it is not contiguous too; else contiguous.
 
     Some of torch's kernels read a tensor as if it lay as another one does, and are wrong where it does not. Strides of dims
     of size 1 mean nothing, so a tensor with such a dim can be of two memory formats at once, and kernels that ask for one
     operand's format may find the other for a second: batch norm's backward on CPU does, and so do convolutions in
     float64. Batch norm's also takes a weight for contiguous. docs/upstream.md has minimal programs.
     """
+    if 1 not in tensor.shape and tensor.is_contiguous():
+        return tensor
     last = _CHANNELS_LAST.get(tensor.dim())
     if last is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last):
         order = [0, *range(2, tensor.dim()), 1]
     else:
         tensor, order = tensor.contiguous(), list(range(tensor.dim()))
     sizes = [tensor.shape[d] for d in order]
-    strides = [math.prod(sizes[order.index(d) + 1 :]) for d in range(tensor.dim())]
-    return tensor if tensor.numel() == 0 else tensor.as_strided(tensor.shape, strides, tensor.storage_offset())
+    strides = tuple(math.prod(sizes[order.index(d) + 1 :]) for d in range(tensor.dim()))
+    # A view is made of what is handed on as it is, and a view may have other strides in dims of size 1.
+    same = tensor.stride() == strides and 1 not in tensor.shape
+    return tensor if same or tensor.numel() == 0 else tensor.as_strided(tensor.shape, strides, tensor.storage_offset())
 
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

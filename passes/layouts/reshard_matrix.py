@@ -1,8 +1,7 @@
 """Prices of all reshards of one tensor at once: a matrix over (layout it has, layout that is wanted).
 
-``passes.layouts.reshard.moves`` is the definition; this follows the same phases with arrays in place of steps. Where every
-dim is split evenly, which collectives a pair of layouts needs is the same on all meshes of so many axes, and what each
-moves is the tensor's size over the sizes of the axes that shard it at that moment. So ``ReshardPricer`` finds the
+Where every dim is split evenly, which collectives a pair of layouts needs is the same on all meshes of so many axes, and
+what each moves is the tensor's size over the sizes of the axes that shard it at that moment. So ``ReshardPricer`` finds the
 collectives once, and a mesh only fills in what each of the few different ones costs. Only where two cuts of one dim differ
 does it depend on the mesh whether they are apart; those pairs are looked at again for every different answer.
 """
@@ -16,60 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from passes.layouts.codes import DIM, PARTIAL, WHOLE, dims_of, fitting
-from passes.layouts.reshard import AxisConflicts
+from passes.layouts.codes import DIM, dims_of, fitting
+from passes.layouts.phases import COMMUNICATING, AxisConflicts, changes
 
 __all__ = ["Collective", "Tariff", "ReshardPricer"]
 
 #: (kind, axes, bytes of the larger tensor) -> seconds, over arrays.
 Collective = Callable[[str, tuple[int, ...], np.ndarray], np.ndarray]
-
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-
-
-class _Phases:
-    """Layouts on their way to others: many pairs at once, phase by phase; all arrays end in ``[axes]`` and broadcast.
-
-    Args:
-        source, goal: coded layouts.
-        contending: which axes do (`passes.layouts.reshard.contended`).
-        even: all split every dim evenly, or none of the pairs does.
-    """
-
-    def __init__(self, source: np.ndarray, goal: np.ndarray, contending: np.ndarray, *, even: bool) -> None:
-        self.even = even
-        self.source, self.goal = (np.broadcast_to(c, contending.shape) for c in (source, goal))
-        self.contending = contending
-        self.state = self.source.copy()
-        self.axes = range(contending.shape[-1])
-
-    def run(self, visit: Callable[[str, tuple[int, ...], np.ndarray, np.ndarray], None]) -> None:
-        """Calls ``visit(kind, axes, where, layouts)`` for each step; the layouts are those with most elements."""
-        source, target, free = self.source, self.goal, ~self.contending
-        for a in self.axes:
-            sliced = (source[..., a] == WHOLE) & (target[..., a] >= 0) & free[..., a]
-            self.state[..., a] = np.where(sliced, target[..., a], self.state[..., a])
-        for a in reversed(self.axes) if self.even else self.axes:
-            scattered = (source[..., a] == PARTIAL) & (target[..., a] >= 0) & free[..., a]
-            self._go(visit, "reduce_scatter", (a,), scattered, target[..., a])
-        for a in self.axes:
-            crossing = (source[..., a] >= 0) & (target[..., a] >= 0) & (source[..., a] != target[..., a]) & free[..., a]
-            self._go(visit, "all_to_all", (a,), crossing, target[..., a])
-        summed = sum(((self.state[..., a] == PARTIAL) & (target[..., a] != PARTIAL)) * (1 << a) for a in self.axes)
-        for chosen in range(1, 1 << len(self.axes)):
-            self._go(visit, "all_reduce", tuple(a for a in self.axes if chosen >> a & 1), summed == chosen, WHOLE)
-        for a in self.axes:
-            self._go(visit, "all_gather", (a,), (source[..., a] >= 0) & (target[..., a] < 0) & free[..., a], WHOLE)
-        for a in self.axes if self.even else reversed(self.axes):
-            self._go(visit, "all_gather", (a,), (source[..., a] >= 0) & ~free[..., a], WHOLE)
-
-    def _go(self, visit: Callable, kind: str, chosen: tuple[int, ...], where: np.ndarray, result: np.ndarray | int) -> None:
-        if not where.any():
-            return
-        before = self.state.copy() if kind == "reduce_scatter" else None
-        for a in chosen:
-            self.state[..., a] = np.where(where, result, self.state[..., a])
-        visit(kind, chosen, where, self.state if before is None else before)
 
 
 class _Step(NamedTuple):
@@ -114,15 +66,11 @@ class _Uneven:
     def _steps_of(self, masks: np.ndarray) -> list[_Step]:
         axes = self.source.shape[1]
         found: list[_Step] = []
-
-        def visit(kind: str, chosen: tuple[int, ...], where: np.ndarray, layouts: np.ndarray) -> None:
-            dims = dims_of(layouts[where])
+        for change in changes(self.source, self.goal, masks, even=False, local=False):
+            dims = dims_of(change.larger[change.pairs])
             shards = np.stack([(dims == d) @ (1 << np.arange(axes)) for d in range(self.dims)], axis=1)
             distinct, index = np.unique(shards, axis=0, return_inverse=True)
-            found.append(_Step(kind, chosen, np.flatnonzero(where), distinct, index.ravel()))
-
-        contending = (masks[:, None] >> np.arange(axes) & 1).astype(bool)
-        _Phases(self.source, self.goal, contending, even=False).run(visit)
+            found.append(_Step(change.kind, change.axes, np.flatnonzero(change.pairs), distinct, index.ravel()))
         return found
 
 
@@ -146,8 +94,8 @@ class Tariff:
         axes = len(mesh)
         shared = np.array([math.prod(n for a, n in enumerate(mesh) if mask >> a & 1) for mask in range(1 << axes)])
         local = np.asarray(sizes, float)[:, None] / shared
-        found = np.zeros((len(sizes), len(KINDS) << 2 * axes))
-        for k, kind in enumerate(KINDS):
+        found = np.zeros((len(sizes), len(COMMUNICATING) << 2 * axes))
+        for k, kind in enumerate(COMMUNICATING):
             for group in range(1, 1 << axes):
                 chosen = tuple(a for a in range(axes) if group >> a & 1)
                 if kind == "all_reduce" or len(chosen) == 1:
@@ -273,28 +221,25 @@ class ReshardPricer:
 def _sequences_of(source: np.ndarray, goal: np.ndarray, masks: np.ndarray) -> _Sequences:
     """The collectives between pairs of coded layouts, given the sets of axes that contend."""
     axes = source.shape[-1]
-    contending = (masks[:, None] >> np.arange(axes) & 1).astype(bool)
     steps: list[np.ndarray] = []
-
-    def visit(kind: str, chosen: tuple[int, ...], where: np.ndarray, layouts: np.ndarray) -> None:
-        group = sum(1 << a for a in chosen)
-        shards = sum((layouts[..., a] >= 0) * (1 << a) for a in range(axes))
-        steps.append(np.where(where, _feature(KINDS.index(kind), group, 0, axes) + shards, 0).astype(np.int16))
-
-    _Phases(source, goal, contending, even=True).run(visit)
-    return _distinct(steps, contending.shape[:-1], len(KINDS) << 2 * axes)
+    for change in changes(source, goal, masks, even=True, local=False):
+        group = sum(1 << a for a in change.axes)
+        shards = (change.larger >= 0) @ (1 << np.arange(axes, dtype=np.int16))
+        feature = _feature(COMMUNICATING.index(change.kind), group, 0, axes)
+        steps.append(np.where(change.pairs, feature + shards, 0).astype(np.int16))
+    return _distinct(steps, len(source), len(COMMUNICATING) << 2 * axes)
 
 
-def _distinct(steps: Sequence[np.ndarray], shape: tuple[int, ...], kinds: int) -> _Sequences:
-    """The distinct sequences among steps, each an array of ``shape`` of numbers below ``kinds``."""
-    index, first = np.zeros(math.prod(shape), np.int64), np.zeros(1, np.int64)
+def _distinct(steps: Sequence[np.ndarray], count: int, kinds: int) -> _Sequences:
+    """The distinct sequences among steps, each an array of ``count`` numbers below ``kinds``."""
+    index, first = np.zeros(count, np.int64), np.zeros(1, np.int64)
     at_once = max(1, (62 - index.size.bit_length()) // kinds.bit_length())  # as many as a 64-bit key has room for
     for start in range(0, len(steps), at_once):
         for step in steps[start : start + at_once]:
-            index = index * kinds + step.ravel()
+            index = index * kinds + step
         _, first, index = np.unique(index, return_index=True, return_inverse=True)
-    sequences = np.stack([np.zeros_like(first), *(step.ravel()[first] for step in steps)], axis=1)
-    return _Sequences(sequences, index.reshape(shape).astype(np.int32))
+    sequences = np.stack([np.zeros_like(first), *(step[first] for step in steps)], axis=1)
+    return _Sequences(sequences, index.astype(np.int32))
 
 
 def _cuts_apart(rows: np.ndarray, mesh: tuple[int, ...]) -> Hashable:

@@ -2,8 +2,8 @@
 
 In comes a sharded graph with a device's place in the mesh. Out goes a pair of scheduled graphs (`Halves`, then
 `Overlapped`). `pipeline` runs the passes in this order: `channels_last`, `trace` (into the operators of `primitives`),
-`partition`, `join_products`, `tidy`, `bucket`, `stage`, `launch`, `schedule` and `inplace`; `prune` shortens a backward
-graph when some outputs have no gradient, and `aliasing` says which nodes share memory.
+`partition`, `prune` (`drop_zeros`), `join_products`, `tidy`, `bucket`, `stage`, `launch`, `schedule` and `inplace`. `prune`
+also shortens a backward graph when some outputs have no gradient, and `aliasing` says which nodes share memory.
 """
 
 from passes.overlap.pipeline import Halves, Overlapped, halves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, fx
 from passes.overlap import primitives
 from passes.overlap.launch import local
 
-__all__ = ["held", "source_of"]
+__all__ = ["held", "source_of", "viewing"]
 
 _aten = torch.ops.aten
 #: Operators whose results may share their operand's memory, though their schemas do not say so.
@@ -31,6 +32,13 @@ _PRIMITIVES = frozenset(
 )
 
 
+@functools.cache
+def viewing(target: Any) -> bool:
+    """Whether an operator's schema says that a result lies in an operand's memory."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+
+
 def source_of(node: fx.Node) -> fx.Node | None:
     """The operand in whose memory a node's result may lie."""
     if node.op != "call_function":
@@ -41,11 +49,8 @@ def source_of(node: fx.Node) -> fx.Node | None:
         return node.args[1]  # type: ignore[return-value]
     if node.target in _PRIMITIVES:
         return node.args[0]  # type: ignore[return-value]
-    schema = getattr(node.target, "_schema", None)
-    viewing = schema is not None and any(r.alias_info is not None for r in schema.returns)
-    # these copy only where they must, or share by contract
-    maybe = node.target in _SHARING
-    if node.target is operator.getitem or viewing or maybe:
+    # those in _SHARING copy only where they must, or share by contract
+    if node.target is operator.getitem or viewing(node.target) or node.target in _SHARING:
         return next(iter(node.all_input_nodes), None)  # a view of a constant has none
     return None
 

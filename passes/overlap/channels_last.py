@@ -17,20 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from passes.graph import note_of
 from passes.layouts.reshard import COMMUNICATING, Step
 from passes.overlap import primitives
+from passes.rules.table import rule_of
 from passes.world import ops
 
 __all__ = ["channels_last", "laid_out", "quicker", "worthwhile"]
 
 _aten = torch.ops.aten
-#: Convolutions -> the order of the elements of what they read.
-_FORMATS: dict[Any, torch.memory_format] = {
-    _aten.conv2d.default: torch.channels_last,
-    _aten.conv2d.padding: torch.channels_last,
-    _aten.conv3d.default: torch.channels_last_3d,
-    _aten.conv3d.padding: torch.channels_last_3d,
-}
 #: Orders of elements -> how many dims they are for, the batch among them.
 _DIMS = {torch.channels_last: 4, torch.channels_last_3d: 5}
 _IMAGES = tuple(_DIMS.values())
@@ -47,7 +42,7 @@ def channels_last(module: fx.GraphModule, wanted: Callable[[fx.Node], bool]) -> 
         module: see ``passes.sharding.shard.shard``; it stays as it is.
         wanted: whether a convolution's input is to be.
     """
-    found = [node for node in module.graph.nodes if node.target in _FORMATS and wanted(node)]
+    found = [node for node in module.graph.nodes if _order(node) is not None and wanted(node)]
     if not found or any(node.target is _aten.as_strided.default for node in module.graph.nodes):
         return module
     # not `aten.contiguous`, which is traced only where a device's part is not laid out so: one channel alone always is
@@ -58,13 +53,14 @@ def channels_last(module: fx.GraphModule, wanted: Callable[[fx.Node], bool]) -> 
         return graph.call_function(laid_out, (node, order))
 
     for node in graph.nodes:
-        if node.target in _FORMATS and wanted(node):
+        order = _order(node)
+        if order is not None and wanted(node):
             with graph.inserting_before(node):
-                node.update_arg(0, in_order(node.args[0], _FORMATS[node.target]))
+                node.update_arg(0, in_order(node.args[0], order))
         elif node.target is _aten.view.default:  # which asks for elements in order
             node.target = _aten.reshape.default
         elif node.op == "output":
-            leaves = zip(node.args[0], node.meta["values"], strict=True)
+            leaves = zip(node.args[0], note_of(node).values, strict=True)
             with graph.inserting_before(node):
                 node.args = (tuple(in_order(leaf) if isinstance(v, Tensor) else leaf for leaf, v in leaves),)
     result.recompile()
@@ -81,21 +77,27 @@ def worthwhile(module: fx.GraphModule) -> bool:
         if node.target not in (ops.reshard, ops.reshard_chunks) or value is None or value.dim() not in _IMAGES:
             return False
         moving = (Step(*step) for step in (*node.args[2], *node.args[3]))  # type: ignore[misc]
-        return node.meta["tensor"] not in resting and any(s.kind in COMMUNICATING and s.axes[0] < real for s in moving)
+        return note_of(node).tensor not in resting and any(s.kind in COMMUNICATING and s.axes[0] < real for s in moving)
 
-    convolutions = sum(node.target in _FORMATS for node in module.graph.nodes)
+    convolutions = sum(_order(node) is not None for node in module.graph.nodes)
     return convolutions > _EACH * sum(map(travels, module.graph.nodes))
 
 
 def quicker(device: torch.device, convolution: fx.Node) -> bool:
     """Whether a convolution is quicker so on a device: by a processor's matrix library, and on tensor cores."""
-    value = convolution.meta.get("val")
-    if not isinstance(value, Tensor) or value.dim() != _DIMS[_FORMATS[convolution.target]]:
+    value, order = convolution.meta.get("val"), _order(convolution)
+    if order is None or not isinstance(value, Tensor) or value.dim() != _DIMS[order]:
         return False
     if device.type == "cuda":
         return value.dtype in _TENSOR_CORES
     # what is on meta is planned for a processor
     return value.dtype in _PROCESSORS and torch.backends.mkldnn.is_available()
+
+
+def _order(node: fx.Node) -> torch.memory_format | None:
+    """The order of the elements of what a convolution reads; None for other nodes."""
+    rule = rule_of(node) if node.op == "call_function" else None
+    return rule.channels_last if rule is not None else None
 
 
 def laid_out(x: Tensor, order: torch.memory_format) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.overlap.aliasing import source_of
-from passes.overlap.launch import HOSTED, launch, wait
+from passes.overlap.launch import launch, wait
 
 __all__ = ["inplace"]
 
@@ -75,7 +75,7 @@ def inplace(graph: fx.Graph) -> None:
 
 def _fresh(node: fx.Node) -> bool:
     """Whether a node made a tensor of its own that nobody else knows."""
-    return node.op == "call_function" and node.target not in HOSTED and isinstance(node.target, torch._ops.OpOverload)
+    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
 
 
 def _whole(operand: fx.Node, root: fx.Node) -> bool:

@@ -9,41 +9,48 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
+from passes.graph import annotate, note_of
 from passes.layouts.reshard import Step
 from passes.overlap import primitives
 from passes.overlap.primitives import COLLECTIVES
 from passes.rules.table import name_of
-from passes.world.ops import Parts
+from passes.world.ops import Parts, hosted, part_of
 from passes.world.world import Pending, World
 
-__all__ = ["HOSTED", "called", "draw", "launch", "launches", "local", "offset", "wait"]
+__all__ = ["called", "draw", "launch", "launches", "local", "offset", "wait"]
 
 
 class _Launched:
     """A collective under way, and whether its results are ``Parts``."""
 
-    def __init__(self, pending: Pending, hosted: bool) -> None:
-        self.pending, self.hosted = pending, hosted
+    def __init__(self, pending: Pending, several: bool) -> None:
+        self.pending, self.several = pending, several
 
 
+@hosted
 def launch(world: World, kind: str, value: Any, *args: Any) -> _Launched:
     """Begins a collective: the name of one of ``World``'s primitives, and its arguments after the tensor."""
-    hosted = isinstance(value, Parts)
+    several = isinstance(value, Parts)
     given = [tuple(a) if isinstance(a, list) else a for a in args]
-    return _Launched(getattr(world, kind)(list(value) if hosted else [value], *given), hosted)
+    return _Launched(getattr(world, kind)(list(value) if several else [value], *given), several)
 
 
+@hosted
 def wait(launched: _Launched) -> Any:
     """A collective's result, when it is there."""
     results = launched.pending.wait()
-    return Parts(results) if launched.hosted else results[0]
+    return Parts(results) if launched.several else results[0]
 
 
-def local(world: World, name: str, value: Tensor, *args: Any, index: int = 0) -> Tensor:
-    """What `passes.overlap.primitives` names so, for one hosted device: what is done on it alone."""
-    return _LOCAL[name](world, value, index, *args)
+@hosted
+def local(world: World, name: str, value: Any, *args: Any) -> Any:
+    """What `passes.overlap.primitives` names so: what is done on each device alone."""
+    function = _LOCAL[name]
+    if isinstance(value, Parts):
+        return Parts(function(world, part, i, *part_of(args, i)) for i, part in enumerate(value))
+    return function(world, value, 0, *args)
 
 
 _LOCAL: Mapping[str, Any] = {
@@ -57,6 +64,7 @@ _LOCAL: Mapping[str, Any] = {
 }
 
 
+@hosted
 def offset(world: World, size: int, axes: tuple[int, ...], like: Any) -> Any:
     """`passes.overlap.primitives.offset`: a tensor without dims."""
     near = like[0] if isinstance(like, Parts) else like
@@ -64,15 +72,13 @@ def offset(world: World, size: int, axes: tuple[int, ...], like: Any) -> Any:
     return Parts(starts) if isinstance(like, Parts) else starts[0]
 
 
+@hosted
 def draw(world: World, seed: int, salt: int, axes: tuple[int, ...], like: Any, method: str, by: Sequence[float]) -> Any:
     """`passes.overlap.primitives.draw`, by the same generators as ``passes.world.ops.seeded``."""
     parts = like if isinstance(like, Parts) else [like]
     results = [world.draw(seed, salt, axes, i, part, method, *by) for i, part in enumerate(parts)]
     return Parts(results) if isinstance(like, Parts) else results[0]
 
-
-#: What is called once for all hosted devices.
-HOSTED = frozenset({launch, wait, offset, draw})
 
 _NAMES = {getattr(primitives, name): name for name in _LOCAL}
 
@@ -94,7 +100,7 @@ def launches(graph: fx.Graph) -> fx.Graph:
         if target in COLLECTIVES:
             rest = args[1:2] if target is primitives.all_gather else args[1:]
             begun = result.call_function(launch, (world, COLLECTIVES[target], args[0], *rest))
-            begun.meta = {"collective": node}
+            annotate(begun, collective=node)
             values[node] = result.call_function(wait, (begun,))
         elif target in _NAMES:
             values[node] = result.call_function(local, (world, _NAMES[target], *args))
@@ -104,12 +110,13 @@ def launches(graph: fx.Graph) -> fx.Graph:
             values[node] = result.call_function(draw, (world, *args))
         else:
             values[node] = result.node_copy(node, lambda n: values[n])
-        values[node].meta = dict(node.meta) | {"traced": node}
+        values[node].meta = dict(node.meta)
+        annotate(values[node], traced=node)
     return result
 
 
 def called(node: fx.Node) -> str:
     """What a node of a scheduled graph does, by name: an operator, a collective, or one of this module's functions."""
     if node.target is launch:
-        return COLLECTIVES[node.meta["collective"].target]
+        return COLLECTIVES[note_of(node).collective.target]  # type: ignore[union-attr]
     return str(node.args[1]) if node.target is local else name_of(node).removeprefix(f"{__name__}.")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.graph import above, below
+from passes.graph import above, annotate, below
 from passes.overlap.aliasing import held
 from passes.overlap.primitives import COLLECTIVES, crop, in_one_format, own, pad
 from passes.overlap.trace import Joint
@@ -62,12 +62,10 @@ class Cut:
     Attributes:
         forward: inputs, seed -> outputs, then what is saved.
         backward: what is saved, gradients of the outputs that have one -> gradients of the inputs that have one.
-        outputs: how many outputs come before what is saved.
     """
 
     forward: fx.Graph
     backward: fx.Graph
-    outputs: int
 
 
 def cut(joint: Joint) -> Cut:
@@ -94,11 +92,11 @@ def cut(joint: Joint) -> Cut:
     sizes = held(kept)
     for node in (*kept, *tangents):
         values[node] = _placeholder(backward, node)
-        values[node].meta["held"] = sizes.get(node, 0.0)
+        annotate(values[node], held=sizes.get(node, 0.0))
     for node in _when_needed([n for n in nodes if n in needed and n not in values], later):
         values[node] = backward.node_copy(node, lambda n: values[n])
     backward.output(tuple(values[g] if isinstance(g, fx.Node) else g for g in gradients))
-    return Cut(forward, backward, len(outputs))
+    return Cut(forward, backward)
 
 
 def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -1,12 +1,7 @@
 """Overlap: a sharded graph becomes a forward and a backward graph whose collectives run while something is computed.
 
-Convolutions are given their inputs as they read them best (`passes.overlap.channels_last`). Then the graph is traced
-(`passes.overlap.trace`), cut in two (`passes.overlap.partition`), sums of products joined (`passes.overlap.join_products`),
-views that change nothing left out (`passes.overlap.tidy`), small collectives merged (`passes.overlap.bucket`), all_reduces
-over several levels of the network done level by level (`passes.overlap.stage`), every collective a launch and a wait
-(`passes.overlap.launch`), and put in an order that hides them (`passes.overlap.schedule`). A backward pass from some of the
-outputs has a graph of its own (`passes.overlap.prune`), and values lie in memory as they were traced
-(`autotp.runtime.strides`).
+`passes` lists what runs here, in order. A backward pass from some of the outputs has a graph of its own
+(`passes.overlap.prune`), and values lie in memory as they were traced (`autotp.runtime.strides`).
 """
 
 from __future__ import annotations
@@ -15,7 +10,7 @@ import copy
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,9 +32,9 @@ from passes.overlap.tidy import tidy
 from passes.overlap.trace import Joint, trace
 from passes.world.world import World
 
-__all__ = ["BACKWARD_PASSES", "PASSES", "Halves", "Orders", "Overlapped", "agreed", "first_agreed", "halves"]
+__all__ = ["BACKWARD_PASSES", "PASSES", "Halves", "Orders", "Overlapped", "halves"]
 
-#: In-place passes over the two traced graphs, in order: first those of the backward graph, then those of either one. They
+#: In-place passes over the two traced graphs, in order: first those of the backward graph, then those of both. They
 #: decide by sizes; see `Halves.refined`.
 BACKWARD_PASSES: tuple[Callable[[fx.Graph], None], ...] = (drop_zeros, join_products)
 PASSES: tuple[Callable[[fx.Graph], None], ...] = (tidy,)
@@ -56,21 +51,13 @@ class Overlapped:
         forward: inputs of the sharded graph, a seed -> its outputs, then what is saved.
         backward: what is saved, gradients of the outputs that have one -> gradients of the inputs that have one.
         constants: tensors that the graphs read by name.
-        inputs: names of the sharded graph's placeholders.
-        trained: positions of the inputs whose gradients ``backward`` gives.
-        outputs: how many outputs come before what is saved.
-        tangents: positions of the outputs that have a gradient.
-        reached: see `passes.overlap.trace.Joint`.
+        joint: what they were traced from, for what their inputs and outputs are.
     """
 
     forward: fx.Graph
     backward: fx.Graph
     constants: Mapping[str, Tensor]
-    inputs: tuple[str, ...]
-    trained: tuple[int, ...]
-    outputs: int
-    tangents: tuple[int, ...]
-    reached: tuple[frozenset[int], ...]
+    joint: Joint
 
     def slots(self, durations: Durations, limits: Limits) -> tuple[list[Slot], list[Slot]]:
         """When each node of either graph is to run, by prediction; in the order in which it is to."""
@@ -186,16 +173,7 @@ class Halves:
         for graph, places in zip(halves, staged, strict=True):
             stage(graph, self.mesh, places, same_sizes=same_sizes)
         forward, backward = map(launches, halves)
-        return Overlapped(
-            forward,
-            backward,
-            self.constants,
-            self.joint.inputs,
-            self.joint.trained,
-            self.cut.outputs,
-            self.joint.tangents,
-            self.joint.reached,
-        )
+        return Overlapped(forward, backward, self.constants, self.joint)
 
     def _merged(self, chosen: tuple[Buckets, Buckets]) -> tuple[fx.Graph, fx.Graph]:
         forward, backward = copy.deepcopy(self.cut.forward), copy.deepcopy(self.cut.backward)
@@ -232,14 +210,3 @@ def halves(
     dump("cut, forward", parts.forward)
     dump("cut, backward", parts.backward)
     return Halves(joint, mesh, parts, {name: value.to(device) for name, value in joint.constants.items()})
-
-
-def first_agreed(signatures: Iterable[Iterable[str]]) -> int | None:
-    """The first choice whose graphs are alike on all devices, by each one's signatures; None where none is."""
-    return next((i for i, each in enumerate(zip(*signatures, strict=False)) if len(set(each)) == 1), None)
-
-
-def agreed(choices: Collection[Sequence[Halves]]) -> list[Halves] | None:
-    """Of every device's choices, the first with which all are alike; None where none is."""
-    which = first_agreed((choice.signature for choice in each) for each in choices)
-    return None if which is None else [each[which] for each in choices]

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from passes.graph import note_of
 from passes.overlap.aliasing import source_of
 from passes.overlap.launch import launch, wait
 
@@ -139,7 +140,7 @@ class _Scheduler:
     def __init__(self, graph: fx.Graph, durations: Durations, limits: Limits) -> None:
         self.nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
         self.tasks = {node: durations(node) for node in self.nodes}
-        given = {n: Task(bytes=n.meta.get("held", 0.0)) for n in graph.nodes if n.op == "placeholder"}
+        given = {n: Task(bytes=note_of(n).held) for n in graph.nodes if n.op == "placeholder"}
         self.limits = limits
         known = given | self.tasks
         self.most = _peak(self.nodes, known) * (1 + limits.slack)

@@ -11,16 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from passes.overlap.primitives import in_one_format, laid_out
+
 __all__ = ["tidy"]
 
 _aten = torch.ops.aten
 _RESHAPING = frozenset({_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default})
+_ARRANGING = frozenset({in_one_format, laid_out})
+_MAY_CHANGE_NOTHING = _RESHAPING | _ARRANGING
 
 
 def tidy(graph: fx.Graph) -> None:
     """Leaves out, in place, views that something else is as good as.
 
     What a graph gives stays what it is: an output that is a view of another, or of an input, is not made the same tensor.
+    What only arranges a tensor that lies so already gives that tensor itself.
 
     Args:
         graph: of operators, with a fake tensor for each in ``meta["val"]``.
@@ -29,10 +34,10 @@ def tidy(graph: fx.Graph) -> None:
         if node.target in _RESHAPING:
             _look_through(node)
         same = _same(node)
-        if same is not None and not any(user.op == "output" for user in node.users):
+        if same is not None and (node.target in _ARRANGING or not any(user.op == "output" for user in node.users)):
             node.replace_all_uses_with(same)
     for node in reversed(list(graph.nodes)):
-        if not node.users and (node.target in _RESHAPING or node.target is _aten.t.default):
+        if not node.users and (node.target in _MAY_CHANGE_NOTHING or node.target is _aten.t.default):
             graph.erase_node(node)
 
 
@@ -50,8 +55,10 @@ def _same(node: fx.Node) -> fx.Node | None:
     operand = node.args[0]
     if node.target is _aten.t.default and operand.target is _aten.t.default:
         return operand.args[0]  # type: ignore[return-value]
-    if node.target in _RESHAPING:
+    if node.target in _MAY_CHANGE_NOTHING:
         old, new = operand.meta["val"], node.meta["val"]
-        if isinstance(old, Tensor) and old.shape == new.shape and old.stride() == new.stride():
-            return operand
+        if not isinstance(old, Tensor) or old.shape != new.shape or old.stride() != new.stride():
+            return None
+        # A kernel may choose other strides than its fake one in dims of size 1.
+        return operand if node.target in _RESHAPING or 1 not in old.shape else None
     return None

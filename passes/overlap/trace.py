@@ -18,10 +18,10 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from passes.graph import differentiable
+from passes.graph import differentiable, note_of
 from passes.layouts.reshard import Step
 from passes.overlap import primitives
-from passes.sharding.shard import draws
+from passes.rules.table import draws
 from passes.world import ops
 from passes.world.random_ops import DRAWN
 from passes.world.world import Pending, World
@@ -148,7 +148,7 @@ def trace(
 
     # Outputs are whole, so their gradients' shapes are known before the graph has run.
     *_, output = sharded.graph.nodes
-    floating = [i for i, value in enumerate(output.meta["values"]) if wanted and differentiable(value)]
+    floating = [i for i, value in enumerate(note_of(output).values) if wanted and differentiable(value)]
 
     def joint(*flat: Tensor) -> list[Any]:
         values, seed, gradients = flat[: len(names)], flat[len(names)], flat[len(names) + 1 :]
@@ -169,7 +169,7 @@ def trace(
         with _device(inputs.values()), torch.autograd.set_detect_anomaly(False), FakeTensorMode(allow_non_fake_inputs=True):
             parts = [_like(inputs[name]) for name in names]
             seed = torch.empty((), dtype=torch.int64)
-            values = [output.meta["values"][i] for i in floating]
+            values = [note_of(output).values[i] for i in floating]
             flat = [*parts, seed, *(torch.empty(v.shape, dtype=v.dtype, device=parts[0].device) for v in values)]
             module = make_fx(joint)(*flat)
             if any(_mutates(node) for node in module.graph.nodes):
@@ -196,7 +196,7 @@ def trace(
     _tidy(module.graph)
     regathered = tuple(names.index(name) for name in _gathered(sharded) if name in names)
     constants = {str(n.target): getattr(module, str(n.target)) for n in module.graph.nodes if n.op == "get_attr"}
-    outputs = len(output.meta["values"])
+    outputs = len(note_of(output).values)
     return Joint(module.graph, constants, names, wanted, regathered, outputs, tuple(tangents), tuple(reached))
 
 

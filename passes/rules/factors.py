@@ -62,7 +62,7 @@ class Factor:
     offered: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Operator:
     """A node with its rule, cut into the graph's common factors.
 
@@ -171,10 +171,6 @@ class _Analysis:
                             low *= size
 
 
-def _data_operand(node: fx.Node) -> int:
-    return 1 if len(operands_of(node)) > 1 and str(node.target).startswith(("aten.addmm", "aten.baddbmm")) else 0
-
-
 def analyse(graph: fx.Graph, inputs: Iterable[str] = ()) -> dict[fx.Node, Operator]:
     """The operators of ``graph`` with their cut rules and the roles of their factors.
 
@@ -237,7 +233,8 @@ def _learned(graph: fx.Graph) -> set[fx.Node]:
 def _kind(node: fx.Node, rule: OpRule, factor: str) -> str:
     if factor in rule.reduced:
         return "k"
-    position = _data_operand(node)
+    table = rule_of(node)
+    position = table.product.data if table is not None and table.product is not None else 0
     rows = {f for dim in rule.operands[position] for f in dim}
     columns = {f for dims in rule.operands[position + 1 :][:1] for dim in dims for f in dim}
     if factor in rows and factor in columns:

@@ -162,7 +162,7 @@ def batch_norm(
 
 def _track(running: Tensor, batch: Tensor, momentum: float, unbias: float) -> Tensor:
     batch = batch.detach().reshape(-1).to(torch.promote_types(batch.dtype, running.dtype))
-    return ((1 - momentum) * running + momentum * unbias * batch).to(running.dtype)
+    return ((1 - momentum) * running.to(batch.dtype) + momentum * unbias * batch).to(running.dtype)
 
 
 def softmax(at: At, x: Any, dim: int, dtype: Any = None, *_: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Rules that follow from shapes and arguments: views, reductions, indexing, concatenation.
+"""Rules that follow from shapes and arguments: element-wise operators, reductions, indexing, concatenation.
 
 Each builder takes a node and returns its ``OpRule``, or ``None`` where it has nothing to offer (then the operator is
 replicated, and reported).
@@ -6,7 +6,6 @@ replicated, and reported).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,29 +15,25 @@ from passes.rules.notation import Dim, OpRule, Shape, instantiate, pointwise
 
 __all__ = [
     "along",
+    "argument",
     "broadcast",
     "cat",
-    "chain",
     "einsum",
     "elementwise",
-    "expand",
     "gather",
     "index",
+    "dims_of",
     "operands_of",
     "pad",
-    "permute",
     "reduction",
     "repeat",
-    "reshape",
-    "scaled",
     "results_of",
     "roll",
-    "select",
+    "op_rule",
+    "scaled",
     "shape_of",
-    "split",
-    "squeeze",
+    "shapes_of",
     "stack",
-    "unsqueeze",
 ]
 
 
@@ -77,11 +72,13 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
-def _shapes(node: fx.Node) -> tuple[list[Shape], list[Shape]]:
+def shapes_of(node: fx.Node) -> tuple[list[Shape], list[Shape]]:
+    """The whole shapes of a node's operands, and of its results."""
     return [shape_of(n) for n in operands_of(node)], [tuple(t.shape) for t in results_of(node)]
 
 
-def _rule(operands: Sequence[Sequence[Dim]], results: Sequence[Sequence[Dim]], sizes: dict, **options: Any) -> OpRule:
+def op_rule(operands: Sequence[Sequence[Dim]], results: Sequence[Sequence[Dim]], sizes: dict, **options: Any) -> OpRule:
+    """A rule of the factors that the dims of its tensors have."""
     used = {f for tensor in (*operands, *results) for dim in tensor for f in dim}
     linear = options.pop("linear", ())
     return OpRule(
@@ -93,7 +90,7 @@ def _rule(operands: Sequence[Sequence[Dim]], results: Sequence[Sequence[Dim]], s
     )
 
 
-def _named(shape: Shape) -> tuple[list[Dim], dict[str, int]]:
+def dims_of(shape: Shape) -> tuple[list[Dim], dict[str, int]]:
     """One factor per dim."""
     return [(f"d{i}",) if n > 1 else () for i, n in enumerate(shape)], {f"d{i}": n for i, n in enumerate(shape) if n > 1}
 
@@ -102,7 +99,7 @@ def elementwise(*linear: Sequence[int]) -> Any:
     """A builder for element-wise operators that are linear in the given sets of operands."""
 
     def build(node: fx.Node) -> OpRule | None:
-        operands, results = _shapes(node)
+        operands, results = shapes_of(node)
         if len(results) != 1 or not operands:
             return None
         fitting = [s for s in linear if all(i < len(operands) for i in s)]
@@ -114,128 +111,27 @@ def elementwise(*linear: Sequence[int]) -> Any:
 def scaled(node: fx.Node) -> OpRule | None:
     """mul, div: linear in the one tensor that a number scales. Products of two tensors take whole operands: passing a
     partial sum through them saves no communication, and every such choice costs planning time."""
-    operands, results = _shapes(node)
+    operands, results = shapes_of(node)
     return pointwise(operands, results[0], [(0,)] if len(operands) == 1 and node.args[0] in operands_of(node) else ())
 
 
 def broadcast(node: fx.Node) -> OpRule | None:
     """add, sub: linear in both operands together, but not in one alone (a scalar would be added once per device)."""
-    operands, results = _shapes(node)
+    operands, results = shapes_of(node)
     return pointwise(operands, results[0], [(0, 1)] if len(operands) == 2 else ())
-
-
-def chain(boundaries: Sequence[int]) -> bool:
-    """Whether each boundary divides the next: then all of them are products of common factors."""
-    return all(b % a == 0 for a, b in zip(boundaries, boundaries[1:], strict=False))
-
-
-def reshape(node: fx.Node) -> OpRule | None:
-    """Dims that are merged or split, as products of common factors; groups that share no factors stay whole."""
-    (source,), (target,) = _shapes(node)
-    operand: list[Dim] = [() for _ in source]
-    result: list[Dim] = [() for _ in target]
-    sizes: dict[str, int] = {}
-    if 0 in source:  # of nothing, any shape with a 0 can be made
-        return _rule([operand], [result], sizes, linear=[(0,)])
-    i = j = 0
-    while i < len(source) and j < len(target):
-        first, second = [i], [j]
-        a, b = source[i], target[j]
-        i, j = i + 1, j + 1
-        while a != b:
-            if a < b:
-                a *= source[i]
-                first.append(i)
-                i += 1
-            else:
-                b *= target[j]
-                second.append(j)
-                j += 1
-        _join(source, first, operand, target, second, result, sizes)
-    return _rule([operand], [result], sizes, linear=[(0,)])
-
-
-def _join(
-    source: Shape,
-    first: list[int],
-    operand: list,
-    target: Shape,
-    second: list[int],
-    result: list,
-    sizes: dict,
-) -> None:
-    total = math.prod(source[i] for i in first)
-    marks = {1, total}
-    for shape, dims in ((source, first), (target, second)):
-        product = 1
-        for d in dims:
-            product *= shape[d]
-            marks.add(product)
-    boundaries = sorted(marks)
-    if total == 0 or not chain(boundaries):
-        return
-    for shape, dims, out in ((source, first, operand), (target, second, result)):
-        low = 1
-        for d in dims:
-            high = low * shape[d]
-            inside = [b for b in boundaries if low <= b <= high]
-            names = []
-            for x, y in zip(inside, inside[1:], strict=False):
-                name = f"g{first[0]}_{x}"
-                sizes[name] = y // x
-                names.append(name)
-            out[d] = tuple(names)
-            low = high
-
-
-def permute(node: fx.Node) -> OpRule:
-    """permute: the same factors in another order."""
-    shape = shape_of(operands_of(node)[0])
-    dims, sizes = _named(shape)
-    order = [d % len(shape) for d in argument(node, 1, "dims")]
-    return _rule([dims], [[dims[d] for d in order]], sizes, linear=[(0,)])
-
-
-def unsqueeze(node: fx.Node) -> OpRule:
-    """unsqueeze: a new dim without factors."""
-    shape = shape_of(operands_of(node)[0])
-    dims, sizes = _named(shape)
-    where = argument(node, 1, "dim") % (len(shape) + 1)
-    return _rule([dims], [[*dims[:where], (), *dims[where:]]], sizes, linear=[(0,)])
-
-
-def squeeze(node: fx.Node) -> OpRule:
-    """squeeze in all its forms. A named dim that is larger than 1 stays, and stays whole: its part might be 1."""
-    shape = shape_of(operands_of(node)[0])
-    dims, sizes = _named(shape)
-    where = argument(node, 1, "dim")
-    chosen = range(len(shape)) if where is None else [where] if isinstance(where, int) else where
-    named = {d % len(shape) for d in chosen}
-    gone = {d for d in named if shape[d] == 1}
-    dims = [() if d in named else dim for d, dim in enumerate(dims)]
-    return _rule([dims], [[d for i, d in enumerate(dims) if i not in gone]], sizes, linear=[(0,)])
-
-
-def expand(node: fx.Node) -> OpRule:
-    """expand: dims that only the result has are factors too; the operand's gradient is a partial sum over them."""
-    source, target = shape_of(operands_of(node)[0]), shape_of(node)
-    dims, sizes = _named(target)
-    shift = len(target) - len(source)
-    operand = [dims[shift + i] if n == target[shift + i] else () for i, n in enumerate(source)]
-    return _rule([operand], [dims], sizes, linear=[(0,)])
 
 
 def along(position: int | None = 1, name: str = "dim", *, linear: bool = False) -> Any:
     """A builder for operators that work along some dims and treat all others alike (cumsum, flip, slice, sort)."""
 
     def build(node: fx.Node) -> OpRule | None:
-        operands, results = _shapes(node)
+        operands, results = shapes_of(node)
         source = operands[0]
         where = argument(node, position, name, -1) if position is not None else range(len(source))
         if where is None:
             return None
         busy = {d % len(source) for d in ([where] if isinstance(where, int) else where)} if source else set()
-        dims, sizes = _named(source)
+        dims, sizes = dims_of(source)
         dims = [() if i in busy else d for i, d in enumerate(dims)]
         others = [dims if len(s) == len(source) else None for s in operands[1:]]
         if any(o is None for o in others) or any(len(r) != len(source) for r in results):
@@ -248,7 +144,7 @@ def along(position: int | None = 1, name: str = "dim", *, linear: bool = False) 
         if not fits:
             return None
         sets = [tuple(range(len(operands)))] if linear else ()
-        return _rule([dims] * len(operands), [dims] * len(results), sizes, linear=sets)
+        return op_rule([dims] * len(operands), [dims] * len(results), sizes, linear=sets)
 
     return build
 
@@ -258,50 +154,24 @@ def roll(node: fx.Node) -> OpRule | None:
     return along(2 if argument(node, 2, "dims", ()) else None, "dims", linear=True)(node)
 
 
-def select(node: fx.Node) -> OpRule:
-    """select.int: the chosen dim disappears."""
-    shape = shape_of(operands_of(node)[0])
-    dims, sizes = _named(shape)
-    where = argument(node, 1, "dim") % len(shape)
-    dims[where] = ()
-    return _rule([dims], [[d for i, d in enumerate(dims) if i != where]], sizes, linear=[(0,)])
-
-
-def split(node: fx.Node) -> OpRule:
-    """split_with_sizes: equal parts make the dim a product ``(parts rest)`` of which ``rest`` can be sharded."""
-    shape = shape_of(operands_of(node)[0])
-    parts = argument(node, 1, "split_sizes")
-    where = argument(node, 2, "dim", 0) % len(shape)
-    dims, sizes = _named(shape)
-    inner = [*dims]
-    whole: frozenset[str] = frozenset()
-    dims[where] = inner[where] = ()
-    if len(set(parts)) == 1:
-        sizes |= {"parts": len(parts), "rest": parts[0]}
-        dims[where] = tuple(f for f in ("parts", "rest") if sizes[f] > 1)
-        inner[where] = ("rest",) if parts[0] > 1 else ()
-        whole = frozenset({"parts"})
-    return _rule([dims], [inner] * len(parts), sizes, whole=whole, linear=[(0,)])
-
-
 def cat(node: fx.Node) -> OpRule | None:
     """cat: along the joined dim everything is whole; linear in all operands together."""
-    operands, (result,) = _shapes(node)
+    operands, (result,) = shapes_of(node)
     where = argument(node, 1, "dim", 0) % len(result)
     if any(len(s) != len(result) for s in operands):
         return None
-    dims, sizes = _named(result)
+    dims, sizes = dims_of(result)
     dims[where] = ()
-    return _rule([dims] * len(operands), [dims], sizes, linear=[tuple(range(len(operands)))])
+    return op_rule([dims] * len(operands), [dims], sizes, linear=[tuple(range(len(operands)))])
 
 
 def stack(node: fx.Node) -> OpRule:
     """stack: a new whole dim."""
-    operands, (result,) = _shapes(node)
+    operands, (result,) = shapes_of(node)
     where = argument(node, 1, "dim", 0) % len(result)
-    dims, sizes = _named(operands[0])
+    dims, sizes = dims_of(operands[0])
     out = [*dims[:where], (), *dims[where:]]
-    return _rule([dims] * len(operands), [out], sizes, linear=[tuple(range(len(operands)))])
+    return op_rule([dims] * len(operands), [out], sizes, linear=[tuple(range(len(operands)))])
 
 
 def reduction(*, linear: bool) -> Any:
@@ -314,21 +184,21 @@ def reduction(*, linear: bool) -> Any:
         keep = bool(argument(node, 2, "keepdim", False))
         chosen = range(len(source)) if where is None or where == [] else [where] if isinstance(where, int) else where
         gone = {d % len(source) for d in chosen} if source else set()
-        dims, sizes = _named(source)
+        dims, sizes = dims_of(source)
         operand = [() if i in gone and not linear else d for i, d in enumerate(dims)]
         kept = [() if i in gone else d for i, d in enumerate(dims) if keep or i not in gone]
-        return _rule([operand], [kept] * len(results), sizes, linear=[(0,)] if linear else ())
+        return op_rule([operand], [kept] * len(results), sizes, linear=[(0,)] if linear else ())
 
     return build
 
 
 def gather(node: fx.Node) -> OpRule | None:
     """gather: other dims go along where input and index have the same size."""
-    (source, chosen), (result,) = _shapes(node)
+    (source, chosen), (result,) = shapes_of(node)
     where = argument(node, 1, "dim") % max(1, len(source))
-    dims, sizes = _named(result)
+    dims, sizes = dims_of(result)
     dims = [() if i == where or source[i] != result[i] else d for i, d in enumerate(dims)]
-    return _rule([dims, dims], [dims], sizes)
+    return op_rule([dims, dims], [dims], sizes)
 
 
 def index(node: fx.Node) -> OpRule | None:
@@ -338,33 +208,33 @@ def index(node: fx.Node) -> OpRule | None:
         return None
     if any(str(i.meta["val"].dtype) in ("torch.bool", "torch.uint8") for i in indices):
         return None
-    operands, (result,) = _shapes(node)
+    operands, (result,) = shapes_of(node)
     source, chosen = operands[0], operands[1:]
-    dims, sizes = _named(result)
+    dims, sizes = dims_of(result)
     rank = len(result) - (len(source) - len(chosen))
     operand = [() for _ in chosen] + dims[rank:]
     others = [[() if n == 1 else dims[rank - len(s) + i] for i, n in enumerate(s)] for s in chosen]
-    return _rule([operand, *others], [dims], sizes, linear=[(0,)])
+    return op_rule([operand, *others], [dims], sizes, linear=[(0,)])
 
 
 def pad(node: fx.Node) -> OpRule:
     """constant_pad_nd: padded dims are whole."""
     source = shape_of(operands_of(node)[0])
     amounts = argument(node, 1, "pad")
-    dims, sizes = _named(source)
+    dims, sizes = dims_of(source)
     for k in range(len(amounts) // 2):
         if amounts[2 * k] or amounts[2 * k + 1]:
             dims[len(source) - 1 - k] = ()
-    return _rule([dims], [dims], sizes)
+    return op_rule([dims], [dims], sizes)
 
 
 def repeat(node: fx.Node) -> OpRule:
     """repeat: dims that are repeated are whole."""
     source, target = shape_of(operands_of(node)[0]), shape_of(node)
     shift = len(target) - len(source)
-    dims, sizes = _named(source)
+    dims, sizes = dims_of(source)
     dims = [d if n == target[shift + i] else () for i, (d, n) in enumerate(zip(dims, source, strict=True))]
-    return _rule([dims], [[*([()] * shift), *dims]], sizes, linear=[(0,)])
+    return op_rule([dims], [[*([()] * shift), *dims]], sizes, linear=[(0,)])
 
 
 def einsum(node: fx.Node) -> OpRule | None:
@@ -376,6 +246,6 @@ def einsum(node: fx.Node) -> OpRule | None:
     terms = left.split(",")
     if any(len(set(t)) != len(t) for t in terms):
         return None
-    operands, results = _shapes(node)
+    operands, results = shapes_of(node)
     text = ", ".join(" ".join(t) for t in terms) + " -> " + " ".join(right)
     return instantiate(text, operands, results)

@@ -7,63 +7,25 @@ An operator that is not here is replicated, and reported.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
+from passes.graph import arguments_of
 from passes.rules import lowering as low
+from passes.rules import operators as of
 from passes.rules import shapes as by
+from passes.rules import views
+from passes.rules.kinds import KERNELS
 from passes.rules.notation import OpRule, RuleError, instantiate
+from passes.rules.rule import Product, Rule
 
-__all__ = ["RULES", "Rule", "bind", "kept_besides", "name_of", "rule_of", "saved_by"]
+__all__ = ["RULES", "bind", "draws", "flop_of", "kept_besides", "kind_of", "name_of", "rule_of", "saved_by"]
 
 _log = logging.getLogger("autotp.passes")
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One operator's rule and what a rewrite needs to know about it.
-
-    Attributes:
-        form: an expression of the notation, or a builder that makes one (or an ``OpRule``) from a node.
-        inner: whole factors that ``lower`` can shard.
-        additive, linear: see ``OpRule``.
-        lower: builds the operator's sharded form when a factor in ``inner`` or a reduced factor is sharded.
-        shape: position of an argument that is the result's shape, to be made local.
-        divide: argument position -> factor whose shards divide it (``num_groups``, equal split sizes).
-        flop: FLOP of the whole forward operator; the backward of such an operator costs twice that.
-        statistics: how many numbers per row a lowering reduces over the axes of its inner factors, forward and backward.
-        contiguous: factors whose lowering counts positions, so that a device must hold neighbouring ones.
-        random: draws random numbers.
-        saves: what the backward pass keeps: "operands"; "others", each operand for the others' gradients; "result"; "".
-        extra: how many tensors of the first operand's size a lowering over inner axes keeps besides.
-        view: moves no data.
-        misreads: whether the node's kernel may take an operand, or its gradient, for one of another memory format where
-            dims of size 1 leave that open: it is then given those in one that is beyond doubt.
-        bounded: operand of indices -> the factor that they are indices into, checked by the operator itself unless that
-            factor is sharded.
-    """
-
-    form: str | Callable[[fx.Node], OpRule | str | None]
-    inner: tuple[str, ...] = ()
-    additive: tuple[int, ...] = ()
-    linear: tuple[tuple[int, ...], ...] = ()
-    lower: Callable[..., Any] | None = None
-    shape: int | None = None
-    divide: Mapping[int, str] | None = None
-    flop: Callable[[fx.Node], float] | None = None
-    statistics: tuple[int, int] = (2, 2)
-    contiguous: tuple[str, ...] = ()
-    random: bool = False
-    saves: str = "operands"
-    extra: int = 0
-    view: bool = False
-    misreads: Callable[[fx.Node], bool] | None = None
-    bounded: Mapping[int, str] | None = None
 
 
 def name_of(node: fx.Node) -> str:
@@ -79,6 +41,31 @@ def name_of(node: fx.Node) -> str:
 def rule_of(node: fx.Node) -> Rule | None:
     """The rule of a node's operator, or ``None``."""
     return RULES.get(name_of(node))
+
+
+def kind_of(node: fx.Node) -> str:
+    """Which of ``costmodel.device.KINDS`` an operator is, of a captured graph or a traced one."""
+    name = name_of(node)
+    rule = RULES.get(name)
+    return rule.kind if rule is not None else KERNELS.get(name, "pointwise")
+
+
+def flop_of(node: fx.Node) -> float:
+    """FLOP of a node's whole forward operator."""
+    rule = rule_of(node)
+    return rule.flop(node) if rule is not None and rule.flop is not None else 0.0
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    given = arguments_of(node, node.args, node.kwargs)
+    if not given.get("train", given.get("training", True)):
+        return False
+    # Attention and recurrent networks are tagged so for a dropout that most have not.
+    return bool(given.get("dropout_p", given.get("dropout", True)))
 
 
 def saved_by(node: fx.Node) -> str:
@@ -125,124 +112,6 @@ def _bound(node: fx.Node, rule: Rule) -> OpRule | None:
     operands = [by.shape_of(n) for n in by.operands_of(node)]
     results = [tuple(t.shape) for t in by.results_of(node)]
     return instantiate(form, operands, results, inner=rule.inner, additive=rule.additive, linear=rule.linear)
-
-
-def _contraction(weight: int) -> Callable[[fx.Node], float]:
-    """2 · (elements of the result) · (length contracted): every weight element but the output dim's is one product."""
-
-    def flop(node: fx.Node) -> float:
-        result = math.prod(by.shape_of(node))
-        operand = by.shape_of(by.operands_of(node)[weight])
-        kind = name_of(node)
-        if kind.startswith("aten.conv_transpose"):
-            return 2.0 * math.prod(by.shape_of(by.operands_of(node)[0])) * math.prod(operand[1:])
-        if kind.startswith("aten.conv"):
-            return 2.0 * result * math.prod(operand[1:])
-        return 2.0 * result * (operand[-1] if kind == "aten.linear.default" else operand[max(0, len(operand) - 2)])
-
-    return flop
-
-
-def _einsum_flop(node: fx.Node) -> float:
-    rule = by.einsum(node)
-    return 2.0 * math.prod(rule.sizes.values()) if rule else 0.0
-
-
-def _attention_flop(node: fx.Node) -> float:
-    q, k, v = (by.shape_of(n) for n in by.operands_of(node)[:3])
-    return 2.0 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
-
-
-def _attention(node: fx.Node) -> OpRule:
-    operands = by.operands_of(node)
-    q, k = by.shape_of(operands[0]), by.shape_of(operands[1])
-    grouped = q[:-2] != k[:-2]
-    batch = [f"b{i}" for i in range(len(q) - 3)]
-    heads, kv = ("(h g)", "h") if grouped else ("h", "h")
-    lead, lead_kv = (
-        " ".join([*batch, heads] if len(q) > 2 else []),
-        " ".join([*batch, kv] if len(q) > 2 else []),
-    )
-    form = f"{lead} s [d], {lead_kv} [t] [d], {lead_kv} [t] [e]"
-    sizes = dict(zip(batch, q, strict=False)) | {"h": k[-3]} if len(q) > 2 else {}
-    if len(operands) > 3:
-        mask = by.shape_of(operands[3])
-        names = [*batch, heads, "s", "[t]"][-len(mask) :]
-        form += ", " + " ".join("1" if n == 1 else name for n, name in zip(mask, names, strict=True))
-    shapes = [by.shape_of(n) for n in operands]
-    return instantiate(f"{form} -> {lead} s [e]", shapes, [by.shape_of(node)], sizes=sizes)
-
-
-def _convolution(node: fx.Node) -> OpRule:
-    groups = by.argument(node, 6, "groups", 1)
-    operands = [by.shape_of(n) for n in by.operands_of(node)]
-    batch = "n " if len(operands[0]) == len(operands[1]) else ""
-    left, right = ("(g i)", "(g o)") if groups > 1 else ("i", "o")
-    weight = f"{left} o *" if "transpose" in name_of(node) else f"{right} {'[i]' if groups > 1 else 'i'} *"
-    form = f"{batch}{left} *, {weight}, {right} -> {batch}{right} *"
-    sizes = {"g": groups} if groups > 1 else {}
-    return instantiate(form, operands, [by.shape_of(node)], additive=(2,), sizes=sizes)
-
-
-def _batch_norm(node: fx.Node) -> str:
-    """By the batch's own statistics; without running ones, there are no new ones."""
-    return "[n] c *, c, c, c, c -> [n] c *" + ", c, c" * (len(by.results_of(node)) == 3)
-
-
-def _layer_norm(node: fx.Node) -> OpRule:
-    operands = [by.shape_of(n) for n in by.operands_of(node)]
-    names = [f"h{i}" for i in range(len(node.args[1]))]  # type: ignore[arg-type]
-    dims = " ".join(f"[{n}]" for n in names)
-    form = f"… {dims}, {dims}, {dims} -> … {dims}"
-    return instantiate(form, operands, [by.shape_of(node)], inner=names)
-
-
-def _group_norm(node: fx.Node) -> OpRule:
-    operands = [by.shape_of(n) for n in by.operands_of(node)]
-    groups: int = node.args[1]  # type: ignore[assignment]
-    sizes = {f: n for f, n in {"g": groups, "c": operands[0][1] // groups}.items() if n > 1}
-    whole = instantiate("n (g c) *, (g c), (g c) -> n (g c) *", operands, [by.shape_of(node)], sizes=sizes)
-    return OpRule(whole.operands, whole.results, whole.sizes, inner=frozenset({"c"} & set(whole.sizes)))
-
-
-def _softmax(node: fx.Node) -> OpRule:
-    (shape,) = [by.shape_of(n) for n in by.operands_of(node)]
-    where = by.argument(node, 1, "dim") % max(1, len(shape))
-    names = [f"[v{i}]" if i == where else f"d{i}" for i in range(len(shape))]
-    text = " ".join(names)
-    return instantiate(f"{text} -> {text}", [shape], [shape], inner=[f"v{where}"])
-
-
-def _cross_entropy(node: fx.Node) -> OpRule | None:
-    operands = [by.shape_of(n) for n in by.operands_of(node)]
-    logits, target = operands[:2]
-    if len(logits) < 2 or len(target) != len(logits) - 1:
-        return None
-    plain = len(operands) == 2 and not by.argument(node, 5, "label_smoothing", 0.0)
-    result = "m *" if by.argument(node, 3, "reduction", 1) == 0 else ""
-    inner = ["v"] if plain and len(logits) == 2 else []
-    return instantiate(f"m [v] *, m *, [v] -> {result}", operands, [by.shape_of(node)], inner=inner)
-
-
-def _addmm(node: fx.Node) -> str | None:
-    if any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
-        return None
-    bias = by.shape_of(by.operands_of(node)[0])
-    return ("c" if len(bias) == 1 else "r c") + ", r k, k c -> r c"
-
-
-def _embedding(node: fx.Node) -> str | None:
-    """Gradients by how often a word is met count words of the whole batch."""
-    return None if by.argument(node, 3, "scale_grad_by_freq", False) else "v h, … -> … h"
-
-
-def _loss(node: fx.Node) -> OpRule | None:
-    operands = [by.shape_of(n) for n in by.operands_of(node)]
-    if len(set(operands)) != 1:
-        return None
-    text = " ".join(f"d{i}" for i in range(len(operands[0])))
-    result = text if by.argument(node, 2, "reduction", 1) == 0 else ""
-    return instantiate(", ".join([text] * len(operands)) + f" -> {result}", operands, [by.shape_of(node)])
 
 
 def _words(text: str) -> list[str]:
@@ -297,59 +166,85 @@ def _exists(name: str) -> bool:
     return "Tensor" in takes and [str(r.type) for r in schema.returns] == ["Tensor"] and "Device" not in takes[:1]
 
 
-def _always(_: fx.Node) -> bool:
-    return True
+_PLAIN, _ADDED = Product(), Product(data=1, weight=2, bias=0)
 
 
-def _in_float64(node: fx.Node) -> bool:
-    """On CPU, oneDNN computes convolutions of other dtypes, and takes any format."""
-    return by.results_of(node)[0].dtype == torch.float64
+def _product(form: str | Callable[[fx.Node], str | None], additive: tuple[int, ...] = (), where: Product = _PLAIN) -> Rule:
+    return Rule(form, "product", additive=additive, flop=of.product_flop(where), product=where)
 
 
-_CONVOLUTION = Rule(_convolution, divide={6: "g"}, flop=_contraction(1), misreads=_in_float64)
+def _convolution(order: torch.memory_format | None = None, *, transposed: bool = False) -> Rule:
+    return Rule(
+        partial(of.convolution, transposed=transposed),
+        "convolution",
+        divide={6: "g"},
+        flop=partial(of.convolution_flop, transposed=transposed),
+        channels_last=order,
+        misreads=of.in_float64,
+    )
+
+
+def _norm(form: str | Callable[[fx.Node], OpRule | str], **known: Any) -> Rule:
+    return Rule(form, "norm", extra=1, **known)
+
+
+def _softmax(lower: Callable[..., Any]) -> Rule:
+    return Rule(of.softmax, "softmax", lower=lower, extra=1, statistics=(2, 1), saves="result")
+
+
+_CONVOLUTION, _TRANSPOSED = _convolution(), _convolution(transposed=True)
+_IMAGES, _VOLUMES = _convolution(torch.channels_last), _convolution(torch.channels_last_3d)
 
 RULES: Mapping[str, Rule] = {
     **_elementwise(),
     # contractions
-    "aten.linear.default": Rule("… k, n k, n -> … n", additive=(2,), flop=_contraction(1)),
-    "aten.matmul.default": Rule("… r k, … k c -> … r c", flop=_contraction(1)),
-    "aten.mm.default": Rule("r k, k c -> r c", flop=_contraction(1)),
-    "aten.bmm.default": Rule("b r k, b k c -> b r c", flop=_contraction(1)),
-    "aten.addmm.default": Rule(_addmm, additive=(0,), flop=_contraction(2)),
-    "aten.baddbmm.default": Rule("b r c, b r k, b k c -> b r c", additive=(0,), flop=_contraction(2)),
-    "aten.einsum.default": Rule(by.einsum, flop=_einsum_flop),
+    "aten.linear.default": _product("… k, n k, n -> … n", (2,), Product(bias=2, transposed=True)),
+    "aten.matmul.default": _product("… r k, … k c -> … r c"),
+    "aten.mm.default": _product("r k, k c -> r c"),
+    "aten.bmm.default": _product("b r k, b k c -> b r c"),
+    "aten.addmm.default": _product(of.addmm, (0,), _ADDED),
+    "aten.baddbmm.default": _product("b r c, b r k, b k c -> b r c", (0,), _ADDED),
+    "aten.einsum.default": Rule(by.einsum, "product", flop=of.einsum_flop),
     "aten.conv1d.default": _CONVOLUTION,
-    "aten.conv2d.default": _CONVOLUTION,
-    "aten.conv3d.default": _CONVOLUTION,
+    "aten.conv2d.default": _IMAGES,
+    "aten.conv3d.default": _VOLUMES,
     "aten.conv1d.padding": _CONVOLUTION,
-    "aten.conv2d.padding": _CONVOLUTION,
-    "aten.conv3d.padding": _CONVOLUTION,
-    "aten.conv_transpose1d.default": _CONVOLUTION,
-    "aten.conv_transpose2d.input": _CONVOLUTION,
-    "aten.conv_transpose3d.input": _CONVOLUTION,
+    "aten.conv2d.padding": _IMAGES,
+    "aten.conv3d.padding": _VOLUMES,
+    "aten.conv_transpose1d.default": _TRANSPOSED,
+    "aten.conv_transpose2d.input": _TRANSPOSED,
+    "aten.conv_transpose3d.input": _TRANSPOSED,
     "aten.scaled_dot_product_attention.default": Rule(
-        _attention, lower=low.attention, flop=_attention_flop, random=True, contiguous=("s",)
+        of.attention, "attention", lower=low.attention, flop=of.attention_flop, contiguous=("s",)
     ),
     # normalisation, softmax, losses
-    "aten.layer_norm.default": Rule(_layer_norm, lower=low.layer_norm, extra=1),
-    "aten.rms_norm.default": Rule(_layer_norm, lower=low.rms_norm, extra=1, statistics=(1, 1)),
-    "aten.group_norm.default": Rule(_group_norm, lower=low.group_norm, extra=1, divide={1: "g"}, misreads=_always),
-    "autotp.batch_norm_train.default": Rule(_batch_norm, inner=("n",), lower=low.batch_norm, extra=1, misreads=_always),
-    "aten.batch_norm.default": Rule("n c *, c, c, c, c -> n c *", misreads=_always),
-    "aten.softmax.int": Rule(_softmax, lower=low.softmax, extra=1, statistics=(2, 1), saves="result"),
-    "aten.log_softmax.int": Rule(_softmax, lower=low.log_softmax, extra=1, statistics=(2, 1), saves="result"),
-    "aten._softmax.default": Rule(_softmax, lower=low.softmax, extra=1, statistics=(2, 1), saves="result"),
-    "aten._log_softmax.default": Rule(_softmax, lower=low.log_softmax, extra=1, statistics=(2, 1), saves="result"),
+    "aten.layer_norm.default": _norm(of.layer_norm, lower=low.layer_norm),
+    "aten.rms_norm.default": _norm(of.layer_norm, lower=low.rms_norm, statistics=(1, 1)),
+    "aten.group_norm.default": _norm(of.group_norm, lower=low.group_norm, divide={1: "g"}, misreads=of.always),
+    "autotp.batch_norm_train.default": _norm(of.batch_norm, inner=("n",), lower=low.batch_norm, misreads=of.always),
+    "aten.batch_norm.default": Rule("n c *, c, c, c, c -> n c *", "norm", misreads=of.always),
+    "aten.softmax.int": _softmax(low.softmax),
+    "aten.log_softmax.int": _softmax(low.log_softmax),
+    "aten._softmax.default": _softmax(low.softmax),
+    "aten._log_softmax.default": _softmax(low.log_softmax),
     "aten.cross_entropy_loss.default": Rule(
-        _cross_entropy, lower=low.cross_entropy, extra=2, statistics=(3, 0), contiguous=("v",), bounded={1: "v"}
+        of.cross_entropy,
+        "softmax",
+        lower=low.cross_entropy,
+        extra=2,
+        statistics=(3, 0),
+        contiguous=("v",),
+        bounded={1: "v"},
     ),
-    "aten.mse_loss.default": Rule(_loss, lower=low.mean_loss),
-    "aten.l1_loss.default": Rule(_loss, lower=low.mean_loss),
-    "aten.smooth_l1_loss.default": Rule(_loss, lower=low.mean_loss),
+    "aten.mse_loss.default": Rule(of.loss, lower=low.mean_loss),
+    "aten.l1_loss.default": Rule(of.loss, lower=low.mean_loss),
+    "aten.smooth_l1_loss.default": Rule(of.loss, lower=low.mean_loss),
     # lookup
-    "aten.embedding.default": Rule(_embedding, lower=low.embedding, contiguous=("v",), saves="", bounded={1: "v"}),
-    "aten.gather.default": Rule(by.gather),
-    "aten.index.Tensor": Rule(by.index),
+    "aten.embedding.default": Rule(
+        of.embedding, "gather", lower=low.embedding, contiguous=("v",), saves="", bounded={1: "v"}
+    ),
+    "aten.gather.default": Rule(by.gather, "gather"),
+    "aten.index.Tensor": Rule(by.index, "gather"),
     # reductions
     "aten.sum.default": Rule(by.reduction(linear=True), lower=low.total, saves=""),
     "aten.sum.dim_IntList": Rule(by.reduction(linear=True), lower=low.total, saves=""),
@@ -361,26 +256,26 @@ RULES: Mapping[str, Rule] = {
     "aten.any.dim": Rule(by.reduction(linear=False), saves=""),
     "aten.all.dim": Rule(by.reduction(linear=False), saves=""),
     # views and layout changes
-    "aten.reshape.default": Rule(by.reshape, shape=1, saves="", view=True),
-    "aten.expand.default": Rule(by.expand, shape=1, saves="", view=True),
-    "aten.permute.default": Rule(by.permute, saves="", view=True),
-    "aten.unsqueeze.default": Rule(by.unsqueeze, saves="", view=True),
-    "aten.squeeze.default": Rule(by.squeeze, saves="", view=True),
-    "aten.squeeze.dim": Rule(by.squeeze, saves="", view=True),
-    "aten.squeeze.dims": Rule(by.squeeze, saves="", view=True),
+    "aten.reshape.default": Rule(views.reshape, shape=1, saves="", view=True, copies=True),
+    "aten.expand.default": Rule(views.expand, shape=1, saves="", view=True),
+    "aten.permute.default": Rule(views.permute, saves="", view=True),
+    "aten.unsqueeze.default": Rule(views.unsqueeze, saves="", view=True),
+    "aten.squeeze.default": Rule(views.squeeze, saves="", view=True),
+    "aten.squeeze.dim": Rule(views.squeeze, saves="", view=True),
+    "aten.squeeze.dims": Rule(views.squeeze, saves="", view=True),
     "aten.clone.default": Rule(by.elementwise((0,)), saves=""),
-    "aten.detach.default": Rule(by.elementwise((0,)), saves="", view=True),
+    "aten.detach.default": Rule(by.elementwise((0,)), saves="", view=True, detaches=True),
     "aten.neg.default": Rule(by.elementwise((0,)), saves=""),
-    "aten.slice.Tensor": Rule(by.along(1, linear=True), saves="", view=True),
-    "aten.select.int": Rule(by.select, saves="", view=True),
-    "aten.split_with_sizes.default": Rule(by.split, divide={1: "rest"}, saves="", view=True),
-    "aten.repeat.default": Rule(by.repeat, saves=""),
-    "aten.cat.default": Rule(by.cat, saves=""),
-    "aten.stack.default": Rule(by.stack, saves=""),
+    "aten.slice.Tensor": Rule(by.along(1, linear=True), "copy", saves="", view=True),
+    "aten.select.int": Rule(views.select, saves="", view=True),
+    "aten.split_with_sizes.default": Rule(views.split, divide={1: "rest"}, saves="", view=True),
+    "aten.repeat.default": Rule(by.repeat, "copy", saves=""),
+    "aten.cat.default": Rule(by.cat, "copy", saves=""),
+    "aten.stack.default": Rule(by.stack, "copy", saves=""),
     "aten.constant_pad_nd.default": Rule(by.pad, saves=""),
-    "aten.pad.default": Rule(by.pad, saves=""),
-    "aten.flip.default": Rule(by.along(1, "dims", linear=True), saves=""),
-    "aten.roll.default": Rule(by.roll, saves=""),
+    "aten.pad.default": Rule(by.pad, "copy", saves=""),
+    "aten.flip.default": Rule(by.along(1, "dims", linear=True), "copy", saves=""),
+    "aten.roll.default": Rule(by.roll, "copy", saves=""),
     "aten.cumsum.default": Rule(by.along(1, linear=True), saves=""),
     "aten.diff.default": Rule(by.along(2), saves=""),
     "aten.tril.default": Rule("… 1 1 -> … 1 1", saves="", linear=((0,),)),
@@ -404,12 +299,12 @@ RULES: Mapping[str, Rule] = {
     "aten.upsample_bilinear2d.vec": Rule("n c * -> n c *", linear=((0,),), saves=""),
     "aten.upsample_bicubic2d.vec": Rule("n c * -> n c *", linear=((0,),), saves=""),
     # random
-    "aten.dropout.default": Rule(by.elementwise(), random=True, saves="result"),
-    "aten.rand_like.default": Rule(by.elementwise(), random=True, saves=""),
-    "aten.randn_like.default": Rule(by.elementwise(), random=True, saves=""),
-    "aten.alpha_dropout.default": Rule(by.elementwise(), random=True),
-    "aten.feature_dropout.default": Rule("n c * -> n c *", random=True),
-    "aten.feature_alpha_dropout.default": Rule("n c * -> n c *", random=True),
+    "aten.dropout.default": Rule(by.elementwise(), saves="result"),
+    "aten.rand_like.default": Rule(by.elementwise(), saves=""),
+    "aten.randn_like.default": Rule(by.elementwise(), saves=""),
+    "aten.alpha_dropout.default": Rule(by.elementwise()),
+    "aten.feature_dropout.default": Rule("n c * -> n c *"),
+    "aten.feature_alpha_dropout.default": Rule("n c * -> n c *"),
     # made anew from shapes alone
     "aten.new_ones.default": Rule("_ -> _", saves=""),
     "aten.new_zeros.default": Rule("_ -> _", saves=""),

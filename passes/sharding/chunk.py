@@ -19,7 +19,8 @@ from passes.layouts.layout import is_shard, place, splits
 from passes.rules.factors import Factor, Operator, value_of
 from passes.rules.shapes import operands_of, results_of
 from passes.sharding.shard import Sharding
-from passes.strategies.strategy import LINEAR_PREFIX, Strategy, replicated, strategies
+from passes.strategies.space import strategies
+from passes.strategies.strategy import LINEAR_PREFIX, Strategy, replicated
 
 __all__ = ["CHUNKS", "Chunked", "Cuts", "Options", "by_batch", "by_rows", "communicating", "extended", "in_chunks"]
 

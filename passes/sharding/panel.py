@@ -17,24 +17,18 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.graph import note_of
 from passes.layouts.layout import Layout, local_shape
 from passes.layouts.reshard import Step, steps
 from passes.rules.factors import Operator, Value, value_of
+from passes.rules.rule import Product
 from passes.rules.shapes import operands_of
-from passes.rules.table import name_of
+from passes.rules.table import rule_of
 from passes.sharding.panel_loop import Operand, panelled
 from passes.strategies.strategy import Strategy, Want, gradient_of, whole_layout
 from passes.world import ops
 
 __all__ = ["Loop", "data_position", "loops", "panel"]
-
-#: Products that can be panelled: positions of data, weight and bias, and whether the weight is [n, k].
-_PRODUCTS: Mapping[str, tuple[int, int, int | None, bool]] = {
-    "aten.linear.default": (0, 1, 2, True),
-    "aten.addmm.default": (1, 2, 0, False),
-    "aten.mm.default": (0, 1, None, False),
-    "aten.matmul.default": (0, 1, None, False),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +56,12 @@ class Loop:
     @property
     def data(self) -> fx.Node:
         """The operand that the members share."""
-        return self.members[0].args[_PRODUCTS[name_of(self.members[0])][0]]  # type: ignore[return-value]
+        return self.members[0].args[_product(self.members[0]).data]  # type: ignore[return-value]
 
     @property
     def transposed(self) -> tuple[bool, ...]:
         """Per member, whether its weight is [n, k]."""
-        return tuple(_PRODUCTS[name_of(node)][3] for node in self.members)
+        return tuple(_product(node).transposed for node in self.members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +139,11 @@ class _Finder:
         groups: dict[tuple[Value, Want], list[fx.Node]] = defaultdict(list)
         for node in self.operators:
             if _is_product(node):
-                side = self.side(node, _PRODUCTS[name_of(node)][0])
+                side = self.side(node, _product(node).data)
                 groups[value_of(side.node), side.want].append(node)
         for key, members in groups.items():
-            weights = [self.side(node, _PRODUCTS[name_of(node)][1]) for node in members]
-            data = self.side(members[0], _PRODUCTS[name_of(members[0])][0])
+            weights = [self.side(node, _product(node).weight) for node in members]
+            data = self.side(members[0], _product(members[0]).data)
             alone = len(members) == 1
             together = self.readers[key] == members and (alone or all(w.node.op == "placeholder" for w in weights))
             if data.gathered and together:
@@ -186,7 +180,7 @@ class _Finder:
         for factor in ("k", *(str(d) for d in range(rows)), *(["-1"] if len(members) == 1 else [])):
             dims = [rows if factor == "k" else int(factor) if factor != "-1" else -1]
             for node in members:
-                transposed = _PRODUCTS[name_of(node)][3]
+                transposed = _product(node).transposed
                 dims.append(int(transposed) if factor == "k" else int(not transposed) if factor == "-1" else -1)
             found = self._over(factor, members, sides, absorbed, dims)
             if found is not None and found[1] > most_gathered:
@@ -215,13 +209,20 @@ class _Finder:
 
 def data_position(node: fx.Node) -> int | None:
     """Which argument of a product that can be panelled is its data; None for any other operator."""
-    return _PRODUCTS[name_of(node)][0] if node.op == "call_function" and _is_product(node) else None
+    return _product(node).data if node.op == "call_function" and _is_product(node) else None
+
+
+def _product(node: fx.Node) -> Product:
+    rule = rule_of(node)
+    assert rule is not None and rule.product is not None
+    return rule.product
 
 
 def _is_product(node: fx.Node) -> bool:
-    if name_of(node) not in _PRODUCTS:
+    rule = rule_of(node)
+    if rule is None or rule.product is None:
         return False
-    data, weight, bias, _ = _PRODUCTS[name_of(node)]
+    data, weight = rule.product.data, rule.product.weight
     if any(k in node.kwargs and node.kwargs[k] != 1 for k in ("alpha", "beta")):
         return False
     values = [node.args[i].meta["val"] for i in (data, weight)]  # type: ignore[union-attr]
@@ -252,7 +253,7 @@ def panel(module: fx.GraphModule, found: Sequence[Loop], panels: Mapping[str, in
     renamed: dict[fx.Node, fx.Node] = {}
     *_, last = module.graph.nodes
     graph.output(graph.graph_copy(module.graph, renamed)).meta = dict(last.meta)
-    by_operator = {node.meta["operator"]: node for node in graph.nodes if "operator" in node.meta}
+    by_operator = {note_of(node).operator: node for node in graph.nodes if note_of(node).operator}
     world = next(node for node in graph.nodes if node.op == "get_attr")
     for loop in chosen:
         count = panels[loop.members[0].name]
@@ -264,8 +265,8 @@ def panel(module: fx.GraphModule, found: Sequence[Loop], panels: Mapping[str, in
 
 
 def _replace(graph: fx.Graph, world: fx.Node, loop: Loop, nodes: Sequence[fx.Node], count: int) -> None:
-    positions = [_PRODUCTS[name_of(member)] for member in loop.members]
-    wanted = [nodes[0].args[positions[0][0]], *(n.args[p[1]] for n, p in zip(nodes, positions, strict=True))]
+    positions = [_product(member) for member in loop.members]
+    wanted = [nodes[0].args[positions[0].data], *(n.args[p.weight] for n, p in zip(nodes, positions, strict=True))]
     sources: list[Any] = []
     for edge, mine in zip(wanted, loop.absorbed, strict=True):
         assert isinstance(edge, fx.Node)
@@ -277,11 +278,10 @@ def _replace(graph: fx.Graph, world: fx.Node, loop: Loop, nodes: Sequence[fx.Nod
     args = (world, sources[0], sources[1:], operands, loop.factor, count, loop.cuts, loop.transposed)
     with graph.inserting_before(nodes[0]):
         products = graph.call_function(panelled, args)
-        products.meta = {"panels": count, "operators": [m.name for m in loop.members]}
         items = [graph.call_function(operator.getitem, (products, i)) for i in range(len(nodes))]
-    for node, item, (_, _, position, _) in zip(nodes, items, positions, strict=True):
+    for node, item, where in zip(nodes, items, positions, strict=True):
         result = item
-        bias = node.args[position] if position is not None and position < len(node.args) else None
+        bias = node.args[where.bias] if where.bias is not None and where.bias < len(node.args) else None
         if bias is not None:
             with graph.inserting_before(node):
                 result = graph.call_function(torch.ops.aten.add.Tensor, (item, bias))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from passes.layouts.reshard import Step
-from passes.world.ops import Parts
+from passes.world.ops import Parts, hosted
 from passes.world.world import Pending, World
 
 __all__ = ["Operand", "panelled"]
@@ -56,6 +56,7 @@ class Operand(NamedTuple):
         return self.dim, self.cuts, *(tuple(tuple(step) for step in stage) for stage in self[2:])
 
 
+@hosted
 def panelled(
     world: World,
     data: Any,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from torch import fx, nn
 from torch.distributed.tensor import Partial
 
-from passes.graph import differentiable
+from passes.graph import annotate, differentiable, note_of
 from passes.layouts.layout import is_shard
 from passes.layouts.reshard import Step
 from passes.world import ops
@@ -103,7 +103,7 @@ class _Unroller:
         found = {}
         for place in self.places(axes):
             found[place] = self.graph.node_copy(node, functools.partial(self._at, place))
-            found[place].meta["chunk"] = place
+            annotate(found[place], chunk=place)
             if placed and axes:
                 found[place].args = (self.world_of([place]), *found[place].args[1:])
         self.put(node, axes, found)
@@ -128,13 +128,15 @@ class _Unroller:
         forward, backward = node.args[2], node.args[3]
         if not any(self.virtual(_axes(step)) for step in (*forward, *backward)):  # type: ignore[misc]
             return self.operator(node)
-        want = node.meta["want"]
+        note = note_of(node)
+        (layout,), gradient = note.layouts, note.gradient
+        assert gradient is not None
         after = frozenset(
             a
             for a in range(self.real, self.real + len(self.chunks))
-            if is_shard(want.layout[a])
-            or isinstance(want.layout[a], Partial)
-            or (differentiable(node.meta["val"]) and isinstance(want.gradient[a], Partial))
+            if is_shard(layout[a])
+            or isinstance(layout[a], Partial)
+            or (differentiable(node.meta["val"]) and isinstance(gradient[a], Partial))
         )
         mine = self.axes[value]
         if mine <= after and not any(self.virtual(_axes(step)) for step in forward):  # type: ignore[union-attr, arg-type]

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from torch.distributed.tensor.placement_types import Placement
 
-from passes.layouts.codes import WHOLE, code_of, fitting, ways
-from passes.rules.factors import Operator
+from passes.layouts.codes import code_of, fitting, ways
+from passes.rules.factors import Factor, Operator
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of
-from passes.strategies.strategy import LINEAR_PREFIX, Allow, Strategy, effect, strategy_of, uneven_matters
+from passes.strategies.strategy import LINEAR_PREFIX, Allow, Effect, Strategy, effect
 
-__all__ = ["Space", "space"]
+__all__ = ["Space", "space", "strategies", "uneven_matters"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +29,8 @@ class Space:
 
     Attributes:
         operator: the operator.
-        names: what an axis can serve: None, factors, ``"+i"``.
+        names: what an axis may serve: None, factors, ``"+i"``.
+        effects: of each of them.
         serves: ``[S, axes]`` indices into ``names``.
         wants, gradients: per operand, codes ``[S, axes]``.
         results: per result, codes ``[S, axes]``.
@@ -35,10 +38,28 @@ class Space:
 
     operator: Operator
     names: tuple[str | None, ...]
+    effects: tuple[Effect, ...]
     serves: np.ndarray
     wants: tuple[np.ndarray, ...]
     gradients: tuple[np.ndarray, ...]
     results: tuple[np.ndarray, ...]
+
+    @classmethod
+    def of(cls, operator: Operator, names: Sequence[str | None], serves: np.ndarray) -> Space:
+        """From what the axes of every strategy serve."""
+        effects = tuple(effect(operator, name) for name in names)
+
+        def columns(of: list[tuple[Placement, ...]]) -> tuple[np.ndarray, ...]:
+            return tuple(np.array([code_of(p) for p in each], np.int64)[serves] for each in zip(*of, strict=True))
+
+        wants, gradients, results = ([getattr(e, n) for e in effects] for n in ("wants", "gradients", "results"))
+        return cls(operator, tuple(names), effects, serves, columns(wants), columns(gradients), columns(results))
+
+    @classmethod
+    def alone(cls, operator: Operator, strategy: Strategy) -> Space:
+        """One strategy, as row 0."""
+        names = list(dict.fromkeys((None, *strategy.assignment)))
+        return cls.of(operator, names, np.array([[names.index(name) for name in strategy.assignment]]))
 
     def assignment(self, row: int) -> tuple[str | None, ...]:
         """Per axis the factor that it serves."""
@@ -46,7 +67,7 @@ class Space:
 
     def strategy(self, row: int) -> Strategy:
         """The strategy of a row."""
-        return strategy_of(self.operator, self.assignment(row))
+        return Strategy.of(self.assignment(row), [self.effects[i] for i in self.serves[row]])
 
     def axes_of(self, names: frozenset[str]) -> np.ndarray:
         """``[S, axes]``: whether the axis serves one of these factors."""
@@ -85,37 +106,37 @@ class Space:
 
 
 def space(operator: Operator, axes: int, allow: Allow | None = None) -> Space:
-    """All strategies of ``operator`` on ``axes`` axes; ``allow`` as for ``passes.strategies.strategy.strategies``."""
-    operands, results = operands_of(operator.node), results_of(operator.node)
-    names: list[str | None] = [None]
-    choices = [[0] for _ in range(axes)]
+    """All strategies of ``operator`` on ``axes`` axes.
+
+    Args:
+        operator: with its cut rule.
+        axes: of the mesh.
+        allow: says whether an axis may serve a factor (None as a factor stands for partial sums passed through).
+    """
+    offered: list[tuple[str, Factor | None]] = []
     if operator.rule is not None:
-        names += [f.name for f in operator.factors.values() if f.offered]
-        factors = len(names)
+        offered += [(f.name, f) for f in operator.factors.values() if f.offered]
         if operator.rule.linear and operator.sums:
-            names += [LINEAR_PREFIX + str(i) for i in range(len(operator.rule.linear))]
-        for axis in range(axes):
-            for index in range(1, len(names)):
-                factor = operator.factors[names[index]] if index < factors else None  # type: ignore[index]
-                if allow is None or allow(axis, factor):
-                    choices[axis].append(index)
-    count = math.prod(map(len, choices))
-    serves = np.array(list(itertools.product(*choices)), dtype=np.int64).reshape(count, axes)
-    if operator.rule is None:
-        whole = np.full((count, axes), WHOLE)
-        return Space(
-            operator, tuple(names), serves, (whole,) * len(operands), (whole,) * len(operands), (whole,) * len(results)
-        )
-    effects = [effect(operator.rule, name) for name in names]
+            offered += [(LINEAR_PREFIX + str(i), None) for i in range(len(operator.rule.linear))]
+    allowed = {(axis, name) for name, f in offered for axis in range(axes) if allow is None or allow(axis, f)}
+    names = [None, *(name for name, _ in offered if any((axis, name) in allowed for axis in range(axes)))]
+    choices = [[0, *(i for i, name in enumerate(names) if (axis, name) in allowed)] for axis in range(axes)]
+    serves = np.array(list(itertools.product(*choices)), dtype=np.int64).reshape(math.prod(map(len, choices)), axes)
+    return Space.of(operator, names, serves)
 
-    def column(of: list) -> np.ndarray:
-        return np.array([code_of(p) for p in of], dtype=np.int64)[serves]
 
-    return Space(
-        operator,
-        tuple(names),
-        serves,
-        tuple(column([e.wants[i] for e in effects]) for i in range(len(operands))),
-        tuple(column([e.gradients[i] for e in effects]) for i in range(len(operands))),
-        tuple(column([e.results[i] for e in effects]) for i in range(len(results))),
-    )
+def strategies(operator: Operator, mesh: tuple[int, ...], allow: Allow | None = None) -> Iterator[Strategy]:
+    """The strategies of an operator that exist on a mesh, the replicated one first; ``allow`` as for `space`."""
+    found = space(operator, len(mesh), allow)
+    return map(found.strategy, np.flatnonzero(found.valid(mesh)).tolist())
+
+
+def uneven_matters(operator: Operator) -> frozenset[str]:
+    """Base names of factors whose local size an argument of the operator gives, so that it must divide."""
+    table = rule_of(operator.node)
+    assert table is not None
+    divided = set((table.divide or {}).values())
+    if table.shape is not None and operator.rule is not None:
+        given = {f for dims in operator.rule.operands for dim in dims for f in dim}
+        divided |= {f.base for f in operator.factors.values() if f.name not in given}
+    return frozenset(divided)

@@ -7,19 +7,17 @@ operand lacks gets a partial gradient; along an axis that the operator does not 
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from passes.layouts.layout import Layout, even_chunk, fits, is_shard, place
+from passes.layouts.layout import Layout, is_shard, place
 from passes.rules.factors import Factor, Operator
-from passes.rules.notation import Dim, OpRule
+from passes.rules.notation import Dim
 from passes.rules.shapes import operands_of, results_of
-from passes.rules.table import rule_of
 
 __all__ = [
     "LINEAR_PREFIX",
@@ -30,9 +28,6 @@ __all__ = [
     "effect",
     "gradient_of",
     "replicated",
-    "strategies",
-    "strategy_of",
-    "uneven_matters",
     "whole_layout",
 ]
 
@@ -52,6 +47,15 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True)
+class Effect:
+    """What one axis's use asks of every operand (and of its gradient) along that axis, and leaves in every result."""
+
+    wants: tuple[Placement, ...]
+    gradients: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Strategy:
     """One assignment of axes to factors, with everything that follows from it.
 
@@ -64,6 +68,13 @@ class Strategy:
     assignment: tuple[str | None, ...]
     wants: tuple[Want, ...]
     results: tuple[Layout, ...]
+
+    @classmethod
+    def of(cls, assignment: tuple[str | None, ...], effects: Sequence[Effect]) -> Strategy:
+        """From the effect of every axis."""
+        wants, gradients = zip(*(e.wants for e in effects), strict=True), zip(*(e.gradients for e in effects), strict=True)
+        results = tuple(zip(*(e.results for e in effects), strict=True))
+        return cls(assignment, tuple(map(Want, wants, gradients)), results)
 
     def axes(self, *factors: str) -> tuple[int, ...]:
         """The axes that shard any of the factors (given by their cut names)."""
@@ -86,81 +97,19 @@ def gradient_of(layout: Layout) -> Layout:
     return tuple(p if is_shard(p) else Replicate() for p in layout)
 
 
-def replicated(operator: Operator, axes: int) -> Strategy:
-    """Every device computes the whole operator: always right."""
-    whole = whole_layout(axes)
-    want = Want(whole, whole)
-    operands, results = operands_of(operator.node), results_of(operator.node)
-    return Strategy((None,) * axes, (want,) * len(operands), (whole,) * len(results))
-
-
-def strategies(operator: Operator, mesh: tuple[int, ...], allow: Allow | None = None) -> Iterator[Strategy]:
-    """All strategies of an operator on a mesh, the replicated one first.
-
-    Args:
-        operator: with its cut rule.
-        mesh: sizes of the mesh axes.
-        allow: says whether an axis may serve a factor (None as a factor stands for partial sums passed through).
-    """
-    yield replicated(operator, len(mesh))
-    if operator.rule is None:
-        return
-    rule = operator.rule
-    choices: list[list[str | None]] = []
-    for axis, size in enumerate(mesh):
-        found: list[str | None] = [None]
-        if size > 1:
-            found += [f.name for f in operator.factors.values() if f.offered and (allow is None or allow(axis, f))]
-            if rule.linear and operator.sums and (allow is None or allow(axis, None)):
-                found += [LINEAR_PREFIX + str(i) for i in range(len(rule.linear))]
-        choices.append(found)
-    for assignment in itertools.product(*choices):
-        if any(assignment) and _divides(operator, assignment, mesh):
-            strategy = strategy_of(operator, assignment)
-            if _exists(operator, strategy, mesh):
-                yield strategy
-
-
-def uneven_matters(operator: Operator) -> frozenset[str]:
-    """Base names of factors whose local size an argument of the operator tells, so that it must divide."""
-    table = rule_of(operator.node)
-    assert table is not None
-    divided = set((table.divide or {}).values())
-    if table.shape is not None and operator.rule is not None:
-        given = {f for dims in operator.rule.operands for dim in dims for f in dim}
-        divided |= {f.base for f in operator.factors.values() if f.name not in given}
-    return frozenset(divided)
-
-
-def _divides(operator: Operator, assignment: tuple[str | None, ...], mesh: tuple[int, ...]) -> bool:
-    divided = uneven_matters(operator)
-    for name in {a for a in assignment if a and not a.startswith(LINEAR_PREFIX)}:
-        factor = operator.factors[name]
-        ways = math.prod(n for n, a in zip(mesh, assignment, strict=True) if a == name)
-        if factor.size % ways and (not factor.sole or factor.base in divided or ways > factor.size):
-            return False
-    return True
-
-
-@dataclass(frozen=True, slots=True)
-class Effect:
-    """What one axis's use asks of every operand (and of its gradient) along that axis, and leaves in every result."""
-
-    wants: tuple[Placement, ...]
-    gradients: tuple[Placement, ...]
-    results: tuple[Placement, ...]
-
-
-def effect(rule: OpRule, chosen: str | None) -> Effect:
+def effect(operator: Operator, chosen: str | None) -> Effect:
     """The effect of an axis that serves ``chosen``: a factor, ``"+i"`` or None; the same on every axis of every mesh."""
-    whole, partial = Replicate(), Partial()
+    whole, partial, rule = Replicate(), Partial(), operator.rule
+    if rule is None or chosen is None:
+        operands = (whole,) * len(operands_of(operator.node))
+        return Effect(operands, operands, (whole,) * len(results_of(operator.node)))
     wants: list[Placement] = []
     gradients: list[Placement] = []
     for index, dims in enumerate(rule.operands):
         shard = _shard_of(dims, rule.sizes, chosen)
-        if shard is not None or chosen is None:
-            wants.append(shard or whole)
-            gradients.append(shard or whole)
+        if shard is not None:
+            wants.append(shard)
+            gradients.append(shard)
         elif (chosen.startswith(LINEAR_PREFIX) and index in rule.linear[int(chosen[1:])]) or (
             chosen in rule.reduced and index in rule.additive
         ):
@@ -169,12 +118,12 @@ def effect(rule: OpRule, chosen: str | None) -> Effect:
         else:
             wants.append(whole)
             gradients.append(partial)
-    summed = chosen is not None and (chosen.startswith(LINEAR_PREFIX) or chosen in rule.reduced)
-    results = [_shard_of(dims, rule.sizes, chosen) or (partial if summed else whole) for dims in rule.results]
+    left = partial if chosen.startswith(LINEAR_PREFIX) or chosen in rule.reduced else whole
+    results = [_shard_of(dims, rule.sizes, chosen) or left for dims in rule.results]
     return Effect(tuple(wants), tuple(gradients), tuple(results))
 
 
-def _shard_of(dims: tuple[Dim, ...], sizes: Mapping[str, int], chosen: str | None) -> Placement | None:
+def _shard_of(dims: tuple[Dim, ...], sizes: Mapping[str, int], chosen: str) -> Placement | None:
     """The placement along an axis that serves ``chosen``, where the tensor has that factor."""
     found = None
     for d, dim in enumerate(dims):
@@ -186,37 +135,6 @@ def _shard_of(dims: tuple[Dim, ...], sizes: Mapping[str, int], chosen: str | Non
     return found
 
 
-def strategy_of(operator: Operator, assignment: tuple[str | None, ...]) -> Strategy:
-    """The strategy of an assignment, whether or not it exists on a mesh."""
-    if operator.rule is None or not any(assignment):
-        return replicated(operator, len(assignment))
-    made = {chosen: effect(operator.rule, chosen) for chosen in set(assignment)}
-    effects = [made[chosen] for chosen in assignment]
-    wants = tuple(
-        Want(tuple(e.wants[i] for e in effects), tuple(e.gradients[i] for e in effects))
-        for i in range(len(operator.rule.operands))
-    )
-    results = tuple(tuple(e.results[i] for e in effects) for i in range(len(operator.rule.results)))
-    return Strategy(assignment, wants, results)
-
-
-def _exists(operator: Operator, strategy: Strategy, mesh: tuple[int, ...]) -> bool:
-    operands = [tuple(n.meta["val"].shape) for n in operands_of(operator.node)]
-    outputs = [tuple(t.shape) for t in results_of(operator.node)]
-    shaped = [
-        *zip(operands, (w.layout for w in strategy.wants), strict=True),
-        *zip(outputs, strategy.results, strict=True),
-    ]
-    if not all(fits(shape, layout, mesh) for shape, layout in shaped):
-        return False
-    table = rule_of(operator.node)
-    return table is None or table.shape is None or _uneven_dims(outputs[0], strategy.results[0], mesh) <= 1
-
-
-def _uneven_dims(shape: tuple[int, ...], layout: Layout, mesh: tuple[int, ...]) -> int:
-    count = 0
-    for d, size in enumerate(shape):
-        here = [mesh[a] for a, p in enumerate(layout) if is_shard(p) and p.dim == d]  # type: ignore[attr-defined]
-        ways: int = math.prod(here)
-        count += even_chunk(size, ways) * ways != size
-    return count
+def replicated(operator: Operator, axes: int) -> Strategy:
+    """Every device computes the whole operator: always right."""
+    return Strategy.of((None,) * axes, [effect(operator, None)] * axes)

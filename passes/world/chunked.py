@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from passes.layouts.reshard import Step, sums_first
-from passes.world.world import Pending, World
+from passes.world.world import Pending, World, groups
 
 __all__ = ["ChunkedWorld"]
 
@@ -37,17 +37,6 @@ class ChunkedWorld(World):
         self.real, self.count, self.places = len(base.mesh_shape), len(base.hosted), list(places)
         self._values: list[Hashable] = list(range(len(self.places)))
 
-    def run(self, steps: Iterable[Step], parts: Sequence[Tensor], values: Sequence[int] | None = None) -> list[Tensor]:
-        """See ``World.run``.
-
-        Args:
-            steps, parts: see ``World.run``.
-            values: per chunk, the number of the value that it has, where several have one: what is the same for them moves
-                once. Devices must agree on that, so the graph decides: the tensors themselves may be one object on a
-                device whose part is not padded, and several on another.
-        """
-        return self.launch(steps, parts, values).wait()
-
     def launch(self, steps: Iterable[Step], parts: Sequence[Tensor], values: Sequence[int] | None = None) -> Pending:
         """See ``World.launch``; what is to be summed over chunks is summed first, so that one collective moves the sum."""
         distinct, pending = self._values, Pending(parts)
@@ -64,11 +53,9 @@ class ChunkedWorld(World):
         if not virtual:
             return self._values
         where = [tuple(place[a - self.real] for a in virtual) for place in self.places]
-        groups: dict[Hashable, list[int]] = {}
-        for i, place in enumerate(self.places):
-            groups.setdefault(tuple(c for a, c in enumerate(place, self.real) if a not in virtual), []).append(i)
+        alike = groups(self.places, [axis - self.real for axis in virtual])
         joined: dict[int, Hashable] = {
-            i: tuple(self._values[other] for other in members) for members in groups.values() for i in members
+            i: tuple(self._values[other] for other in members) for members in alike for i in members
         }
         if step.kind in ("slice", "mask"):
             return list(zip(self._values, where, strict=True))
@@ -97,12 +84,8 @@ class ChunkedWorld(World):
         self, parts: Sequence[Tensor], axes: tuple[int, ...], join: Callable[[list[Tensor]], Tensor], own: bool
     ) -> list[Tensor]:
         """For every group along virtual axes, its joined tensors; or of these, what a member owns."""
-        groups: dict[Any, list[int]] = {}
-        for index, at in enumerate(self.hosted):
-            rest = tuple(c for a, c in enumerate(at) if a not in axes)
-            groups.setdefault((index % self.count, rest), []).append(index)
         results = list(parts)
-        for members in groups.values():
+        for members in groups(self.hosted, axes):
             joined = join([parts[i] for i in members])
             for position, i in enumerate(members):
                 results[i] = joined[position].clone() if own else joined

@@ -1,16 +1,13 @@
 """What a sharded graph calls besides torch's own operators: reshards, and the few operators that need their place.
 
-Every function that takes a ``world`` accepts either one tensor (this process's part) or, under ``simulate``, ``Parts``:
-the parts of all devices of the mesh. Functions without a world are local and run once per device.
+A function marked ``hosted`` accepts either one tensor (this process's part) or, under ``simulate``, ``Parts``: the parts of
+all devices of the mesh. Others are local and run once per device.
 """
 
 from __future__ import annotations
 
-import functools
-import operator
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,22 +20,25 @@ from passes.world.world import World
 
 __all__ = [
     "Parts",
-    "Regather",
     "all_max",
     "all_reduce",
     "all_sum",
     "chunked",
     "gather",
+    "hosted",
     "in_one_format",
+    "is_hosted",
     "next_seed",
     "offset",
     "part_of",
     "reshard",
     "reshard_chunks",
     "seeded",
-    "version_of",
     "within",
 ]
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Parts(list):
@@ -56,19 +56,15 @@ def part_of(value: Any, index: int) -> Any:
     return value
 
 
-class _Reshard(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, world: World, forward: Sequence[Step], backward: Sequence[Step], *parts: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.world, ctx.forward_steps, ctx.steps = world, forward, backward
-        return tuple(_apart(r, parts) for r in world.run(forward, parts))
+def hosted(function: _Function) -> _Function:
+    """Marks a function that is called once for all devices that a process hosts, and takes ``Parts`` itself."""
+    function.hosted = True  # type: ignore[attr-defined]
+    return function
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():  # what the gradient came by is how the gradient of a gradient goes back
-            return None, None, None, *_Reshard.apply(ctx.world, ctx.steps, ctx.forward_steps, *gradients)
-        return None, None, None, *ctx.world.run(ctx.steps, gradients)
+
+def is_hosted(target: Any) -> bool:
+    """Whether what a node calls is marked by ``hosted``."""
+    return getattr(target, "hosted", False) is True
 
 
 def _apart(result: Tensor, others: Sequence[Tensor]) -> Tensor:
@@ -84,35 +80,23 @@ def _apart(result: Tensor, others: Sequence[Tensor]) -> Tensor:
     return result.detach()
 
 
-def _apply(function: Callable[[list], Sequence], value: Any) -> Any:
-    """Runs ``function`` on the list of hosted parts and gives the result the form of ``value``."""
-    if isinstance(value, Parts):
-        return Parts(function(list(value)))
-    return function([value])[0]
-
-
+@hosted
 def reshard(world: World, value: Any, forward: Sequence[Step], backward: Sequence[Step]) -> Any:
     """Takes ``value`` to another layout by ``forward`` steps; its gradient comes back by ``backward`` steps."""
-    forward, backward = [Step(*s) for s in forward], [Step(*s) for s in backward]
-
-    def run(parts: list[Tensor]) -> Sequence[Tensor]:
-        if differentiable(parts[0]):
-            return _Reshard.apply(world, forward, backward, *parts)
-        return world.run(forward, parts)
-
-    return _apply(run, value)
+    return reshard_chunks(world, [value], forward, backward, (0,), (0,))[0]
 
 
+@hosted
 def chunked(world: World, chunks: tuple[int, ...], places: tuple[tuple[int, ...], ...]) -> World:
     """The world of some chunks of the hosted devices; see `passes.world.chunked`."""
     return ChunkedWorld(world, chunks, places)
 
 
-class _ReshardChunks(torch.autograd.Function):
+class _Reshard(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
-        world: ChunkedWorld,
+        world: World,
         forward: Sequence[Step],
         backward: Sequence[Step],
         spread: Sequence[int],
@@ -137,7 +121,7 @@ class _ReshardChunks(torch.autograd.Function):
         source = [_represented_by(place, [places[i] for i in ctx.kept]) for place in places]
         first = [ctx.spread.index(i) for i in range(ctx.given)]
         if torch.is_grad_enabled():
-            again = _ReshardChunks.apply(world, ctx.steps, ctx.forward_steps, source, first, *gradients)
+            again = _Reshard.apply(world, ctx.steps, ctx.forward_steps, source, first, *gradients)
             return None, None, None, None, None, *again
         results = world.run(ctx.steps, [gradients[i * count + d] for i in source for d in range(count)], source)
         return None, None, None, None, None, *(results[i * count + d] for i in first for d in range(count))
@@ -148,8 +132,9 @@ def _represented_by(place: tuple[int, ...], kept: Sequence[tuple[int, ...]]) -> 
     return kept.index(tuple(c if apart else 0 for c, apart in zip(place, told_apart, strict=True)))
 
 
+@hosted
 def reshard_chunks(
-    world: ChunkedWorld,
+    world: World,
     values: Sequence[Any],
     forward: Sequence[Step],
     backward: Sequence[Step],
@@ -160,7 +145,7 @@ def reshard_chunks(
     """``reshard`` along virtual axes too.
 
     Args:
-        world: of the chunks that are told apart before or after.
+        world: of the chunks that are told apart before or after; of the devices, where there is one chunk.
         values: what differs before, a tensor or ``Parts`` each.
         forward, backward: steps.
         spread: per chunk of the world, which of the values it has.
@@ -179,12 +164,13 @@ def reshard_chunks(
         every = world.run(forward, [flat[i * count + d] for i in spread for d in range(count)], spread)
         results = [every[i * count + d] for i in kept for d in range(count)]
     else:
-        results = _ReshardChunks.apply(world, forward, backward, spread, kept, *flat)
+        results = _Reshard.apply(world, forward, backward, spread, kept, *flat)
     if isinstance(values[0], Parts):
         return [Parts(results[i : i + count]) for i in range(0, len(results), count)]
     return list(results)
 
 
+@hosted
 def all_sum(world: World, value: Any, axes: tuple[int, ...]) -> Any:
     """The sum over ``axes`` of partial sums that each device goes on to use for its own shard.
 
@@ -194,11 +180,13 @@ def all_sum(world: World, value: Any, axes: tuple[int, ...]) -> Any:
     return reshard(world, value, step, step)
 
 
+@hosted
 def all_reduce(world: World, value: Any, axes: tuple[int, ...]) -> Any:
     """The sum over ``axes`` of partial sums, for a use that is the same on every device: its gradient passes unchanged."""
     return reshard(world, value, (Step("all_reduce", axes),), ())
 
 
+@hosted
 def gather(world: World, value: Any, forward: Sequence[Step], backward: Sequence[Step]) -> Any:
     """``reshard`` of a parameter that is gathered before use; the backward pass may gather it again (see ``Regather``)."""
     result = reshard(world, value, forward, backward)
@@ -207,67 +195,10 @@ def gather(world: World, value: Any, forward: Sequence[Step], backward: Sequence
     return result
 
 
-class Regather:
-    """Keeps gathered parameters out of what autograd saves: the backward pass gathers them again.
-
-    Used as a context around the forward pass. A saved tensor that shares its storage with a gathered parameter is
-    replaced by how to gather it.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._gathered: dict[int, tuple[weakref.ref, Tensor, tuple[Step, ...]]] = {}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, operator.call)
-
-    def register(self, gathered: Tensor, source: Tensor, steps: tuple[Step, ...]) -> None:
-        """Remembers that ``gathered`` came from ``source`` by ``steps``."""
-        key = gathered.untyped_storage().data_ptr()
-        self._gathered[key] = weakref.ref(gathered), source.detach(), steps
-
-    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
-        entry = self._gathered.get(tensor.untyped_storage().data_ptr())
-        if entry is None or entry[0]() is None:
-            # Detached: what is saved by the operator that makes it would hold that operator, and so itself, for ever.
-            return functools.partial(_unchanged, tensor.detach(), version_of(tensor))
-        _, source, steps = entry
-        start = int(tensor.storage_offset())
-        return functools.partial(self._gather, source, steps, tensor.size(), tensor.stride(), start)
-
-    def _gather(
-        self, source: Tensor, steps: tuple[Step, ...], size: torch.Size, stride: tuple[int, ...], start: int
-    ) -> Tensor:
-        (gathered,) = self._world.run(steps, [source])
-        return gathered.as_strided(size, stride, start)
-
-    def __enter__(self) -> Regather:
-        self._world.regather = self
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._hooks.__exit__(*error)
-        self._world.regather = None
-        self._gathered.clear()
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place, as far as that is counted."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _unchanged(tensor: Tensor, version: int) -> Tensor:
-    """What was saved; where hooks save, torch does not look whether it was changed since."""
-    if version_of(tensor) != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version}"
-        )
-    return tensor
-
-
+@hosted
 def all_max(world: World, value: Any, axes: tuple[int, ...]) -> Any:
     """The maximum over ``axes``; no gradient (its users subtract it again)."""
-    return _apply(lambda parts: world.all_reduce([p.detach() for p in parts], axes, "max").wait(), value)
+    return reshard_chunks(world, [value], (Step("all_reduce", axes),), (), (0,), (0,), "max")[0]
 
 
 class _InOneFormat(torch.autograd.Function):
@@ -281,36 +212,35 @@ class _InOneFormat(torch.autograd.Function):
         return None, _InOneFormat.apply(ctx.world, gradient)
 
 
-def in_one_format(world: World, value: Any) -> Any:
-    """``value`` and its gradient as a kernel cannot misread them; see `passes.layouts.layout.in_one_format`."""
-    return _apply(lambda parts: [_InOneFormat.apply(world, part) for part in parts], value)
+def in_one_format(world: World, x: Tensor) -> Tensor:
+    """``x`` and its gradient as a kernel cannot misread them; see `passes.layouts.layout.in_one_format`."""
+    return _InOneFormat.apply(world, x)
 
 
-def within(world: World, value: Any, outside: Any, message: str) -> Any:
-    """``value``, a tensor of ids, if none of them is ``outside``.
+def within(world: World, ids: Tensor, outside: Tensor, message: str) -> Tensor:
+    """``ids``, if none of them is ``outside``.
 
     Raises:
         IndexError: on every device where ``outside`` is not 0; the first of the two tensors is what others then read, so
             that the check is not left out.
     """
-    return (
-        Parts(map(world.within, value, outside, [message] * len(value)))
-        if isinstance(value, Parts)
-        else world.within(value, outside, message)
-    )
+    return world.within(ids, outside, message)
 
 
+@hosted
 def offset(world: World, size: int, axes: tuple[int, ...], like: Any) -> Any:
     """Where this device's contiguous part of a dim of ``size``, split by ``axes``, begins. ``like`` gives the form."""
     starts = world.offset(size, axes, like)
     return Parts(starts) if isinstance(like, Parts) else starts[0]
 
 
+@hosted
 def next_seed(world: World) -> int:
     """A fresh seed for the random operators of one forward pass, the same on every device."""
     return world.next_seed()
 
 
+@hosted
 def seeded(world: World, seed: int, salt: int, axes: tuple[int, ...], function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Runs a random operator so that replicas agree and shards differ.
 

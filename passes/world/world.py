@@ -20,16 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from costmodel.errors import AutotpError
 from passes.layouts.layout import even_chunk, extent, in_one_format, take_block
 from passes.layouts.reshard import Step
 from passes.world.random_ops import DRAWN
+from passes.world.seeds import Seeds
 
-__all__ = ["LocalWorld", "Pending", "World", "reduced"]
-
-
-#: Passes whose seeds are known, for those that do them again: more than lie between a pass and its backward pass.
-_REMEMBERED = 65536
+__all__ = ["LocalWorld", "Pending", "World", "groups", "reduced"]
 
 
 class Pending:
@@ -68,52 +64,30 @@ class Pending:
 
 
 class World(nn.Module):
-    """The mesh as a graph sees it. ``hosted`` lists the coordinates of the devices that live in this process."""
+    """The mesh as a graph sees it.
+
+    Args:
+        mesh_shape: sizes of its axes.
+        hosted: the coordinates of the devices that live in this process.
+
+    Attributes:
+        places: the chunks of every device, as coordinates on the virtual axes; here there is one, and no such axis.
+        count: how many devices are hosted, each of which has all of these chunks.
+    """
+
+    places: Sequence[tuple[int, ...]]
 
     def __init__(self, mesh_shape: tuple[int, ...], hosted: Sequence[tuple[int, ...]]) -> None:
         super().__init__()
         self.mesh_shape = mesh_shape
         self.hosted = tuple(hosted)
+        self.count, self.places = len(self.hosted), [()]
         self.regather: Any = None
-        self._seeds = torch.Generator()
-        self._repeated: int | None = None
-        self._given: dict[int, int | None] = {}
-        self.seed(torch.initial_seed())
+        self.seeds = Seeds()
 
-    def seed(self, seed: int) -> None:
-        """Starts the sequence of seeds for random operators; every device must be given the same."""
-        self._seeds.manual_seed(seed % 2**63)
-
-    def next_seed(self) -> int:
-        """The next seed, the same on every device.
-
-        A pass within a backward pass does again what one did before (``torch.utils.checkpoint``), and is given the seed of
-        that: the one that began where the program's own generator, whose state checkpoints restore, stands now.
-        """
-        if self._repeated is not None:
-            return self._repeated
-        place = int(torch.randint(2**62, (), device="cpu"))
-        if torch._C._current_graph_task_id() != -1 and place in self._given:
-            if (before := self._given[place]) is None:
-                raise AutotpError(
-                    "a checkpoint does a forward pass again, but several began at the same state of torch's generator, and "
-                    "each dropped something else: do not seed it anew between them"
-                )
-            return before
-        seed = int(torch.randint(2**62, (), generator=self._seeds))
-        self._given[place] = None if place in self._given else seed
-        if len(self._given) > _REMEMBERED:
-            del self._given[next(iter(self._given))]
-        return seed
-
-    @contextmanager
-    def repeating(self, seed: int) -> Iterator[None]:
-        """A pass that was run before is run again, with its seed; the sequence of seeds does not go on."""
-        before, self._repeated = self._repeated, seed
-        try:
-            yield
-        finally:
-            self._repeated = before
+    def next_seed(self) -> Any:
+        """The seed of a pass that begins; see `passes.world.seeds.Seeds`."""
+        return self.seeds.next()
 
     @abstractmethod
     def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
@@ -139,11 +113,19 @@ class World(nn.Module):
         """The mesh's shape and the number of hosted devices."""
         return f"mesh={self.mesh_shape}, hosted={len(self.hosted)}"
 
-    def run(self, steps: Iterable[Step], parts: Sequence[Tensor]) -> list[Tensor]:
-        """Executes reshard steps on the hosted devices' parts of one tensor."""
-        return self.launch(steps, parts).wait()
+    def run(self, steps: Iterable[Step], parts: Sequence[Tensor], values: Sequence[int] | None = None) -> list[Tensor]:
+        """Executes reshard steps on the hosted devices' parts of one tensor.
 
-    def launch(self, steps: Iterable[Step], parts: Sequence[Tensor]) -> Pending:
+        Args:
+            steps: to execute.
+            parts: of the devices, chunk by chunk.
+            values: per chunk, the number of the value that it has, where several have one: what is the same for them moves
+                once. Devices must agree on that, so the graph decides: the tensors themselves may be one object on a
+                device whose part is not padded, and several on another.
+        """
+        return self.launch(steps, parts, values).wait()
+
+    def launch(self, steps: Iterable[Step], parts: Sequence[Tensor], values: Sequence[int] | None = None) -> Pending:
         """``run`` that does not wait for the last step."""
         pending = Pending(parts)
         for step in steps:
@@ -202,7 +184,9 @@ class World(nn.Module):
         self, seed: Any, salt: int, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any
     ) -> Any:
         """A random operator on a hosted device; see `passes.world.ops.seeded`."""
-        if self._repeated is not None and function in DRAWN:  # a scheduled pass drew this way, whatever the kernel does
+        if (
+            self.seeds.repeated is not None and function in DRAWN
+        ):  # a scheduled pass drew this way, whatever the kernel does
             noise = functools.partial(self.draw, seed, salt, axes, index)
             return DRAWN[function](noise, *args, **kwargs)
         with self.generator(seed, salt, axes, index, tree_leaves((args, kwargs))):
@@ -306,16 +290,10 @@ class LocalWorld(World):
     def __init__(self, mesh_shape: tuple[int, ...]) -> None:
         super().__init__(mesh_shape, list(itertools.product(*(range(n) for n in mesh_shape))))
 
-    def _groups(self, axes: Sequence[int]) -> Iterable[list[int]]:
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for index, at in enumerate(self.hosted):
-            groups.setdefault(tuple(c for a, c in enumerate(at) if a not in axes), []).append(index)
-        return groups.values()
-
     def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
         """See ``World.all_reduce``."""
         result = list(parts)
-        for group in self._groups(axes):
+        for group in groups(self.hosted, axes):
             stacked = _stacked(parts[i] for i in group)
             value = reduced(stacked, op)
             for i in group:
@@ -331,7 +309,7 @@ class LocalWorld(World):
     def all_gather(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.all_gather``."""
         result = list(parts)
-        for group in self._groups((axis,)):
+        for group in groups(self.hosted, (axis,)):
             stacked = _stacked(parts[i] for i in group)
             for i in group:
                 result[i] = stacked.clone()
@@ -340,7 +318,7 @@ class LocalWorld(World):
     def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.reduce_scatter``."""
         result = list(parts)
-        for group in self._groups((axis,)):
+        for group in groups(self.hosted, (axis,)):
             total = reduced(_stacked(parts[i] for i in group))
             for position, i in enumerate(group):
                 result[i] = total[position].clone()
@@ -349,10 +327,18 @@ class LocalWorld(World):
     def all_to_all(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.all_to_all``."""
         result = list(parts)
-        for group in self._groups((axis,)):
+        for group in groups(self.hosted, (axis,)):
             for position, i in enumerate(group):
                 result[i] = _stacked(parts[j][position] for j in group)
         return Pending(result)
+
+
+def groups(places: Iterable[Sequence[int]], axes: Sequence[int]) -> list[list[int]]:
+    """The numbers of the places that differ along some axes alone, group by group."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for number, at in enumerate(places):
+        found.setdefault(tuple(c for axis, c in enumerate(at) if axis not in axes), []).append(number)
+    return list(found.values())
 
 
 def reduced(stacked: Tensor, op: str = "sum") -> Tensor:

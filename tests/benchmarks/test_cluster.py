@@ -171,7 +171,7 @@ def test_all_reduce_keeps_to_the_rate(host, program):
 
 
 @pytest.mark.distributed
-def test_a_job_is_told_what_to_do_while_its_links_change(host, tmp_path, monkeypatch):
+def test_a_job_answers_requests_while_its_links_change(host, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     script = tmp_path / "answers.py"
     script.write_text(
@@ -197,8 +197,8 @@ def test_a_job_is_told_what_to_do_while_its_links_change(host, tmp_path, monkeyp
             assert ask(number=1) == {"held": 3.0}
             cluster.limit(80e6)
             for role, device in (("bridge", "port0"), ("1", "eth0")):
-                told = netns.shell(["tc", "-n", f"{cluster.prefix}-{role}", "qdisc", "show", "dev", device])
-                assert "tbf" in told and "rate 80Mbit" in told
+                shown = netns.shell(["tc", "-n", f"{cluster.prefix}-{role}", "qdisc", "show", "dev", device])
+                assert "tbf" in shown and "rate 80Mbit" in shown
             assert ask(number=2) == {"held": 11.0}, "what it held is there still"
         with (
             pytest.raises(NodeError, match="seven"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -10,11 +11,14 @@ import torch
 from torch import nn
 
 import autotp
-from autotp.costs.prices import Prices, flop_of, kind_of
-from benchmarks.predictions import INTERCONNECTS, PLANS, Point, emulated, kendall, report
+from autotp.costs.prices import Prices
+from benchmarks.predictions import INTERCONNECTS, Point, emulated, kendall, report
 from costmodel import KINDS, Level, compute
 from passes.capture import capture
+from passes.layouts.layout import local_shape
 from passes.rules.factors import analyse
+from passes.rules.shapes import operands_of, results_of
+from passes.rules.table import flop_of, kind_of
 from passes.strategies.space import space
 
 
@@ -42,20 +46,33 @@ def operators():
     return analyse(captured.graph_module.graph, captured.inputs)
 
 
-def test_prices_of_all_strategies_are_those_of_each():
+def test_a_device_computes_its_part_of_an_operator():
+    """Of every strategy, against the shapes of the device's parts; and what the strategy costs by itself is its row."""
     levels = Level("node", 2, 1e9, 1e-5, contention=0.7), Level("network", 2, 1e8, 1e-4, contention=0.3)
-    prices = Prices(autotp.Topology("nodes", DEVICE, levels), (2, 2))
+    prices, mesh = Prices(autotp.Topology("nodes", DEVICE, levels), (2, 2)), (2, 2)
     kinds = set()
     for node, operator in operators().items():
+        every, flop = space(operator, 2), flop_of(node)
+        work = prices.work(every, flop, gradient=True)
+        seconds, (_, inside) = prices.computing(every, flop, gradient=True), prices.inside(every, gradient=True)
         kinds.add(kind_of(node))
-        every = space(operator, 2)
-        together, inside = prices.computing(every, flop_of(node), gradient=True), prices.inside(every, gradient=True)
-        for row in range(len(together)):
-            if every.valid((2, 2))[row]:
-                one = prices.operator(operator, every.strategy(row), flop_of(node), gradient=True)
-                assert together[row] == pytest.approx(one.compute, rel=1e-12), (node, row)
-                spent = np.array(one.passes).sum(0)[1:]
-                assert inside[:, row] == pytest.approx(spent, rel=1e-12), "communicating, the processors' time, each level"
+        for row in np.flatnonzero(every.valid(mesh)):
+            strategy = every.strategy(row)
+            one = prices.operator(operator, strategy, flop, gradient=True)
+            assert one.compute == pytest.approx(seconds[row], rel=1e-12), (node, row)
+            spent = np.array(one.passes).sum(0)[1:]
+            assert inside[:, row] == pytest.approx(spent, rel=1e-12), "communication, device time, each level"
+            if work is None:
+                assert seconds[row] == 0
+                continue
+            tensors = [(n.meta["val"], w.layout) for n, w in zip(operands_of(node), strategy.wants, strict=True)]
+            tensors += zip(results_of(node), strategy.results, strict=True)
+            moved = sum(math.prod(local_shape(t.shape, layout, mesh)) * t.element_size() for t, layout in tensors)
+            assert work.bytes[row] == 3 * moved, "forward, and as much again for each operand's gradient"
+            assert work.flop[row] == pytest.approx(3 * flop / strategy.ways(mesh), rel=1e-12)
+            if kind_of(node) == "product":
+                m, k, n = (size[row] for size in work.dims)
+                assert work.flop[row] == pytest.approx(3 * 2 * m * k * n, rel=1e-12)
     assert kinds <= set(KINDS) and {"product", "convolution", "norm", "softmax", "gather", "copy"} <= kinds
 
 
@@ -81,8 +98,7 @@ def test_kendall():
 
 def test_the_interconnects_and_plans_that_are_compared():
     topologies = {name: emulated(name) for name in INTERCONNECTS}
-    assert len(topologies) >= 6 and all(topology.devices == 4 for topology in topologies.values())
-    assert len({name for name, _ in PLANS}) >= 8
+    assert all(topology.devices == 4 for topology in topologies.values())
     assert topologies["2 nodes x 2, 500 Mbit/s"].levels[1].bandwidth == 62.5e6
 
 

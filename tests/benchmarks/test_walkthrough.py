@@ -15,7 +15,7 @@ PAGE_TEXT = (DOCS / PAGE).read_text()
 PROSE = " ".join(BLOCK.sub("", PAGE_TEXT).split())
 
 
-def told(command, text):
+def comparable(command, text):
     """What is the same on every machine: not the rounding that ``verify`` has a table of."""
     return [line for line in text.splitlines() if command.words[0] != "verify" or line[0].isalpha()]
 
@@ -33,7 +33,7 @@ def test_the_story():
             assert code == command.code, f"{command.text}: exit code {code}\n{text.plain}{errors}"
             outputs[command.text] = text.plain
             before = shown[0].partition(command.text + "\n")[2].removesuffix("```\n")
-            assert told(command, plain(text, command.last)) == told(command, before), (
+            assert comparable(command, plain(text, command.last)) == comparable(command, before), (
                 f"write docs/{PAGE} anew: {command.text}"
             )
         plans = {file.stem: Plan.load(file) for file in folder.glob("*.json") if file.stem != "trace"}

@@ -1,4 +1,4 @@
-"""The communication lower bound: against the optimisation problem behind it, and against every grid of processors."""
+"""The communication lower bound: against the optimisation problem behind it, and against every grid of devices."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ def grids(devices):
 
 
 def accessed(m, k, n, grid):
-    """Elements of the three matrices that one processor of a p x q x r grid over (m, k, n) needs."""
+    """Elements of the three matrices that one device of a p x q x r grid over (m, k, n) needs."""
     p, q, r = grid
     return m * k / (p * q) + k * n / (q * r) + m * n / (p * r)
 
@@ -53,7 +53,7 @@ def test_the_closed_form_solves_the_problem_behind_it(m, k, n, devices):
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(sizes, sizes, sizes, st.sampled_from([2, 4, 6, 8, 12, 16, 27, 64]))
-def test_no_grid_of_processors_needs_less(m, k, n, devices):
+def test_no_grid_of_devices_needs_less(m, k, n, devices):
     owned = (m * k + k * n + m * n) / devices
     best = min(accessed(m, k, n, grid) for grid in grids(devices)) - owned
     assert bounds.matmul_elements(m, k, n, devices) <= best * (1 + 1e-9) + 1e-6

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import pickle
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def test_units(text, quantity, value):
     ("text", "quantity", "said"),
     [
         ("25 Gb/s", "bandwidth", "'Gbit/s' or 'GB/s'"),
-        ("25 GB", "bandwidth", "is a memory, and a bandwidth is wanted"),
+        ("25 GB", "bandwidth", "is a memory, but a bandwidth is needed"),
         ("25 Gbits/s", "bandwidth", "did you mean 'Gbit/s'"),
         ("-3 us", "time", "not negative"),
         ("fast", "time", "write a number and a unit"),
@@ -182,12 +183,6 @@ def test_presets(name):
         assert outer.bandwidth <= inner.bandwidth * inner.size
 
 
-def test_preset_names():
-    wanted = "cpu dgx-a100 dgx-h100 dgx-v100 ethernet-100g ethernet-10g ethernet-25g ethernet-400g"
-    wanted += " h200 gb200-nvl72 pcie-a100 pcie-a100-nvlink dgx-v100-mesh tpu-v4-torus"
-    assert set(Topology.preset_names()) == set(wanted.split())
-
-
 def test_a_file_is_read(tmp_path):
     topology = Topology.load(write(tmp_path, GOOD))
     assert topology == Topology.load(str(tmp_path / "mine.toml"))
@@ -209,7 +204,7 @@ def test_a_file_is_read(tmp_path):
         ("size = 2", "size = 2.0", r"\[\[levels\]\] number 2: size must be a whole number"),
         ("size = 2", "size = 0", r"number 2: size must be a whole number of at least 1, not 0"),
         ('"80 GB"', "-80", r"\[device\]: memory: -80 .*not negative"),
-        ('"80 GB"', '"80 GB/s"', r"\[device\]: memory: .*is a bandwidth, and a memory is wanted"),
+        ('"80 GB"', '"80 GB/s"', r"\[device\]: memory: .*is a bandwidth, but a memory is needed"),
         ("float32", "float23", r"\[device\]: flops: unknown key 'float23'; did you mean 'float32'"),
         ("[device]", "[devices]", r"unknown key 'devices'; did you mean 'device'"),
         ('name = "out"', 'name = "in"', r"two levels are named 'in'"),
@@ -236,7 +231,7 @@ def test_unknown_names(tmp_path):
         Topology.load(tmp_path / "absent.toml")
     with pytest.raises(TopologyError, match="levels must be one table or more"):
         Topology.from_dict(BOXES.to_dict() | {"levels": []})
-    with pytest.raises(TopologyError, match="one level at least"):
+    with pytest.raises(TopologyError, match="at least one level"):
         Topology("none", DEVICE, ())
 
 
@@ -330,7 +325,9 @@ def gpu_files(tmp_path, count, model):
 def test_local(tmp_path):
     assert Topology.local({}).devices == 1
     one = Topology.local({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "1"}, tmp_path)
-    assert [lv.size for lv in one.levels] == [4] and one.device.flops["float32"] > 0
+    threads = min(os.cpu_count() / 4, 1)
+    assert [lv.size for lv in one.levels] == [4]
+    assert one.device.flops["float32"] == pytest.approx(threads * Topology.load("cpu").device.flops["float32"])
     two = Topology.local({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, tmp_path)
     assert [lv.size for lv in two.levels] == [4, 2] and two.levels[1].name == "ethernet"
     half = Topology.local({"WORLD_SIZE": "8"}, tmp_path).device

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from costmodel import Device, Topology
-from costmodel.energy import ENERGY, MONEY, per_token, step_energy, step_money
+from costmodel.energy import per_token, step_energy, step_money
 
 DEVICE = Device("x", {"float32": 1e12}, 1e9, 1e9, 0.0, idle_power=300.0, busy_power=500.0, price=2.0)
 
@@ -46,17 +46,11 @@ def test_wrong_figures():
     assert step_energy(DEVICE, 1, 0.1 + 0.2, 0.3) == pytest.approx(150)  # a rounding error is no mistake
 
 
-def test_expressions_name_their_symbols():
-    assert {str(s) for s in ENERGY.free_symbols} == {"N", "t_compute", "t_step", "P_busy", "P_idle"}
-    assert {str(s) for s in MONEY.free_symbols} == {"N", "c", "t_step"}
-
-
 @pytest.mark.parametrize("name", [name for name in Topology.preset_names() if name != "cpu"])
 def test_presets_give_powers(name):
     """A device that waits draws 0.84 of a busy one, and its share of the node throughout."""
     device = Topology.load(name).device
     assert 0.84 <= device.idle_power / device.busy_power + 0.002 < 1
-    assert device.price == 0
 
 
 def test_waiting_costs_energy():

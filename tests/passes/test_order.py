@@ -5,13 +5,13 @@ import re
 import sys
 
 import torch
-from test_exact import SLOW
+from devices import slow_machine
 from torch import nn
 
 import autotp
 import passes
 
-MACHINE = autotp.Topology.flat(4, bandwidth=1e12, latency=1e-9, device=SLOW)
+MACHINE = slow_machine((4,))
 LISTED = re.findall(r"^\d+\. `(.+?)`:", passes.__doc__, re.MULTILINE)
 
 

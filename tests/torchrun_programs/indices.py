@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from test_indices import SHARDED, Language, changed
+from lookups import SHARDED, Language, changed
 
 import autotp
 

@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_leaves
 import autotp
 from autotp.runtime.compiled import Overlap
 from autotp.runtime.state import distribute
-from passes.layouts.layout import fits, place, restorable
+from passes.layouts.codes import fits, restorable
+from passes.layouts.layout import place
 from passes.overlap.launch import launch
 from passes.overlap.schedule import Limits
 from passes.world.process import ProcessWorld
@@ -35,7 +36,7 @@ from passes.world.world import LocalWorld
 
 
 def meta():
-    """A model that was never whole: materialised module by module, alike on all ranks, and trained."""
+    """A model that was never whole: materialised module by module, equally on all ranks, and trained."""
     import transformers
 
     config = transformers.LlamaConfig(
@@ -90,7 +91,7 @@ def dropout():
             return nn.functional.dropout(x * self.weight, 0.5, True)
 
     x = torch.ones(8, 64)
-    for strategy, alike in (("data", False), ("megatron-1d", True)):
+    for strategy, same_masks in (("data", False), ("megatron-1d", True)):
         model = Drop()
         parallel = autotp.parallelize(model, None, (x,), strategy=strategy)
         first, second = parallel(x), parallel(x)
@@ -100,7 +101,7 @@ def dropout():
         assert not torch.equal(first, second)
         assert 0.35 < (first == 0).double().mean() < 0.65
         sharded = any(op.strategy for op in parallel.plan.operators if "dropout" in op.target)
-        if sharded and not alike:
+        if sharded and not same_masks:
             assert not torch.equal(first[:4] == 0, first[4:] == 0)
         first.sum().backward()
         gradient = parallel.get_parameter("weight").grad.full_tensor()
@@ -180,7 +181,7 @@ def destroyed():
 def twice():
     """Gradients of gradients, of the inputs and of the parameters, go through the collectives too."""
     from overlapping import tokens
-    from test_twice import agree, critic, penalised, slopes
+    from second_order import agree, critic, penalised, slopes
 
     def product(called, args):
         first = torch.autograd.grad(called(*args), list(called.parameters()), create_graph=True)
@@ -306,7 +307,7 @@ def state():
 
 
 def orders():
-    """Ranks that measure and predict differently launch alike, because the first decides."""
+    """Ranks that measure and predict differently launch in the same order, because the first decides."""
     from overlapping import random_durations, tokens
 
     model, args = tokens()

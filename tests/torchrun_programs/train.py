@@ -16,9 +16,9 @@ def loss_of(output):
     return first if first.dim() == 0 else (first**2).mean()
 
 
-def close(got, want, scale, told):
+def close(got, want, scale, name):
     error = (got - want).abs().max().item()
-    assert error <= 1e-9 * scale, f"{told}: off by {error:.3g} at scale {scale:.3g}"
+    assert error <= 1e-9 * scale, f"{name}: off by {error:.3g} at scale {scale:.3g}"
 
 
 def main(name, strategy, mesh, panels, backend, device):

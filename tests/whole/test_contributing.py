@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import pytest
 import torch
-from test_exact import SLOW
+from devices import slow_machine
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -19,7 +19,7 @@ from passes.capture import capture
 from passes.overlap import pipeline
 from passes.rules import table
 from passes.rules.factors import analyse
-from passes.strategies.strategy import strategies
+from passes.strategies.space import strategies
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guide" / "contributing.md").read_text()
@@ -28,7 +28,7 @@ SNIPPETS = {
     file: (place, text)
     for file, place, text in re.findall(r"^```\w+\n# ([\w/.-]+), (?:in )?(.+?)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 }
-MACHINE = Topology.flat(4, bandwidth=1e12, latency=1e-9, device=SLOW)
+MACHINE = slow_machine((4,))
 
 
 def entry(file, name, form):

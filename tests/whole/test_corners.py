@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from test_exact import SLOW
+from devices import slow_machine
 from torch import nn
 from torch.nn import functional as F
 
@@ -27,8 +27,7 @@ def run(model, args, plan=None, schedule="none"):
 
 
 def planned(model, args, strategy, mesh, **options):
-    topology = autotp.Topology.flat(math.prod(mesh), bandwidth=1e12, latency=1e-9, device=SLOW)
-    return autotp.plan(model, topology, args, strategy=strategy, mesh=mesh, **options)
+    return autotp.plan(model, slow_machine(mesh), args, strategy=strategy, mesh=mesh, **options)
 
 
 class Transposed(nn.Module):
@@ -182,3 +181,19 @@ def test_halves_are_as_precise_as_in_the_plain_model(name, dtype):
         # Partial sums of products and gradients travel in their dtype, as with Megatron-LM and FSDP2: rounded once more.
         allowed = 1.1 * its + 0.5 * torch.finfo(dtype).eps
         assert mine <= allowed, f"{part}: {mine:.3g} beside {its:.3g}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strategy", ["data", "megatron-1d"])
+def test_running_statistics_of_halves_are_as_precise_as_in_the_plain_model(strategy, dtype):
+    """A variance beyond float16's range. The other tests begin with momentum 1 or values around 1, where none is lost."""
+    torch.manual_seed(0)
+    model, steps = nn.BatchNorm1d(8).to(dtype), [(3 + 300 * torch.randn(512, 8)).to(dtype) for _ in range(3)]
+    plain, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    ours = autotp.simulate(model, planned(model, (steps[0],), strategy, (2,)), (steps[0],))
+    for x in steps:
+        ours(x), plain(x), exact(x.double())
+    for name in ("running_mean", "running_var"):
+        want = getattr(exact, name)
+        mine, its = ((getattr(each, name).double() - want).norm() / want.norm() for each in (model, plain))
+        assert mine <= 1.1 * its + 0.5 * torch.finfo(dtype).eps, f"{name}: {mine:.3g} beside {its:.3g}"

@@ -2,21 +2,20 @@
 
 import dataclasses
 import functools
-import math
 
 import pytest
 import torch
+from comparing import close, loss_of, tensors
+from devices import slow_machine
 from float64 import double, float64_mode
 from models import MODELS
-from torch.utils._pytree import tree_leaves
 
 import autotp
 from autotp.planner import plan_captured
-from autotp.plans.families import family
+from autotp.plans.options import Options
 from autotp.runtime.durations import overlap_of
 from autotp.runtime.rewrite import apply
 from autotp.runtime.simulate import Simulated
-from costmodel import Device
 from passes.capture import capture
 from passes.world.world import LocalWorld
 
@@ -118,10 +117,6 @@ OVERLAPPED = [
     ("llama", "3d", (2, 2, 2), {"batch": 2, "rows": 2}),
 ]
 
-#: So slow that dividing work pays at once: on a fast device the best plan for a tiny model is to compute everything
-#: everywhere, and nothing would be tested.
-SLOW = Device("slow", {"float64": 1e6, "float32": 1e6}, 1e12, 1e6, 0.0)
-
 
 @functools.cache
 def captured(name):
@@ -130,23 +125,8 @@ def captured(name):
         return capture(model, args, kwargs)
 
 
-def tensors(output):
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-
-
-def loss_of(output):
-    first = tensors(output)[0]
-    return first if first.dim() == 0 else (first**2).mean()
-
-
-def close(got, want, scale, told):
-    error = (got.detach().double() - want.detach().double()).abs().max().item() if want.numel() else 0.0
-    assert error <= 1e-9 * max(scale, 1e-300), f"{told}: off by {error:.3g} at scale {scale:.3g}"
-
-
 def check(name, strategy, mesh, panels=None, chunks=None, overlapped=False):
-    topology = autotp.Topology.flat(math.prod(mesh), bandwidth=1e12, latency=1e-9, device=SLOW)
-    plan = plan_captured(captured(name), topology, family(strategy), mesh=mesh, panels=panels)
+    plan = plan_captured(captured(name), slow_machine(mesh), Options(strategy, mesh=mesh, panels=panels, schedule="none"))
     plan = dataclasses.replace(plan, chunks=chunks or {})
     # No topology asks for stages, buckets and chunks at once: every all_reduce over several axes goes level by level.
     how = dataclasses.replace(overlap_of(plan), faster=lambda *_: True) if overlapped else None

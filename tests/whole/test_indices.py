@@ -6,36 +6,16 @@ nobody's was skipped by all of them.
 
 import pytest
 import torch
-from test_torchrun import torchrun
+from lookups import SHARDED, WORDS, Language, changed
 from torch import nn
-from torch.nn import functional as F
 
 import autotp
-
-WORDS = 32
-
-
-class Language(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table, self.out = nn.Embedding(WORDS, 16), nn.Linear(16, WORDS, bias=False)
-
-    def forward(self, ids, labels):
-        return F.cross_entropy(self.out(self.table(ids)).flatten(0, 1), labels.flatten())
-
-
-#: The vocabulary over one axis and, where there is another, tokens over that.
-SHARDED = ["embedding=v@y", "linear=n@y", "cross_entropy_loss=v@y"]
 
 
 @pytest.fixture(scope="module")
 def sentences():
     torch.manual_seed(0)
     return torch.randint(WORDS, (4, 8)), torch.randint(WORDS, (4, 8))
-
-
-def changed(tensor, value):
-    return torch.cat([tensor.flatten()[:-1], torch.tensor([value])]).view_as(tensor)
 
 
 @pytest.fixture(scope="module", params=["none", "overlap", "chunks"])
@@ -94,7 +74,7 @@ def test_tables_of_several_sizes_are_all_checked(sentences, constraints, schedul
 
 
 @pytest.mark.distributed
-def test_all_ranks_raise():
+def test_all_ranks_raise(torchrun):
     """Also where each has its own part of the batch, and the index is in one of them."""
     done = torchrun(4, "indices.py")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,10 +1,8 @@
 """Unusual models: whatever torch.export takes is planned; what cannot be sharded is replicated, with the same numbers."""
 
-import math
-
 import pytest
 import torch
-from test_exact import SLOW
+from devices import SLOW, slow_machine
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
@@ -271,7 +269,7 @@ def test_the_numbers_are_the_plain_models(name, strategy, mesh):
     plain = factory().double()
     torch.manual_seed(1)
     model = factory().double()
-    topology = autotp.Topology.flat(math.prod(mesh), bandwidth=1e12, latency=1e-9, device=SLOW)
+    topology = slow_machine(mesh)
     plan = autotp.plan(model, topology, args, strategy=strategy, mesh=mesh)
     expected, outputs = plain(*args), autotp.simulate(model, plan, args)(*args)
     for got, want in zip(tensors(outputs), tensors(expected), strict=True):

@@ -1,4 +1,4 @@
-"""What a report tells, as JSON: every operator and why it is sharded so, the costs, the machine, the schedule."""
+"""The contents of a report, as JSON: every operator and the reasons for its sharding, costs, machine and schedule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import fx
 
 from autotp.analysis.explain import Explainer, Explanation
 from autotp.analysis.inspection import reshard_steps
-from autotp.costs.step import Priced
+from autotp.costs.priced import Priced
 from autotp.plans.plan import Plan
 from costmodel import Topology
 from passes.capture import Captured
@@ -34,7 +34,7 @@ def content(
     title: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """What the page shows.
+    """The contents of the page.
 
     Args:
         captured: the model that was planned, captured for the same inputs.
@@ -101,7 +101,7 @@ def _machine(topology: Topology) -> dict[str, Any]:
 
 
 def _row(explainer: Explainer, node: fx.Node, found: Explanation) -> dict[str, Any]:
-    """One operator with all that is told of it; those decided together have one."""
+    """One operator with all its details; operators that are decided together share one entry."""
     parameters = explainer.captured.parameters
     reads = [parameters.get(n.name, value_of(n)[0].name) for n in operands_of(node)]
     row = asdict(found)
@@ -111,7 +111,7 @@ def _row(explainer: Explainer, node: fx.Node, found: Explanation) -> dict[str, A
 
 
 def _operators(explainer: Explainer, rows: Mapping[fx.Node, int], modules: dict[str, int]) -> list[list[Any]]:
-    """Per operator: name, module, row, seconds, of which communicating, and the operators that it reads."""
+    """Per operator: name, module, row, seconds, seconds of communication, and the operators that it reads."""
     model, entries = explainer.model, explainer.entries
     place = {node: i for i, node in enumerate(model.operators)}
     found: list[list[Any]] = []
@@ -125,20 +125,19 @@ def _operators(explainer: Explainer, rows: Mapping[fx.Node, int], modules: dict[
 
 
 def _costs(plan: Plan, priced: Priced) -> list[dict[str, Any]]:
-    """Where a step's seconds go, without chunks: computing by kind of operator, collectives by kind and axes."""
+    """The parts of the step time, without chunks: computation by kind of operator, collectives by kind and axes."""
     sums: dict[tuple[str, str, str, bool], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
 
     def add(key: tuple[str, str, str, bool], times: float, seconds: float, size: float) -> None:
         for i, figure in enumerate((times, seconds, size)):
             sums[key][i] += figure
 
-    own = priced.operators()
     entries = {op.name: op for op in plan.operators}
-    for node, price in own.items():
+    for node, price in priced.own.items():
         add(("computing", entries[node.name].target, "", False), 1, price.compute, 0.0)
         if price.communication:
             add(("inside operators", "all_reduce", "", False), 1, price.communication, price.received)
-    for moved in priced.reshards():
+    for moved in priced.reshards:
         for step in reshard_steps(plan, priced, moved, 1):
             if step.seconds:
                 what = ("parameters" if moved.parameter else "activations") + (", gradients" if step.gradient else "")
@@ -171,5 +170,5 @@ def _timeline(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def encode(contents: Mapping[str, Any]) -> str:
-    """JSON that can stand in a page: no text in it ends the script element."""
+    """JSON that is safe inside a page: no text in it ends the script element."""
     return json.dumps(contents, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""The page of a report: its parts put into one file."""
+"""The page of a report: its parts in one file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def page(contents: Mapping[str, Any]) -> str:
 
 
 def save_report(path: str | os.PathLike, contents: Mapping[str, Any]) -> None:
-    """Writes a report; the file appears whole or not at all.
+    """Writes a report completely or not at all.
 
     Raises:
         AutotpError: it cannot be written.

@@ -6,13 +6,12 @@ reshard chooses others than the plain model's. That gradients come out right und
 hand a kernel a layout that the plain model never does.
 """
 
-import math
-
 import pytest
 import torch
 import transformers
+from comparing import close, tensors
+from devices import slow_machine
 from float64 import double, float64_mode
-from test_exact import SLOW, close, tensors
 
 import autotp
 
@@ -52,7 +51,7 @@ def clap():
     ],
 )
 def test_clap_is_exact(strategy, mesh, schedule, training):
-    topology = autotp.Topology.flat(math.prod(mesh), bandwidth=1e12, latency=1e-9, device=SLOW)
+    topology = slow_machine(mesh)
     with float64_mode():
         (plain, args, kwargs), (model, _, _) = double(clap), double(clap)
         plain.train(training), model.train(training)

@@ -1,4 +1,4 @@
-"""What rounding alone moves is told apart from what is wrong, and does not hide it.
+"""What rounding alone moves is distinguished from what is wrong, and does not hide it.
 
 The models that were verified before are small and well-conditioned: none has a value that its weights' last places move
 beyond the tolerance, so a departure was always a defect.
@@ -9,8 +9,8 @@ import json
 import pytest
 import torch
 import transformers
+from devices import slow_machine
 from float64 import double, float64_mode
-from test_exact import SLOW as SLOW_DEVICE
 from torch import nn
 
 import autotp
@@ -19,8 +19,9 @@ from autotp.analysis.conditioning import moved, nudged, rounding
 from autotp.analysis.verify import verify, verify_graph
 from autotp.analysis.verify_runs import Runs
 from autotp.runtime.rewrite import rewrite
+from passes.graph import note_of
 
-SLOW = autotp.Topology.flat(4, bandwidth=1e12, latency=1e-9, device=SLOW_DEVICE)
+FOUR = slow_machine((4,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128])
@@ -70,11 +71,11 @@ def test_how_far_results_move():
 class Twins(nn.Module):
     """The difference of two products whose weights are the same but for their last eight digits, or two other ones."""
 
-    def __init__(self, alike=True):
+    def __init__(self, identical=True):
         super().__init__()
         self.up, self.one, self.other, self.head = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(32, 16), nn.Linear(16, 8)
-        self.scale = 1e8 if alike else 1.0
-        if alike:
+        self.scale = 1e8 if identical else 1.0
+        if identical:
             for one, other in zip(self.one.parameters(), self.other.parameters(), strict=True):
                 other.data = one.data.double() * (1 + 1e-8 * torch.randn(one.shape, dtype=torch.float64))
 
@@ -83,10 +84,10 @@ class Twins(nn.Module):
         return self.head(torch.tanh((self.one(y) - self.other(y)) * self.scale)).tanh()
 
 
-def made(alike=True, strategy="megatron-1d"):
+def made(identical=True, strategy="megatron-1d"):
     torch.manual_seed(0)
-    model, x = Twins(alike).double(), torch.randn(8, 16, dtype=torch.float64)
-    plan = autotp.plan(model, SLOW, (x,), strategy=strategy, mesh=(4,), panels=1, chunks={})
+    model, x = Twins(identical).double(), torch.randn(8, 16, dtype=torch.float64)
+    plan = autotp.plan(model, FOUR, (x,), strategy=strategy, mesh=(4,), panels=1, chunks={})
     return model, plan, x
 
 
@@ -101,21 +102,21 @@ def test_rounding_is_no_departure():
     assert all(1e-11 < move < 1e-6 for move in found.ill_conditioned.values()), found.ill_conditioned
 
 
-@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("identical", [True, False])
 @pytest.mark.parametrize("defect", ["doubled", "unreduced", "scaled", "slightly scaled"])
-def test_rounding_hides_no_defect(alike, defect):
-    model, plan, x = made(alike, "data" if defect == "unreduced" else "megatron-1d")
+def test_rounding_hides_no_defect(identical, defect):
+    model, plan, x = made(identical, "data" if defect == "unreduced" else "megatron-1d")
     graphs = rewrite(model, plan, (x,))
     graph = graphs.graph_module.graph
     if defect == "unreduced":
-        (node,) = (n for n in graph.nodes if n.meta.get("tensor") == "p_head_weight")
+        (node,) = (n for n in graph.nodes if note_of(n).tensor == "p_head_weight")
         assert node.args[3], "its gradient is summed up"
         node.args = (*node.args[:3], ())
         operator = "head.weight"
     else:
         # Behind the weight, so that its gradient alone is wrong; or behind the product.
         (weight,) = (n for n in graph.nodes if n.op == "placeholder" and n.target == "p_one_weight")
-        product = next(n for n in graph.nodes if n.meta.get("operator") == "linear_1")
+        product = next(n for n in graph.nodes if note_of(n).operator == "linear_1")
         node = weight if defect == "doubled" else product
         factor = {"doubled": 2.0, "scaled": 1.001, "slightly scaled": 1 + 1e-5}[defect]
         with graph.inserting_after(node):
@@ -140,7 +141,7 @@ def test_rounding_hides_no_defect(alike, defect):
 
 def test_nothing_is_run_again_where_nothing_departs(monkeypatch):
     monkeypatch.setattr(Runs, "moved", lambda self: pytest.fail("run again"))
-    model, plan, x = made(alike=False)
+    model, plan, x = made(identical=False)
     found = verify(model, plan, (x,))
     assert found.right and not found.ill_conditioned
 
@@ -162,10 +163,10 @@ def test_the_outputs_share_of_a_gradient_is_not_missed():
     torch.manual_seed(0)
     model, x = Shared().double(), torch.randn(8, 16, dtype=torch.float64)
     pins = ["first=Replicate", "tanh=Replicate", "second=k@x"]
-    plan = autotp.plan(model, SLOW, (x,), mesh=(4,), constraints=pins, panels=1, chunks={})
+    plan = autotp.plan(model, FOUR, (x,), mesh=(4,), constraints=pins, panels=1, chunks={})
     graph = rewrite(model, plan, (x,)).graph_module.graph
-    shared = [n for n in graph.nodes if "want" in n.meta and n.args[1] in graph.output_node().all_input_nodes]
-    assert [n.meta["tensor"] for n in shared] == ["tanh"]
+    shared = [n for n in graph.nodes if note_of(n).moves and n.args[1] in graph.output_node().all_input_nodes]
+    assert [note_of(n).tensor for n in shared] == ["tanh"]
     found = verify(model, plan, (x,))
     assert found.right, found.departure
     assert not found.ill_conditioned
@@ -189,7 +190,7 @@ def build():
 """
 
 
-def test_the_command_tells_of_it(tmp_path, capsys):
+def test_the_command_reports_it(tmp_path, capsys):
     """The second running mean is 0 but for rounding."""
     (tmp_path / "normed.py").write_text(SPEC)
     model, saved = f"{tmp_path}/normed.py:build", str(tmp_path / "plan.json")

@@ -8,8 +8,8 @@ from dataclasses import replace
 import graphviz
 import pytest
 import torch
+from devices import SMALL
 from models import MODELS
-from test_planner import SLOW
 from torch.utils._pytree import tree_leaves
 
 import autotp
@@ -19,14 +19,13 @@ from autotp.analysis.explain import Explainer, explain_operator, priced_plan
 from autotp.analysis.graph_rows import filtered, graph_rows
 from autotp.analysis.inspection import Filters, inspect_plan
 from autotp.analysis.trace import scheduled, trainable
-from autotp.cli import main
 from autotp.costs.footprint import Footprint
 from autotp.planner import plan_captured
-from autotp.plans.families import family
+from autotp.plans.options import Options
 from passes.capture import capture
-from passes.strategies.strategy import strategies
+from passes.strategies.space import strategies
 
-FOUR = autotp.Topology.flat(4, bandwidth=1e8, latency=1e-6, device=SLOW)
+FOUR = autotp.Topology.flat(4, bandwidth=1e8, latency=1e-6, device=SMALL)
 
 
 @pytest.fixture(scope="module", params=["gpt2", "unet"])
@@ -34,7 +33,7 @@ def explained(request):
     model, args, kwargs = MODELS[request.param]()
     captured = capture(model, args, kwargs)
     plans = {
-        schedule: plan_captured(captured, FOUR, family("auto"), mesh=(2, 2), schedule=schedule, chunks={})
+        schedule: plan_captured(captured, FOUR, Options("auto", mesh=(2, 2), schedule=schedule, chunks={}))
         for schedule in ("none", "overlap")
     }
     return captured, plans
@@ -70,7 +69,7 @@ def test_a_change_by_classes_costs_what_all_operators_summed_up_do(explained, sc
                 ways = strategies(model.operators[copy], plans[schedule].mesh_shape)
                 chosen[copy.name] = next(way for way in ways if way.assignment == strategy.assignment)
                 layouts |= {(copy, i): layout for i, layout in enumerate(chosen[copy.name].results)}
-            whole = replace(priced, strategies=chosen, layouts=layouts).sums()
+            whole = replace(priced, strategies=chosen, layouts=layouts).sums
             quick = explainer.classes.changed(node, strategy)
             mine, theirs = (tree_leaves(dataclasses.astuple(sums)) for sums in (quick, whole))
             assert len(mine) > 10 and mine == pytest.approx(theirs, rel=1e-9)
@@ -114,12 +113,7 @@ def test_forcing_the_next_best_gives_the_cost_that_is_claimed(explained, schedul
         forced = plan_captured(
             captured,
             FOUR,
-            family("auto"),
-            mesh=(2, 2),
-            schedule=schedule,
-            chunks={},
-            constraints=pins,
-            panels=plan.planning["panels"],
+            Options("auto", mesh=(2, 2), schedule=schedule, chunks={}, constraints=pins, panels=plan.planning["panels"]),
         )
         assert forced.predicted.step_seconds == pytest.approx(best.planned_seconds, rel=1e-9)
         assert best.planned_seconds <= best.in_place_seconds * (1 + 1e-9), "planned anew is no worse than left alone"
@@ -132,7 +126,7 @@ def test_what_is_held_at_the_worst_moment_is_the_predicted_memory(explained):
     captured, plans = explained
     for plan in plans.values():
         priced = priced_plan(captured, plan)
-        held = Footprint(priced.model, priced.prices, priced.strategies, priced.layouts, {}, priced.again).explain()
+        held = Footprint(priced).explain()
         assert sum(size for *_, size in held) == pytest.approx(plan.predicted.memory_bytes, rel=1e-6)
         assert {"parameter"} <= {kind for kind, *_ in held}
 
@@ -159,7 +153,7 @@ def test_rows_and_filters(explained):
 def test_the_graphs_that_a_device_runs():
     model, args, kwargs = MODELS["gpt2"]()
     captured = capture(model, args, kwargs)
-    plan = plan_captured(captured, FOUR, family("tensor3d"), mesh=(2, 2), schedule="overlap", chunks={})
+    plan = plan_captured(captured, FOUR, Options("tensor3d", mesh=(2, 2), schedule="overlap", chunks={}))
     halves = scheduled(captured, plan, trainable(model))
     for half in halves:
         rows = graph_rows(half, plan.mesh_axes)
@@ -192,35 +186,13 @@ def test_a_difference():
         difference(one, autotp.plan(other, FOUR, (x,)))
 
 
-SPEC = """
-import torch
-from torch import nn
-
-
-class Perceptron(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x)))
-
-
-def build():
-    torch.manual_seed(0)
-    return Perceptron(), (torch.randn(8, 16),)
-"""
-
-
 @pytest.fixture
-def plans(tmp_path):
-    (tmp_path / "perceptron.py").write_text(SPEC)
-    spec = f"{tmp_path}/perceptron.py:build"
+def plans(run_cli, perceptron, tmp_path):
     for name in ("data", "megatron-1d"):
-        run(
+        run_cli(
             "plan",
             "--model",
-            spec,
+            perceptron,
             "--topology",
             "dgx-h100",
             "--devices",
@@ -230,57 +202,51 @@ def plans(tmp_path):
             "--save",
             tmp_path / f"{name}.json",
         )
-    return tmp_path, spec
+    return tmp_path, perceptron
 
 
-def run(*words):
-    with pytest.raises(SystemExit) as ended:
-        main([*map(str, words)])
-    return ended.value.code
-
-
-def test_commands(plans, capsys):
+def test_commands(run_cli, plans, capsys):
     folder, spec = plans
     plan = folder / "megatron-1d.json"
     capsys.readouterr()
-    assert run("inspect", plan, "--model", spec, "--json") == 0
+    assert run_cli("inspect", plan, "--model", spec, "--json") == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["module"] for row in rows} >= {"up", "down"}
-    assert run("inspect", plan, "--model", spec, "--module", "up") == 0
+    assert run_cli("inspect", plan, "--model", spec, "--module", "up") == 0
     assert "linear" in capsys.readouterr().out
-    assert run("inspect", plan, "--model", spec, "--code") == 0
+    assert run_cli("inspect", plan, "--model", spec, "--code") == 0
     assert "def forward" in capsys.readouterr().out
-    assert run("inspect", plan, "--model", spec, "--graph", "backward") == 0
+    assert run_cli("inspect", plan, "--model", spec, "--graph", "backward") == 0
     assert "of which nothing hides" in capsys.readouterr().out
-    assert run("inspect", plan, "--model", spec, "--graph", "forward", "--collectives", "--json") == 0
+    assert run_cli("inspect", plan, "--model", spec, "--graph", "forward", "--collectives", "--json") == 0
     moving = json.loads(capsys.readouterr().out)
     assert moving and all(row["axes"] and row["seconds"] > 0 for row in moving)
-    assert run("inspect", plan, "--model", spec, "--graph", "sideways") == 2
+    assert run_cli("inspect", plan, "--model", spec, "--graph", "sideways") == 2
     assert "choose forward or backward" in capsys.readouterr().err
-    assert run("inspect", plan, "--model", spec, "--html", folder / "report.html") == 0
+    assert run_cli("inspect", plan, "--model", spec, "--html", folder / "report.html") == 0
     assert "<!doctype html>" in (folder / "report.html").read_text()
-    assert run("inspect", plan, "--model", spec, "--dot", folder / "graph.dot") == 0
+    assert run_cli("inspect", plan, "--model", spec, "--dot", folder / "graph.dot") == 0
     assert (folder / "graph.dot").read_text().startswith("digraph")
-    assert run("inspect", plan, "--model", spec, "--dot", folder / "graph.txt") == 2
+    assert run_cli("inspect", plan, "--model", spec, "--dot", folder / "graph.txt") == 2
     capsys.readouterr()
-    assert run("explain", "linear", "--plan", plan, "--model", spec) == 0
+    assert run_cli("explain", "linear", "--plan", plan, "--model", spec) == 0
     assert "chosen" in capsys.readouterr().out
-    assert run("explain", "linear", "--plan", plan, "--model", spec, "--json", "--planned", 0) == 0
+    assert run_cli("explain", "linear", "--plan", plan, "--model", spec, "--json", "--planned", 0) == 0
     assert json.loads(capsys.readouterr().out)["name"] == "linear"
-    assert run("explain", "--memory", "--plan", plan, "--model", spec) == 0
+    assert run_cli("explain", "--memory", "--plan", plan, "--model", spec) == 0
     assert "worst moment" in capsys.readouterr().out
-    assert run("explain", "liner", "--plan", plan, "--model", spec) == 2
+    assert run_cli("explain", "liner", "--plan", plan, "--model", spec) == 2
     assert "no operator 'liner'" in capsys.readouterr().err
-    assert run("explain", "linear", "--plan", plan) == 2
+    assert run_cli("explain", "linear", "--plan", plan) == 2
     assert "--model" in capsys.readouterr().err
-    assert run("diff", folder / "data.json", plan) == 1
+    assert run_cli("diff", folder / "data.json", plan) == 1
     assert "strategy" in capsys.readouterr().out
-    assert run("diff", plan, plan) == 0
+    assert run_cli("diff", plan, plan) == 0
     assert "the same" in capsys.readouterr().out
-    assert run("diff", folder / "data.json", plan, "--json") == 1
+    assert run_cli("diff", folder / "data.json", plan, "--json") == 1
     assert json.loads(capsys.readouterr().out)["settings"]["strategy"] == ["data", "megatron-1d"]
-    assert run("verify", plan, "--model", spec) == 0
+    assert run_cli("verify", plan, "--model", spec) == 0
     assert "right" in capsys.readouterr().out
-    assert run("verify", plan, "--model", spec, "--json") == 0
+    assert run_cli("verify", plan, "--model", spec, "--json") == 0
     assert json.loads(capsys.readouterr().out)["departure"] is None
-    assert run("verify", plan, "--model", spec, "--tolerance", 0) == 1
+    assert run_cli("verify", plan, "--model", spec, "--tolerance", 0) == 1

@@ -1,4 +1,4 @@
-"""The report for the browser: what it tells, and that it works in one."""
+"""The report for the browser: its contents, and that it works in one."""
 
 import json
 import re
@@ -6,18 +6,18 @@ import shutil
 
 import pytest
 import torch
+from devices import SMALL
 from models import MODELS
-from test_planner import SLOW
 
 import autotp
 from autotp.analysis.report import content, page
 from autotp.analysis.trace import predicted_events, scheduled, trainable
 from autotp.cli.report import write_report
 from autotp.planner import plan_captured
-from autotp.plans.families import family
+from autotp.plans.options import Options
 from passes.capture import capture
 
-FOUR = autotp.Topology.flat(4, bandwidth=1e8, latency=1e-6, device=SLOW)
+FOUR = autotp.Topology.flat(4, bandwidth=1e8, latency=1e-6, device=SMALL)
 CHROMIUM = shutil.which("chromium")
 
 
@@ -25,7 +25,7 @@ CHROMIUM = shutil.which("chromium")
 def planned():
     model, args, kwargs = MODELS["gpt2"]()
     captured = capture(model, args, kwargs)
-    return model, captured, plan_captured(captured, FOUR, family("tensor3d"), mesh=(2, 2), schedule="overlap", chunks={})
+    return model, captured, plan_captured(captured, FOUR, Options("tensor3d", mesh=(2, 2), schedule="overlap", chunks={}))
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def contents(planned):
     return content(captured, plan, events=events, title="a model")
 
 
-def test_the_report_tells_what_the_plan_says(planned, contents):
+def test_the_report_agrees_with_the_plan(planned, contents):
     _, _, plan = planned
     assert [op[0] for op in contents["operators"]] == [op.name for op in plan.operators]
     for (_, module, row, seconds, communication, reads), op in zip(contents["operators"], plan.operators, strict=True):

@@ -3,19 +3,18 @@
 import json
 
 import pytest
+from devices import SMALL
 from models import MODELS
-from test_explain import SPEC, run
-from test_planner import SLOW
 
 import autotp
 from autotp.analysis.explain import Explainer
 from autotp.analysis.reprice import repriced
 from autotp.planner import plan_captured
-from autotp.plans.families import family
+from autotp.plans.options import Options
 from passes.capture import capture
 
-FAST = autotp.Topology.flat(4, bandwidth=1e10, latency=1e-6, device=SLOW)
-FAR = autotp.Topology.flat(4, bandwidth=1e7, latency=1e-4, device=SLOW)
+FAST = autotp.Topology.flat(4, bandwidth=1e10, latency=1e-6, device=SMALL)
+FAR = autotp.Topology.flat(4, bandwidth=1e7, latency=1e-4, device=SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +30,7 @@ def captured():
 )
 def test_on_its_own_machine_a_plan_costs_what_was_predicted(captured, schedule, options):
     name = "summa-2d" if options else "auto"
-    plan = plan_captured(captured, FAST, family(name), mesh=(2, 2), schedule=schedule, **options)
+    plan = plan_captured(captured, FAST, Options(name, mesh=(2, 2), schedule=schedule, **options))
     for again in (repriced(captured, plan, FAST), repriced(captured, repriced(captured, plan, FAR), FAST)):
         assert again.hash == plan.hash and again.predicted.memory_bytes == plan.predicted.memory_bytes
         for figure in ("step_seconds", "compute_seconds", "communication_seconds", "exposed_seconds"):
@@ -42,7 +41,9 @@ def test_on_its_own_machine_a_plan_costs_what_was_predicted(captured, schedule, 
 
 
 def test_elsewhere_it_is_no_better_than_the_plan_made_there(captured):
-    plans = {t: plan_captured(captured, t, family("auto"), mesh=(2, 2), schedule="overlap", chunks={}) for t in (FAST, FAR)}
+    plans = {
+        t: plan_captured(captured, t, Options("auto", mesh=(2, 2), schedule="overlap", chunks={})) for t in (FAST, FAR)
+    }
     there = repriced(captured, plans[FAST], FAR)
     assert there.topology == FAR and not there.optimal
     assert there.predicted.step_seconds >= plans[FAR].predicted.step_seconds * (1 - 1e-9)
@@ -52,28 +53,30 @@ def test_elsewhere_it_is_no_better_than_the_plan_made_there(captured):
 
 
 def test_the_users_bound_stays_and_the_devices_does_not(captured):
-    plan = plan_captured(captured, FAST, family("data"), mesh=(4,))
+    plan = plan_captured(captured, FAST, Options("data", mesh=(4,), schedule="none"))
     other = autotp.Topology.load("dgx-h100").resized(4)
     assert repriced(captured, plan, other).memory_bound == other.device.memory
-    plan = plan_captured(captured, FAST, family("data"), mesh=(4,), memory=2e9)
+    plan = plan_captured(captured, FAST, Options("data", mesh=(4,), memory=2e9, schedule="none"))
     assert repriced(captured, plan, other).memory_bound == 2e9
     with pytest.raises(autotp.PlanMismatchError, match="for 4 devices"):
         repriced(captured, plan, autotp.Topology.flat(8))
 
 
-def test_the_command(tmp_path, capsys):
-    (tmp_path / "perceptron.py").write_text(SPEC)
-    spec, here, there = f"{tmp_path}/perceptron.py:build", tmp_path / "here.json", tmp_path / "there.json"
-    assert run("plan", "--model", spec, "--topology", "dgx-h100", "--devices", 4, "--save", here) == 0
+def test_the_command(run_cli, perceptron, tmp_path, capsys):
+    here, there = tmp_path / "here.json", tmp_path / "there.json"
+    assert run_cli("plan", "--model", perceptron, "--topology", "dgx-h100", "--devices", 4, "--save", here) == 0
     capsys.readouterr()
-    assert run("reprice", here, "--model", spec, "--topology", "ethernet-10g", "--save", there) == 0
+    assert run_cli("reprice", here, "--model", perceptron, "--topology", "ethernet-10g", "--save", there) == 0
     assert "made for dgx-h100" in " ".join(capsys.readouterr().out.split())
-    assert run("reprice", here, "--model", spec, "--topology", "ethernet-10g", "--json") == 0
+    assert run_cli("reprice", here, "--model", perceptron, "--topology", "ethernet-10g", "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["topology"]["name"] == "ethernet-10g" and printed["hash"] == autotp.Plan.load(there).hash
-    assert run("diff", here, there) == 1
+    assert run_cli("diff", here, there) == 1
     out = capsys.readouterr().out
     assert "topology" in out and "operator" not in out
-    assert run("explain", "linear", "--plan", there, "--model", spec) == 0
-    assert run("reprice", here, "--model", spec, "--topology", "ethernet-10g", "--save", "/no/such/folder/plan.json") == 2
+    assert run_cli("explain", "linear", "--plan", there, "--model", perceptron) == 0
+    assert (
+        run_cli("reprice", here, "--model", perceptron, "--topology", "ethernet-10g", "--save", "/no/such/folder/plan.json")
+        == 2
+    )
     assert "cannot write the plan" in capsys.readouterr().err

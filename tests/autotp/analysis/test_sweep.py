@@ -59,12 +59,6 @@ def spec(tmp_path):
     return str(file)
 
 
-def run(*words):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["sweep", *map(str, words)])
-    return ended.value.code
-
-
 def test_points(points):
     assert [(p.topology, p.devices) for p in points] == [(t, n) for t in ("dgx-a100", "dgx-h100") for n in (4, 8, 13)]
     model, args = small_gpt()
@@ -191,15 +185,15 @@ def test_wrong_arguments(changes, said):
         sweep(mlp, ["dgx-a1000"], [2])
 
 
-def test_command(spec, tmp_path, capsys, monkeypatch):
+def test_command(run_cli, spec, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     table, plot = tmp_path / "points.csv", tmp_path / "points.svg"
     words = ("--topology", "dgx-a100,cpu", "--devices", "2,4,12", "--csv", table, "--plot", plot)
-    assert run("--model", f"{spec}:build", *words) == 0
+    assert run_cli("sweep", "--model", f"{spec}:build", *words) == 0
     shown = capsys.readouterr().out
     assert "dgx-a100" in shown and "samples/s" in shown and "12 devices: no plan" in shown
     assert len(table.read_text().splitlines()) == 7 and plot.read_text().startswith("<?xml")
-    assert run("--model", f"{spec}:build", "--topology", "dgx-a100,cpu", "--devices", "2,4,12", "--json") == 0
+    assert run_cli("sweep", "--model", f"{spec}:build", "--topology", "dgx-a100,cpu", "--devices", "2,4,12", "--json") == 0
     entries = json.loads(capsys.readouterr().out)
     assert [bool(e["reason"]) for e in entries] == [False, False, True, False, False, False]
     assert entries[3]["energy_per_token"] is None and sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == [
@@ -207,8 +201,8 @@ def test_command(spec, tmp_path, capsys, monkeypatch):
     ]  # fmt: skip
 
 
-def test_command_scales_the_batch(spec, capsys):
-    assert run("--model", f"{spec}:grown", "--topology", "cpu", "--devices", "2,4", "--weak", "--json") == 0
+def test_command_scales_the_batch(run_cli, spec, capsys):
+    assert run_cli("sweep", "--model", f"{spec}:grown", "--topology", "cpu", "--devices", "2,4", "--weak", "--json") == 0
     assert [e["tokens"] for e in json.loads(capsys.readouterr().out)] == [32, 64]
     with pytest.raises(SystemExit) as ended:
         cli.main(["plan", "--model", f"{spec}:grown", "--topology", "cpu", "--json"])
@@ -230,6 +224,6 @@ def test_command_scales_the_batch(spec, capsys):
         ("nothing", ("--topology", "cpu", "--devices", "2"), 2, "no function 'nothing'"),
     ],
 )
-def test_exit_codes(spec, capsys, name, words, code, said):
-    assert run("--model", f"{spec}:{name}", *words) == code
+def test_exit_codes(run_cli, spec, capsys, name, words, code, said):
+    assert run_cli("sweep", "--model", f"{spec}:{name}", *words) == code
     assert said in capsys.readouterr().err

@@ -16,6 +16,7 @@ from autotp.costs.prices import Prices
 from autotp.runtime.durations import task_of
 from autotp.runtime.recording import Event
 from benchmarks.models import trained
+from passes.graph import note_of
 from passes.overlap.primitives import crop, pad
 
 MODEL = """
@@ -82,8 +83,8 @@ def test_nothing_is_spent_where_nothing_is_cropped():
     graphs, plan = prepared("zero3", (2,))
     found, prices = graphs((0,)), Prices(plan.topology, plan.mesh_shape)
     nodes = [n for graph in (found.forward, found.backward) for n in graph.nodes]
-    crops = [n for n in nodes if n.meta.get("traced", n).target in (crop, pad)]
-    assert crops and all(n.meta["val"].shape == n.meta["traced"].args[0].meta["val"].shape for n in crops)
+    crops = [n for n in nodes if (note_of(n).traced or n).target in (crop, pad)]
+    assert crops and all(n.meta["val"].shape == note_of(n).traced.args[0].meta["val"].shape for n in crops)
     assert all(task_of(n, prices).seconds == 0 for n in crops)
     assert sum(task_of(n, prices).seconds for n in nodes) > 0
 
@@ -98,11 +99,10 @@ def test_the_command_predicts_alone(planned, capsys):
     found = json.loads((folder / "predicted.json").read_text())["traceEvents"]
     names = [e["args"]["name"] for e in found if e["name"] == "thread_name"]
     assert names == ["compute", "axes 0"]
-    assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in found if e["ph"] == "X")
     one_at_a_time([e for e in found if e["ph"] == "X"])
 
 
-def test_a_missing_folder_is_told(planned, capsys):
+def test_a_missing_folder_is_reported(planned, capsys):
     folder, *_ = planned
     with pytest.raises(SystemExit):
         main(["trace", "--model", "m.py:b", "--plan", f"{folder}/plan.json", "--output", str(folder / "no" / "t.json")])

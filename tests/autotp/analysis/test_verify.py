@@ -8,6 +8,7 @@ from torch import nn
 import autotp
 from autotp.analysis.verify import verify, verify_graph
 from autotp.runtime.rewrite import rewrite
+from passes.graph import note_of
 from passes.layouts.reshard import Step
 
 SLOW = autotp.Topology.flat(4, bandwidth=1e12, latency=0.0)
@@ -30,7 +31,7 @@ def rewritten(strategy, mesh):
 
 
 def reshards(made, tensor):
-    return [n for n in made.graph_module.graph.nodes if n.meta.get("tensor") == tensor]
+    return [n for n in made.graph_module.graph.nodes if note_of(n).tensor == tensor]
 
 
 def linear(made, number):
@@ -73,13 +74,13 @@ def test_a_defect_in_one_chunk_is_found(chunks):
     plan = autotp.plan(model, SLOW, args, kwargs, strategy="megatron-1d", mesh=(4,), panels=1, chunks=chunks)
     made = rewrite(model, plan, args, kwargs)
     graph = made.graph_module.graph
-    second = next(n for n in graph.nodes if "addmm" in str(n.target) and any(n.meta["chunk"]))
+    second = next(n for n in graph.nodes if "addmm" in str(n.target) and any(note_of(n).chunk))
     with graph.inserting_after(second):
         wrong = graph.call_function(torch.ops.aten.mul.Tensor, (second, 1.001))
     second.replace_all_uses_with(wrong, delete_user_cb=lambda user: user is not wrong)
     wrong.meta, second.meta = dict(second.meta), {}
     found = verify_graph(model, made, args, kwargs)
-    assert found.departure is not None and found.departure.operator == wrong.meta["operator"], found.departure
+    assert found.departure is not None and found.departure.operator == note_of(wrong).operator, found.departure
 
 
 class Keyed(nn.Module):
@@ -99,9 +100,9 @@ def test_a_gradient_that_cancels_out_is_rounding():
     found = verify(model, plan, (x,))
     assert found.right and found.gradients["k.bias"] <= found.tolerance, found.departure
     made = rewrite(model, plan, (x,))
-    reader = next(n for n in made.graph_module.graph.nodes if n.meta.get("tensor") == "p_k_bias")
+    reader = next(n for n in made.graph_module.graph.nodes if note_of(n).tensor == "p_k_bias")
     assert reader.args[3], "its gradient is summed up"
-    bias = next(n for n in made.graph_module.graph.nodes if n.meta.get("tensor") == "p_v_bias")
+    bias = next(n for n in made.graph_module.graph.nodes if note_of(n).tensor == "p_v_bias")
     bias.args = (*bias.args[:3], ())
     found = verify_graph(model, made, (x,))
     assert found.departure is not None and found.departure.operator == "v.bias", "others' are still compared"
@@ -135,7 +136,7 @@ def test_wrong_gradient_mirror():
     node.args = (*node.args[:3], ())
     found = verify_graph(model, made, (x,))
     assert max(found.outputs.values()) <= found.tolerance, "the forward pass is right"
-    assert found.departure.operator == node.meta["tensor"] and "gradient" in found.departure.where
+    assert found.departure.operator == note_of(node).tensor and "gradient" in found.departure.where
     assert max(found.gradients.values()) > 0.01
 
 
@@ -148,19 +149,19 @@ def test_stale_pad():
     padded.meta = dict(add.meta)
     add.replace_all_uses_with(padded, lambda user: user is not padded)
     found = verify_graph(model, made, (x,))
-    assert found.departure.operator == add.meta["operator"]
+    assert found.departure.operator == note_of(add).operator
 
 
 def test_swapped_shard():
     model, x, made = rewritten("3d", (2, 2))
-    slices = [n for n in made.graph_module.graph.nodes if "want" in n.meta and any(s[0] == "slice" for s in n.args[2])]
+    slices = [n for n in made.graph_module.graph.nodes if note_of(n).moves and any(s[0] == "slice" for s in n.args[2])]
     node = slices[0]
     steps = [Step(*s) for s in node.args[2]]
     others = {0: 1, 1: 0}
     wrong = tuple(tuple(s._replace(axes=tuple(others[a] for a in s.axes)) if s.kind == "slice" else s) for s in steps)
     node.args = (*node.args[:2], wrong, node.args[3])
     found = verify_graph(model, made, (x,))
-    assert found.departure.operator in (node.meta["tensor"], made.captured.parameters.get(node.meta["tensor"]))
+    assert found.departure.operator in (note_of(node).tensor, made.captured.parameters.get(note_of(node).tensor))
 
 
 class Remembers(nn.Module):

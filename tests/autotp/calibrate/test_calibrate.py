@@ -73,12 +73,11 @@ def test_writes_a_topology_that_loads(calibrated):
     assert device.memory >= 2**30 and device.memory % 2**30 == 0
     assert device.memory_bandwidth > 1e7
     assert set(device.slowdown) == set(OPERATOR_KINDS)
-    assert min(device.slowdown.values()) >= 0.05
     assert [path.name for path in folder.iterdir()] == ["box.toml"]
 
 
 @pytest.mark.distributed
-def test_tells_of_the_fit_on_stdout_and_of_progress_on_stderr(calibrated):
+def test_the_fit_goes_to_stdout_and_progress_to_stderr(calibrated):
     folder, done = calibrated
     for word in (*KINDS, "outliers", "float32", "half size", "slowdown: attention", f"written to {folder / 'box.toml'}"):
         assert word in done.stdout
@@ -122,7 +121,7 @@ def test_one_failing_rank_ends_the_job(tmp_path):
     ],
 )
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_what_is_wrong_from_the_start_is_told_once(tmp_path, monkeypatch, capsys, environ, message, rank):
+def test_what_is_wrong_from_the_start_is_reported_once(tmp_path, monkeypatch, capsys, environ, message, rank):
     for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(key, raising=False)
     others = {"RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"} if environ else {}

@@ -118,12 +118,6 @@ def shown(plan: Plan, width: int = 200, **options: Any) -> str:
     return capture.get()
 
 
-def run(*words: object) -> int:
-    with pytest.raises(SystemExit) as exit_:
-        cli.main([str(word) for word in words])
-    return int(exit_.value.code or 0)
-
-
 def test_layers_are_folded_in_the_table() -> None:
     rows = fold_operators(fake_plan().operators)
     assert [(row.module, len(row.operators)) for row in rows] == [("h.*.mlp", 2), ("[head]", 1)]
@@ -182,18 +176,20 @@ def test_the_cheapest_rows_are_left_out_and_counted() -> None:
 
 
 @pytest.mark.parametrize("factory", ["build", "keywords", "mixed"])
-def test_plan_prints_a_table_without_colours(model_file: Path, factory: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_a_table_without_colours(
+    run_cli, model_file: Path, factory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ("--topology", "dgx-a100", "--devices", 4, "--strategy", "megatron-1d", "--mesh", "1,4")
-    assert run("plan", "--model", f"{model_file}:{factory}", *words) == 0
+    assert run_cli("plan", "--model", f"{model_file}:{factory}", *words) == 0
     out = capsys.readouterr().out
     assert "layers.*" in out and "predicted step" in out
     assert "\x1b" not in out
 
 
-def test_plan_prints_and_saves_json(model_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_and_saves_json(run_cli, model_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
     options = ("--topology", "cpu", "--devices", 2, "--memory", "1 GB", "--json", "--save", file)
-    assert run("plan", "--model", f"{model_file}:build", *options) == 0
+    assert run_cli("plan", "--model", f"{model_file}:build", *options) == 0
     out, err = capsys.readouterr()
     printed = json.loads(out)
     assert err == ""
@@ -225,9 +221,9 @@ def test_a_module_on_the_path_can_be_named(
     ],
 )
 def test_a_wrong_model_is_an_error_not_a_traceback(
-    model_file: Path, spec: str, message: str, capsys: pytest.CaptureFixture[str]
+    run_cli, model_file: Path, spec: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("plan", "--model", spec.replace("FILE", str(model_file)), "--topology", "cpu") == 2
+    assert run_cli("plan", "--model", spec.replace("FILE", str(model_file)), "--topology", "cpu") == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("error: --model ") and message in err
@@ -249,14 +245,14 @@ def test_a_wrong_model_is_an_error_not_a_traceback(
     ],
 )
 def test_wrong_options_end_with_2(
-    model_file: Path, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+    run_cli, model_file: Path, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("plan", "--model", f"{model_file}:build", *options) == 2
+    assert run_cli("plan", "--model", f"{model_file}:build", *options) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and message in err
 
 
-def test_a_model_that_cannot_be_captured_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_cannot_be_captured_ends_with_2(run_cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "branching.py"
     file.write_text(
         "import torch\n"
@@ -266,27 +262,27 @@ def test_a_model_that_cannot_be_captured_ends_with_2(tmp_path: Path, capsys: pyt
         "def build():\n"
         "    return Branching(), (torch.zeros(4),)\n"
     )
-    assert run("plan", "--model", f"{file}:build", "--topology", "cpu") == 2
+    assert run_cli("plan", "--model", f"{file}:build", "--topology", "cpu") == 2
     err = capsys.readouterr().err
     assert "error: " in err and "Branching" in err and "Traceback" not in err
 
 
-def test_topologies_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("topology") == 0
+def test_topologies_are_listed_and_shown(run_cli, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("topology") == 0
     out = capsys.readouterr().out
     assert all(name in out for name in Topology.preset_names())
-    assert run("topology", "dgx-a100") == 0
+    assert run_cli("topology", "dgx-a100") == 0
     out = capsys.readouterr().out
     assert "300 GB/s" in out and "80 GB" in out and "312 TFLOP/s" in out
 
 
-def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--version") == 0
+def test_usage(run_cli, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli("--version") == 0
     assert capsys.readouterr().out.startswith("autotp ")
-    assert run("plan", "--help") == 0
+    assert run_cli("plan", "--help") == 0
     assert "--topology" in capsys.readouterr().out
-    assert run("plan", "--no-such-option") == 2
-    assert run("topology", "no-such-preset") == 2
+    assert run_cli("plan", "--no-such-option") == 2
+    assert run_cli("topology", "no-such-preset") == 2
 
 
 def test_output_of_libraries_stays_out_of_json(tmp_path: Path) -> None:

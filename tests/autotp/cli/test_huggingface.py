@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 import transformers
-from test_explain import run
 
 import autotp
 from autotp.cli import load_model
@@ -64,28 +63,31 @@ def test_other_models(tmp_path, config, architecture, inputs):
     ("options", "said"),
     [
         (":size=3", "option 'size' is unknown; there are batch"),
-        (":batch=none", "batch=none is no positive number"),
-        (":dtype=float", "dtype=float"),
-        (":dtype=linear", "dtype=linear is none of torch's"),
+        (":batch=none", "batch=none is not a positive number"),
+        (":dtype=linear", "dtype=linear is not a dtype of torch"),
         (":device=cuda", "choose meta or cpu"),
         (":batch", "expected options such as"),
     ],
 )
-def test_wrong_options(tmp_path, capsys, options, said):
+def test_wrong_options(run_cli, tmp_path, capsys, options, said):
     spec = saved(tmp_path, transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, architectures=["GPT2LMHeadModel"]))
-    if options == ":dtype=float":
-        return load_model(spec + options)  # torch.float is one of its dtypes
-    assert run("plan", "--model", spec + options, "--topology", "dgx-h100") == 2
+    assert run_cli("plan", "--model", spec + options, "--topology", "dgx-h100") == 2
     assert said in capsys.readouterr().err
 
 
-def test_wrong_files(tmp_path, capsys):
+def test_short_names_of_dtypes(tmp_path):
+    spec = saved(tmp_path, transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, architectures=["GPT2LMHeadModel"]))
+    model, _, _ = load_model(f"{spec}:dtype=half")
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+
+
+def test_wrong_files(run_cli, tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     for name in ("config.json", "missing.json"):
-        assert run("plan", "--model", tmp_path / name, "--topology", "dgx-h100") == 2
+        assert run_cli("plan", "--model", tmp_path / name, "--topology", "dgx-h100") == 2
         assert "not a config that transformers knows" in capsys.readouterr().err
     spec = saved(tmp_path, transformers.WhisperConfig(architectures=["WhisperForConditionalGeneration"]))
-    assert run("plan", "--model", spec, "--topology", "dgx-h100") == 2
+    assert run_cli("plan", "--model", spec, "--topology", "dgx-h100") == 2
     assert "'input_features' cannot be guessed" in capsys.readouterr().err
 
 
@@ -97,16 +99,16 @@ def test_what_is_completed(tmp_path, monkeypatch):
     assert topologies("nothing") == [] and beginning(["data", "zero3"])("z") == ["zero3"]
 
 
-def test_a_shell_completes(monkeypatch, capsys):
+def test_a_shell_completes(run_cli, monkeypatch, capsys):
     monkeypatch.setenv("_AUTOTP_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", "autotp plan --topology dgx-h")
     monkeypatch.setenv("COMP_CWORD", "3")
-    run()
+    run_cli()
     assert capsys.readouterr().out.split() == ["dgx-h100"]
 
 
-def test_topologies_as_json(capsys):
-    assert run("topology", "--json") == 0
+def test_topologies_as_json(run_cli, capsys):
+    assert run_cli("topology", "--json") == 0
     assert len(json.loads(capsys.readouterr().out)) == len(autotp.Topology.preset_names())
-    assert run("topology", "dgx-h100", "--json") == 0
+    assert run_cli("topology", "dgx-h100", "--json") == 0
     assert autotp.Topology.from_dict(json.loads(capsys.readouterr().out)).name == "dgx-h100"

@@ -100,8 +100,8 @@ def test_the_best_ring_is_the_best_of_all_orders(count, random):
     ("change", "said"),
     [
         ({"matrix": ((0.0, 1.0),)}, "size 4 needs 4 rows of 4"),
-        ({"matrix": tuple(tuple(float(i + 2 * j) for j in range(4)) for i in range(4))}, "alike in both directions"),
-        ({"matrix": ((0, 1, 0, 0), (1, 0, 0, 0), (0, 0, 0, 1), (0, 0, 1, 0))}, "no links join 2 to 0"),
+        ({"matrix": tuple(tuple(float(i + 2 * j) for j in range(4)) for i in range(4))}, "bandwidth in both directions"),
+        ({"matrix": ((0, 1, 0, 0), (1, 0, 0, 0), (0, 0, 0, 1), (0, 0, 1, 0))}, "no links connect 2 to 0"),
         ({"links": 0}, "links is 0"),
         ({"point_to_point": -1.0}, "point_to_point is -1.0"),
         ({"measured": {"gather": Measured(1.0, 1.0)}}, "no collective is called 'gather'"),

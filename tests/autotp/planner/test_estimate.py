@@ -9,9 +9,11 @@ import pytest
 
 import autotp
 from autotp.planner import prepare
-from autotp.planner.contest import Candidate, Contest
+from autotp.planner.candidates import Candidate, Candidates
+from autotp.planner.contest import Contest
 from autotp.planner.ilp import Infeasible, Node, Problem, Pruned, Solution, Tensor, Use, estimate, glance, settle, solve
 from autotp.plans.families import family
+from autotp.plans.options import Options
 from benchmarks.models import trained
 from passes.capture import capture
 
@@ -81,9 +83,7 @@ def test_settling_finds_the_optimum_or_proves_that_none_is_below_the_cutoff(tigh
 def contest(memory: float) -> Contest:
     model, args = trained("gpt")
     topology = autotp.Topology.flat(4, bandwidth=1e9, latency=1e-5)
-    return Contest(
-        prepare(capture(model, args, None)), topology, family("auto"), memory, memory, "train", "adamw", None, math.inf
-    )
+    return Contest(Candidates(prepare(capture(model, args, None)), topology, Options()), memory, memory, math.inf)
 
 
 @pytest.mark.parametrize("mesh", [(4,), pytest.param((2, 2), marks=pytest.mark.exact)])

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from ilp_instances import brute_force, small_problem, transformer_layer
 
 from autotp.planner.ilp import Infeasible, Node, Problem, Pruned, Tensor, Use, evaluate, mip, solve
 from autotp.planner.ilp.dual import Dual
@@ -15,7 +16,6 @@ from autotp.planner.ilp.eliminate import eliminate_all, eliminate_some
 from autotp.planner.ilp.local import improve
 from autotp.planner.ilp.presolve import compact, consistent, undominated
 from autotp.planner.ilp.search import Search, Settings
-from tests.ilp_instances import brute_force, small_problem, transformer_layer
 
 SEEDS = 320
 CHUNK = 40

@@ -1,4 +1,4 @@
-"""Constraints: what is pinned holds, the numbers stay right, and what cannot be is told by a minimal subset."""
+"""Constraints: what is pinned holds, the numbers stay right, and and a conflict is reported as a minimal subset."""
 
 import json
 
@@ -67,7 +67,7 @@ def test_one_layer_of_many_and_all_of_them():
     for layer in range(3):
         (up,), (down,) = operators(plan, f"layers.{layer}.0"), operators(plan, f"layers.{layer}.2")
         assert up.strategy["n"] == ("y",) and down.strategy["k"] == ("y",)
-    assert len({up.fold for up in plan.operators if up.module.endswith(".0")}) == 1, "alike layers stay folded"
+    assert len({up.fold for up in plan.operators if up.module.endswith(".0")}) == 1, "identical layers stay folded"
     right(model, x, plan)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_capture import check, image, program, targets
+from capturing import check, image, program, targets
 from torch import nn
 
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate
 
-from passes.layouts.codes import codes, fitting
-from passes.layouts.layout import describe, fits, local_shape, place, take
+from passes.layouts.codes import INNER, codes, decode, fits, restorable, restoring
+from passes.layouts.layout import blocks_of, describe, local_shape, place, splits, take
 from passes.layouts.reshard import moves, steps
 from passes.world.world import LocalWorld
 
@@ -98,12 +98,52 @@ def test_blocks_that_do_not_line_up_do_not_exist():
     assert describe((place(0, 3), Partial()), ("x", "y")) == "S(0/3)@x P@y"
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=600, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_a_layout_fits_if_no_device_is_left_empty(data):
-    """One at a time and many at once; on nested uneven cuts, where the last chunk alone had been looked at."""
+    """Also on nested uneven cuts, where the last chunk alone had been looked at."""
     mesh = data.draw(st.sampled_from([(2, 4), (4, 2), (2, 3), (3, 2), (2, 2, 2), (3, 3), (2, 3, 2)]))
-    shape = (data.draw(st.integers(1, 30)), data.draw(st.integers(0, 2)))
-    layout = tuple(data.draw(st.sampled_from([Replicate(), place(0)])) for _ in mesh)
-    parts = [local_shape(shape, layout, mesh, at)[0] for at in itertools.product(*map(range, mesh))]
-    assert fits(shape, layout, mesh) == all(parts) == fitting(shape, codes([layout]), mesh)[0]
+    shape = (data.draw(st.sampled_from([*range(1, 31), 36, 48])), data.draw(st.integers(0, 2)))
+    options = data.draw(st.sampled_from([(1,), (1, 2, 3, 4, 6)]))
+    placements = [Replicate(), *(place(0, blocks) for blocks in options)]
+    layout = tuple(data.draw(st.sampled_from(placements)) for _ in mesh)
+    assert fits(shape, layout, mesh) == rests(shape[0], layout, mesh)
+
+
+def rests(size, layout, mesh):
+    """Whether every device has a part of a dim and the same of every block, looked at device by device."""
+    every = [local_shape((size,), layout, mesh, at)[0] for at in itertools.product(*map(range, mesh))]
+    cuts = splits(layout, 0, mesh)
+    if all(blocks_of(layout[cut.axis]) == 1 for cut in cuts):
+        return all(every)
+    left = size
+    for cut in cuts:
+        blocks = blocks_of(layout[cut.axis])
+        if not cut.local_blocks or size % blocks or left % (cut.local_blocks * mesh[cut.axis]):
+            return False
+        left //= mesh[cut.axis]
+    return set(every) == {left}
+
+
+@pytest.mark.parametrize(
+    ("layout", "together"),
+    [
+        ((place(0, 3), Replicate()), True),
+        ((place(0), place(0)), True),
+        ((place(0, 2), place(0)), True),
+        ((place(0), place(0, 2)), False),
+        ((place(0, 3), place(0)), False),
+        ((place(0, 3), place(0, 3)), False),
+        ((place(0, 3), place(1, 3)), True),
+    ],
+    ids=str,
+)
+def test_what_torch_puts_together_again(layout, together):
+    """tests/torchrun_programs/special.py asks torch."""
+    assert restorable(layout, (2, 2)) == together
+    assert restoring(codes([layout, (Replicate(), Partial())]), (2, 2)).tolist() == [together, True]
+
+
+def test_a_cut_inside_all_others_has_as_many_blocks_as_they_make_parts():
+    for mesh, blocks in (((2, 2, 2), 4), ((2, 4, 1), 4), ((2, 2, 3), 6)):
+        assert decode([INNER, 1, 2], mesh) == (place(0, blocks), place(0), place(0, 2))

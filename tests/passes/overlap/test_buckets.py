@@ -5,15 +5,12 @@ import math
 
 import pytest
 import torch
-from overlapping import planned, tokens
+from overlapping import planned, tokens, traced, traced_tokens
 from torch import nn
 
 import autotp
 from autotp.costs.prices import Prices
 from autotp.runtime.durations import enough
-from autotp.runtime.rewrite import rewrite
-from passes.layouts.layout import take
-from passes.overlap import halves
 from passes.overlap.bucket import buckets, merge
 from passes.overlap.primitives import COLLECTIVES, axes_of
 
@@ -31,24 +28,8 @@ def test_buckets_are_as_many_as_are_worth_their_latency(contention, count):
     assert enough("all_reduce", (0,), total, prices, spare=total / 10) == pytest.approx(total / 20)
 
 
-def prepared(strategy, chunks):
-    """A traced graph of the first of two devices, cut in two."""
-    model, args = tokens()
-    return traced(model, args, dataclasses.replace(planned(model, args, strategy), chunks=chunks))
-
-
-def traced(model, args, plan):
-    """A traced graph of a plan's first device, cut in two."""
-    made = rewrite(model, plan, args)
-    state, mesh, first = dict(model.named_parameters()), plan.mesh_shape, (0,) * len(plan.mesh_shape)
-    whole = {name: state[fqn].detach() for name, fqn in made.captured.parameters.items()}
-    whole |= dict(zip(made.captured.inputs, args, strict=True))
-    parts = {n: take(value, made.sharding.resting.get(n, made.whole), mesh, first) for n, value in whole.items()}
-    return halves(made.graph_module, mesh, first, parts, frozenset(made.captured.parameters)).refined()
-
-
 def test_buckets_keep_dependent_collectives_apart():
-    graph = prepared("data", {}).joint.graph
+    graph = traced_tokens("data", {}).joint.graph
     before = sum(n.target in COLLECTIVES for n in graph.nodes)
     chosen = buckets(graph, lambda kind, axes, total: 1e9)
     merge(graph, chosen)
@@ -93,7 +74,7 @@ def test_collectives_of_two_groups_travel_apart():
     groups = [{axes_of(nodes[i].target, nodes[i].args) for i in members} for members in found.buckets(lambda *_: 1e9)[1]]
     assert all(len(each) == 1 for each in groups)
     reduced = {axes_of(n.target, n.args) for n in nodes if COLLECTIVES.get(n.target) == "all_reduce"}
-    assert len(reduced) > 1, "this test could not tell"
+    assert len(reduced) > 1, "otherwise the test checks nothing"
 
 
 def test_what_is_sent_on_travels_in_one_message_where_nothing_hides():
@@ -113,7 +94,7 @@ def test_what_is_sent_on_travels_in_one_message_where_nothing_hides():
 
 def test_buckets_do_not_hold_up_what_another_chunk_waits_for():
     for chunks in ({}, {"batch": 2}):
-        found = prepared("megatron-1d", chunks)
+        found = traced_tokens("megatron-1d", chunks)
         for half, sets in zip((found.cut.forward, found.cut.backward), found.buckets(lambda *_: 1e9), strict=True):
             nodes = list(half.nodes)
             for members in sets:

@@ -126,9 +126,9 @@ def test_where_it_is_quicker():
         model, args, kwargs = mixed()
     _, made = rewritten(model, args, kwargs, "data", (2,))
     (node, *_) = [n for n in made.graph_module.graph.nodes if n.target is _aten.conv2d.default]
-    processor, accelerator = torch.device("cpu"), torch.device("cuda")
-    assert not quicker(processor, node), "no library has kernels for float64"
-    for dtype, devices in ((torch.float32, (processor,)), (torch.bfloat16, (processor, accelerator))):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert not quicker(cpu, node), "no library has kernels for float64"
+    for dtype, devices in ((torch.float32, (cpu,)), (torch.bfloat16, (cpu, gpu))):
         node.meta["val"] = node.meta["val"].to(dtype)
-        assert [device for device in (processor, accelerator) if quicker(device, node)] == list(devices)
+        assert [device for device in (cpu, gpu) if quicker(device, node)] == list(devices)
     assert channels_last(made.graph_module, lambda node: False) is made.graph_module

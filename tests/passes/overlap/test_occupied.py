@@ -1,12 +1,11 @@
-"""What communication occupies: the processors and each level of the network, which work at the same time."""
+"""The device time and the time on each level of the network that communication takes, concurrently."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 import torch
-from overlapping import tokens
-from test_buckets import traced
+from overlapping import tokens, traced
 from torch import nn
 
 import autotp
@@ -39,11 +38,11 @@ def test_a_ring_takes_of_each_level_what_its_hops_take():
 
 
 @pytest.mark.parametrize("library", ["nccl", "gloo"])
-def test_of_a_collective_its_bytes_take_the_processors_time_and_its_latency_where_they_drive_it(library):
+def test_bytes_of_a_collective_take_device_time_and_latency_does_if_cpus_drive_it(library):
     flat = Prices(Topology("flat", DEVICE, (Level("all", 4, RATE, LATENCY),), library), (4,))
     volumes = np.array([1.0, 1e6, 1e9])
     seconds, taken, occupied = flat.spent("all_gather", (0,), volumes, parameter=True)
-    latency = flat.seconds("all_gather", (0,), np.ones(1))[0]
+    latency = flat.spent("all_gather", (0,), np.ones(1))[0, 0]
     assert np.allclose(occupied, seconds) and taken[0] == 0
     assert np.allclose(taken, 0.5 * (seconds - latency)) and latency >= 3 * LATENCY
     many = flat.spent("all_gather", (0,), volumes)[1]
@@ -53,8 +52,8 @@ def test_of_a_collective_its_bytes_take_the_processors_time_and_its_latency_wher
 def test_stages_occupy_one_level_after_the_other():
     prices, volumes = Prices(two_levels(), (2, 2), together=1e9), np.array([1e8])
     seconds, taken, node, network = prices.spent("all_reduce", (0, 1), volumes)[:, 0]
-    within = prices.seconds("reduce_scatter", (1,), volumes) + prices.seconds("all_gather", (1,), volumes)
-    between = prices.seconds("all_reduce", (0,), volumes / 2)
+    within = prices.spent("reduce_scatter", (1,), volumes)[0] + prices.spent("all_gather", (1,), volumes)[0]
+    between = prices.spent("all_reduce", (0,), volumes / 2)[0]
     assert (node, network) == (pytest.approx(within[0]), pytest.approx(between[0]))
     assert seconds == pytest.approx(node + network)
     least = prices.latency("reduce_scatter", (1,)) + prices.latency("all_gather", (1,)), prices.latency("all_reduce", (0,))
@@ -82,7 +81,7 @@ def test_levels_work_at_the_same_time():
         machine, device=dataclasses.replace(DEVICE, contention=0.0, memory_bandwidth=1e15, launch=0.0)
     )
     plan = autotp.plan(model, fast, args, strategy="data", mesh=(2, 2), panels=1, chunks={})
-    sums = priced_plan(capture(model, args), plan).sums()
+    sums = priced_plan(capture(model, args), plan).sums
     node, network = sums.backward.levels
     assert min(node, network) > 10 * sums.compute, "the network is what limits"
     assert max(node, network) <= max(sums.sides[1]) < 0.9 * (node + network)
@@ -96,7 +95,7 @@ def test_what_travels_together_is_copied_and_what_travels_alone_is_not():
         merged, whole = (together.spent(kind, (1,), v, True)[:, 0] for v in (small, large))
         first, second = (alone.spent(kind, (1,), v, True)[:, 0] for v in (small, large))
         copying = 2 * copied(kind, 2, 1e5) / DEVICE.memory_bandwidth
-        assert merged[1] - first[1] == pytest.approx(copying) and copying > 0, "which takes the processors' time"
+        assert merged[1] - first[1] == pytest.approx(copying) and copying > 0, "which takes device time"
         assert merged[2] < first[2], "and the network has fewer messages"
         assert np.allclose(whole, second)
 

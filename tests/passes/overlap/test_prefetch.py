@@ -8,6 +8,7 @@ import autotp
 from autotp.analysis.trace import scheduled, trainable
 from benchmarks.models import Transformer
 from passes.capture import capture
+from passes.graph import note_of
 from passes.overlap.launch import launch, wait
 
 
@@ -17,7 +18,7 @@ def test_sharded_parameters_are_gathered_anew_for_the_backward_pass(chunks):
     held whole from one pass to the other.
     """
     made = prepared("zero3", (2,), chunks)[0]((0,))
-    gathered = [n.meta["collective"] for n in made.backward.nodes if n.target is launch and n.args[1] == "all_gather"]
+    gathered = [note_of(n).collective for n in made.backward.nodes if n.target is launch and n.args[1] == "all_gather"]
     sources = [node.args[0] for node in gathered]
     while any(node.op != "placeholder" for node in sources):
         sources = [node if node.op == "placeholder" else node.all_input_nodes[0] for node in sources]

@@ -7,8 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from overlapping import random_durations, same, tokens
-from test_buckets import traced
+from overlapping import random_durations, same, tokens, traced
 from torch import nn
 
 import autotp
@@ -64,7 +63,7 @@ def test_a_number_of_elements_that_the_devices_do_not_divide():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-12)
 
 
-def test_devices_whose_parts_are_not_alike_have_the_same_nodes():
+def test_devices_with_unequal_parts_have_the_same_nodes():
     """Of seven columns one device has four and the other three, which two devices of the inner axes do not divide."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 7), nn.GELU(), nn.Linear(7, 10)).double()
@@ -104,10 +103,10 @@ def test_the_planner_counts_on_stages_where_links_differ(slower, staged):
     topology = levels((2, 2), slower)
     waiting, together = Prices(topology, (2, 2)), Prices(topology, (2, 2), together=1e9)
     volumes = np.array([1e3, 1e6, 1e8])
-    flat = waiting.seconds("all_reduce", (0, 1), volumes)
-    inside = waiting.seconds("reduce_scatter", (1,), volumes) + waiting.seconds("all_gather", (1,), volumes)
-    least = inside + waiting.seconds("all_reduce", (0,), volumes / 2)
-    counted = together.seconds("all_reduce", (0, 1), volumes)
+    flat = waiting.spent("all_reduce", (0, 1), volumes)[0]
+    inside = waiting.spent("reduce_scatter", (1,), volumes)[0] + waiting.spent("all_gather", (1,), volumes)[0]
+    least = inside + waiting.spent("all_reduce", (0,), volumes / 2)[0]
+    counted = together.spent("all_reduce", (0, 1), volumes)[0]
     assert np.allclose(counted[1:], (least if staged else flat)[1:])
     assert (counted <= flat).all() and waiting.faster_staged((0, 1), 1e8) == staged
     assert (flat[-1] / least[-1] > 1.4) == staged
@@ -126,7 +125,7 @@ def test_explaining_a_collective_names_what_planning_takes():
     for slower in (1.0, 1.5, 2.0, 3.0, 100.0):
         machine = levels((2, 2), slower)
         found = explain_collective("all_reduce", machine, (2, 2), (0, 1), 1e8)
-        taken = float(Prices(machine, (2, 2), together=1e9).seconds("all_reduce", (0, 1), np.array([1e8]))[0])
+        taken = float(Prices(machine, (2, 2), together=1e9).spent("all_reduce", (0, 1), np.array([1e8]))[0, 0])
         assert math.isclose(found["seconds"], taken, rel_tol=1e-9), slower
         seen.add(found["chosen"] == "in stages")
     assert seen == {True, False}

@@ -14,13 +14,16 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import Partial
 
 import passes.capture.functional  # noqa: F401  (defines autotp::batch_norm_train)
-from autotp.runtime.lockstep import collect, distribute, execute
-from passes.layouts.layout import fits, place
+from autotp.runtime.interpreter import execute
+from autotp.runtime.simulate import collect, distribute
+from passes.layouts.codes import fits
+from passes.layouts.layout import place
 from passes.rules.factors import analyse
 from passes.rules.shapes import results_of
 from passes.rules.table import RULES
 from passes.sharding.shard import Sharding, shard
-from passes.strategies.strategy import strategies, whole_layout
+from passes.strategies.space import strategies
+from passes.strategies.strategy import whole_layout
 from passes.world.world import LocalWorld
 
 aten = torch.ops.aten
@@ -444,7 +447,7 @@ class Case:
         if formats:
             forms = dict(zip(self.values, itertools.cycle(chosen[:-1]), strict=False))
             scatter_formats(self.sharded.graph, node, forms, self.gradient, pick)
-        self.told = (
+        self.text = (
             f"{name} {[tuple(v.shape) for v in self.values.values()]} on {mesh}: {self.strategy.assignment}, "
             f"resting {self.resting}, in memory {chosen}"
         )
@@ -456,7 +459,7 @@ class Case:
             return self.dtype
         if not isinstance(argument, torch.Tensor):
             return argument
-        if "expanded" in chosen and argument.dim() and len(argument):  # alike along dim 0, whoever is so in memory
+        if "expanded" in chosen and argument.dim() and len(argument):  # equal along dim 0 in every copy
             argument = argument[:1].expand(argument.shape).clone(memory_format=torch.contiguous_format)
         return argument.to(self.dtype) if argument.is_floating_point() else argument
 
@@ -487,7 +490,7 @@ class Case:
         """(leaves, results) of the sharded operator."""
         world, leaves = LocalWorld(self.mesh), self.leaves(self.dtype)
         parts = {n: distribute(n, v, self.resting[n], world) for n, v in leaves.items()}
-        return leaves, [collect(p) for p in execute(self.sharded.graph, world, parts)]
+        return leaves, [collect(p) for p in execute(self.sharded, world, parts)]
 
     def backward(self, *runs):
         """Gradients of the same weighted sum of the results, in every run; whether there are any."""
@@ -527,15 +530,20 @@ def check(name, draw, mesh, pick, *, formats=False):
     theirs, expected = case.plain(BY_HAND.get(name, case.target), torch.float64)
     ours, outputs = case.distributed()
     for got, want in zip(outputs, expected, strict=True):
-        assert got.shape == want.shape, case.told
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11, equal_nan=True, msg=lambda m: f"{case.told}\n{m}")
+        assert got.shape == want.shape, case.text
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11, equal_nan=True, msg=lambda m: f"{case.text}\n{m}")
     if not case.backward((theirs, expected), (ours, outputs)):
         return
     for n in ours:
         if theirs[n].grad is not None:
             got = ours[n].grad if ours[n].grad is not None else torch.zeros_like(theirs[n])
             torch.testing.assert_close(
-                got, theirs[n].grad, rtol=1e-9, atol=1e-11, equal_nan=True, msg=lambda m, n=n: f"{case.told}, grad {n}\n{m}"
+                got,
+                theirs[n].grad,
+                rtol=1e-9,
+                atol=1e-11,
+                equal_nan=True,
+                msg=lambda m, n=n: f"{case.text}, grad {n}\n{m}",
             )
 
 
@@ -668,7 +676,7 @@ def test_rule_is_as_precise_as_the_plain_operator_in_halves(name, dtype, data):
             return
         once = (_OWN if RULES[name].lower is None else _LOWERED) * ulp * float(want[want.isfinite()].norm())
         allowed = 1.1 * max(error_of(theirs, want), once) + partial * once * math.prod(mesh)
-        assert error_of(got, want) <= allowed, f"{case.told}: {what}: {error_of(got, want)} > {allowed}"
+        assert error_of(got, want) <= allowed, f"{case.text}: {what}: {error_of(got, want)} > {allowed}"
 
     for i, (want, theirs, got) in enumerate(zip(exact[1], plain[1], ours[1], strict=True)):
         sums = summed(case.strategy.results[i]) and RULES[name].lower is None

@@ -12,9 +12,9 @@ import autotp
 from autotp.errors import AutotpError
 from autotp.runtime.rewrite import rewrite
 from benchmarks.models import Chain, Transformer
+from benchmarks.volumes import CountingWorld
 from passes.sharding.panel_loop import panelled
 from passes.world import ops
-from passes.world.counting import CountingWorld
 
 SCHEMES = [
     ("summa-2d", (2, 2)),

@@ -44,7 +44,7 @@ def test_a_schedule_draws_what_the_sharded_graph_draws(strategy, chunks):
     results, slopes = [], []
     for kind in ("none", "overlap"):
         ours = autotp.simulate(model, plan, args, schedule=kind)
-        ours.world.seed(7)
+        ours.world.seeds.start(7)
         results.append([ours(*args) for _ in range(2)])
         slopes.append(gradients(model, results[-1][-1].square().sum()))
         assert all(ours._compiled.values()), "it was scheduled"
@@ -110,9 +110,9 @@ def test_training_is_not_mistaken_for_evaluation():
         ours.eval()
     assert ours.training and model.training
     norm = nn.Sequential(nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8)).double()
-    for mode, told in ((True, "batch_norm"), (False, "1 would be different in training")):
+    for mode, message in ((True, "batch_norm"), (False, "1 would be different in training")):
         ours = autotp.simulate(norm.train(mode), planned(norm, args), args)
-        with pytest.raises(autotp.AutotpError, match=told):
+        with pytest.raises(autotp.AutotpError, match=message):
             ours.train(not mode)
 
 
@@ -123,7 +123,7 @@ def test_modes_that_make_no_difference_may_change():
 
 
 class Noise(nn.Module):
-    """Draws in training and in evaluation alike."""
+    """Draws in training as well as in evaluation."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Traffic: what rewritten graphs move is what the papers' closed forms tell, and the schemes keep their promises."""
+"""Traffic: what rewritten graphs move equals the papers' closed forms, and the schemes keep their promises."""
 
 import math
 
@@ -10,6 +10,7 @@ from autotp.runtime.rewrite import rewrite
 from benchmarks import volumes
 from benchmarks.models import Transformer
 from benchmarks.tables import DOCS
+from passes.graph import note_of
 from passes.layouts.reshard import Step
 from passes.world import ops
 
@@ -61,7 +62,7 @@ def test_nothing_is_redistributed_between_layers():
     model, x, plan = planned(3, (2, 4))
     graph = rewrite(model, plan, (x,)).graph_module.graph
     tail = [n for n in graph.nodes if n.target in (ops.reshard, ops.gather)]
-    inside = [n for n in tail if ".layers." in f".{n.args[1].meta.get('module', '')}." and "val" in n.meta]
+    inside = [n for n in tail if ".layers." in f".{note_of(n.args[1]).module}." and "val" in n.meta]
     kinds = {Step(*step).kind for n in inside for step in (*n.args[2], *n.args[3])}
     assert len(inside) >= 3 * 6
     assert kinds == {"all_reduce"}

@@ -21,7 +21,7 @@ const detail = {
       element("h2", {}, operator.name),
       element("div", {}, element("code", {}, row.target), " in ", element("code", {}, operator.module || "(the model itself)")),
       row.source ? element("div.dim", {}, row.source) : null,
-      row.copies > 1 ? element("div.dim", {}, `decided together with ${count(row.copies - 1)} alike`) : null,
+      row.copies > 1 ? element("div.dim", {}, `decided together with ${count(row.copies - 1)} identical operators`) : null,
       element("h2", {}, `Chosen: ${row.scheme}`),
       element("pre", {}, row.pin),
       element("div.dim", {}, "factors: ", Object.entries(row.factors).map(([name, size]) => `${name} = ${count(size)}`).join(", ") || "none"),

@@ -41,7 +41,7 @@ function graphView() {
   const fold = element("input", { type: "checkbox", checked: true, onchange: () => { tree.fold(fold.checked); graph.show(graph.module, fold.checked); } });
   graph.show(ROOT, true);
   return [
-    element("div.bar", {}, element("label", {}, fold, " fold layers that are alike"),
+    element("div.bar", {}, element("label", {}, fold, " fold identical layers"),
       element("button", { onclick: () => tree.every(true), "data-does": "expand" }, "expand all"),
       element("button", { onclick: () => tree.every(false), "data-does": "collapse" }, "collapse all"), legend()),
     element("div.split", {}, tree.element, graph.element),

@@ -1,0 +1,245 @@
+"""What a plan's strategies cost: every operator, every reshard, and the step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from torch import fx
+from torch.distributed.tensor import Partial, Replicate
+
+from autotp.costs.model import Model, depth_of
+from autotp.costs.price import Price
+from autotp.costs.prices import Prices
+from autotp.costs.step import Pass, Sums
+from costmodel import overlap
+from passes.layouts.layout import Layout
+from passes.rules.factors import Value, value_of
+from passes.rules.shapes import operands_of
+from passes.rules.table import flop_of
+from passes.sharding.panel import Loop
+from passes.strategies.strategy import LINEAR_PREFIX, Strategy, Want, whole_layout
+
+__all__ = ["Moved", "OperatorCost", "Priced"]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A tensor that some operators want in a layout.
+
+    Attributes:
+        value: the tensor.
+        want: the layout.
+        users: operators that want it so; none for an output of the graph.
+        parameter: it is a parameter.
+        price: of its reshard and the mirror for its gradient.
+    """
+
+    value: Value
+    want: Want
+    users: list[fx.Node]
+    parameter: bool
+    price: Price
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCost:
+    """What one operator costs in a step.
+
+    Attributes:
+        own: by itself: computing, and the collectives inside it.
+        charged: the reshards that it is charged for, each with the number of operators that share it.
+    """
+
+    own: Price
+    charged: Sequence[tuple[Moved, int]]
+
+    @property
+    def reshards(self) -> float:
+        """Seconds of its share of reshards."""
+        return sum(moved.price.communication / shared for moved, shared in self.charged)
+
+    @property
+    def communication(self) -> float:
+        """Seconds of collectives inside it and of its share of reshards."""
+        return self.own.communication + self.reshards
+
+    @property
+    def seconds(self) -> float:
+        """Computing and communication."""
+        return self.own.compute + self.communication
+
+    @property
+    def received(self) -> float:
+        """Bytes received for all of it."""
+        return self.own.received + sum(moved.price.received / shared for moved, shared in self.charged)
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """Strategies of all operators, and what they cost, which is worked out once, when it is first asked for.
+
+    Attributes:
+        model: analysed and folded.
+        prices: of the mesh.
+        strategies: operator name -> strategy.
+        layouts: in which every tensor is made or rests.
+        panels: of the products that gather their operands panel by panel, by name.
+        again: (operand, product) where the backward pass gathers the product's data operand again.
+    """
+
+    model: Model
+    prices: Prices
+    strategies: Mapping[str, Strategy]
+    layouts: Mapping[Value, Layout]
+    panels: Mapping[str, int] = field(default_factory=dict)
+    again: Set[tuple[Value, fx.Node]] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        prices: Prices,
+        strategies: Mapping[str, Strategy],
+        resting: Mapping[str, Layout],
+        panels: Mapping[str, int],
+        found: Sequence[Loop],
+    ) -> Priced:
+        """Of strategies, and of parameters' resting layouts.
+
+        Args:
+            model, prices, strategies, panels: see the attributes.
+            resting: placeholder's name -> layout; whole where it is not given.
+            found: the loops that products in panels may have, those that have none as well.
+        """
+        whole = whole_layout(len(prices.mesh))
+        given = model.captured.graph_module.graph.find_nodes(op="placeholder")
+        layouts: dict[Value, Layout] = {(node, 0): resting.get(node.name, whole) for node in given}
+        for node in model.operators:
+            layouts |= {(node, i): layout for i, layout in enumerate(strategies[node.name].results)}
+        again = {
+            (value_of(loop.data), node)
+            for loop in found
+            for node in loop.members
+            if node.name in panels and loop.absorbed[0]
+        }
+        return cls(model, prices, strategies, layouts, panels, again)
+
+    @cached_property
+    def own(self) -> Mapping[fx.Node, Price]:
+        """What every operator costs by itself; folded ones have one price."""
+        found: dict[fx.Node, Price] = {}
+        for node in self.model.operators:
+            stand = self.model.stands[node]
+            if stand not in found:
+                found[stand] = self.alone(stand, self.strategies[stand.name])
+            found[node] = found[stand]
+        return found
+
+    def alone(self, node: fx.Node, strategy: Strategy) -> Price:
+        """What an operator costs by itself with a strategy."""
+        gradient = node in self.model.differentiated
+        return self.prices.operator(self.model.operators[node], strategy, flop_of(node), gradient=gradient)
+
+    @cached_property
+    def costs(self) -> Mapping[fx.Node, OperatorCost]:
+        """What every operator costs, with its share of the reshards around it.
+
+        A reshard is charged in even shares to those that want it so; or, where it sums up parts, to the operator that made
+        them, wherever that happens.
+        """
+        charges: dict[fx.Node, list[tuple[Moved, int]]] = defaultdict(list)
+        origins = self._origins()
+        for moved in self.reshards:
+            value, want = moved.value, moved.want
+            summed = (isinstance(h, Partial) for h, w in zip(self.layouts[value], want.layout, strict=True) if h != w)
+            charged = [origins[value]] if any(summed) and value in origins else moved.users
+            if not charged and value[0] in self.model.operators:
+                charged = [value[0]]
+            for user in charged:
+                charges[user].append((moved, len(charged)))
+        return {node: OperatorCost(price, charges[node]) for node, price in self.own.items()}
+
+    @cached_property
+    def reshards(self) -> Sequence[Moved]:
+        """Every tensor in every layout that it is wanted in."""
+        users: dict[tuple[Value, Want], list[fx.Node]] = defaultdict(list)
+        for node in self.model.operators:
+            for operand, want in zip(operands_of(node), self.strategies[node.name].wants, strict=True):
+                users[value_of(operand), want].append(node)
+        whole = whole_layout(len(self.prices.mesh))
+        for leaf in self.model.outputs:
+            users[value_of(leaf), Want(whole, whole)] += []
+        return [self.moved(value, self.layouts[value], want, each) for (value, want), each in users.items()]
+
+    def moved(self, value: Value, have: Layout, want: Want, users: list[fx.Node]) -> Moved:
+        """One tensor, made or resting in the layout ``have``, on its way to those who want it so."""
+        parameter = value[0].name in self.model.captured.parameters
+        price = self.prices.reshard(
+            self.model.named[value].meta["val"],
+            have,
+            want,
+            gradient=value in self.model.trained,
+            regather=parameter or any((value, user) in self.again for user in users),
+            parameter=parameter,
+        )
+        return Moved(value, want, users, parameter, price)
+
+    def _origins(self) -> dict[Value, fx.Node]:
+        """A tensor of partial sums -> the operator that made them, which may have passed them on since."""
+        found: dict[Value, fx.Node] = {}
+        for node, operator in self.model.operators.items():
+            strategy = self.strategies[node.name]
+            passed = [int(a[1:]) for a in strategy.assignment if a is not None and a.startswith(LINEAR_PREFIX)]
+            origin = node
+            if passed and operator.rule is not None:
+                before = [value_of(operands_of(node)[i]) for i in operator.rule.linear[passed[0]]]
+                origin = next((found[value] for value in before if value in found), node)
+            for i, layout in enumerate(strategy.results):
+                if any(isinstance(p, Partial) for p in layout):
+                    found[(node, i)] = origin
+        return found
+
+    @cached_property
+    def sums(self) -> Sums:
+        """Seconds of a step by what may hide them."""
+        return self.in_chunks(1)
+
+    def in_chunks(self, chunks: int, rows: Collection[str] | None = None) -> Sums:
+        """``sums`` where devices work in chunks.
+
+        Args:
+            chunks: how many.
+            rows: names of the products whose rows the chunks are; None: they are the whole batch's.
+        """
+        found, joined = Sums(Pass(), Pass(), depth_of(self.model), chunks=chunks), 0.0
+        apart: list[list[Price]] = [list(self.own.values()), []]
+        real = len(self.prices.devices)
+        near: dict[fx.Node, float] = defaultdict(float)
+        for node in self.model.operators:
+            if any(factor is not None for factor in self.strategies[node.name].assignment[real:]):
+                joined += self.own[node].communication
+        for moved in self.reshards:
+            apart[moved.parameter].append(moved.price)
+            if moved.parameter:
+                continue
+            if any(not isinstance(p, Replicate) for p in (*self.layouts[moved.value][real:], *moved.want.layout[real:])):
+                joined += moved.price.communication
+            beside = [n for n in (moved.value[0], *moved.users) if rows is not None and n.name in rows]
+            for node in beside:
+                near[node] += moved.price.communication / len(beside)
+        for parameter, prices in enumerate(apart):
+            if prices:
+                found = found.plus(_total(prices), parameter=bool(parameter))
+        if rows is None:
+            hidden = float(overlap.hidden_by_batch(joined, found.depth, chunks))
+        else:
+            hidden = sum(float(overlap.hidden_by_rows(near[node], self.own[node].compute, chunks)) for node in near)
+        return replace(found, hidden=hidden)
+
+
+def _total(prices: Sequence[Price]) -> Price:
+    """All of them together."""
+    return tuple.__new__(Price, map(sum, zip(*prices, strict=True)))

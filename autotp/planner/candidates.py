@@ -1,0 +1,134 @@
+"""The integer programs that a plan is searched by: which there are, and how each is built and read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autotp.costs.model import Model
+from autotp.costs.prices import Prices
+from autotp.errors import BatchError
+from autotp.planner.assemble import EVEN, Assembled, assemble
+from autotp.planner.describe import Found
+from autotp.planner.ilp import Solution, solution_at
+from autotp.planner.structure import Choice, Structure, structure
+from autotp.plans.families import Restriction
+from autotp.plans.options import Options
+from costmodel import Topology
+from costmodel.overlap import Weights
+
+__all__ = ["Candidate", "Candidates", "check_batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One integer program: sizes of the mesh axes, their roles, and panels of each product (None for the fastest)."""
+
+    mesh: tuple[int, ...]
+    restriction: Restriction
+    panels: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The integer programs of a model.
+
+    Attributes:
+        model: analysed and folded.
+        topology: of as many devices as the meshes have.
+        options: what was asked for; where it leaves panels out, none are tried first, and then the fastest where memory is
+            short.
+        together: see ``Prices``.
+        structures: what may be chosen, as far as somebody asked.
+    """
+
+    model: Model
+    topology: Topology
+    options: Options
+    together: float = 0.0
+    structures: dict[tuple[Restriction, int], Structure] = field(default_factory=dict)
+
+    @property
+    def panels(self) -> list[int | None]:
+        """What to try for panels, in this order."""
+        return [1, None] if self.options.panels is None else [self.options.panels]
+
+    def restrictions(self, meshes: Sequence[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], Restriction]]:
+        """Every mesh with the roles of its axes that the family tries."""
+        for mesh in meshes:
+            for restriction in self.options.family.restrictions(len(mesh)):
+                yield mesh, restriction
+
+    def over(self, meshes: Sequence[tuple[int, ...]]) -> Iterator[Candidate]:
+        """All of them."""
+        for mesh, restriction in self.restrictions(meshes):
+            for panels in self.panels:
+                yield Candidate(mesh, restriction, panels)
+
+    def assemble(
+        self,
+        candidate: Candidate,
+        memory: float,
+        *,
+        weights: Weights = EVEN,
+        either: float | None = None,
+        scatters: bool = False,
+    ) -> Assembled:
+        """A candidate's integer program.
+
+        Args:
+            candidate: which.
+            memory, weights, either: see `autotp.planner.assemble.assemble`.
+            scatters: whether partial sums may be scattered though the family only all-reduces.
+        """
+        key = candidate.restriction, len(candidate.mesh)
+        if key not in self.structures:
+            self.structures[key] = structure(self.model, *key)
+        built = self.structures[key]
+        if scatters:
+            built = replace(built, chosen=replace(built.chosen, family=replace(built.chosen.family, scatters=True)))
+        prices = self.prices(candidate.mesh)
+        return assemble(built, prices, memory, candidate.panels != 1, either=either, weights=weights)
+
+    def found(self, candidate: Candidate, assembled: Assembled, solution: Solution | tuple[int, ...]) -> Found:
+        """A solution of a candidate, or one of its choices, with what it costs."""
+        if not isinstance(solution, Solution):
+            solution = solution_at(assembled.problem, solution, 0.0, "footprint")
+        return Found(assembled, solution, self.prices(candidate.mesh), candidate.panels)
+
+    def prices(self, mesh: tuple[int, ...]) -> Prices:
+        """Prices on a mesh."""
+        options = self.options
+        return Prices(self.topology, mesh, train=options.trains, optimizer=options.optimizer, together=self.together)
+
+
+def check_batch(assembled: Assembled) -> None:
+    """A family whose axes split the batch needs a batch that they divide.
+
+    Raises:
+        BatchError: they do not.
+    """
+    built = assembled.structure
+    chosen, mesh, model = built.chosen, assembled.mesh, built.model
+    if chosen.roles is None:
+        return
+    axes = [a for a, role in enumerate(chosen.roles) if role == "b" and mesh[a] > 1]
+    for (_, choice, _), node in zip(built.nodes, assembled.problem.nodes, strict=True):
+        if isinstance(choice, Choice):
+            batch = frozenset(f.name for f in choice.space.operator.factors.values() if f.role == "batch")
+            if (choice.space.axes_of(batch)[:, axes].all(axis=-1) & np.isfinite(node.cost)).any():
+                return
+    ways = math.prod(mesh[a] for a in axes)
+    shapes = {
+        n.name: tuple(n.meta["val"].shape)
+        for n in model.captured.graph_module.graph.nodes
+        if n.op == "placeholder" and n.name in model.captured.inputs
+    }
+    if any(shape and shape[0] % ways for shape in shapes.values()):
+        raise BatchError(
+            f"strategy {chosen.family.name!r} splits the batch {ways} ways on mesh {mesh}, but dim 0 of the example inputs "
+            f"{shapes} is not divisible by {ways}; choose a batch that is a multiple of {ways}, or another mesh or strategy"
+        )

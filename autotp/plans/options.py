@@ -1,0 +1,124 @@
+"""What a plan is asked for: every option with its meaning, its default and its check."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+
+from autotp.errors import AutotpError
+from autotp.plans.constraints import Constraint, parse
+from autotp.plans.families import Family, family
+from autotp.plans.plan import AXIS_NAMES, Plan, check_chunks, overlapping
+from costmodel import Topology
+from costmodel.memory import OPTIMIZERS
+
+__all__ = ["Options"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``autotp.plan``, ``autotp.parallelize``, sweeps and the command line are asked for.
+
+    Attributes:
+        strategy: ``auto`` or a family that restricts the search (see ``autotp.FAMILIES``), or such a family itself.
+        mesh: sizes of the mesh axes, outermost first; left out, the planner chooses them.
+        mode: ``train`` or ``inference``.
+        memory: bytes each device may use; by default the device's memory.
+        optimizer: which state to count: a key of ``costmodel.memory.OPTIMIZERS``.
+        panels: in how many panels every product whose operands are gathered gets them, where that number divides; 1 for
+            none. Left out, operands are gathered whole unless the memory bound asks for panels.
+        chunks: ``{"batch": 2}``, ``{"rows": 2}`` or both: in how many chunks devices do their work, so that one's
+            collectives are under way while another is computed (see ``Plan.chunks``); operands are then gathered whole.
+            ``{}`` for none; left out, the planner chooses.
+        schedule: how the plan will be run: ``overlap``, with communication hidden behind computing (the step's time is
+            that of `costmodel.overlap`), or ``none``, where it is the plain sum.
+        constraints: layouts that parameters, operators, inputs or outputs must have, such as
+            ``"lm_head.weight=Shard(0)@x"`` (see `autotp.plans.constraints`).
+        time_limit: seconds for the solver, over all meshes.
+
+    Raises:
+        AutotpError: an option is wrong; names the choices.
+    """
+
+    # Without slots, so that a default is the class's attribute, which signatures and commands show as theirs.
+    strategy: str | Family = "auto"
+    _: KW_ONLY
+    mesh: Sequence[int] | None = None
+    mode: str = "train"
+    memory: float | None = None
+    optimizer: str = "adamw"
+    panels: int | None = None
+    chunks: Mapping[str, int] | None = None
+    schedule: str = "overlap"
+    constraints: Sequence[str] | Mapping[str, str] = ()
+    time_limit: float = 120.0
+
+    def __post_init__(self) -> None:
+        """Checks all that needs no machine."""
+        chunks = {} if self.chunks is None else self.chunks
+        check_chunks(chunks)
+        if self.panels is not None and (not isinstance(self.panels, int) or self.panels < 1):
+            raise AutotpError(f"panels {self.panels!r}: give a positive number, or leave it out")
+        if self.panels is not None and self.panels > 1 and any(count > 1 for count in chunks.values()):
+            raise AutotpError(f"panels {self.panels} and chunks {dict(chunks)} exclude each other; leave one of them out")
+        if self.mode not in ("train", "inference"):
+            raise AutotpError(f"mode {self.mode!r} is unknown; choose 'train' or 'inference'")
+        if self.optimizer not in OPTIMIZERS:
+            raise AutotpError(f"optimizer {self.optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
+        mesh = self.mesh
+        if mesh is not None and (
+            not 1 <= len(mesh) <= len(AXIS_NAMES) or any(not isinstance(n, int) or n < 1 for n in mesh)
+        ):
+            raise AutotpError(f"mesh {tuple(mesh)}: give 1 to {len(AXIS_NAMES)} positive sizes")
+        overlapping(self.schedule)
+        if not isinstance(self.strategy, Family):
+            family(self.strategy)
+        parse(self.constraints or ())
+
+    def check(self, topology: Topology) -> None:
+        """Checks the mesh against the machine.
+
+        Raises:
+            AutotpError: the mesh has another number of devices.
+        """
+        if self.mesh is not None and math.prod(self.mesh) != topology.devices:
+            raise AutotpError(
+                f"mesh {tuple(self.mesh)} has {math.prod(self.mesh)} devices, topology {topology.name!r} has "
+                f"{topology.devices}; choose a mesh whose sizes multiply to {topology.devices}, or resize the topology"
+            )
+
+    @classmethod
+    def of(cls, plan: Plan) -> Options:
+        """What a plan was asked for, with what the planner then chose: its mesh and its panels."""
+        return cls(
+            plan.strategy,
+            mesh=plan.mesh_shape,
+            mode=plan.mode,
+            memory=plan.memory_bound,
+            optimizer=plan.optimizer,
+            panels=plan.planning.get("panels", 1),
+            chunks=plan.chunks,
+            schedule=plan.schedule,
+            constraints=plan.constraints,
+        )
+
+    @property
+    def family(self) -> Family:
+        """The family that is searched."""
+        return self.strategy if isinstance(self.strategy, Family) else family(self.strategy)
+
+    @property
+    def trains(self) -> bool:
+        """Whether a step has a backward pass."""
+        return self.mode == "train"
+
+    @property
+    def hides(self) -> bool:
+        """Whether communication is hidden behind computing."""
+        return overlapping(self.schedule)
+
+    @property
+    def asked(self) -> tuple[Constraint, ...]:
+        """The constraints, read."""
+        return parse(self.constraints or ())

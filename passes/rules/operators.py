@@ -1,0 +1,173 @@
+"""Rules, FLOP and kernels of single operators: attention, convolutions, norms, losses.
+
+As in `passes.rules.shapes`, a rule takes a node and returns its ``OpRule``, or an expression of the notation, or ``None``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from passes.rules import shapes as by
+from passes.rules.notation import OpRule, instantiate
+from passes.rules.rule import Product
+
+__all__ = [
+    "addmm",
+    "always",
+    "attention",
+    "attention_flop",
+    "batch_norm",
+    "convolution",
+    "convolution_flop",
+    "cross_entropy",
+    "einsum_flop",
+    "embedding",
+    "group_norm",
+    "in_float64",
+    "layer_norm",
+    "loss",
+    "product_flop",
+    "softmax",
+]
+
+
+def product_flop(where: Product) -> Callable[[fx.Node], float]:
+    """2 · (elements of the result) · (length contracted)."""
+
+    def flop(node: fx.Node) -> float:
+        weight = by.shape_of(by.operands_of(node)[where.weight])
+        return 2.0 * math.prod(by.shape_of(node)) * weight[-1 if where.transposed else max(0, len(weight) - 2)]
+
+    return flop
+
+
+def convolution_flop(node: fx.Node, *, transposed: bool) -> float:
+    """Every weight element but the output dim's is one product for each element of the result, or of what it reads."""
+    data, weight = map(by.shape_of, by.operands_of(node)[:2])
+    return 2.0 * math.prod(data if transposed else by.shape_of(node)) * math.prod(weight[1:])
+
+
+def einsum_flop(node: fx.Node) -> float:
+    """2 · (the product of all sizes)."""
+    rule = by.einsum(node)
+    return 2.0 * math.prod(rule.sizes.values()) if rule else 0.0
+
+
+def attention_flop(node: fx.Node) -> float:
+    """Of both products."""
+    q, k, v = (by.shape_of(n) for n in by.operands_of(node)[:3])
+    return 2.0 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+
+
+def attention(node: fx.Node) -> OpRule:
+    """Keys and values are whole; heads that share them are groups ``g``."""
+    operands = by.operands_of(node)
+    q, k = by.shape_of(operands[0]), by.shape_of(operands[1])
+    grouped = q[:-2] != k[:-2]
+    batch = [f"b{i}" for i in range(len(q) - 3)]
+    heads, kv = ("(h g)", "h") if grouped else ("h", "h")
+    lead, lead_kv = (
+        " ".join([*batch, heads] if len(q) > 2 else []),
+        " ".join([*batch, kv] if len(q) > 2 else []),
+    )
+    form = f"{lead} s [d], {lead_kv} [t] [d], {lead_kv} [t] [e]"
+    sizes = dict(zip(batch, q, strict=False)) | {"h": k[-3]} if len(q) > 2 else {}
+    if len(operands) > 3:
+        mask = by.shape_of(operands[3])
+        names = [*batch, heads, "s", "[t]"][-len(mask) :]
+        form += ", " + " ".join("1" if n == 1 else name for n, name in zip(mask, names, strict=True))
+    shapes = [by.shape_of(n) for n in operands]
+    return instantiate(f"{form} -> {lead} s [e]", shapes, [by.shape_of(node)], sizes=sizes)
+
+
+def convolution(node: fx.Node, *, transposed: bool) -> OpRule:
+    """Channels come in groups, of which a weight has those that it reads or, transposed, those that it writes."""
+    groups = by.argument(node, 6, "groups", 1)
+    operands = [by.shape_of(n) for n in by.operands_of(node)]
+    batch = "n " if len(operands[0]) == len(operands[1]) else ""
+    left, right = ("(g i)", "(g o)") if groups > 1 else ("i", "o")
+    weight = f"{left} o *" if transposed else f"{right} {'[i]' if groups > 1 else 'i'} *"
+    form = f"{batch}{left} *, {weight}, {right} -> {batch}{right} *"
+    sizes = {"g": groups} if groups > 1 else {}
+    return instantiate(form, operands, [by.shape_of(node)], additive=(2,), sizes=sizes)
+
+
+def batch_norm(node: fx.Node) -> str:
+    """By the batch's own statistics; without running ones, there are no new ones."""
+    return "[n] c *, c, c, c, c -> [n] c *" + ", c, c" * (len(by.results_of(node)) == 3)
+
+
+def layer_norm(node: fx.Node) -> OpRule:
+    """layer_norm, rms_norm: over the dims of a shape."""
+    operands = [by.shape_of(n) for n in by.operands_of(node)]
+    names = [f"h{i}" for i in range(len(node.args[1]))]  # type: ignore[arg-type]
+    dims = " ".join(f"[{n}]" for n in names)
+    form = f"… {dims}, {dims}, {dims} -> … {dims}"
+    return instantiate(form, operands, [by.shape_of(node)], inner=names)
+
+
+def group_norm(node: fx.Node) -> OpRule:
+    """Channels are groups ``g`` of ``c``, which its lowering can shard."""
+    operands = [by.shape_of(n) for n in by.operands_of(node)]
+    groups: int = node.args[1]  # type: ignore[assignment]
+    sizes = {f: n for f, n in {"g": groups, "c": operands[0][1] // groups}.items() if n > 1}
+    whole = instantiate("n (g c) *, (g c), (g c) -> n (g c) *", operands, [by.shape_of(node)], sizes=sizes)
+    return OpRule(whole.operands, whole.results, whole.sizes, inner=frozenset({"c"} & set(whole.sizes)))
+
+
+def softmax(node: fx.Node) -> OpRule:
+    """softmax, log_softmax: over a dim, which their lowerings can shard."""
+    (shape,) = [by.shape_of(n) for n in by.operands_of(node)]
+    where = by.argument(node, 1, "dim") % max(1, len(shape))
+    names = [f"[v{i}]" if i == where else f"d{i}" for i in range(len(shape))]
+    text = " ".join(names)
+    return instantiate(f"{text} -> {text}", [shape], [shape], inner=[f"v{where}"])
+
+
+def cross_entropy(node: fx.Node) -> OpRule | None:
+    """Without weights of classes, label smoothing and further dims, its lowering can shard the classes ``v``."""
+    operands = [by.shape_of(n) for n in by.operands_of(node)]
+    logits, target = operands[:2]
+    if len(logits) < 2 or len(target) != len(logits) - 1:
+        return None
+    plain = len(operands) == 2 and not by.argument(node, 5, "label_smoothing", 0.0)
+    result = "m *" if by.argument(node, 3, "reduction", 1) == 0 else ""
+    inner = ["v"] if plain and len(logits) == 2 else []
+    return instantiate(f"m [v] *, m *, [v] -> {result}", operands, [by.shape_of(node)], inner=inner)
+
+
+def addmm(node: fx.Node) -> str | None:
+    """Unless it scales what it adds."""
+    if any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
+        return None
+    bias = by.shape_of(by.operands_of(node)[0])
+    return ("c" if len(bias) == 1 else "r c") + ", r k, k c -> r c"
+
+
+def embedding(node: fx.Node) -> str | None:
+    """No rule with ``scale_grad_by_freq``, which counts words of the whole batch."""
+    return None if by.argument(node, 3, "scale_grad_by_freq", False) else "v h, … -> … h"
+
+
+def loss(node: fx.Node) -> OpRule | None:
+    """A loss of elements of two tensors of one shape, reduced or not."""
+    operands = [by.shape_of(n) for n in by.operands_of(node)]
+    if len(set(operands)) != 1:
+        return None
+    text = " ".join(f"d{i}" for i in range(len(operands[0])))
+    result = text if by.argument(node, 2, "reduction", 1) == 0 else ""
+    return instantiate(", ".join([text] * len(operands)) + f" -> {result}", operands, [by.shape_of(node)])
+
+
+def always(_: fx.Node) -> bool:
+    """For kernels that misread in every dtype."""
+    return True
+
+
+def in_float64(node: fx.Node) -> bool:
+    """On CPU, oneDNN computes convolutions of other dtypes, and takes any format."""
+    return by.results_of(node)[0].dtype == torch.float64

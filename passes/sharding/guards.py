@@ -1,0 +1,97 @@
+"""What stands around operators that would be wrong without a word: checks of indices, and clear memory formats.
+
+A device that has a part of a vocabulary looks up its own indices only, so one that is nobody's would be passed over by all.
+Some kernels take a tensor for one of another memory format; see `passes.layouts.layout.in_one_format`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.graph import annotate, arguments_of, where
+from passes.rules.factors import Operator, Value, value_of
+from passes.rules.shapes import operands_of
+from passes.rules.table import rule_of
+from passes.sharding.emitter import Emitter, pack
+from passes.strategies.strategy import Strategy
+from passes.world import ops
+
+__all__ = ["Bound", "bounds", "in_one_format", "within"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """An operator that looks indices up in a factor that no device has whole; its size, and an index that it ignores."""
+
+    reader: fx.Node
+    size: int
+    ignored: int | None
+
+
+def bounds(operators: Mapping[fx.Node, Operator], strategies: Mapping[str, Strategy]) -> Mapping[Value, Sequence[Bound]]:
+    """Indices -> what bounds them."""
+    found: dict[Value, list[Bound]] = defaultdict(list)
+    for node, one in operators.items():
+        rule = rule_of(node)
+        for position, base in (rule.bounded or {}).items() if rule is not None else ():
+            parts = [factor for factor in one.factors.values() if factor.base == base]
+            if strategies[node.name].axes(*(factor.name for factor in parts)):
+                ignored = arguments_of(node, node.args, node.kwargs).get("ignore_index")
+                size = math.prod(factor.size for factor in parts)
+                found[value_of(operands_of(node)[position])].append(Bound(node, size, ignored))
+    return found
+
+
+def within(emitter: Emitter, node: fx.Node, indices: fx.Node, limits: Sequence[Bound], sharded: tuple[int, ...]) -> fx.Node:
+    """A check behind a node that produces indices, for all that look them up.
+
+    Those of a batch that every device is given are whole there, so that all come to the same end without a word.
+
+    Args:
+        emitter: of the sharded graph.
+        node: the captured node.
+        indices: the node that has its part.
+        limits: what bounds them.
+        sharded: the axes that shard them.
+    """
+    outside = emitter.call(_outside, indices, [(limit.size, limit.ignored) for limit in limits])
+    if sharded:
+        outside = emitter.call(ops.all_max, emitter.world, outside, sharded)
+    readers = "; ".join(f"{where(limit.reader)} takes 0 to {limit.size - 1}" for limit in limits)
+    checked = emitter.call(ops.within, emitter.world, indices, outside, f"index out of range: {readers}")
+    checked.meta = {"val": node.meta["val"]}
+    annotate(checked, tensor=node.name)
+    return checked
+
+
+def _outside(ids: torch.Tensor, limits: list[tuple[int, int | None]]) -> torch.Tensor:
+    """1 if, for some limit and what it ignores, some of ``ids`` are neither below the limit nor ignored; else 0."""
+    found = ids.new_zeros(ids.shape, dtype=torch.bool)
+    for size, ignored in limits:
+        outside = (ids < 0) | (ids >= size)
+        found = found | (outside if ignored is None else outside & (ids != ignored))
+    return found.any().to(torch.int64)
+
+
+def in_one_format(emitter: Emitter, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
+    """An operator between operands, and a gradient of its first result, that its kernel cannot misread."""
+
+    def clear(argument: Any, value: Any) -> Any:
+        tensor = isinstance(value, torch.Tensor)
+        return emitter.call(ops.in_one_format, emitter.world, argument) if tensor else argument
+
+    given = [clear(new, n.meta.get("val") if isinstance(n, fx.Node) else None) for new, n in zip(args, node.args)]  # noqa: B905
+    result, value = emitter.call(node.target, *given, **kwargs), node.meta["val"]
+    result.meta = {"val": value}
+    if isinstance(value, torch.Tensor):
+        return clear(result, value)
+    items = [emitter.call(operator.getitem, result, i) for i in range(len(value))]
+    return emitter.call(pack, clear(items[0], value[0]), *items[1:])

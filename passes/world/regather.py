@@ -1,0 +1,75 @@
+"""Parameters that are gathered before use, and again for the backward pass."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.layouts.reshard import Step
+from passes.world.world import World
+
+__all__ = ["Regather", "version_of"]
+
+
+class Regather:
+    """Keeps gathered parameters out of what autograd saves: the backward pass gathers them again.
+
+    Used as a context around the forward pass. A saved tensor that shares its storage with a gathered parameter is
+    replaced by how to gather it.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._gathered: dict[int, tuple[weakref.ref, Tensor, tuple[Step, ...]]] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, operator.call)
+
+    def register(self, gathered: Tensor, source: Tensor, steps: tuple[Step, ...]) -> None:
+        """Remembers that ``gathered`` came from ``source`` by ``steps``."""
+        key = gathered.untyped_storage().data_ptr()
+        self._gathered[key] = weakref.ref(gathered), source.detach(), steps
+
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        entry = self._gathered.get(tensor.untyped_storage().data_ptr())
+        if entry is None or entry[0]() is None:
+            # Detached: what is saved by the operator that makes it would hold that operator, and so itself, for ever.
+            return functools.partial(_unchanged, tensor.detach(), version_of(tensor))
+        _, source, steps = entry
+        start = int(tensor.storage_offset())
+        return functools.partial(self._gather, source, steps, tensor.size(), tensor.stride(), start)
+
+    def _gather(
+        self, source: Tensor, steps: tuple[Step, ...], size: torch.Size, stride: tuple[int, ...], start: int
+    ) -> Tensor:
+        (gathered,) = self._world.run(steps, [source])
+        return gathered.as_strided(size, stride, start)
+
+    def __enter__(self) -> Regather:
+        self._world.regather = self
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+        self._world.regather = None
+        self._gathered.clear()
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place, as far as that is counted."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _unchanged(tensor: Tensor, version: int) -> Tensor:
+    """What was saved; where hooks save, torch does not look whether it was changed since."""
+    if version_of(tensor) != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version}"
+        )
+    return tensor

@@ -1,0 +1,62 @@
+"""What is asked for has one set of defaults, whoever asks."""
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+import autotp
+from autotp.analysis.sweep import sweep
+from autotp.cli.entry import _plan
+from autotp.cli.sweep import sweep_command
+from autotp.planner import plan_captured
+from autotp.plans.options import Options
+from passes.capture import capture
+
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(Options)}
+
+
+@pytest.mark.parametrize("asks", [autotp.plan, autotp.parallelize, sweep, _plan, sweep_command])
+def test_every_way_to_ask_has_the_records_defaults(asks):
+    """``plan_captured`` had another schedule than ``plan``, and no test compared the two."""
+    shared = {n: p.default for n, p in inspect.signature(asks).parameters.items() if n in DEFAULTS}
+    if asks is autotp.parallelize:
+        assert shared.pop("schedule") is None, "left out, it is that of the plan"
+    if asks is sweep:
+        assert shared.keys() >= {"mode", "memory", "optimizer", "panels", "time_limit"}
+    assert len(shared) > 3 and shared == {name: DEFAULTS[name] for name in shared}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"strategy": "none"}, "choose one of auto"),
+        ({"mesh": (2, 0)}, "positive sizes"),
+        ({"mode": "test"}, "'train' or 'inference'"),
+        ({"optimizer": "none"}, "choose one of"),
+        ({"panels": 0}, "positive number"),
+        ({"panels": 2, "chunks": {"rows": 2}}, "exclude each other"),
+        ({"chunks": {"rows": 0}}, "positive numbers"),
+        ({"schedule": "later"}, "'overlap' or 'none'"),
+        ({"constraints": ["lm_head"]}, "expected PATTERN=TERMS"),
+    ],
+)
+def test_a_wrong_option_is_refused_as_the_record_is_made(options, said):
+    with pytest.raises(autotp.AutotpError, match=said):
+        Options(**options)
+
+
+def test_a_mesh_is_checked_against_the_machine():
+    with pytest.raises(autotp.AutotpError, match="multiply to 4"):
+        Options(mesh=(3,)).check(autotp.Topology.flat(4))
+
+
+def test_what_a_plan_was_asked_for_makes_it_again():
+    captured = capture(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), (torch.randn(4, 8),))
+    asked = Options("megatron-1d", optimizer="sgd", schedule="none", constraints=["0.weight=Shard(0)@x"])
+    plan = plan_captured(captured, autotp.Topology.flat(4), asked)
+    again = plan_captured(captured, plan.topology, Options.of(plan))
+    assert again.hash == plan.hash and again.predicted == plan.predicted
+    assert (again.optimizer, again.schedule, again.constraints) == ("sgd", "none", plan.constraints)

@@ -1,0 +1,24 @@
+"""Programs in several processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def torchrun():
+    """Runs one of ``tests/torchrun_programs`` under torchrun, on CPUs unless ``gpus``."""
+
+    def run(processes, program, *arguments, timeout=150, gpus=False):
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
+        environment |= {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        command += [str(TESTS / "torchrun_programs" / program), *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+
+    return run
