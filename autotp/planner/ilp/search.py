@@ -6,9 +6,9 @@ The bound is
 
 where the inner minimum is bounded by :class:`autotp.planner.ilp.dual.Dual` and the price is found by cutting planes
 in one dimension: every choice met is a line in the price, and the next price is where the lowest two lines
-cross. Strategies whose own bound exceeds the best choice known go, then those that others dominate, and the
-rest is settled by labels (:mod:`autotp.planner.ilp.labels`) where they stay few, and as one mixed-integer program
-(:mod:`autotp.planner.ilp.mip`) where they do not.
+cross. Strategies whose own bound exceeds the best choice known go, and the rest is settled by labels
+(:mod:`autotp.planner.ilp.labels`) where they stay few, and as one mixed-integer program (:mod:`autotp.planner.ilp.mip`)
+where they do not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autotp.planner.ilp.dual import Dual
 from autotp.planner.ilp.eliminate import eliminate_all
 from autotp.planner.ilp.labels import settle
 from autotp.planner.ilp.local import improve
-from autotp.planner.ilp.presolve import Reduced, compact, consistent, undominated
+from autotp.planner.ilp.presolve import Reduced, compact, consistent
 from autotp.planner.ilp.prices import next_price, priced
 from autotp.planner.ilp.problem import Problem, evaluate
 
@@ -33,7 +33,7 @@ __all__ = ["Search", "Settings"]
 
 # Rounds: first look only for what is better than a limit this far from the bound to the best choice known. Pruning against
 # a low limit leaves far less to the solver, and a good choice makes what is left without a limit small too.
-_PARTS = (0.05, 0.2, 1.0)
+_PARTS = (0.05, 0.2, 0.5, 1.0)
 _FEW = 200  # strategies beside one per node with which the solver is done soon
 _SWEEPS = 60
 
@@ -133,29 +133,19 @@ class Search:
         if reduced is None:
             self.bound = min(self.value, self.bound)
             return
-        for part in _PARTS:
-            if reduced is None or self._over():
-                break
-            self.limit = self._limit(root, reduced, part)
-            if math.isinf(self.limit):
-                self._close(root, reduced)
-                break
+        many = sum(len(kept) for kept in reduced.kept) > len(reduced.kept) + _FEW
+        for part in _PARTS if many else _PARTS[-1:]:
+            self.limit = root.bound + part * (self.target() - root.bound) if part < 1 else math.inf
             space = root.copy()
-            first = self._tighten(space)
-            if first is not None and not self._over():
-                self._close(space, first)
+            reduced = self._tighten(space)
+            if reduced is not None and not self._over():
+                self._close(space, reduced)
             # What the limit has pruned may cost just as much as the limit, whatever the rest is bounded by.
             self.bound = max(self.bound, min(space.bound, self.limit, self.value))
-            self.limit = math.inf
-            if self.bound >= self.target():
+            settled, self.limit = math.isinf(self.limit), math.inf
+            if settled or self._over() or self.bound >= self.target():
                 break
-            reduced = self._tighten(root)
-        self.bound = min(self.value, max(self.bound, root.bound))
-
-    def _limit(self, root: Space, reduced: Reduced, part: float) -> float:
-        """A value so far between bound and target; ``inf`` where few strategies are left, or nothing is known."""
-        many = sum(len(kept) for kept in reduced.kept) > len(reduced.kept) + _FEW
-        return root.bound + part * (self.target() - root.bound) if many and part < 1 else math.inf
+        self.bound = min(self.value, self.bound)
 
     def _over(self) -> bool:
         return time.monotonic() > self.settings.deadline or self.value <= self.settings.enough
@@ -175,7 +165,6 @@ class Search:
         at what.
         """
         size = math.inf
-        dominated = False
         for mask, floor in zip(space.alive, space.floors, strict=True):
             mask &= floor < self.target()
         while True:
@@ -184,14 +173,11 @@ class Search:
                 space.bound = self.target()
                 return None
             before, size = size, sum(len(k) for k in reduced.kept)
-            if size <= 0.9 * before:
-                self._climb(space, reduced)
-                if space.bound >= self.target():
-                    return None
-            elif dominated or not undominated(self.problem, space.alive, bounded=True):
+            if size > 0.9 * before:
                 return reduced
-            else:
-                dominated = True
+            self._climb(space, reduced)
+            if space.bound >= self.target():
+                return None
 
     def _climb(self, space: Space, reduced: Reduced) -> None:
         """Raise the bound by (1) and prune strategies, better choices being offered on the
