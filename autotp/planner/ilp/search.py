@@ -31,10 +31,10 @@ from autotp.planner.ilp.problem import Problem, evaluate
 
 __all__ = ["Search", "Settings"]
 
-# Rounds: first look only for what is better than a limit this far from the bound to the best choice known. Pruning against
-# a low limit leaves far less to the solver, and a good choice makes what is left without a limit small too.
+# Labels that are tried at once. Where they do not suffice, limits rise in steps from the bound to the best choice known:
+# pruning against a low limit leaves far less, and a good choice makes what is left without a limit small too.
+_QUICK = 100_000
 _PARTS = (0.05, 0.2, 0.5, 1.0)
-_FEW = 200  # strategies beside one per node with which the solver is done soon
 _SWEEPS = 60
 
 
@@ -129,12 +129,14 @@ class Search:
         masks = [np.isfinite(node.cost) for node in self.problem.nodes]
         root = Space(masks, [np.full(len(m), -math.inf) for m in masks], floor, self.price)
         reduced = self._tighten(root)
-        self.price, self.bound = root.price, max(floor, root.bound)
-        if reduced is None:
-            self.bound = min(self.value, self.bound)
-            return
-        many = sum(len(kept) for kept in reduced.kept) > len(reduced.kept) + _FEW
-        for part in _PARTS if many else _PARTS[-1:]:
+        self.price = root.price
+        if reduced is not None and not self._label(root, reduced, _QUICK):
+            self._rounds(root)
+        self.bound = min(self.value, max(self.bound, root.bound))
+
+    def _rounds(self, root: Space) -> None:
+        """Settle what is cheaper than rising limits, until something is found, and in the end without a limit."""
+        for part in _PARTS:
             self.limit = root.bound + part * (self.target() - root.bound) if part < 1 else math.inf
             space = root.copy()
             reduced = self._tighten(space)
@@ -142,10 +144,9 @@ class Search:
                 self._close(space, reduced)
             # What the limit has pruned may cost just as much as the limit, whatever the rest is bounded by.
             self.bound = max(self.bound, min(space.bound, self.limit, self.value))
-            settled, self.limit = math.isinf(self.limit), math.inf
-            if settled or self._over() or self.bound >= self.target():
-                break
-        self.bound = min(self.value, self.bound)
+            last, self.limit = math.isinf(self.limit), math.inf
+            if last or self._over() or self.bound >= self.target():
+                return
 
     def _over(self) -> bool:
         return time.monotonic() > self.settings.deadline or self.value <= self.settings.enough
@@ -248,11 +249,11 @@ class Search:
             mask &= floor < self.target()
 
     def _close(self, space: Space, reduced: Reduced) -> None:
-        if not self._label(space, reduced):
+        if not self._label(space, reduced, self.settings.labels):
             self._finish(space, reduced)
 
-    def _label(self, space: Space, reduced: Reduced) -> bool:
-        """Settle what is left by labels if they stay few."""
+    def _label(self, space: Space, reduced: Reduced, most: int) -> bool:
+        """Settle what is left by labels if no table has more than so many."""
         small, target = reduced.problem, self.target()
         if not math.isfinite(target):
             return False
@@ -260,7 +261,7 @@ class Search:
         for _ in range(_SWEEPS):
             dual.sweep()
             dual.rebalance()
-        settled, choice = settle(small, dual, target=target, largest_cost=self.largest_cost, limit=self.settings.labels)
+        settled, choice = settle(small, dual, target=target, largest_cost=self.largest_cost, limit=min(most, self.settings.labels))
         if choice is not None:
             self.offer(reduced.restore(choice))
         if settled:

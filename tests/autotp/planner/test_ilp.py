@@ -97,8 +97,8 @@ def test_solve_equals_enumeration(first: int) -> None:
 def test_every_way_through_the_search_equals_enumeration(
     labels: int, largest_cost: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As if few strategies were many: small problems go through the rounds of limits too.
-    monkeypatch.setattr(sys.modules["autotp.planner.ilp.search"], "_FEW", 0)
+    # Without labels tried at once, small problems go through the rounds of limits too.
+    monkeypatch.setattr(sys.modules["autotp.planner.ilp.search"], "_QUICK", 0)
     methods = set()
     for seed in range(400, 520):
         problem = small_problem(seed)
