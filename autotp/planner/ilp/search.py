@@ -261,7 +261,9 @@ class Search:
         for _ in range(_SWEEPS):
             dual.sweep()
             dual.rebalance()
-        settled, choice = settle(small, dual, target=target, largest_cost=self.largest_cost, limit=min(most, self.settings.labels))
+        settled, choice = settle(
+            small, dual, target=target, largest_cost=self.largest_cost, limit=min(most, self.settings.labels)
+        )
         if choice is not None:
             self.offer(reduced.restore(choice))
         if settled:
