@@ -19,10 +19,10 @@ import numpy as np
 
 from autotp.planner.ilp.dual import Dual
 from autotp.planner.ilp.local import improve
-from autotp.planner.ilp.pieces import Settings
 from autotp.planner.ilp.presolve import consistent
 from autotp.planner.ilp.prices import next_price, priced
 from autotp.planner.ilp.problem import Problem, evaluate
+from autotp.planner.ilp.search import Settings
 from autotp.planner.ilp.solve import NO_LAYOUT, Infeasible, Solution, least_memory, solution_at, solution_of, unbounded
 
 __all__ = ["Estimate", "estimate", "glance"]

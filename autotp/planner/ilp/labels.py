@@ -1,4 +1,4 @@
-"""Settle a small piece exactly: elimination with memory, by labels pruned with reduced costs.
+"""Settle what pruning leaves exactly: elimination with memory, by labels pruned with reduced costs.
 
 A label is a partial choice that matters only through the nodes it still shares with the rest: (their
 strategies; bytes, largest temporary, seconds). Tables of labels are joined on a node, the node is dropped,
@@ -60,11 +60,10 @@ class _Labels:
     gap: float
     room: float
     price: float
-    base: float
     limit: int
 
     def allowed(self, table: _Table) -> np.ndarray:
-        extra = self.price * np.maximum(table.largest - self.base, 0.0)
+        extra = self.price * table.largest
         fits = table.memory + table.largest <= self.room * (1 + 1e-12)
         return (table.reduced + extra < self.gap) & fits & np.isfinite(table.seconds)
 
@@ -181,7 +180,6 @@ def settle(
     dual: Dual,
     *,
     target: float,
-    base: float = 0.0,
     largest_cost: float = 0.0,
     limit: int,
 ) -> tuple[bool, tuple[int, ...] | None]:
@@ -190,8 +188,7 @@ def settle(
     Args:
         problem: its memory bound is respected.
         dual: of the same problem, converged.
-        target: objective value to beat, ``base`` bytes of the largest temporary not counted.
-        base: bytes of the largest temporary that the dual's bound already counts.
+        target: objective value to beat.
         largest_cost: what each byte of the largest temporary adds to the objective.
         limit: most labels in a table.
 
@@ -199,7 +196,7 @@ def settle(
         whether it was settled (False: a table outgrew the limit), and the best choice.
     """
     gap = target - dual.bound()
-    labels = _Labels(problem, gap, problem.memory_bound, dual.price + largest_cost, base, limit)
+    labels = _Labels(problem, gap, problem.memory_bound, dual.price + largest_cost, limit)
     try:
         tables = _tables(labels, dual)
         left = set(range(len(problem.nodes)))

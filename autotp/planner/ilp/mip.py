@@ -8,13 +8,15 @@ With ``x[o,s]`` binary, ``X_i[t,l] = sum of x[o_i,s] over s wanting column l`` (
               w[t,l] >= X_i[t,l]                                          for every use i          (3) shared
               sum_h y[t,h,l] = w[t,l],   y[t,h,l] <= P[t,h]               for every t, h, l        (4) cells
               sum_l y[t,h,l] = P[t,h] (<= if a use may want none), sum_h y[t,h,l] = X[t,l]  one use (5) paired
-              T >= sum_h temporary_t[h,l] y[t,h,l]                        for every t, l         (6) temporary
+              z[v] >= sum_{h: temporary_t[h,l] >= v} y[t,h,l]             for every t, l, v      (6) temporary
               sum memory_o[s] x[o,s] + sum memory_t[l] w[t,l] + T <= bound                         (7) build
+                  with  T = sum_k (v_k - v_{k-1}) z[v_k],  z[v_k] <= z[v_{k-1}]                    (8) largest
 
 (4) is the facility-location form of the reshard: the product ``P w`` relaxed as tightly as two-index
 constraints allow; (5) is the transportation polytope, the convex hull for two nodes. ``y`` of an impossible
 reshard does not exist, and cells of one column of a shared tensor with the same cost and bytes are one
-variable, which loses nothing in (4).
+variable, which loses nothing in (4). The largest temporary, a maximum, has no good linear relaxation; one binary variable
+for each of its few values, (8), gives the solver something to branch on.
 """
 
 from __future__ import annotations
@@ -32,11 +34,6 @@ from autotp.planner.ilp.problem import Problem, Tensor
 
 __all__ = ["MipResult", "build", "run"]
 
-_SOLVERS = {
-    "highs": mathopt.SolverType.HIGHS,
-    "scip": mathopt.SolverType.GSCIP,
-    "cp-sat": mathopt.SolverType.CP_SAT,
-}
 _SCALE = 1e4  # what the reference cost becomes: a reduced-cost tolerance of 1e-7 is then 1e-11 of the optimum
 
 
@@ -127,8 +124,25 @@ class _Builder:
         # A bound of 0 bytes still needs a scale in which bytes are compared.
         self.byte = 1e3 / problem.memory_bound if self.bounded and problem.memory_bound > 0 else 1.0
         self.memory: list[tuple[int, float]] = []
-        self.largest: int | None = None
         self.largest_cost = largest_cost / unit
+        self.above = self.largest()
+
+    def largest(self) -> dict[float, int]:
+        """A variable per value that the largest temporary may have, 1 when it is at least that."""
+        if not (self.bounded or self.largest_cost):
+            return {}
+        found: dict[float, int] = {}
+        before, variable = 0.0, -1
+        temporaries = [t.temporary[np.isfinite(t.cost)] for t in self.problem.tensors if t.uses]
+        for value in np.unique(np.concatenate([np.zeros(0), *temporaries])).tolist():
+            if value <= 0:
+                continue
+            found[value] = self.rows.variable((value - before) * self.largest_cost, integer=True)
+            self.remember(found[value], value - before)
+            if before:
+                self.rows.constraint([(variable, 1.0), (found[value], -1.0)], 0.0, math.inf)
+            before, variable = value, found[value]
+        return found
 
     def nodes(self) -> None:
         for node in self.problem.nodes:
@@ -163,13 +177,9 @@ class _Builder:
         return found
 
     def temporary(self, terms: list[tuple[int, float]]) -> None:
-        terms = [(y, value * self.byte) for y, value in terms if value > 0]
-        if not terms or not (self.bounded or self.largest_cost):
-            return
-        if self.largest is None:
-            self.largest = self.rows.variable(self.largest_cost / self.byte, upper=math.inf)
-            self.memory.append((self.largest, 1.0))
-        self.rows.constraint([(self.largest, -1.0), *terms], -math.inf, 0.0)
+        for value in sorted({value for _, value in terms if value in self.above}):
+            reached = [(y, 1.0) for y, other in terms if other >= value]
+            self.rows.constraint([(self.above[value], -1.0), *reached], -math.inf, 0.0)
 
     def tensor(self, tensor: Tensor) -> None:
         if not tensor.uses:
@@ -259,15 +269,12 @@ def build(
     return Model(builder.rows, tuple(builder.x), builder.unit)
 
 
-def run(model: Model, *, time_limit: float, threads: int, solver: str = "highs") -> MipResult:
+def run(model: Model, *, time_limit: float) -> MipResult:
     """Solve a built program.
 
     Args:
         model: from :func:`build`.
         time_limit: seconds.
-        threads: for the solvers that take a count (HiGHS uses its own pool).
-        solver: ``highs`` or ``scip``. HiGHS was never far behind and often far ahead on transformer layers;
-            CP-SAT, made to round these continuous variables, once proved a wrong optimum.
 
     Returns:
         the best choice found; ``finished`` with no choice means that none exists (the bound is then ``inf``).
@@ -276,9 +283,9 @@ def run(model: Model, *, time_limit: float, threads: int, solver: str = "highs")
         time_limit=datetime.timedelta(seconds=max(time_limit, 0.01)),
         relative_gap_tolerance=0.0,
         absolute_gap_tolerance=0.0,
-        threads=None if solver == "highs" else threads,
+        presolve=mathopt.Emphasis.OFF,  # what is handed over is presolved; the solver's own took as long as the search
     )
-    result = mathopt.solve(mathopt.Model.from_model_proto(model.rows.proto()), _SOLVERS[solver], params=params)
+    result = mathopt.solve(mathopt.Model.from_model_proto(model.rows.proto()), mathopt.SolverType.HIGHS, params=params)
     reason = result.termination.reason
     if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
         return MipResult(None, math.inf, True)

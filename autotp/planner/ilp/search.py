@@ -1,16 +1,14 @@
-"""Prove an optimum: bounds by duality, pruning, a split on the largest temporary, a solver for the rest.
+"""Prove an optimum: bounds by duality, pruning, and a mixed-integer program for what they leave.
 
-The part of the memory that is a maximum, ``T = max temporary``, has no good linear relaxation. It is branched
-on instead: on a piece ``lo <= T <= hi`` reshards above ``hi`` are impossible and ``lo`` bytes are known to be
-taken. On each piece
+The bound is
 
-    seconds >= max_{price >= 0} min_choices  seconds + price * (resting bytes - (bound - lo))   (1) _climb
+    seconds >= max_{price >= 0} min_choices  seconds + price * (resting bytes - bound)               (1) _climb
 
 where the inner minimum is bounded by :class:`autotp.planner.ilp.dual.Dual` and the price is found by cutting planes
 in one dimension: every choice met is a line in the price, and the next price is where the lowest two lines
-cross. Strategies whose own bound exceeds the best choice known go. What is left is settled by labels
-(:mod:`autotp.planner.ilp.labels`) if they stay few; if not, the piece is split, and solved as a mixed-integer program
-(:mod:`autotp.planner.ilp.mip`) when it cannot be, or is small.
+cross. Strategies whose own bound exceeds the best choice known go, and the rest is settled by labels
+(:mod:`autotp.planner.ilp.labels`) where they stay few, and as one mixed-integer program (:mod:`autotp.planner.ilp.mip`)
+where they do not.
 """
 
 from __future__ import annotations
@@ -27,24 +25,58 @@ from autotp.planner.ilp.dual import Dual
 from autotp.planner.ilp.eliminate import eliminate_all
 from autotp.planner.ilp.labels import settle
 from autotp.planner.ilp.local import improve
-from autotp.planner.ilp.pieces import Piece, Settings
-from autotp.planner.ilp.presolve import Reduced, compact, consistent, undominated
+from autotp.planner.ilp.presolve import Reduced, compact, consistent
 from autotp.planner.ilp.prices import next_price, priced
 from autotp.planner.ilp.problem import Problem, evaluate
 
-__all__ = ["Search"]
+__all__ = ["Search", "Settings"]
 
-# Rounds: first look only for what is better than a limit that leaves this many strategies. Pruning against
-# a low limit leaves far less to the solver; if nothing is found the bound has risen to it, and if something
-# is, it is the optimum.
-_ROUNDS = (120, 240, 480, 960)
-_PARTS = (0.05, 0.2)
+# Labels that are tried at once. Where they do not suffice, limits rise in steps from the bound to the best choice known:
+# pruning against a low limit leaves far less, and a good choice makes what is left without a limit small too.
+_QUICK = 100_000
+_PARTS = (0.05, 0.2, 0.5, 1.0)
 _SWEEPS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Knobs of the search.
+
+    Attributes:
+        deadline: on the monotonic clock.
+        cutoff: objective values at or above this are of no interest.
+        tolerance: relative; the search is over when its bound is this close to the best value.
+        labels: most labels in a table, see :mod:`autotp.planner.ilp.labels`.
+        work: most entries that exact elimination may visit before a solver is the better bet.
+        enough: stop as soon as a choice of at most this value is found.
+    """
+
+    deadline: float
+    cutoff: float = math.inf
+    tolerance: float = 2e-10
+    labels: int = 2_000_000
+    work: float = 2e9
+    enough: float = -math.inf
+
+
+@dataclass(slots=True)
+class Space:
+    """The strategies that are left, bounds of the choices with each of them, and a bound of all, with its price."""
+
+    alive: list[np.ndarray]
+    floors: list[np.ndarray]
+    bound: float
+    price: float = 0.0
+
+    def copy(self) -> Space:
+        """The same with arrays of its own."""
+        alive, floors = [mask.copy() for mask in self.alive], [floor.copy() for floor in self.floors]
+        return replace(self, alive=alive, floors=floors)
 
 
 @dataclass(slots=True)
 class Search:
-    """Branch and bound for one problem and one objective.
+    """Bounds, pruning and a solver for one problem and one objective.
 
     Attributes:
         problem: the problem, in full.
@@ -54,10 +86,9 @@ class Search:
         choice: the choice that has it.
         bound: proven lower bound (after :meth:`run`).
         variables: of the largest program handed to a solver.
-        pieces: how many pieces were looked at.
         method: the heaviest means that was needed: duality, labels, elimination or mip.
         price: seconds per byte to begin with, and afterwards that at which the bound at the root was best.
-        prices: how many prices to try on each piece.
+        prices: how many prices to try each time.
     """
 
     problem: Problem
@@ -67,7 +98,6 @@ class Search:
     choice: tuple[int, ...] | None = None
     bound: float = -math.inf
     variables: int = 0
-    pieces: int = 0
     method: str = "duality"
     limit: float = math.inf
     price: float = 0.0
@@ -84,7 +114,7 @@ class Search:
             self.value, self.choice = value, tuple(choice)
 
     def target(self) -> float:
-        """A bound that reaches this settles a piece (``inf``: only the lack of any choice does)."""
+        """A bound that reaches this settles the search (``inf``: only the lack of any choice does)."""
         best = min(self.value, self.settings.cutoff, self.limit)
         return best - self.settings.tolerance * abs(best) if math.isfinite(best) else math.inf
 
@@ -97,111 +127,75 @@ class Search:
     def run(self, *, floor: float = -math.inf) -> None:
         """Search until everything is settled or time is over; ``floor`` is a bound known beforehand."""
         masks = [np.isfinite(node.cost) for node in self.problem.nodes]
-        temporaries = [t.temporary[np.isfinite(t.cost)].max(initial=0.0) for t in self.problem.tensors if t.uses]
-        if math.isinf(self.problem.memory_bound) and not self.largest_cost:
-            temporaries = []
-        top = min(max(temporaries, default=0.0), self.problem.memory_bound)
-        root = Piece(0.0, float(top), masks, [np.full(len(m), -math.inf) for m in masks], floor, self.price)
-        self.bound = floor
+        root = Space(masks, [np.full(len(m), -math.inf) for m in masks], floor, self.price)
         reduced = self._tighten(root)
         self.price = root.price
-        if reduced is None:
-            self.bound = min(self.value, max(floor, root.bound))
-            return
-        self.bound = max(floor, root.bound)
-        for limit in self._limits(root):
-            self.limit = limit
-            closed = self._exhaust(root)
-            self.limit = math.inf
-            # What a limit has pruned may cost just as much as the limit, whatever the rest is bounded by.
-            self.bound = max(self.bound, min(closed, limit, self.value))
-            if self._over() or self.bound >= self.target():
-                break
+        if reduced is not None and not self._label(root, reduced, _QUICK):
+            self._rounds(root)
+        self.bound = min(self.value, max(self.bound, root.bound))
 
-    def _limits(self, root: Piece) -> list[float]:
-        """Rising limits that leave ever more strategies, the last being no limit."""
-        floors = np.sort(np.concatenate([f[m] for f, m in zip(root.floors, root.alive, strict=True)]))
-        target, limits, before = self.target(), [], 0
-        some = [float(floors[count]) for count in _ROUNDS if count < 0.7 * len(floors)]
-        if math.isfinite(target):
-            some += [root.bound + part * (target - root.bound) for part in _PARTS]
-        for limit in sorted(some):
-            count = int(np.searchsorted(floors, limit))
-            if root.bound < limit < target and 1.1 * before < count < 0.9 * len(floors):
-                limits.append(limit)
-                before = count
-        return [*limits, math.inf]
+    def _rounds(self, root: Space) -> None:
+        """Settle what is cheaper than rising limits, until something is found, and in the end without a limit."""
+        for part in _PARTS:
+            self.limit = root.bound + part * (self.target() - root.bound) if part < 1 else math.inf
+            space = root.copy()
+            reduced = self._tighten(space)
+            if reduced is not None and not self._over():
+                self._close(space, reduced)
+            # What the limit has pruned may cost just as much as the limit, whatever the rest is bounded by.
+            self.bound = max(self.bound, min(space.bound, self.limit, self.value))
+            last, self.limit = math.isinf(self.limit), math.inf
+            if last or self._over() or self.bound >= self.target():
+                return
 
     def _over(self) -> bool:
         return time.monotonic() > self.settings.deadline or self.value <= self.settings.enough
 
-    def _exhaust(self, root: Piece) -> float:
-        """Settle everything below ``limit``; the proven bound."""
-        closed = math.inf
-        stack = [root.copy()]
-        while stack:
-            piece = stack.pop()
-            if piece.bound < self.target() and not self._over():
-                self.pieces += 1
-                reduced = self._tighten(piece)
-                if reduced is not None and not self._over() and not self._label(piece, reduced):
-                    parts = self._split(piece, reduced)
-                    if parts:
-                        stack.extend(sorted(parts, key=lambda p: -p.bound))
-                        continue
-                    self._finish(piece, reduced)
-            closed = min(closed, piece.bound)
-        return closed
-
-    def _restricted(self, piece: Piece) -> Reduced | None:
+    def _restricted(self, space: Space) -> Reduced | None:
         tensors = self.problem.tensors
-        if math.isfinite(self.problem.memory_bound) or self.largest_cost:
-            tensors = tuple(replace(t, cost=np.where(t.temporary > piece.high, math.inf, t.cost)) for t in tensors)
+        room = self.problem.memory_bound
+        if math.isfinite(room):
+            tensors = tuple(replace(t, cost=np.where(t.temporary > room, math.inf, t.cost)) for t in tensors)
         limited = replace(self.problem, tensors=tensors)
-        if not consistent(limited, piece.alive):
+        if not consistent(limited, space.alive):
             return None
-        return compact(limited, piece.alive, bounded=True)
+        return compact(limited, space.alive, bounded=True)
 
-    def _tighten(self, piece: Piece) -> Reduced | None:
-        """Bound and prune until neither helps much; None when the piece is settled, its bound then saying
+    def _tighten(self, space: Space) -> Reduced | None:
+        """Bound and prune until neither helps much; None when the space is settled, its bound then saying
         at what.
         """
         size = math.inf
-        dominated = False
-        for mask, floor in zip(piece.alive, piece.floors, strict=True):
+        for mask, floor in zip(space.alive, space.floors, strict=True):
             mask &= floor < self.target()
         while True:
-            reduced = self._restricted(piece)
+            reduced = self._restricted(space)
             if reduced is None:
-                piece.bound = self.target()
+                space.bound = self.target()
                 return None
             before, size = size, sum(len(k) for k in reduced.kept)
-            if size <= 0.9 * before:
-                self._climb(piece, reduced)
-                if piece.bound >= self.target():
-                    return None
-            elif dominated or not undominated(self.problem, piece.alive, bounded=True):
+            if size > 0.9 * before:
                 return reduced
-            else:
-                dominated = True
+            self._climb(space, reduced)
+            if space.bound >= self.target():
+                return None
 
-    def _climb(self, piece: Piece, reduced: Reduced) -> None:
-        """Raise the piece's bound by (1) and prune its strategies, better choices being offered on the
+    def _climb(self, space: Space, reduced: Reduced) -> None:
+        """Raise the bound by (1) and prune strategies, better choices being offered on the
         way.
         """
         small = reduced.problem
-        base = self.largest_cost * piece.low
-        room = self.problem.memory_bound - piece.low
-        price: float | None = piece.price
+        room = self.problem.memory_bound
+        price: float | None = space.price
         for _ in range(self.prices):
             assert price is not None
-            dual = Dual(replace(small, memory_bound=room), self._cap(small), price=price)
-            self._ascend(piece, reduced, dual, base)
-            if piece.bound >= self.target() or math.isinf(room) or self._over():
+            dual = Dual(small, self._cap(small), price=price)
+            self._ascend(space, reduced, dual)
+            if space.bound >= self.target() or math.isinf(room) or self._over():
                 return
             following = next_price([(seconds, resting - room) for seconds, resting in self.lines], price)
             if following is None and price == 0:
-                following = 0.1 * abs(piece.bound) / max(room, 1.0)
+                following = 0.1 * abs(space.bound) / max(room, 1.0)
             if (
                 following is None
                 or following * room > 1e3 * self._cap(small)
@@ -210,19 +204,19 @@ class Search:
                 return
             price = following
 
-    def _ascend(self, piece: Piece, reduced: Reduced, dual: Dual, base: float) -> None:
+    def _ascend(self, space: Space, reduced: Reduced, dual: Dual) -> None:
         """Sweep at one price until the bound reaches the target or hardly rises, and read choices off the
         messages.
         """
         last = -math.inf
         for number in range(1, _SWEEPS + 1):
             through = dual.sweep()
-            bound = dual.bound() + base
+            bound = dual.bound()
             done = bound >= self.target()
             if done or number % 5 == 0:
-                if bound > piece.bound:
-                    piece.bound, piece.price = bound, dual.price
-                self._prune(piece, reduced, through, base)
+                if bound > space.bound:
+                    space.bound, space.price = bound, dual.price
+                self._prune(space, reduced, through)
                 slow = bound - last < 0.02 * (min(self.target(), self._cap(reduced.problem)) - bound)
                 if done or (slow and number > 5):
                     break
@@ -249,32 +243,37 @@ class Search:
             total += float(np.where(np.isfinite(tensor.cost), tensor.cost, 0.0).max(axis=0).sum())
         return total
 
-    def _prune(self, piece: Piece, reduced: Reduced, through: list[np.ndarray], base: float) -> None:
-        for mask, floor, kept, bounds in zip(piece.alive, piece.floors, reduced.kept, through, strict=True):
-            floor[kept] = np.maximum(floor[kept], bounds + base)
+    def _prune(self, space: Space, reduced: Reduced, through: list[np.ndarray]) -> None:
+        for mask, floor, kept, bounds in zip(space.alive, space.floors, reduced.kept, through, strict=True):
+            floor[kept] = np.maximum(floor[kept], bounds)
             mask &= floor < self.target()
 
-    def _split(self, piece: Piece, reduced: Reduced) -> list[Piece]:
-        small = reduced.problem
-        cells = sum(t.cost.size for t in small.tensors) + sum(len(n.cost) for n in small.nodes)
-        if cells <= self.settings.small:
-            return []
-        values = np.unique(np.concatenate([t.temporary[np.isfinite(t.cost)] for t in small.tensors] or [np.zeros(1)]))
-        values = values[(values >= piece.low) & (values <= piece.high)]
-        gain = (piece.price + self.largest_cost) * (piece.high - piece.low)
-        best = min(self.value, self.settings.cutoff)
-        if len(values) < 2 or (math.isfinite(best) and gain < 0.1 * (best - piece.bound)):
-            return []
-        # The lower half is resolved first: little is taken, so good choices turn up there.
-        middle = int(np.searchsorted(values, (values[0] + values[-1]) / 2, side="right")) - 1
-        middle = min(max(middle, 0), len(values) - 2)
-        halves = []
-        for low, high in ((piece.low, values[middle]), (values[middle + 1], piece.high)):
-            halves.append(replace(piece.copy(), low=float(low), high=float(high)))
-        return halves
+    def _close(self, space: Space, reduced: Reduced) -> None:
+        if not self._label(space, reduced, self.settings.labels):
+            self._finish(space, reduced)
 
-    def _finish(self, piece: Piece, reduced: Reduced) -> None:
-        """Hand the piece to the solver, which has tolerances: every choice it finds is priced exactly and
+    def _label(self, space: Space, reduced: Reduced, most: int) -> bool:
+        """Settle what is left by labels if no table has more than so many."""
+        small, target = reduced.problem, self.target()
+        if not math.isfinite(target):
+            return False
+        dual = Dual(small, self._cap(small), price=space.price if math.isfinite(small.memory_bound) else 0.0)
+        for _ in range(_SWEEPS):
+            dual.sweep()
+            dual.rebalance()
+        settled, choice = settle(
+            small, dual, target=target, largest_cost=self.largest_cost, limit=min(most, self.settings.labels)
+        )
+        if choice is not None:
+            self.offer(reduced.restore(choice))
+        if settled:
+            if self.method == "duality":
+                self.method = "labels"
+            space.bound = max(space.bound, self.target())
+        return settled
+
+    def _finish(self, space: Space, reduced: Reduced) -> None:
+        """Hand the rest to the solver, which has tolerances: every choice it finds is priced exactly and
         excluded.
         """
         if math.isinf(self.problem.memory_bound) and not self.largest_cost:
@@ -282,56 +281,28 @@ class Search:
             if choice is not None:
                 self.method = "elimination"
                 self.offer(reduced.restore(choice))
-                piece.bound = max(piece.bound, self.target())
+                space.bound = max(space.bound, self.target())
                 return
         self.method = "mip"
         found: list[tuple[int, ...]] = []
         for _ in range(30):
-            small = self._trimmed(reduced.problem, piece)
+            small = self._trimmed(reduced.problem)
             model = mip.build(small, self._cap(small), largest_cost=self.largest_cost, excluded=found)
             self.variables = max(self.variables, model.size)
             left = self.settings.deadline - time.monotonic()
-            result = mip.run(model, time_limit=left, threads=self.settings.threads, solver=self.settings.solver)
+            result = mip.run(model, time_limit=left)
             if result.choice is not None:
                 self.offer(reduced.restore(result.choice))
                 found.append(result.choice)
             # What is excluded has been offered, so the best value stands for it.
-            piece.bound = max(piece.bound, min(result.bound, self.target()))
+            space.bound = max(space.bound, min(result.bound, self.target()))
             if result.choice is None or not result.finished or result.bound >= self.target():
                 break
 
-    def _label(self, piece: Piece, reduced: Reduced) -> bool:
-        """Settle the piece by labels if they stay few."""
-        base = self.largest_cost * piece.low
-        target = self.target() - base
-        if not math.isfinite(target):
-            return False
-        room = self.problem.memory_bound - piece.low
-        price = piece.price if math.isfinite(room) else 0.0
-        dual = Dual(replace(reduced.problem, memory_bound=room), self._cap(reduced.problem), price=price)
-        for _ in range(_SWEEPS):
-            dual.sweep()
-            dual.rebalance()
-        settled, choice = settle(
-            reduced.problem,
-            dual,
-            target=target,
-            base=piece.low,
-            largest_cost=self.largest_cost,
-            limit=self.settings.labels,
-        )
-        if choice is not None:
-            self.offer(reduced.restore(choice))
-        if settled:
-            if self.method == "duality":
-                self.method = "labels"
-            piece.bound = max(piece.bound, self.target())
-        return settled
-
-    def _trimmed(self, small: Problem, piece: Piece) -> Problem:
+    def _trimmed(self, small: Problem) -> Problem:
         """Without reshards that alone cost more than the best choice, which would only spoil the solver's
         scale.
         """
-        room = self.target() - self.largest_cost * piece.low - sum(float(node.cost.min()) for node in small.nodes)
+        room = self.target() - sum(float(node.cost.min()) for node in small.nodes)
         tensors = tuple(replace(t, cost=np.where(t.cost > room, math.inf, t.cost)) for t in small.tensors)
         return replace(small, tensors=tensors)

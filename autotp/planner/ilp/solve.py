@@ -10,10 +10,9 @@ import numpy as np
 
 from autotp.planner.ilp.dual import Dual
 from autotp.planner.ilp.eliminate import Core, eliminate_all, eliminate_some
-from autotp.planner.ilp.pieces import Settings
 from autotp.planner.ilp.presolve import Reduced, compact, consistent
 from autotp.planner.ilp.problem import Node, Problem, evaluate, validate
-from autotp.planner.ilp.search import Search
+from autotp.planner.ilp.search import Search, Settings
 
 __all__ = [
     "NO_LAYOUT",
@@ -86,7 +85,6 @@ def solve(
     problem: Problem,
     *,
     time_limit: float = 60.0,
-    threads: int = 2,
     cutoff: float = math.inf,
     need: bool = True,
     trusted: bool = False,
@@ -96,7 +94,6 @@ def solve(
     Args:
         problem: what to choose.
         time_limit: seconds; afterwards the best assignment so far is returned with its proven gap.
-        threads: for solvers that take a count.
         cutoff: seconds; stop as soon as it is proven that nothing cheaper than this exists.
         need: where nothing fits the memory bound, find out the least that is needed; else a lower bound of it will do.
         trusted: the problem is known to be well-formed.
@@ -111,7 +108,7 @@ def solve(
     """
     if not trusted:
         validate(problem)
-    settings = Settings(time.monotonic() + time_limit, threads, cutoff)
+    settings = Settings(time.monotonic() + time_limit, cutoff)
     free = unbounded(problem, settings)
     if free.value >= cutoff and free.bound >= cutoff - 1e-9 * abs(cutoff):
         return Pruned(False)
