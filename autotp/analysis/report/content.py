@@ -29,7 +29,6 @@ def content(
     captured: Captured,
     plan: Plan,
     *,
-    alternatives: int = ALTERNATIVES,
     events: Sequence[Mapping[str, Any]] = (),
     title: str = "",
     progress: Callable[[int, int], None] | None = None,
@@ -39,7 +38,6 @@ def content(
     Args:
         captured: the model that was planned, captured for the same inputs.
         plan: the plan.
-        alternatives: how many other strategies to tell of each operator.
         events: of the plan's schedule, as `autotp.analysis.trace.predicted` gives them; none: there is no timeline.
         title: what the report is called.
         progress: told how many operators are explained, and of how many.
@@ -52,7 +50,7 @@ def content(
     stands = [node for node in model.operators if model.stands[node] is node]
     rows = []
     for i, node in enumerate(stands):
-        rows.append(_row(explainer, node, explainer.explain(node.name, alternatives, 0)))
+        rows.append(_row(explainer, node, explainer.explain(node.name, ALTERNATIVES, 0)))
         if progress is not None:
             progress(i + 1, len(stands))
     modules: dict[str, int] = {}
