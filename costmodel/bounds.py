@@ -27,7 +27,7 @@ ACCESSED: sympy.Expr = sympy.Piecewise(
 OWNED: sympy.Expr = (a * b + a * c + b * c) / P
 """Elements that each device owns."""
 
-_RECEIVED = ACCESSED - OWNED
+_received = ACCESSED - OWNED
 
 
 def matmul_elements(m: Number, k: Number, n: Number, devices: Number) -> Number:
@@ -43,4 +43,4 @@ def matmul_elements(m: Number, k: Number, n: Number, devices: Number) -> Number:
         elements; 0 on one device.
     """
     smallest, middle, largest = sorted((m, k, n))
-    return max(0.0, float(compile_formula((a, b, c, P), _RECEIVED)(largest, middle, smallest, devices)))
+    return max(0.0, float(compile_formula((a, b, c, P), _received)(largest, middle, smallest, devices)))

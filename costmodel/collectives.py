@@ -24,7 +24,7 @@ inside): Cho et al., "BlueConnect", SysML 2019.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -116,7 +116,6 @@ def _known(table: Mapping, kind: str) -> Any:
     return table[kind]
 
 
-@functools.cache
 def expression(kind: str, library: str = "nccl") -> sympy.Expr:
     """Seconds of a collective with the fastest of the library's algorithms, in `SYMBOLS`.
 
@@ -145,7 +144,12 @@ def of_link(kind: str, V: Number, link: Link, library: str = "nccl") -> Number:
     """
     if link.size == 1:
         return 0.0 * V
-    return compile_formula(OF_LINK, expression(kind, library))(V, *figures(link))
+    return _compiled(kind, library)(V, *figures(link))
+
+
+@functools.cache
+def _compiled(kind: str, library: str) -> Callable[..., Number]:
+    return compile_formula(OF_LINK, expression(kind, library))
 
 
 def figures(link: Link) -> tuple[float, ...]:
