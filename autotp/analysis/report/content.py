@@ -12,6 +12,7 @@ from torch import fx
 
 from autotp.analysis.explain import Explainer, Explanation
 from autotp.analysis.inspection import reshard_steps
+from autotp.analysis.trace import lanes
 from autotp.costs.priced import Priced
 from autotp.plans.plan import Plan
 from costmodel import Topology
@@ -90,11 +91,8 @@ def _plan(plan: Plan, step: float) -> dict[str, Any]:
 
 
 def _machine(topology: Topology) -> dict[str, Any]:
-    levels = [
-        {"name": level.name, "size": level.size, "bandwidth": level.bandwidth, "latency": level.latency}
-        for level in topology.levels
-    ]
-    device = topology.device
+    device, shown = topology.device, ("name", "size", "bandwidth", "latency")
+    levels = [{name: getattr(level, name) for name in shown} for level in topology.levels]
     return {"name": topology.name, "device": device.name, "memory": device.memory, "levels": levels}
 
 
@@ -102,10 +100,7 @@ def _row(explainer: Explainer, node: fx.Node, found: Explanation) -> dict[str, A
     """One operator with all its details; operators that are decided together share one entry."""
     parameters = explainer.captured.parameters
     reads = [parameters.get(n.name, value_of(n)[0].name) for n in operands_of(node)]
-    row = asdict(found)
-    row["seconds"] = found.seconds
-    row["reads"] = reads
-    return row
+    return asdict(found) | {"seconds": found.seconds, "reads": reads}
 
 
 def _operators(explainer: Explainer, rows: Mapping[fx.Node, int], modules: dict[str, int]) -> list[list[Any]]:
@@ -150,7 +145,7 @@ def _timeline(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Events in tracks: ``[track, begin, seconds, name, operator, backward]``."""
     if not events:
         return None
-    tracks = ["compute", *sorted({str(e["lane"]) for e in events} - {"compute"})]
+    tracks = lanes(events)
     names: dict[str, int] = {}
     rows = [
         [
