@@ -4,8 +4,7 @@ It does not import torch.
 """
 
 from . import collectives, compute, memory, units
-from .collectives import EXPRESSIONS, LIBRARIES, bytes_moved
-from .collectives import seconds as collective_seconds
+from .collectives import LIBRARIES, bytes_moved
 from .compute import ROOFLINE
 from .compute import seconds as compute_seconds
 from .device import DTYPES, KINDS
@@ -19,7 +18,6 @@ from .units import format_quantity, parse_quantity
 __all__ = [
     "COLLECTIVES",
     "DTYPES",
-    "EXPRESSIONS",
     "KINDS",
     "LIBRARIES",
     "OPTIMIZERS",
@@ -34,7 +32,6 @@ __all__ = [
     "TopologyError",
     "UnitError",
     "bytes_moved",
-    "collective_seconds",
     "collectives",
     "compile_formula",
     "compute",

@@ -9,9 +9,6 @@ with one P-th of the result; a plan that stores copies of a matrix may communica
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import sympy
 
 from .formula import Number, compile_formula
@@ -30,6 +27,8 @@ ACCESSED: sympy.Expr = sympy.Piecewise(
 OWNED: sympy.Expr = (a * b + a * c + b * c) / P
 """Elements that each device owns."""
 
+_received = ACCESSED - OWNED
+
 
 def matmul_elements(m: Number, k: Number, n: Number, devices: Number) -> Number:
     """The number of elements that at least one device must receive or send in an m x k by k x n product.
@@ -44,9 +43,4 @@ def matmul_elements(m: Number, k: Number, n: Number, devices: Number) -> Number:
         elements; 0 on one device.
     """
     smallest, middle, largest = sorted((m, k, n))
-    return max(0.0, float(_compiled()(largest, middle, smallest, devices)))
-
-
-@functools.cache
-def _compiled() -> Callable[..., Number]:
-    return compile_formula((a, b, c, P), ACCESSED - OWNED)
+    return max(0.0, float(compile_formula((a, b, c, P), _received)(largest, middle, smallest, devices)))

@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import sympy
 from sympy.codegen.cfunctions import log2
@@ -37,31 +37,32 @@ from .links import Link
 
 __all__ = [
     "ALGORITHMS",
-    "EXPRESSIONS",
     "LIBRARIES",
+    "OF_LINK",
     "SYMBOLS",
     "TRAFFIC",
-    "LinkLike",
     "V",
-    "alpha",
     "beta",
     "bytes_moved",
-    "evaluate",
     "expression",
     "figures",
     "n",
     "of_link",
     "omega",
-    "seconds",
 ]
 
-n, V, alpha, beta = sympy.symbols("n V alpha beta", positive=True)
+n, V, beta = sympy.symbols("n V beta", positive=True)
 lambda_ring, lambda_tree, lambda_levels, lambda_pairs = sympy.symbols(
     "lambda_ring lambda_tree lambda_levels lambda_pairs", nonnegative=True
 )
 sigma, chi, omega = sympy.symbols("sigma chi omega", nonnegative=True)
 
 SYMBOLS = (n, V, beta, sigma, chi, lambda_ring, lambda_tree, lambda_levels, lambda_pairs, omega)
+
+#: The symbols in the order of a volume and of `figures`.
+OF_LINK = (V, *(symbol for symbol in SYMBOLS if symbol is not V))
+
+_TRAFFIC = (n, V)
 
 _share = (n - 1) / n
 # log2 rather than log(n, 2): at some powers of two, the quotient of two logarithms is slightly above the integer,
@@ -108,16 +109,6 @@ TRAFFIC: Mapping[str, sympy.Expr] = MappingProxyType(
 )
 """Bytes that each device receives (broadcast: on average, since the root receives none), in the symbols n and V."""
 
-_UNIFORM = {
-    sigma: _share / beta,
-    chi: _share / beta,
-    lambda_ring: (n - 1) * alpha,
-    lambda_tree: _depth * alpha,
-    lambda_levels: (n - 1) * alpha,
-    lambda_pairs: (n - 1) * alpha,
-    omega: 0,
-}
-
 
 def _known(table: Mapping, kind: str) -> Any:
     if kind not in table:
@@ -134,58 +125,6 @@ def expression(kind: str, library: str = "nccl") -> sympy.Expr:
     if library not in LIBRARIES:
         raise ValueError(f"no library is called {library!r}{suggestion(library, LIBRARIES)}")
     return omega + sympy.Min(*(e for name, e in _known(ALGORITHMS, kind).items() if name in LIBRARIES[library]))
-
-
-EXPRESSIONS: Mapping[str, sympy.Expr] = MappingProxyType(
-    {kind: expression(kind).subs(_UNIFORM, simultaneous=True) for kind in ALGORITHMS}
-)
-"""Seconds of each collective of NCCL on one level, in the symbols n, V, alpha, beta; 0 at n = 1."""
-
-
-class LinkLike(Protocol):
-    """Anything with a bandwidth in bytes/s and a latency in seconds, such as `costmodel.topology.Link`."""
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes/s of one ring in one direction."""
-
-    @property
-    def latency(self) -> float:
-        """Seconds per message."""
-
-
-def evaluate(kind: str, n: Number, V: Number, alpha: Number, beta: Number) -> Number:
-    """Seconds of a collective on one level, for one or many rows at once.
-
-    Args:
-        kind: a key of `EXPRESSIONS`.
-        n: ranks.
-        V: bytes of the whole tensor, as defined in the module's docstring.
-        alpha: seconds per message.
-        beta: bytes/s.
-
-    Returns:
-        Seconds, with the broadcast shape of the arguments.
-
-    Raises:
-        ValueError: no collective is called ``kind``.
-    """
-    return _compiled_seconds(kind)(n, V, alpha, beta)
-
-
-def seconds(kind: str, n: Number, V: Number, link: LinkLike) -> Number:
-    """Seconds of a collective over one link of one level; see `evaluate`.
-
-    Args:
-        kind: a key of `EXPRESSIONS`.
-        n: ranks.
-        V: bytes of the whole tensor, as defined in the module's docstring.
-        link: provides alpha and beta.
-
-    Raises:
-        ValueError: no collective is called ``kind``.
-    """
-    return _compiled_seconds(kind)(n, V, link.latency, link.bandwidth)
 
 
 def of_link(kind: str, V: Number, link: Link, library: str = "nccl") -> Number:
@@ -205,7 +144,12 @@ def of_link(kind: str, V: Number, link: Link, library: str = "nccl") -> Number:
     """
     if link.size == 1:
         return 0.0 * V
-    return _compiled_of_link(kind, library)(V, *figures(link))
+    return _compiled(kind, library)(V, *figures(link))
+
+
+@functools.cache
+def _compiled(kind: str, library: str) -> Callable[..., Number]:
+    return compile_formula(OF_LINK, expression(kind, library))
 
 
 def figures(link: Link) -> tuple[float, ...]:
@@ -231,19 +175,4 @@ def bytes_moved(kind: str, n: Number, V: Number) -> Number:
     Raises:
         ValueError: no collective is called ``kind``.
     """
-    return _compiled_traffic(kind)(n, V)
-
-
-@functools.cache
-def _compiled_seconds(kind: str) -> Callable[..., Number]:
-    return compile_formula((n, V, alpha, beta), _known(EXPRESSIONS, kind))
-
-
-@functools.cache
-def _compiled_of_link(kind: str, library: str) -> Callable[..., Number]:
-    return compile_formula((V, *(s for s in SYMBOLS if s != V)), expression(kind, library))
-
-
-@functools.cache
-def _compiled_traffic(kind: str) -> Callable[..., Number]:
-    return compile_formula((n, V), _known(TRAFFIC, kind))
+    return compile_formula(_TRAFFIC, _known(TRAFFIC, kind))(n, V)

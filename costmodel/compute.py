@@ -18,8 +18,6 @@ however few FLOP it has.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,12 +65,7 @@ def seconds(
     Returns:
         Seconds, with the broadcast shape of the arguments.
     """
-    half, sizes = _product(dims, device)
-    slowdown = device.slowdown.get(kind, 1.0)
-    launch = device.launch * launches
-    return _compiled()(
-        flop, bytes, device.peak(dtype), device.memory_bandwidth, launch, device.efficiency, half, slowdown, *sizes
-    )
+    return Work(flop, bytes, dtype, kind, dims, launches).seconds(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +77,12 @@ class Work:
     dtype: str
     kind: str
     dims: tuple[Number, Number, Number] | None
-    launches: float
+    launches: Number
 
     def seconds(self, device: Device) -> Number:
         """Seconds on a device."""
-        return seconds(self.flop, self.bytes, device, self.dtype, dims=self.dims, kind=self.kind, launches=self.launches)
+        values = self.values(device)
+        return compile_formula(tuple(values), KERNEL)(*values.values())
 
     def values(self, device: Device) -> dict[sympy.Symbol, Number]:
         """The values of the symbols of ``KERNEL``."""
@@ -114,8 +108,3 @@ def _product(dims: tuple[Number, Number, Number] | None, device: Device) -> tupl
         return 0.0, (1.0, 1.0, 1.0)
     rows, reduced, columns = (np.maximum(size, 1.0) for size in dims)
     return device.half_size, (rows, reduced, columns)
-
-
-@functools.cache
-def _compiled() -> Callable[..., Number]:
-    return compile_formula((F, Q, P, B, L, eta, h, s, m, k, n), KERNEL)

@@ -18,15 +18,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 KINDS = ("product", "convolution", "attention", "norm", "softmax", "pointwise", "gather", "copy")
 """Kinds of operators whose speed is measured separately."""
 
-_OPTIONAL: Mapping[str, Any] = {
-    "efficiency": 1.0,
-    "half_size": 0.0,
-    "slowdown": {},
-    "contention": 0.0,
-    "idle_power": 0.0,
-    "busy_power": 0.0,
-    "price": 0.0,
-}
+_OPTIONAL = ("efficiency", "half_size", "slowdown", "contention", "idle_power", "busy_power", "price")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,21 +107,6 @@ class Device:
             return max(self.flops.get("bfloat16", single), self.flops.get("float16", single))
         return single
 
-    def to_dict(self) -> dict[str, Any]:
-        """The device as plain JSON values in base units, which `from_dict` reads back exactly."""
-        data: dict[str, Any] = {
-            "name": self.name,
-            "flops": dict(self.flops),
-            "memory": self.memory,
-            "memory_bandwidth": self.memory_bandwidth,
-            "launch": self.launch,
-        }
-        for key, default in _OPTIONAL.items():
-            value = getattr(self, key)
-            if value != default:
-                data[key] = dict(value) if key == "slowdown" else value
-        return data
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "device") -> Device:
         """Reads a device from a mapping whose quantities are numbers in base units or text with units.
@@ -141,9 +118,7 @@ class Device:
         Raises:
             TopologyError: a value is invalid; the message names ``where``, the key and the expected value.
         """
-        table = Table(
-            data, where, required=("name", "flops", "memory", "memory_bandwidth", "launch"), optional=tuple(_OPTIONAL)
-        )
+        table = Table(data, where, required=("name", "flops", "memory", "memory_bandwidth", "launch"), optional=_OPTIONAL)
         rates = Table(table.mapping("flops"), f"{where}: flops", required=("float32",), optional=DTYPES)
         return cls(
             name=table.text("name"),

@@ -6,14 +6,13 @@ consider the largest sizes. All functions are deterministic.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from .collectives import ALGORITHMS, LIBRARIES, SYMBOLS, V, figures
-from .formula import Number, compile_formula
+from .collectives import ALGORITHMS, LIBRARIES, OF_LINK, figures
+from .formula import compile_formula
 from .links import Link
 
 __all__ = ["LinkFit", "ProductFit", "Sample", "fit_link", "fit_products", "robust", "split_overhead"]
@@ -238,15 +237,10 @@ def _rows(kind: str, ranks: int, volumes: np.ndarray, library: str) -> np.ndarra
     rows = []
     for name in sorted(ALGORITHMS[kind]):
         if name in LIBRARIES[library]:
-            formula = _compiled(kind, name)
+            formula = compile_formula(OF_LINK, ALGORITHMS[kind][name])
             latency = formula(0.0 * volumes, *figures(Link(ranks, 1.0, 1.0)))
             rows.append(np.stack([latency, formula(volumes, *figures(Link(ranks, 1.0, 0.0)))], axis=-1))
     return np.stack(rows)
-
-
-@functools.cache
-def _compiled(kind: str, name: str) -> Callable[..., Number]:
-    return compile_formula((V, *(s for s in SYMBOLS if s != V)), ALGORITHMS[kind][name])
 
 
 def _solve(rows: np.ndarray, times: np.ndarray) -> np.ndarray:

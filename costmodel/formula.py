@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ Number = float | np.ndarray
 
 
 def compile_formula(symbols: Sequence[sympy.Symbol], expression: sympy.Expr) -> Callable[..., Number]:
-    """Compiles an expression to a vectorised function that shares common subexpressions.
+    """Compiles an expression to a vectorised function that shares common subexpressions; once for equal arguments.
 
     Args:
         symbols: the function's arguments in order.
@@ -28,6 +29,11 @@ def compile_formula(symbols: Sequence[sympy.Symbol], expression: sympy.Expr) -> 
     Raises:
         ValueError: ``expression`` has a free symbol that is not among ``symbols``.
     """
+    return _compiled(tuple(symbols), expression)
+
+
+@functools.cache
+def _compiled(symbols: tuple[sympy.Symbol, ...], expression: sympy.Expr) -> Callable[..., Number]:
     stray = expression.free_symbols - set(symbols)
     if stray:
         raise ValueError(f"formula {expression}: symbols {sorted(map(str, stray))} are not among its arguments")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,11 +36,6 @@ class Measured:
         """Checks the figures."""
         _check(self.bandwidth, self.latency, "measured collective")
         _check(1.0, self.overhead, "measured collective")
-
-    def to_dict(self) -> dict[str, float]:
-        """The figures as plain JSON values in base units; an overhead of 0 is omitted."""
-        data = {"bandwidth": self.bandwidth, "latency": self.latency}
-        return data | ({"overhead": self.overhead} if self.overhead else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,28 +113,6 @@ class Level:
             raise TopologyError(f"level {self.name!r}: its matrix joins {self.size} groups; {size} need one of their own")
         return dataclasses.replace(self, size=size, matrix=tuple(row[:size] for row in self.matrix[:size]))
 
-    def to_dict(self) -> dict[str, Any]:
-        """The level as plain JSON values in base units; defaults are omitted."""
-        data: dict[str, Any] = {
-            "name": self.name,
-            "size": self.size,
-            "bandwidth": self.bandwidth,
-            "latency": self.latency,
-        }
-        if self.links != 1:
-            data["links"] = self.links
-        if self.point_to_point is not None:
-            data["point_to_point"] = self.point_to_point
-        if not self.shared:
-            data["shared"] = False
-        if self.matrix is not None:
-            data["matrix"] = [list(row) for row in self.matrix]
-        if self.measured:
-            data["measured"] = {kind: one.to_dict() for kind, one in self.measured.items()}
-        if self.contention is not None:
-            data["contention"] = self.contention
-        return data
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str) -> Level:
         """Reads a level from a mapping whose quantities are numbers in base units or text with units.
@@ -163,15 +136,13 @@ class Level:
                 figures.quantity("overhead", "time") if "overhead" in figures.data else 0.0,
             )
         widest = max((rate for row in matrix for rate in row), default=0.0) if matrix else 0.0
-        optional: dict[str, Any] = {}
-        if "links" in table.data:
-            optional["links"] = table.integer("links")
-        if "point_to_point" in table.data:
-            optional["point_to_point"] = table.quantity("point_to_point", "bandwidth", positive=True)
-        if "shared" in table.data:
-            optional["shared"] = table.boolean("shared")
-        if "contention" in table.data:
-            optional["contention"] = table.number("contention")
+        read: dict[str, Callable[[str], Any]] = {
+            "links": table.integer,
+            "point_to_point": lambda key: table.quantity(key, "bandwidth", positive=True),
+            "shared": table.boolean,
+            "contention": table.number,
+        }
+        optional = {key: value(key) for key, value in read.items() if key in table.data}
         try:
             return cls(
                 table.text("name"),

@@ -8,7 +8,7 @@ Symbols: **E** elements of the parameter on one device; **e** bytes per element.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import sympy
@@ -27,6 +27,7 @@ OPTIMIZERS: Mapping[str, int] = MappingProxyType({"adamw": 2, "sgd": 0, "sgd-mom
 _SINGLE = 4
 
 
+@functools.cache
 def expression(optimizer: str = "adamw", *, train: bool = True, master: bool = False) -> sympy.Expr:
     """Bytes of state of one parameter, in the symbols E and e.
 
@@ -67,9 +68,4 @@ def state_bytes(
     Raises:
         ValueError: the optimizer is unknown.
     """
-    return _compiled(optimizer, train, master)(elements, itemsize)
-
-
-@functools.cache
-def _compiled(optimizer: str, train: bool, master: bool) -> Callable[..., Number]:
-    return compile_formula((E, e), expression(optimizer, train=train, master=master))
+    return compile_formula((E, e), expression(optimizer, train=train, master=master))(elements, itemsize)

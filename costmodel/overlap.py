@@ -24,8 +24,7 @@ these bounds proves that a plan is optimal.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -73,6 +72,7 @@ __all__ = [
 
 C, A, P, N, H, a, w, k, j, s, T, t0 = sympy.symbols("C A P N H a w k j s T t0", nonnegative=True)
 D, c = sympy.symbols("D c", positive=True)
+_PASS = (C, A, P, N, H, D, c, k, j)
 
 LOST = 0.1
 """The share of the parameters' hideable communication that is exposed nevertheless, because schedules are based on
@@ -175,35 +175,35 @@ def sides(
     Returns:
         Seconds; the pass takes the largest of them.
     """
-    device = _compiled(DEVICE)(compute, activations, parameters, 0.0, hidden, depth, chunks, *contention)
+    device = compile_formula(_PASS, DEVICE)(compute, activations, parameters, 0.0, hidden, depth, chunks, *contention)
     occupied = [activations + parameters] if levels is None else levels
-    networks = (_compiled(NETWORK)(compute, 0.0, 0.0, one, 0.0, depth, chunks, 0.0, 0.0) for one in occupied)
+    networks = (compile_formula(_PASS, NETWORK)(compute, 0.0, 0.0, one, 0.0, depth, chunks, 0.0, 0.0) for one in occupied)
     return device, *networks
 
 
 def hidden_by_batch(activations: Number, depth: Number, chunks: Number) -> Number:
     """Evaluates ``BATCH``."""
-    return _compiled(BATCH)(0.0, activations, 0.0, 0.0, 0.0, depth, chunks, 0.0, 0.0)
+    return compile_formula(_PASS, BATCH)(0.0, activations, 0.0, 0.0, 0.0, depth, chunks, 0.0, 0.0)
 
 
 def hidden_by_rows(communication: Number, work: Number, chunks: Number) -> Number:
     """Evaluates ``ROWS`` for one product's seconds of communication and of work."""
-    return _rows()(communication, work, chunks)
+    return compile_formula((a, w, c), ROWS)(communication, work, chunks)
 
 
 def merged(alone: Number, latency: Number, share: Number) -> Number:
     """Evaluates ``MERGED``."""
-    return _merged()(alone, latency, share)
+    return compile_formula((T, t0, s), MERGED)(alone, latency, share)
 
 
 def copied(kind: str, ways: Number, volume: Number) -> Number:
     """Evaluates ``COPIED``: bytes, each of which is read and written."""
-    return _copied(kind)(ways, volume)
+    return compile_formula((n, V), COPIED[kind])(ways, volume)
 
 
 def messages(alone: Number, latency: Number, contention: Number) -> Number:
     """Evaluates ``MESSAGES``."""
-    return _messages()(alone, latency, contention)
+    return compile_formula((T, t0, k), MESSAGES)(alone, latency, contention)
 
 
 def weights(shares: Sequence[Sequence[float]], depth: float) -> Weights:
@@ -218,28 +218,3 @@ def weights(shares: Sequence[Sequence[float]], depth: float) -> Weights:
         for device, *levels in shares
     )
     return Weights(forward, backward)
-
-
-@functools.cache
-def _compiled(expression: sympy.Expr) -> Callable[..., Number]:
-    return compile_formula((C, A, P, N, H, D, c, k, j), expression)
-
-
-@functools.cache
-def _merged() -> Callable[..., Number]:
-    return compile_formula((T, t0, s), MERGED)
-
-
-@functools.cache
-def _copied(kind: str) -> Callable[..., Number]:
-    return compile_formula((n, V), COPIED[kind])
-
-
-@functools.cache
-def _messages() -> Callable[..., Number]:
-    return compile_formula((T, t0, k), MESSAGES)
-
-
-@functools.cache
-def _rows() -> Callable[..., Number]:
-    return compile_formula((a, w, c), ROWS)

@@ -7,9 +7,6 @@ overlaps.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import sympy
 
 from .formula import Number, compile_formula
@@ -25,9 +22,4 @@ PIPELINE: sympy.Expr = g + (N - 1) * sympy.Max(g, w) + w
 
 def seconds(fetch: Number, work: Number, panels: Number) -> Number:
     """Seconds of a loop over ``panels`` panels, with ``fetch`` and ``work`` seconds for each."""
-    return _compiled()(fetch, work, panels)
-
-
-@functools.cache
-def _compiled() -> Callable[..., Number]:
-    return compile_formula((g, w, N), PIPELINE)
+    return compile_formula((g, w, N), PIPELINE)(fetch, work, panels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from .errors import TopologyError, UnitError, suggestion
 from .units import Quantity, parse_quantity
 
-__all__ = ["Table", "read_toml"]
+__all__ = ["Table", "plain", "read_toml"]
 
 
 class Table:
@@ -102,6 +103,25 @@ class Table:
         if not isinstance(value, list | tuple) or not value or not all(isinstance(v, Mapping) for v in value):
             raise TopologyError(f"{self.where}: {key} must be one table or more, written [[{key}]], not {value!r}")
         return value
+
+
+def plain(record: Any) -> dict[str, Any]:
+    """A dataclass as plain JSON values, its attributes in their order; those that have their defaults are omitted."""
+    found: dict[str, Any] = {}
+    for each in dataclasses.fields(record):
+        value = getattr(record, each.name)
+        default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
+        if value != default:
+            found[each.name] = _plain(value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return plain(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, tuple) else value
 
 
 def read_toml(path: Path) -> dict[str, Any]:

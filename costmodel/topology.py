@@ -42,7 +42,7 @@ from .errors import TopologyError, suggestion
 from .groups import group_link
 from .links import Level, Link
 from .local import DRIVER, local_topology
-from .tables import Table, read_toml
+from .tables import Table, plain, read_toml
 from .units import parse_quantity
 
 __all__ = ["Device", "Level", "Link", "Topology", "TopologyError"]
@@ -167,9 +167,9 @@ class Topology:
         """The topology as plain JSON values in base units, which `from_dict` reads back exactly."""
         return {
             "name": self.name,
-            "device": self.device.to_dict(),
+            "device": plain(self.device),
             "library": self.library,
-            "levels": [level.to_dict() for level in self.levels],
+            "levels": [plain(level) for level in self.levels],
         }
 
     @classmethod

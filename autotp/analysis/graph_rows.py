@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from autotp.analysis.inspection import named
 from passes.graph import note_of
 from passes.overlap.launch import called, wait
 from passes.overlap.primitives import axes_of
@@ -88,9 +88,5 @@ def _waited(slots: Sequence[Slot]) -> dict[fx.Node, float]:
 
 def filtered(rows: Iterable[GraphRow], op: str | None, collectives: bool, top: int | None) -> list[GraphRow]:
     """Those of a name or kind, those that communicate, so many of the longest."""
-    found = [
-        row
-        for row in rows
-        if (op is None or fnmatchcase(row.name, op) or fnmatchcase(row.target, f"*{op}*")) and (row.axes or not collectives)
-    ]
+    found = [row for row in rows if named(op, row.name, row.target) and (row.axes or not collectives)]
     return found if top is None else sorted(found, key=lambda row: -row.seconds)[:top]

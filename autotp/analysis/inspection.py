@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -18,7 +18,7 @@ from passes.rules.shapes import results_of
 from passes.rules.table import flop_of
 from passes.strategies.strategy import gradient_of
 
-__all__ = ["Filters", "Reshard", "Row", "inspect_plan", "reshard_steps", "reshards_of"]
+__all__ = ["Filters", "Reshard", "Row", "inspect_plan", "named", "reshard_steps", "reshards_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +104,19 @@ class Filters:
 
     def __call__(self, rows: Iterable[Row]) -> list[Row]:
         """The rows that pass, in their order, or dearest first with ``top``."""
-        tests: list[Callable[[Row], bool]] = []
-        if self.op is not None:
-            op = self.op
-            tests.append(lambda row: fnmatchcase(row.name, op) or fnmatchcase(row.target, f"*{op}*"))
-        if self.module is not None:
-            module = self.module
-            tests.append(lambda row: fnmatchcase(row.module, module) or fnmatchcase(row.module, f"{module}.*"))
-        if self.collectives:
-            tests.append(lambda row: any(step.seconds for step in row.reshards) or row.communication_seconds > 0)
-        if self.unsharded:
-            tests.append(lambda row: row.scheme == "replicated")
-        found = [row for row in rows if all(test(row) for test in tests)]
+        found = [row for row in rows if self._passes(row)]
         return found if self.top is None else sorted(found, key=lambda row: -row.seconds)[: self.top]
+
+    def _passes(self, row: Row) -> bool:
+        moving = row.communication_seconds > 0 or any(step.seconds for step in row.reshards)
+        inside = self.module is None or any(fnmatchcase(row.module, f"{self.module}{rest}") for rest in ("", ".*"))
+        shown = inside and named(self.op, row.name, row.target)
+        return shown and (moving or not self.collectives) and (row.scheme == "replicated" or not self.unsharded)
+
+
+def named(pattern: str | None, name: str, target: str) -> bool:
+    """Whether an operator has this name or is of this kind; any is, of none."""
+    return pattern is None or fnmatchcase(name, pattern) or fnmatchcase(target, f"*{pattern}*")
 
 
 def inspect_plan(plan: Plan, priced: Priced) -> list[Row]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from autotp.errors import AutotpError, BatchError, MemoryBoundError, TimeLimitError
 from autotp.planner import plan_captured
@@ -224,7 +224,7 @@ def forward_flop(captured: Captured) -> float:
 
 def batch_of(captured: Captured) -> tuple[int, str]:
     """What one step takes in: (elements of the first integer input, "tokens"), or (dim 0 of the first, "samples")."""
-    inputs = [value for name, value in _values(captured) if name in captured.inputs]
+    inputs = [value for name, value in captured.placeholders.items() if name in captured.inputs]
     for value in inputs:
         if value.dtype in _INTEGERS:
             return max(1, value.numel()), "tokens"
@@ -246,15 +246,6 @@ def _check_sweep(machines: Sequence[Topology], counts: Sequence[int], tokens: in
         raise AutotpError(f"tokens {tokens!r}: give a positive whole number, or leave it out")
 
 
-def _values(captured: Captured) -> list[tuple[str, Tensor]]:
-    found = [(n.name, n.meta.get("val")) for n in _placeholders(captured)]
-    return [(name, value) for name, value in found if isinstance(value, Tensor)]
-
-
-def _placeholders(captured: Captured) -> list[fx.Node]:
-    return [n for n in captured.graph_module.graph.nodes if n.op == "placeholder"]
-
-
 def _workload(made: Any, tokens: int | None, mode: str) -> _Workload:
     captured = capture(*example_of(made))
     counted, unit = batch_of(captured)
@@ -265,11 +256,11 @@ def _workload(made: Any, tokens: int | None, mode: str) -> _Workload:
 def _dtype(captured: Captured) -> str:
     """The dtype of most of the parameters; without any, of the first input of floating point."""
     sizes: dict[torch.dtype, int] = {}
-    values = _values(captured)
-    for name, value in values:
+    values = captured.placeholders
+    for name, value in values.items():
         if name in captured.parameters:
             sizes[value.dtype] = sizes.get(value.dtype, 0) + value.numel()
-    inputs = [value.dtype for name, value in values if name in captured.inputs and value.dtype.is_floating_point]
+    inputs = [value.dtype for name, value in values.items() if name in captured.inputs and value.is_floating_point()]
     chosen = max(sizes, key=lambda dtype: sizes[dtype]) if sizes else next(iter(inputs), torch.float32)
     return str(chosen).removeprefix("torch.")
 

@@ -102,11 +102,9 @@ def scheduled(captured: Captured, plan: Plan, parameters: Collection[str]) -> tu
 def _parts(rewritten: Rewritten, at: tuple[int, ...]) -> dict[str, Tensor]:
     """What the placeholders of a device's graph are given, on ``meta``."""
     found = {}
-    for node in rewritten.captured.graph_module.graph.nodes:
-        if node.op == "placeholder":
-            value, layout = node.meta["val"], rewritten.resting(node.name)
-            shape = local_shape(tuple(value.shape), layout, rewritten.sharding.mesh, at)
-            found[node.name] = torch.empty(shape, dtype=value.dtype, device="meta")
+    for name, value in rewritten.captured.placeholders.items():
+        shape = local_shape(tuple(value.shape), rewritten.resting(name), rewritten.sharding.mesh, at)
+        found[name] = torch.empty(shape, dtype=value.dtype, device="meta")
     return found
 
 

@@ -148,6 +148,7 @@ class _Comparison:
         for name, node in zip(self.captured.mutations, given[self.captured.outputs :], strict=True):
             self.titles[node.name] = f"new value of buffer {self.captured.buffers[name]}"
         self.titles |= self.captured.parameters
+        self.names = {fqn: name for name, fqn in self.captured.parameters.items()}
 
     def run(self) -> Verification:
         whole = self.runs.reference()
@@ -300,16 +301,14 @@ class _Comparison:
 
     def unreduced(self, gradients: Mapping[str, float]) -> Departure | None:
         """A parameter whose gradient departs although all that it is made of is right."""
-        names = {fqn: name for name, fqn in self.captured.parameters.items()}
         for fqn, error in gradients.items():
-            if self.wrong(names[fqn], error, gradient=True):
-                return self.departure(names[fqn], "the reshard of its gradient gives other values", error)
+            if self.wrong(self.names[fqn], error, gradient=True):
+                return self.departure(self.names[fqn], "the reshard of its gradient gives other values", error)
         return None
 
     def miscaptured(self, whole: Mapping[str, Any]) -> Departure | None:
         """The first value or gradient of the captured graph that is not the model's own."""
-        names = {fqn: name for name, fqn in self.captured.parameters.items()}
-        found_gradients: Mapping[str, Sequence[Tensor | None]] = self.runs.whole_gradients
+        names, found_gradients = self.names, self.runs.whole_gradients
         if any(rule is not None and rule.misreads is not None for rule in map(rule_of, self.nodes.values())):
             whole = self.runs.reference(careful=False)  # as careless as the model is
             found_gradients = self.runs.plain_backward(whole) if found_gradients else {}

@@ -33,6 +33,8 @@ _TOGETHER = {"all_gather": 2, "reduce_scatter": 2}
 #: Seconds that a collective takes at least, however little the difference of two noisy times.
 _LEAST = 1e-6
 _MEGABYTE = 2**20
+#: Sizes that are measured however long they take, a fit needing some.
+_FEWEST = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,20 +192,17 @@ class Workload:
             self.turn = (self.turn + 1) % len(self.weights)
 
 
-def time_sizes(
-    measure: Callable[[float], Timing], volumes: Sequence[float], longest: float, *, fewest: int = 3
-) -> tuple[Timing, ...]:
+def time_sizes(measure: Callable[[float], Timing], volumes: Sequence[float], longest: float) -> tuple[Timing, ...]:
     """Times sizes from the smallest on, until one would take too long.
 
     Args:
         measure: times one size.
         volumes: bytes, ascending.
         longest: seconds that one repetition may take.
-        fewest: sizes that are measured however long they take, a fit needing some.
     """
     found: list[Timing] = []
     for volume in volumes:
-        if len(found) >= fewest:
+        if len(found) >= _FEWEST:
             # From the last two sizes on, time grows with size: what the next takes is known well enough.
             expected = found[-1].sample.seconds * volume / found[-1].volume
             if found[-1].sample.seconds > longest or (expected > longest and found[-1].volume >= _MEGABYTE / 4):

@@ -22,6 +22,8 @@ from costmodel.fit import robust
 __all__ = ["Operator", "edges", "operators", "product_sizes", "time_call", "time_launch", "time_memory", "time_product"]
 
 _CHAIN = 50
+#: Repetitions of a call.
+_FEWEST, _MOST = 5, 50
 _REPEATS = 8
 _ACTIVATIONS = (2**16, 2**18, 2**20)
 """Elements: 0.25, 1 and 4 MiB of float32, what a rank holds of one tensor when some ranks share a small model."""
@@ -53,14 +55,13 @@ class Operator:
     count: int = 1
 
 
-def time_call(function: Callable[[], object], clock: Clock, seconds: float, fewest: int = 5, most: int = 50) -> float:
+def time_call(function: Callable[[], object], clock: Clock, seconds: float) -> float:
     """Seconds of a call: the median over repetitions of as many calls as the clock can tell apart.
 
     Args:
         function: what to call.
         clock: of this rank.
         seconds: that it should take altogether, about.
-        fewest, most: repetitions.
     """
     function()
     clock.synchronize()
@@ -71,7 +72,7 @@ def time_call(function: Callable[[], object], clock: Clock, seconds: float, fewe
     calls = max(1, math.ceil(clock.least / max(each, 1e-7)))
     durations: list[float] = []
     end = time.perf_counter() + seconds
-    while len(durations) < fewest or (len(durations) < most and time.perf_counter() < end):
+    while len(durations) < _FEWEST or (len(durations) < _MOST and time.perf_counter() < end):
         begun = time.perf_counter()
         for _ in range(calls):
             function()

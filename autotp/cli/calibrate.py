@@ -161,7 +161,7 @@ def calibration_toml(calibration: Calibration) -> str:
     }
     products = calibration.device.products
     for dtype, errors in products.errors.items():
-        notes["device", "flops", dtype] = f"error {_middle(errors):.1%}, at most {max(map(abs, errors)):.1%}"
+        notes["device", "flops", dtype] = f"error {_spread(errors)}"
     for kind in calibration.device.slowdowns:
         low, high = calibration.device.spread(kind)
         notes["device", "slowdown", kind] = f"{low:.2f} to {high:.2f}"
@@ -202,9 +202,7 @@ def _device_table(calibration: Calibration) -> Table:
     table = _columns("device", "figure", "error or range")
     table.add_row("name", escape(device.name), "")
     for dtype, rate in device.flops.items():
-        errors = fit.products.errors[dtype]
-        said = f"{_middle(errors):.1%}, at most {max(map(abs, errors)):.1%}"
-        table.add_row(dtype, format_quantity(rate, "rate"), said)
+        table.add_row(dtype, format_quantity(rate, "rate"), _spread(fit.products.errors[dtype]))
     if fit.left_out:
         table.add_row("left out, slow", ", ".join(fit.left_out), "")
     table.add_row("half size", f"{device.half_size:.3g}", "")
@@ -234,5 +232,6 @@ def _columns(*titles: str) -> Table:
     return table
 
 
-def _middle(errors: tuple[float, ...]) -> float:
-    return sorted(map(abs, errors))[len(errors) // 2]
+def _spread(errors: tuple[float, ...]) -> str:
+    sizes = sorted(map(abs, errors))
+    return f"{sizes[len(sizes) // 2]:.1%}, at most {sizes[-1]:.1%}"

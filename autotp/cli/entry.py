@@ -5,7 +5,6 @@ A mistake of the user's ends with ``error: ...`` on stderr and exit code 2, neve
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -21,14 +20,11 @@ from autotp.cli.arguments import (
     Html,
     Memory,
     Mode,
-    ModelSpecError,
     Optimizer,
     Panels,
     Timeline,
     beginning,
-    call_factory,
     chunks_of,
-    find_factory,
     load_model,
     memory_of,
     mesh_of,
@@ -39,7 +35,7 @@ from autotp.cli.arguments import (
 from autotp.cli.calibrate import calibrate_command
 from autotp.cli.explain import explain_command
 from autotp.cli.inspect_plan import diff_command, inspect_command
-from autotp.cli.render import make_console, plan_table, presets_table, topology_table
+from autotp.cli.render import presets_table, show, show_plan, topology_table
 from autotp.cli.report import write_report
 from autotp.cli.reprice import reprice_command
 from autotp.cli.sweep import sweep_command
@@ -51,7 +47,7 @@ from autotp.plans.options import RECOMPUTE, Options
 from costmodel import Topology
 from passes.capture import capture
 
-__all__ = ["ModelSpecError", "app", "call_factory", "find_factory", "load_model", "main"]
+__all__ = ["app", "main"]
 
 app = typer.Typer(
     help="Plan how to split an unmodified PyTorch model over a mesh of devices.",
@@ -160,10 +156,7 @@ def _plan(
     save_plan(plan, save)
     if html is not None:
         write_report(html, module, capture(module, args, kwargs), plan, timeline, model)
-    if as_json:
-        print(plan.to_json())
-    else:
-        make_console().print(plan_table(plan, limit=None if everything else 40))
+    show_plan(plan, as_json, everything)
 
 
 @app.command("topology")
@@ -174,14 +167,12 @@ def _topology(
     as_json: AsJson = False,
 ) -> None:
     """List the topologies that come with autotp, or show one."""
-    names = Topology.preset_names() if name is None else [name]
-    if as_json:
-        found = [(Topology.local() if each == "local" else Topology.load(each)).to_dict() for each in names]
-        print(json.dumps(found if name is None else found[0], indent=1))
-    elif name is None:
-        make_console().print(presets_table(Topology.load(preset) for preset in Topology.preset_names()))
+    if name is None:
+        presets = list(map(Topology.load, Topology.preset_names()))
+        show([preset.to_dict() for preset in presets], presets_table(presets), as_json)
     else:
-        make_console().print(topology_table(Topology.local() if name == "local" else Topology.load(name)))
+        found = Topology.local() if name == "local" else Topology.load(name)
+        show(found.to_dict(), topology_table(found), as_json)
 
 
 app.command("sweep")(sweep_command)
@@ -192,7 +183,3 @@ app.command("verify")(verify_command)
 app.command("inspect")(inspect_command)
 app.command("diff")(diff_command)
 app.command("reprice")(reprice_command)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import sympy
 import typer
 from rich.console import Group
 from rich.markup import escape
@@ -17,11 +15,11 @@ from rich.text import Text
 
 from autotp.cli.arguments import AsJson, mesh_of
 from autotp.cli.explain_plan import explain_memory, explain_node
-from autotp.cli.render import make_console
+from autotp.cli.render import show
 from autotp.costs.prices import Prices
 from autotp.errors import AutotpError
 from autotp.plans.plan import AXIS_NAMES
-from costmodel import COLLECTIVES, Link, Topology, collectives, format_quantity, parse_quantity
+from costmodel import COLLECTIVES, Topology, collectives, format_quantity, parse_quantity
 
 __all__ = ["explain_collective", "explain_command"]
 
@@ -52,7 +50,7 @@ def explain_collective(
     if kind not in COLLECTIVES:
         raise AutotpError(f"no collective is called {kind!r}; choose {', '.join(COLLECTIVES)}")
     link = topology.link(mesh, axes, kind)
-    values = _values(link, volume)
+    values = dict(zip(collectives.OF_LINK, (volume, *collectives.figures(link)), strict=True))
     known = collectives.LIBRARIES[topology.library]
     found: list[dict[str, Any]] = []
     for name, formula in collectives.ALGORITHMS[kind].items():
@@ -83,11 +81,6 @@ def _stages(axes: tuple[int, ...]) -> str:
     """An all_reduce over several axes as it is scheduled where that is faster; see `passes.overlap.stage`."""
     *outer, inner = (AXIS_NAMES[axis] for axis in axes)
     return f"reduce_scatter@{inner} + all_reduce@{','.join(outer)} + all_gather@{inner}"
-
-
-def _values(link: Link, volume: float) -> dict[sympy.Symbol, float]:
-    names = [symbol for symbol in collectives.SYMBOLS if symbol != collectives.V]
-    return {collectives.V: volume} | dict(zip(names, collectives.figures(link), strict=True))
 
 
 def explain_command(
@@ -128,10 +121,7 @@ def explain_command(
     machine = machine if devices is None else machine.resized(devices)
     shape = (machine.devices,) if mesh is None else mesh_of(mesh)
     found = explain_collective(what, machine, shape, _axes(axes, len(shape)), parse_quantity(size, "memory"))
-    if as_json:
-        print(json.dumps(found, indent=1))
-    else:
-        make_console().print(_shown(found))
+    show(found, _shown(found), as_json)
 
 
 def _axes(text: str | None, count: int) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.table import Table
 from autotp.analysis.explain import Explanation, explain_operator, priced_plan
 from autotp.analysis.inspection import Reshard
 from autotp.cli.arguments import load_model, working
-from autotp.cli.render import bytes_of, make_console, time_of
+from autotp.cli.render import bytes_of, place_of, show, time_of
 from autotp.costs.footprint import Footprint
 from autotp.plans.plan import Plan
 from costmodel import Topology
@@ -37,19 +36,13 @@ def explain_node(name: str, plan: Path, model: str, *, count: int, planned: int,
     loaded = Plan.load(plan)
     with working(f"explaining {name}"):
         found = explain_operator(captured_for(loaded, model), loaded, name, count=count, planned=planned)
-    if as_json:
-        print(json.dumps(asdict(found) | {"seconds": found.seconds}, indent=1))
-    else:
-        make_console().print(_shown(found, loaded))
+    show(asdict(found) | {"seconds": found.seconds}, _shown(found, loaded), as_json)
 
 
 def _shown(found: Explanation, plan: Plan) -> RenderableType:
-    place = " ".join(
-        filter(None, (f"in {found.module}" if found.module else "", f"({found.source})" if found.source else ""))
-    )
     factors = ", ".join(f"{name} = {size:,}" for name, size in found.factors.items()) or "none"
     head = [
-        f"[bold]{escape(found.name)}[/] {escape(found.target)} {escape(place)}"
+        f"[bold]{escape(found.name)}[/] {escape(found.target)} {place_of(found.module, found.source)}"
         + (f", decided together with {found.copies - 1} identical operators" if found.copies > 1 else ""),
         f"factors: {factors}",
         f"chosen: [bold]{escape(found.scheme)}[/]  {escape(found.pin)}",
@@ -114,10 +107,7 @@ def explain_memory(plan: Path, model: str, *, as_json: bool) -> None:
     loaded = Plan.load(plan)
     with working("walking through a step"):
         entries = Footprint(priced_plan(captured_for(loaded, model), loaded)).explain()
-    if as_json:
-        said: list[dict[str, Any]] = [{"kind": kind, "name": name, "bytes": size} for kind, name, size in entries]
-        print(json.dumps({"peak_bytes": sum(size for *_, size in entries), "held": said}, indent=1))
-        return
+    said: list[dict[str, Any]] = [{"kind": kind, "name": name, "bytes": size} for kind, name, size in entries]
     kinds: dict[str, float] = defaultdict(float)
     for kind, _, size in entries:
         kinds[kind] += size
@@ -129,8 +119,8 @@ def explain_memory(plan: Path, model: str, *, as_json: bool) -> None:
     largest = Table("largest", "what", "bytes", header_style="bold")
     for kind, name, size in entries[:_SHOWN]:
         largest.add_row(escape(name), kind, bytes_of(size))
-    allowed = loaded.memory_bound
-    make_console().print(Group(f"allowed: {bytes_of(allowed)}", table, largest))
+    shown = Group(f"allowed: {bytes_of(loaded.memory_bound)}", table, largest)
+    show({"peak_bytes": sum(size for *_, size in entries), "held": said}, shown, as_json)
 
 
 def _more(seconds: float, step: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from autotp.analysis.explain import priced_plan
 from autotp.analysis.inspection import Filters, Reshard, Row, inspect_plan
 from autotp.cli.arguments import AsJson, Html, PlannedModel, SavedPlan, Timeline, load_model, working
 from autotp.cli.inspect_graph import show_graph
-from autotp.cli.render import bytes_of, make_console, short_target, time_of
+from autotp.cli.render import bytes_of, short_target, show, time_of
 from autotp.cli.report import write_report
 from autotp.plans.folded import unnumbered
 from autotp.plans.plan import Plan
@@ -73,10 +72,8 @@ def inspect_command(
     if dot is not None:
         draw(dot, loaded, rows, priced.model)
         print(f"written to {dot}")
-    elif as_json:
-        print(json.dumps([asdict(row) for row in rows], indent=1))
     else:
-        make_console().print(_rows_shown(rows), soft_wrap=True)
+        show([asdict(row) for row in rows], _rows_shown(rows), as_json, wraps=False)
 
 
 def _rows_shown(rows: Sequence[Row]) -> RenderableType:
@@ -121,10 +118,7 @@ def diff_command(
 ) -> None:
     """Compare two plans of one model, operator by operator. Exits with 1 where they differ."""
     found = difference(Plan.load(first), Plan.load(second))
-    if as_json:
-        print(json.dumps(asdict(found), indent=1))
-    else:
-        make_console().print(_difference_table(found))
+    show(asdict(found), _difference_table(found), as_json)
     if found.settings or found.parameters or found.operators:
         raise typer.Exit(1)
 

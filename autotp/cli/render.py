@@ -5,6 +5,7 @@ Nothing here computes a cost or decides anything: every figure shown is a field 
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections import Counter
@@ -23,7 +24,18 @@ from costmodel import Topology, format_quantity
 if TYPE_CHECKING:
     from autotp.plans.plan import Plan
 
-__all__ = ["bytes_of", "make_console", "plan_table", "presets_table", "short_target", "time_of", "topology_table"]
+__all__ = [
+    "bytes_of",
+    "make_console",
+    "place_of",
+    "plan_table",
+    "presets_table",
+    "short_target",
+    "show",
+    "show_plan",
+    "time_of",
+    "topology_table",
+]
 
 #: Columns of a table that goes to a file or a pipe, where no terminal says how wide it is.
 PIPED_WIDTH = 160
@@ -46,6 +58,27 @@ def make_console(quiet: bool = False) -> Console:
     if console.is_terminal or "COLUMNS" in os.environ:
         return console
     return Console(quiet=quiet, width=PIPED_WIDTH, highlight=False)
+
+
+def show(data: Any, shown: RenderableType, as_json: bool, *, wraps: bool = True) -> None:
+    """Prints what a command found: as JSON, or for people; ``wraps``: lines end where the terminal does."""
+    if as_json:
+        print(json.dumps(data, indent=1))
+    else:
+        make_console().print(shown, soft_wrap=not wraps)
+
+
+def show_plan(plan: Plan, as_json: bool, everything: bool) -> None:
+    """Prints a plan, with its cheap operators or without."""
+    if as_json:
+        print(plan.to_json())
+    else:
+        make_console().print(plan_table(plan, limit=None if everything else 40))
+
+
+def place_of(module: str, source: str | None) -> str:
+    """Where in the model an operator is, for people."""
+    return escape(" ".join(filter(None, (f"in {module}" if module else "", f"({source})" if source else ""))))
 
 
 def plan_table(plan: Plan, limit: int | None = 40) -> RenderableType:

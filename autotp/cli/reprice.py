@@ -10,7 +10,7 @@ import typer
 from autotp.analysis.reprice import repriced
 from autotp.cli.arguments import Everything, PlannedModel, SavedPlan, save_plan, working
 from autotp.cli.explain_plan import captured_for
-from autotp.cli.render import make_console, plan_table
+from autotp.cli.render import show_plan
 from autotp.plans.plan import Plan
 from costmodel import Topology
 
@@ -36,7 +36,4 @@ def reprice_command(
     with working("pricing the plan"):
         found = repriced(captured_for(loaded, model), loaded, machine)
     save_plan(found, save)
-    if as_json:
-        print(found.to_json())
-    else:
-        make_console().print(plan_table(found, limit=None if everything else 40))
+    show_plan(found, as_json, everything)

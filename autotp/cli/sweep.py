@@ -20,8 +20,8 @@ from autotp.cli.arguments import (
     memory_of,
     native_output_on_stderr,
 )
-from autotp.cli.render import make_console
-from autotp.cli.sweep_output import check_plot, sweep_csv, sweep_json, sweep_table, write_file, write_plot
+from autotp.cli.render import show
+from autotp.cli.sweep_output import check_plot, sweep_csv, sweep_table, write_file, write_plot
 from autotp.errors import AutotpError
 from autotp.plans.families import FAMILIES
 from autotp.plans.options import Options
@@ -90,10 +90,7 @@ def sweep_command(
         write_file(csv, sweep_csv(points))
     if plot is not None:
         write_plot(points, plot)
-    if as_json:
-        print(sweep_json(points))
-    else:
-        make_console().print(sweep_table(points))
+    show([point.to_dict() for point in points], sweep_table(points), as_json)
     if not any(point.planned for point in points):
         raise typer.Exit(1)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from autotp.errors import AutotpError
 from costmodel import format_quantity
 from costmodel.files import write_atomically
 
-__all__ = ["PLOTS", "check_plot", "sweep_csv", "sweep_json", "sweep_table", "write_file", "write_plot"]
+__all__ = ["PLOTS", "check_plot", "sweep_csv", "sweep_table", "write_file", "write_plot"]
 
 #: File name endings of plots.
 PLOTS = (".svg", ".png")
@@ -56,11 +55,6 @@ def sweep_table(points: Sequence[Point]) -> RenderableType:
     for point in points:
         table.add_row(escape(point.topology), str(point.devices), *(cell(point) or "[dim]–[/]" for cell in shown.values()))
     return Group(table, *(note for point in points for note in _notes(point)))
-
-
-def sweep_json(points: Sequence[Point]) -> str:
-    """The points as a JSON list of objects, in base units."""
-    return json.dumps([point.to_dict() for point in points], indent=1)
 
 
 def sweep_csv(points: Sequence[Point]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
@@ -13,7 +12,7 @@ from rich.table import Table
 
 from autotp.analysis.verify import Verification, verify
 from autotp.cli.arguments import AsJson, PlannedModel, SavedPlan, load_model, working
-from autotp.cli.render import make_console
+from autotp.cli.render import place_of, show
 from autotp.plans.plan import Plan
 
 __all__ = ["verify_command"]
@@ -38,10 +37,7 @@ def verify_command(
     with working("comparing"):
         module, args, kwargs = load_model(model, loaded.devices)
         found = verify(module, loaded, args, kwargs, tolerance=tolerance)
-    if as_json:
-        print(json.dumps(asdict(found) | {"right": found.right}, indent=1))
-    else:
-        make_console().print(_shown(found))
+    show(asdict(found) | {"right": found.right}, _shown(found), as_json)
     if not found.right:
         raise typer.Exit(1)
 
@@ -58,8 +54,8 @@ def _shown(found: Verification) -> RenderableType:
         said = f"[green]right[/]: {found.compared} values and gradients agree to {found.tolerance:.0e}"
     else:
         at = found.departure
-        place = " ".join(filter(None, (f"in {at.module}" if at.module else "", f"({at.source})" if at.source else "")))
-        said = f"[red]wrong[/]: at [bold]{escape(at.operator)}[/] {escape(place)} {escape(at.where)} (error {at.error:.2e})"
+        place = place_of(at.module, at.source)
+        said = f"[red]wrong[/]: at [bold]{escape(at.operator)}[/] {place} {escape(at.where)} (error {at.error:.2e})"
     return Group(table, *_ill_conditioned(found), said)
 
 

@@ -42,9 +42,8 @@ class Model:
     @property
     def parameter_bytes(self) -> float:
         """Of all parameters, whole."""
-        nodes = self.captured.graph_module.graph.find_nodes(op="placeholder")
-        values = [node.meta["val"] for node in nodes if node.target in self.captured.parameters]
-        return float(sum(value.nbytes for value in values))
+        given = self.captured.placeholders
+        return float(sum(given[name].nbytes for name in self.captured.parameters))
 
     @cached_property
     def outputs(self) -> list[fx.Node]:

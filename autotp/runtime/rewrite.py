@@ -40,11 +40,9 @@ class Rewritten:
     @property
     def signature(self) -> CallSignature:
         """The model's calling convention, for this device's part of the inputs."""
-        shapes = {
-            n.name: tuple(n.meta["val"].shape) for n in self.captured.graph_module.graph.nodes if n.op == "placeholder"
-        }
+        given, mesh = self.captured.placeholders, self.sharding.mesh
         return self.captured.signature.with_shapes(
-            [local_shape(shapes[name], self.resting(name), self.sharding.mesh) for name in self.captured.inputs]
+            [local_shape(tuple(given[name].shape), self.resting(name), mesh) for name in self.captured.inputs]
         )
 
     @property
@@ -134,17 +132,17 @@ def _input_layouts(
     }
     layout = tuple(place(0) if axis in axes else Replicate() for axis in range(len(mesh)))
     ways = math.prod(mesh[axis] for axis in axes)
-    found = {}
-    for node in captured.graph_module.graph.nodes:
-        if node.op == "placeholder" and node.name in captured.inputs and ways > 1:
-            shape = tuple(node.meta["val"].shape)
-            if not shape or shape[0] % ways:
-                raise AutotpError(
-                    f"inputs='local': dim 0 of input {node.name!r} of shape {shape} is not divisible by the {ways} ways "
-                    "in which the plan splits the batch; use inputs='global'"
-                )
-            found[node.name] = layout
-    return found
+    if ways == 1:
+        return {}
+    given = captured.placeholders
+    for name in captured.inputs:
+        shape = tuple(given[name].shape)
+        if not shape or shape[0] % ways:
+            raise AutotpError(
+                f"inputs='local': dim 0 of input {name!r} of shape {shape} is not divisible by the {ways} ways "
+                "in which the plan splits the batch; use inputs='global'"
+            )
+    return dict.fromkeys(captured.inputs, layout)
 
 
 def _strategy(operator: Operator, plan: Plan) -> Strategy:
@@ -162,7 +160,7 @@ def _strategy(operator: Operator, plan: Plan) -> Strategy:
 
 def _resting(captured: Captured, plan: Plan) -> dict[str, Layout]:
     resting = {}
-    shapes = {n.name: tuple(n.meta["val"].shape) for n in captured.graph_module.graph.nodes if n.op == "placeholder"}
+    shapes = {name: tuple(value.shape) for name, value in captured.placeholders.items()}
     for name, fqn in captured.parameters.items():
         layout = plan.resting(fqn)
         if not fits(shapes[name], layout, plan.mesh_shape):

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from passes.capture.builder import Builder, operator_name
-from passes.capture.canonical_views import VIEWS, Handler
+from passes.capture.canonical_views import VIEWS, Arguments, Handler, source_of
 from passes.graph import arguments_of
 
 __all__ = ["normalise"]
@@ -85,8 +85,8 @@ def _origin(node: fx.Node) -> fx.Node:
 def _rewrite(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
         return args[0][args[1]]
-    handler = _HANDLERS.get(operator_name(node.target))
-    value = handler(build, node, args, kwargs) if handler and isinstance(node.target, torch._ops.OpOverload) else None
+    handler = _HANDLERS.get(operator_name(node.target)) if isinstance(node.target, torch._ops.OpOverload) else None
+    value = handler(build, node, arguments_of(node, args, kwargs)) if handler is not None else None
     return build.copy(node, args, kwargs) if value is None else value
 
 
@@ -94,14 +94,14 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.device == b.device
 
 
-def _first(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _first(build: Builder, node: fx.Node, given: Arguments) -> Any:
     """Operators that only copy: with no writes in the graph, the copy is the thing itself."""
-    source = next(iter(arguments_of(node, args, kwargs).values()))
+    source = source_of(given)
     return source if _same(source.meta["val"], node.meta["val"]) else None
 
 
-def _cast(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    source, value = next(iter(arguments_of(node, args, kwargs).values())), node.meta["val"]
+def _cast(build: Builder, node: fx.Node, given: Arguments) -> Any:
+    source, value = source_of(given), node.meta["val"]
     if _same(source.meta["val"], value):
         return source
     if source.meta["val"].device == value.device:
@@ -109,16 +109,14 @@ def _cast(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, 
     return None
 
 
-def _dropout(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    given = arguments_of(node, args, kwargs)
+def _dropout(build: Builder, node: fx.Node, given: Arguments) -> Any:
     return given["input"] if given["p"] == 0 or not given["train"] else None
 
 
 def _neutral(element: float) -> Handler:
     """A binary operator that gives its first operand back when the second is ``element``."""
 
-    def handle(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        given = arguments_of(node, args, kwargs)
+    def handle(build: Builder, node: fx.Node, given: Arguments) -> Any:
         source, other = given["self"], given["other"]
         if isinstance(other, (int, float)) and other == element and isinstance(source, fx.Node):
             plain = given.get("rounding_mode") is None and _same(source.meta["val"], node.meta["val"])
@@ -128,17 +126,16 @@ def _neutral(element: float) -> Handler:
     return handle
 
 
-def _embedding(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _embedding(build: Builder, node: fx.Node, given: Arguments) -> Any:
     """Gradients of shards are dense, whatever was asked for: the same numbers."""
-    given = arguments_of(node, args, kwargs)
     if not given["sparse"]:
         return None
     rest = (given[name] for name in ("weight", "indices", "padding_idx", "scale_grad_by_freq"))
     return build.emit(aten.embedding.default, tuple(rest), like=node)
 
 
-def _cat(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    tensors = arguments_of(node, args, kwargs)["tensors"]
+def _cat(build: Builder, node: fx.Node, given: Arguments) -> Any:
+    tensors = given["tensors"]
     return tensors[0] if len(tensors) == 1 and _same(tensors[0].meta["val"], node.meta["val"]) else None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,24 +10,31 @@ from torch import fx
 
 from passes.capture.builder import Builder, operator_name, outer_order
 from passes.capture.view_writes import PERMUTES, RESHAPES, SPLITS
-from passes.graph import arguments_of
 
-__all__ = ["VIEWS", "Handler"]
+__all__ = ["VIEWS", "Arguments", "Handler", "source_of"]
 
 aten = torch.ops.aten
 
-Handler = Callable[[Builder, fx.Node, Sequence[Any], dict[str, Any]], Any]
+Arguments = dict[str, Any]
+"""New arguments by their names in the operator's schema, in its order, defaults filled in."""
+
+Handler = Callable[[Builder, fx.Node, Arguments], Any]
 """Gives the new value of an old node from its new arguments: a node, a list of nodes, or None to copy it."""
+
+
+def source_of(given: Arguments) -> Any:
+    """An operator's first argument."""
+    return next(iter(given.values()))
 
 
 def _shape(node: Any) -> list[int]:
     return list(node.meta["val"].shape)
 
 
-def _reshape(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _reshape(build: Builder, node: fx.Node, given: Arguments) -> Any:
     if node.target is aten.view.dtype:
         return None
-    source, shape = (args[0] if args else kwargs["self"]), _shape(node)
+    source, shape = source_of(given), _shape(node)
     if _shape(source) == shape:
         return source
     # Reshapes of reshapes are one: fewer operators for the planner, and its rule sees the whole change.
@@ -38,14 +45,9 @@ def _reshape(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[st
     return build.emit(aten.reshape.default, (source, shape), like=node)
 
 
-def _permute(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    given = arguments_of(node, args, kwargs)
-    source = next(iter(given.values()))
-    if node.meta["val"].is_complex() and operator_name(node.target) in (
-        "aten::adjoint",
-        "aten::mH",
-        "aten::matrix_H",
-    ):
+def _permute(build: Builder, node: fx.Node, given: Arguments) -> Any:
+    source = source_of(given)
+    if node.meta["val"].is_complex() and operator_name(node.target) in ("aten::adjoint", "aten::mH", "aten::matrix_H"):
         return None
     rank = len(_shape(source))
     order = outer_order(node.target, rank, dict(list(given.items())[1:]))
@@ -54,26 +56,23 @@ def _permute(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[st
     return build.emit(aten.permute.default, (source, order), like=node)
 
 
-def _expand(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return _expanded(build, node, args[0] if args else kwargs["self"], _shape(node))
+def _expand(build: Builder, node: fx.Node, given: Arguments) -> Any:
+    return _expanded(build, node, source_of(given), _shape(node))
 
 
 def _expanded(build: Builder, node: fx.Node, source: Any, shape: list[int]) -> Any:
     return source if _shape(source) == shape else build.emit(aten.expand.default, (source, shape), like=node)
 
 
-def _broadcast_tensors(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    sources = args[0] if args else kwargs["tensors"]
-    return [_expanded(build, node, s, list(v.shape)) for s, v in zip(sources, node.meta["val"], strict=True)]
+def _broadcast_tensors(build: Builder, node: fx.Node, given: Arguments) -> Any:
+    return [_expanded(build, node, s, list(v.shape)) for s, v in zip(given["tensors"], node.meta["val"], strict=True)]
 
 
-def _unsqueeze(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    given = arguments_of(node, args, kwargs)
+def _unsqueeze(build: Builder, node: fx.Node, given: Arguments) -> Any:
     return build.emit(aten.unsqueeze.default, (given["self"], given["dim"] % len(_shape(node))), like=node)
 
 
-def _squeeze(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    given = arguments_of(node, args, kwargs)
+def _squeeze(build: Builder, node: fx.Node, given: Arguments) -> Any:
     shape = _shape(given["self"])
     dims = given.get("dim")
     chosen = range(len(shape)) if dims is None else [dims] if isinstance(dims, int) else dims
@@ -81,8 +80,7 @@ def _squeeze(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[st
     return build.emit(aten.squeeze.dims, (given["self"], gone), like=node) if gone else given["self"]
 
 
-def _slice(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    given = arguments_of(node, args, kwargs)
+def _slice(build: Builder, node: fx.Node, given: Arguments) -> Any:
     source = given["self"]
     shape = _shape(source)
     if shape == _shape(node):
@@ -98,15 +96,13 @@ def _slice(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str,
     return build.emit(aten.slice.Tensor, (source, dim, start, max(start, end), step), like=node)
 
 
-def _select(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    given = arguments_of(node, args, kwargs)
+def _select(build: Builder, node: fx.Node, given: Arguments) -> Any:
     shape = _shape(given["self"])
     dim = given["dim"] % len(shape)
     return build.emit(aten.select.int, (given["self"], dim, given["index"] % shape[dim]), like=node)
 
 
-def _split(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    given = arguments_of(node, args, kwargs)
+def _split(build: Builder, node: fx.Node, given: Arguments) -> Any:
     source = given["self"]
     if any(isinstance(v, fx.Node) for v in list(given.values())[1:]):
         return None
@@ -115,21 +111,19 @@ def _split(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str,
     return [source] if len(sizes) == 1 else build.emit(aten.split_with_sizes.default, (source, sizes, dim), like=node)
 
 
-def _unbind(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    given = arguments_of(node, args, kwargs)
+def _unbind(build: Builder, node: fx.Node, given: Arguments) -> Any:
     shape = _shape(given["self"])
     dim = given["dim"] % len(shape)
     return [build.emit(aten.select.int, (given["self"], dim, i), like=node) for i in range(shape[dim])]
 
 
-def _strided(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _strided(build: Builder, node: fx.Node, given: Arguments) -> Any:
     # These read memory, not dims: the operand must lie as it lay in the model, whatever was dropped before.
-    old, new = node.all_input_nodes[0].meta["val"], args[0].meta["val"]
-    if old.stride() == new.stride() or not old.is_contiguous():
-        source = args[0]
-    else:
-        source = build.emit(aten.clone.default, (args[0],), {"memory_format": torch.contiguous_format}, like=node)
-    return build.emit(node.target, (source, *args[1:]), kwargs, like=node)
+    source, *rest = list(given.values())[: len(node.args)]
+    old, new = node.all_input_nodes[0].meta["val"], source.meta["val"]
+    if old.stride() != new.stride() and old.is_contiguous():
+        source = build.emit(aten.clone.default, (source,), {"memory_format": torch.contiguous_format}, like=node)
+    return build.emit(node.target, (source, *rest), {name: given[name] for name in node.kwargs}, like=node)
 
 
 VIEWS: dict[str, Handler] = {

@@ -61,6 +61,11 @@ class Captured:
     mutations: Mapping[str, str]
     signature: CallSignature
 
+    @property
+    def placeholders(self) -> dict[str, Tensor]:
+        """Placeholder name -> its fake value, in the graph's order."""
+        return {node.name: node.meta["val"] for node in self.graph_module.graph.find_nodes(op="placeholder")}
+
     def values(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Placeholder name -> its value: a module's parameter or buffer, a constant, or one of a call's arguments."""
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -94,12 +99,12 @@ def capture(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
         raise CaptureError(f"{type(model).__name__}: the graph has no tensors; there is nothing to plan")
     exported.graph = without_vmaps(exported.graph, mode)
     graph = inline_regions(exported, mode, names.placeholders, names.renamed)
-    outputs = len(next(n for n in reversed(graph.nodes) if n.op == "output").args[0])
+    outputs = len(graph.output_node().args[0])  # type: ignore[arg-type]
     learned = {*names.parameters, *names.inputs}
     graph, places = functionalise(graph, mode, set(names.buffers), learned)
     graph = normalise(graph, mode, places)
 
-    result = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
+    result: Any = graph.output_node().args[0]
     unused = [names.parameters[n.name] for n in graph.nodes if n.name in names.parameters and not n.users]
     signature = CallSignature.of(model.forward, args, kwargs, program.call_spec.out_spec)
     return Captured(

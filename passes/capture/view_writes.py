@@ -17,42 +17,24 @@ aten = torch.ops.aten
 #: Kernels with contiguous results on CPU, where torch's fake ones have their operand's strides.
 _CONTIGUOUS_ON_CPU = frozenset({aten.log_sigmoid.default, aten.batch_norm.default})
 
-RESHAPES = frozenset(
-    f"aten::{n}"
-    for n in (
-        "view",
-        "reshape",
-        "_unsafe_view",
-        "_reshape_alias",
-        "flatten",
-        "unflatten",
-        "view_as",
-        "reshape_as",
-        "ravel",
-    )
-)
+
+def _named(names: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in names.split())
+
+
+RESHAPES = _named("view reshape _unsafe_view _reshape_alias flatten unflatten view_as reshape_as ravel")
 """Operators that only change the shape, all dims in order."""
 
-PERMUTES = frozenset(
-    f"aten::{n}"
-    for n in ("t", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "numpy_T", "mT",
-              "matrix_H", "adjoint", "mH")
-)  # fmt: skip
+PERMUTES = _named("t transpose permute movedim moveaxis swapaxes swapdims numpy_T mT matrix_H adjoint mH")
 """Operators that only change the order of dims (of real tensors)."""
 
-SPLITS = frozenset(
-    f"aten::{n}"
-    for n in ("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_split_with_sizes",
-              "unsafe_chunk")
-)  # fmt: skip
+SPLITS = _named("split split_with_sizes chunk tensor_split unsafe_split unsafe_split_with_sizes unsafe_chunk")
 """Operators that cut one dim into parts."""
 
-_SAME = frozenset(
-    f"aten::{n}"
-    for n in ("detach", "alias", "lift_fresh", "contiguous", "to", "dropout", "expand", "slice", "type_as",
-              "expand_as", "feature_dropout", "alpha_dropout", "positive", "resolve_conj", "resolve_neg",
-              "broadcast_to", "_to_copy")
-)  # fmt: skip
+_SAME = _named(
+    "detach alias lift_fresh contiguous to dropout expand slice type_as expand_as feature_dropout alpha_dropout positive "
+    "resolve_conj resolve_neg broadcast_to _to_copy"
+)
 
 
 def put_back(build: Builder, view: fx.Node, source: fx.Node, new: fx.Node, like: fx.Node) -> fx.Node:

@@ -5,7 +5,8 @@ Functions that take a ``world`` accept one tensor (this process's part) or ``Par
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from passes.overlap import primitives
 from passes.overlap.primitives import COLLECTIVES
 from passes.rules.table import name_of
 from passes.world.ops import Parts, hosted, part_of
-from passes.world.world import Pending, World
+from passes.world.world import LOCAL, Pending, World
 
 __all__ = ["called", "draw", "launch", "launches", "local", "offset", "wait"]
 
@@ -53,14 +54,16 @@ def local(world: World, name: str, value: Any, *args: Any) -> Any:
     return function(world, value, 0, *args)
 
 
+def _alike(function: Callable[..., Any], world: World, value: Any, index: int, *args: Any) -> Any:
+    return function(value, *args)
+
+
 _LOCAL: Mapping[str, Any] = {
     "own": lambda world, x, i, dim, blocks, axis, *_: world.own(x, Step("slice", (axis,), dim=dim, blocks=blocks), i),
     "mask": lambda world, x, i, axes: world.masked(x, axes, i).contiguous(),
-    "pad": lambda world, x, i, dim, length: world.pad(x, dim, length).contiguous(),
-    "crop": lambda world, x, i, dim, length: world.crop(x, dim, length),
     "laid_out": lambda world, x, i, order: x.contiguous(memory_format=order),
-    "in_one_format": lambda world, x, i: world.in_one_format(x),
-    "within": lambda world, x, i, outside, message: world.within(x, outside, message),
+    **{name: functools.partial(_alike, function) for name, function in LOCAL.items()},
+    "pad": lambda world, x, i, dim, length: LOCAL["pad"](x, dim, length).contiguous(),
 }
 
 

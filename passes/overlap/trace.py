@@ -61,11 +61,8 @@ class _TracedWorld(World):
     def offset(self, size: int, axes: Sequence[int], like: Any = None) -> list[Any]:
         return [primitives.offset(size, list(axes), like)]
 
-    def pad(self, tensor: Tensor, dim: int, length: int) -> Tensor:
-        return primitives.pad(tensor, dim % tensor.dim(), length)
-
-    def crop(self, tensor: Tensor, dim: int, length: int) -> Tensor:
-        return primitives.crop(tensor, dim % tensor.dim(), length)
+    def local(self, name: str, tensor: Tensor, *args: Any) -> Tensor:
+        return getattr(primitives, name)(tensor, *args)
 
     def own(self, tensor: Tensor, step: Step, index: int) -> Tensor:
         (axis,) = step.axes
@@ -73,12 +70,6 @@ class _TracedWorld(World):
 
     def masked(self, tensor: Tensor, axes: Sequence[int], index: int) -> Tensor:
         return primitives.mask(tensor, list(axes))
-
-    def in_one_format(self, tensor: Tensor) -> Tensor:
-        return primitives.in_one_format(tensor)
-
-    def within(self, ids: Tensor, outside: Tensor, message: str) -> Tensor:
-        return primitives.within(ids, outside, message)
 
     def seeded(
         self, seed: Any, salt: int, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any

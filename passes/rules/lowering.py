@@ -9,6 +9,7 @@ at the end: a sum of squares would overflow in float16, and sums of sums would l
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 import torch
@@ -98,25 +99,29 @@ def _affine(x: Any, weight: Any, bias: Any) -> Any:
     return x if bias is None else x + bias
 
 
+def _last(at: At, shape: list[int]) -> tuple[list[int], int, tuple[int, ...]]:
+    """The last dims, of a shape, that a norm is over: the dims, their elements, and the axes that shard them."""
+    dims = range(len(shape))
+    return [i - len(shape) for i in dims], math.prod(shape), at.axes(*(f"h{i}" for i in dims))
+
+
+def _by_channel(x: Any, weight: Any, bias: Any, rank: int) -> Any:
+    """`_affine` by a number for each channel, dim 1."""
+    channels = [1, -1] + [1] * (rank - 2)
+    return _affine(x, *(None if each is None else each.view(channels) for each in (weight, bias)))
+
+
 def layer_norm(at: At, x: Any, shape: list[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
     """layer_norm with a sharded normalised dim."""
-    names = [f"h{i}" for i in range(len(shape))]
-    count = 1
-    for n in shape:
-        count *= n
-    out, _mean, _variance = _normalise(at, x, [i - len(shape) for i in range(len(shape))], count, at.axes(*names), eps)
+    out, _mean, _variance = _normalise(at, x, *_last(at, shape), eps)
     return at.rounded(_affine(out, weight, bias))
 
 
 def rms_norm(at: At, x: Any, shape: list[int], weight: Any = None, eps: float | None = None) -> Any:
     """rms_norm with a sharded normalised dim."""
-    names = [f"h{i}" for i in range(len(shape))]
-    count = 1
-    for n in shape:
-        count *= n
-    dims = [i - len(shape) for i in range(len(shape))]
+    dims, count, axes = _last(at, shape)
     x = at.wide(x)
-    square = at.sum((x * x).sum(dims, keepdim=True), at.axes(*names)) / count
+    square = at.sum((x * x).sum(dims, keepdim=True), axes) / count
     eps = torch.finfo(at.dtype).eps if eps is None else eps
     return at.rounded(_affine(x * torch.rsqrt(square + eps), weight, None))
 
@@ -124,15 +129,9 @@ def rms_norm(at: At, x: Any, shape: list[int], weight: Any = None, eps: float | 
 def group_norm(at: At, x: Any, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
     """group_norm with the channels of each group sharded."""
     shape = at.whole(0)
-    count = 1
-    for n in shape[1:]:
-        count *= n
     grouped = at.call(_group, x, groups)
-    out, _mean, _variance = _normalise(at, grouped, [2, 3], count // at.size("g"), at.axes("c"), eps)
-    channels = [1, -1] + [1] * (len(shape) - 2)
-    out = at.call(torch.reshape, out, x.shape)
-    weight = None if weight is None else weight.view(channels)
-    return at.rounded(_affine(out, weight, None if bias is None else bias.view(channels)))
+    out, _mean, _variance = _normalise(at, grouped, [2, 3], math.prod(shape[1:]) // at.size("g"), at.axes("c"), eps)
+    return at.rounded(_by_channel(at.call(torch.reshape, out, x.shape), weight, bias, len(shape)))
 
 
 def _group(x: Tensor, groups: int) -> Tensor:
@@ -145,13 +144,9 @@ def batch_norm(
     """Training-mode batch_norm over a sharded batch: (output, new running mean, new running variance)."""
     shape = at.whole(0)
     dims = [0, *range(2, len(shape))]
-    count = shape[0]
-    for n in shape[2:]:
-        count *= n
+    count = math.prod(shape[d] for d in dims)
     out, mean, variance = _normalise(at, x, dims, count, at.axes("n"), eps)
-    channels = [1, -1] + [1] * (len(shape) - 2)
-    weight = None if weight is None else weight.view(channels)
-    out = at.rounded(_affine(out, weight, None if bias is None else bias.view(channels)))
+    out = at.rounded(_by_channel(out, weight, bias, len(shape)))
     if running_mean is None:
         return out, None, None
     if count == 0:  # as `passes.capture.functional.batch_norm_train`: there is nothing to learn from
@@ -255,9 +250,7 @@ def mean(at: At, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any =
     """mean over a sharded dim: the sum over the whole count, left partial."""
     shape = at.whole(0)
     chosen = range(len(shape)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
-    count = 1
-    for d in {d % len(shape) for d in chosen}:
-        count *= shape[d]
+    count = math.prod(shape[d] for d in {d % len(shape) for d in chosen})
     x = at.wide(x.to(dtype) if isinstance(dtype, torch.dtype) else x)
     return at.partial((x.sum() if dim is None else x.sum(list(chosen), keepdim=keepdim)) / count)
 
@@ -270,11 +263,8 @@ def total(at: At, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any 
 
 def mean_loss(at: At, x: Any, target: Any, reduction: int = 1, *args: Any) -> Any:
     """An element-wise loss over sharded dims: the sum, divided by the whole count for a mean, left partial."""
-    count = 1
-    for n in at.whole(0):
-        count *= n
     total = at.call(at.target, at.wide(x), at.wide(target), 2, *args)
-    return at.partial(total / count if reduction == 1 else total)
+    return at.partial(total / math.prod(at.whole(0)) if reduction == 1 else total)
 
 
 def attention(

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -154,9 +155,7 @@ def _bind_sizes(expression: str, dim: Dim, size: int, known: dict[str, int], sha
     if not dim or size == 1:
         return ()
     unknown = [f for f in dim if f not in known]
-    product = 1
-    for f in dim:
-        product *= known.get(f, 1)
+    product = math.prod(known.get(f, 1) for f in dim)
     if len(unknown) == 1 and size % product == 0:
         known[unknown[0]] = size // product
     elif unknown or product != size:

@@ -132,16 +132,7 @@ atan2 bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ eq ne lt le gt g
 maximum minimum logical_and logical_or logical_xor hypot xlogy pow copysign prelu_ rsub
 """
 )
-_OVERLOADS = (
-    "default",
-    "Tensor",
-    "Scalar",
-    "Tensor_Scalar",
-    "Scalar_Tensor",
-    "Tensor_Tensor",
-    "Tensor_mode",
-    "Scalar_mode",
-)
+_OVERLOADS = _words("default Tensor Scalar Tensor_Scalar Scalar_Tensor Tensor_Tensor Tensor_mode Scalar_mode")
 _CASTS = ("dtype", "dtype_layout", "device", "other")
 
 

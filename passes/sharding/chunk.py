@@ -8,7 +8,7 @@ joined. *Operators*: the rows of single matrix products whose operands, results 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
@@ -20,15 +20,16 @@ from passes.rules.factors import Factor, Operator, value_of
 from passes.rules.shapes import operands_of, results_of
 from passes.sharding.shard import Sharding
 from passes.strategies.space import strategies
-from passes.strategies.strategy import LINEAR_PREFIX, Strategy, replicated
+from passes.strategies.strategy import LINEAR_PREFIX, Strategy
 
-__all__ = ["CHUNKS", "Chunked", "Cuts", "Options", "by_batch", "by_rows", "communicating", "extended", "in_chunks"]
+__all__ = ["CHUNKS", "Chunked", "in_chunks"]
 
 #: What may be cut into chunks, in the order of their virtual axes.
 CHUNKS = ("batch", "rows")
 
 #: Operator name -> the factor that a virtual axis cuts, or partial sums passed through, or None.
-Cuts = Mapping[str, str | None]
+_Cuts = Mapping[str, str | None]
+_Options = Mapping[fx.Node, Sequence[Strategy]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,12 @@ def in_chunks(
     """A sharding with virtual axes, in so many chunks as are asked for.
 
     Args:
-        graph, operators, sharding, inputs: see `by_batch`.
+        graph: a captured graph.
+        operators: its analysis.
+        sharding: for the mesh, without virtual axes.
+        inputs: placeholders that are the user's inputs.
         chunks: kind of `CHUNKS` -> how many.
-        stands: see `Options`.
+        stands: operator -> one that is alike in everything, its strategy included; those not in it stand for themselves.
     """
     made = sharding
     counts: dict[str, int] = {}
@@ -71,24 +75,27 @@ def in_chunks(
         count = chunks.get(kind, 1)
         if count < 2:
             continue
-        options = Options(None if counts else stands)  # in chunks, operators that were alike may not be
+        talking = _communicating(operators, sharding) if kind == "rows" else []
+        if kind == "rows" and not talking:
+            continue
+        # In chunks, operators that were alike may not be.
+        options = _options(operators, made, count, {} if counts else stands or {})
         if kind == "batch":
-            cuts = by_batch(graph, operators, made, inputs, count, options)
+            cuts = _by_batch(graph, operators, options, inputs, count)
             left = _reading(operators, inputs, cuts)
         else:
-            talking = communicating(operators, sharding)
-            cuts = by_rows(operators, made, talking, count, options)
+            cuts = {n.name: _rows(one, options[n]) if n.name in talking else None for n, one in operators.items()}
             left = [node for node in operators if node.name in talking and cuts[node.name] is None]
         for node in left:
-            whole[node.name] = f"{kind}: {_why(operators[node], options.of(operators[node], made, count), kind)}"
+            whole[node.name] = f"{kind}: {_why(operators[node], options[node], kind)}"
         if any(cuts.values()):
-            made = extended(operators, made, cuts, count, options)
+            made = _extended(options, made, cuts, count)
             counts[kind] = count
             cut[kind] = tuple(name for name, factor in cuts.items() if factor is not None)
     return Chunked(made, counts, cut, whole)
 
 
-def _reading(operators: Mapping[fx.Node, Operator], inputs: Collection[str], cuts: Cuts) -> list[fx.Node]:
+def _reading(operators: Mapping[fx.Node, Operator], inputs: Collection[str], cuts: _Cuts) -> list[fx.Node]:
     """The operators that are whole and read what is cut, or the batch itself."""
 
     def cut(operand: fx.Node) -> bool:
@@ -115,44 +122,23 @@ def _why(operator: Operator, options: Sequence[Strategy], kind: str) -> str:
     return "its parts would be uneven"
 
 
-class Options:
-    """The strategies that extend operators' own by a virtual axis; those of operators that are alike are found once.
-
-    Args:
-        stands: operator -> one that is alike in everything, its strategy included; those not in it stand for themselves.
-    """
-
-    def __init__(self, stands: Mapping[fx.Node, fx.Node] | None = None) -> None:
-        self.stands = stands or {}
-        self.known: dict[Hashable, list[Strategy]] = {}
-
-    def of(self, operator: Operator, sharding: Sharding, chunks: int) -> list[Strategy]:
-        """Even parts only; the first leaves the operator whole."""
-        key = self.stands.get(operator.node, operator.node), sharding.mesh, chunks
-        if key not in self.known:
-            self.known[key] = _options(operator, sharding, chunks)
-        return self.known[key]
+def _options(
+    operators: Mapping[fx.Node, Operator], sharding: Sharding, chunks: int, stands: Mapping[fx.Node, fx.Node]
+) -> _Options:
+    """The strategies that extend operators' own by a virtual axis; those of operators that are alike are found once."""
+    found: dict[fx.Node, list[Strategy]] = {}
+    for node in operators:
+        stand = stands.get(node, node)
+        if stand not in found:
+            found[stand] = _extending(operators[stand], sharding, chunks)
+        found[node] = found[stand]
+    return found
 
 
-def by_batch(
-    graph: fx.Graph,
-    operators: Mapping[fx.Node, Operator],
-    sharding: Sharding,
-    inputs: Collection[str],
-    chunks: int,
-    options: Options | None = None,
-) -> Cuts:
-    """What a virtual axis of ``chunks`` cuts, operator by operator, for the batch to be worked on in so many parts.
-
-    Args:
-        graph: a captured graph.
-        operators: its analysis.
-        sharding: for the mesh, without the virtual axis.
-        inputs: placeholders that are the user's inputs.
-        chunks: how many.
-        options: what is known of them.
-    """
-    options = options or Options()
+def _by_batch(
+    graph: fx.Graph, operators: Mapping[fx.Node, Operator], options: _Options, inputs: Collection[str], chunks: int
+) -> _Cuts:
+    """What a virtual axis cuts, operator by operator, for the batch to be worked on in so many parts."""
     whole: Placement = Replicate()
     have: dict[object, Placement | None] = {}  # None: whole or cut, as one likes
     for node in graph.nodes:
@@ -161,10 +147,10 @@ def by_batch(
             splits = node.name in inputs and isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] % chunks == 0
             have[(node, 0)] = None if splits else whole
     found: dict[str, str | None] = {}
-    for node, operator in operators.items():
-        best, least = replicated(operator, len(sharding.mesh) + 1), float("inf")
+    for node in operators:
+        best, least = options[node][0], float("inf")
         flows = any(have.get(value_of(operand)) != whole for operand in operands_of(node))
-        for strategy in options.of(operator, sharding, chunks):
+        for strategy in options[node]:
             cost = _cost(node, strategy, have)
             if cost < least or (cost == least and best.assignment[-1] is None and flows):
                 best, least = strategy, cost
@@ -189,7 +175,7 @@ def _cost(node: fx.Node, strategy: Strategy, have: Mapping[object, Placement | N
     return cost
 
 
-def _options(operator: Operator, sharding: Sharding, chunks: int) -> list[Strategy]:
+def _extending(operator: Operator, sharding: Sharding, chunks: int) -> list[Strategy]:
     """The strategies that extend an operator's own by a virtual axis, even parts only; the first leaves it whole."""
     mine = sharding.strategies[operator.node.name].assignment
     mesh = (*sharding.mesh, chunks)
@@ -219,7 +205,7 @@ def _even(node: fx.Node, strategy: Strategy, mesh: tuple[int, ...]) -> bool:
     return True
 
 
-def communicating(operators: Mapping[fx.Node, Operator], sharding: Sharding) -> list[str]:
+def _communicating(operators: Mapping[fx.Node, Operator], sharding: Sharding) -> list[str]:
     """Names of the matrix products whose operands, results or activations' gradients communicate."""
     found = []
     for node, operator in operators.items():
@@ -234,44 +220,14 @@ def communicating(operators: Mapping[fx.Node, Operator], sharding: Sharding) -> 
     return found
 
 
-def by_rows(
-    operators: Mapping[fx.Node, Operator],
-    sharding: Sharding,
-    names: Collection[str],
-    chunks: int,
-    options: Options | None = None,
-) -> Cuts:
-    """What a virtual axis cuts when the rows of some matrix products come in ``chunks`` parts; see `by_batch`."""
-    known = options or Options()
-    found: dict[str, str | None] = {}
-    for node, operator in operators.items():
-        found[node.name] = None
-        if node.name in names:
-            rows = {f.name for f in operator.factors.values() if f.kind == "m"}
-            cuts = [s.assignment[-1] for s in known.of(operator, sharding, chunks) if s.assignment[-1] in rows]
-            found[node.name] = cuts[0] if cuts else None
-    return found
+def _rows(operator: Operator, options: Sequence[Strategy]) -> str | None:
+    """What a virtual axis cuts when a product's rows come in parts."""
+    rows = {factor.name for factor in operator.factors.values() if factor.kind == "m"}
+    return next((s.assignment[-1] for s in options if s.assignment[-1] in rows), None)
 
 
-def extended(
-    operators: Mapping[fx.Node, Operator],
-    sharding: Sharding,
-    cuts: Cuts,
-    chunks: int,
-    options: Options | None = None,
-) -> Sharding:
-    """A sharding with a virtual axis behind its mesh, along which everything rests whole.
-
-    Raises:
-        ValueError: an operator cannot be cut as asked.
-    """
-    known = options or Options()
-    chosen: dict[str, Strategy] = {}
-    for node, operator in operators.items():
-        wanted = cuts.get(node.name)
-        made = next((s for s in known.of(operator, sharding, chunks) if s.assignment[-1] == wanted), None)
-        if made is None:
-            raise ValueError(f"operator {node.name} cannot be cut for {wanted} into {chunks} chunks")
-        chosen[node.name] = made
+def _extended(options: _Options, sharding: Sharding, cuts: _Cuts, chunks: int) -> Sharding:
+    """A sharding with a virtual axis behind its mesh, along which everything rests whole."""
+    chosen = {node.name: next(s for s in each if s.assignment[-1] == cuts[node.name]) for node, each in options.items()}
     resting = {name: (*layout, Replicate()) for name, layout in sharding.resting.items()}
     return replace(sharding, mesh=(*sharding.mesh, chunks), strategies=chosen, resting=resting)

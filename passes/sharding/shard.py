@@ -9,6 +9,7 @@ sharded factor needs collectives inside is replaced by its lowering.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -246,9 +247,7 @@ class _Rewriter:
         shape = tuple(node.meta["val"].shape)
         sizes = list(local_shape(shape, layout, self.mesh))
         for d, size in enumerate(shape):
-            ways = 1
-            for part in splits(layout, d, self.mesh):
-                ways *= self.mesh[part.axis]
+            ways = math.prod(self.mesh[part.axis] for part in splits(layout, d, self.mesh))
             if even_chunk(size, ways) * ways != size:
                 sizes[d] = -1  # devices differ here; the strategy allows one such dim
         return sizes

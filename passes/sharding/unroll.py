@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import fx, nn
 from torch.distributed.tensor import Partial
@@ -92,8 +93,12 @@ class _Unroller:
                 self.worlds[key] = self.graph.call_function(ops.chunked, (self.world, self.chunks, key))
         return self.worlds[key]
 
-    def virtual(self, axes: Sequence[int]) -> frozenset[int]:
+    def virtual(self, axes: Iterable[int]) -> frozenset[int]:
         return frozenset(a for a in axes if a >= self.real)
+
+    def crossed(self, steps: Steps) -> frozenset[int]:
+        """The virtual axes that steps run over."""
+        return self.virtual(axis for step in steps for axis in step[1])
 
     def operator(self, node: fx.Node) -> None:
         axes = frozenset().union(*(self.axes[n] for n in node.all_input_nodes))
@@ -110,23 +115,22 @@ class _Unroller:
 
     def collective(self, node: fx.Node) -> None:
         """A sum or maximum inside an operator."""
-        value, chosen = node.args[1], tuple(node.args[2])  # type: ignore[arg-type]
-        if not self.virtual(chosen):
+        value: Any = node.args[1]
+        step: Steps = (tuple(Step("all_reduce", tuple(node.args[2]))),)  # type: ignore[arg-type]
+        virtual = self.crossed(step)
+        if not virtual:
             return self.operator(node)
-        step: Steps = (tuple(Step("all_reduce", chosen)),)
-        before = self.axes[value] | self.virtual(chosen)  # type: ignore[index]
-        if node.target is ops.all_max:
-            after = before - self.virtual(chosen)
-            return self.across(node, value, before, after, step, (), "max")  # type: ignore[arg-type]
-        if node.target is ops.all_reduce:
-            after = before - self.virtual(chosen)
-            return self.across(node, value, before, after, step, ())  # type: ignore[arg-type]
-        return self.across(node, value, before, before, step, step)  # type: ignore[arg-type]
+        before = self.axes[value] | virtual
+        if node.target is ops.all_sum:  # each chunk goes on to use the sum for its own part
+            return self.across(node, value, before, before, step, step)
+        op = "max" if node.target is ops.all_max else "sum"
+        return self.across(node, value, before, before - virtual, step, (), op)
 
     def reshard(self, node: fx.Node) -> None:
         value: fx.Node = node.args[1]  # type: ignore[assignment]
-        forward, backward = node.args[2], node.args[3]
-        if not any(self.virtual(_axes(step)) for step in (*forward, *backward)):  # type: ignore[misc]
+        forward: Any = node.args[2]
+        backward: Any = node.args[3]
+        if not self.crossed((*forward, *backward)):
             return self.operator(node)
         note = note_of(node)
         (layout,), gradient = note.layouts, note.gradient
@@ -139,30 +143,28 @@ class _Unroller:
             or (differentiable(node.meta["val"]) and isinstance(gradient[a], Partial))
         )
         mine = self.axes[value]
-        if mine <= after and not any(self.virtual(_axes(step)) for step in forward):  # type: ignore[union-attr, arg-type]
+        if mine <= after and not self.crossed(forward):
             # What is alike for the chunks moves once; their gradients are added before they move.
-            summed, rest = self.summed_first(backward)  # type: ignore[arg-type]
+            summed, rest = self.summed_first(backward)
             if summed is not None:
                 source = value
                 if forward or rest:
-                    moved = {
-                        place: self.graph.call_function(node.target, (self.world, self.at(value, place), forward, rest))  # type: ignore[arg-type]
-                        for place in self.places(mine)
-                    }
-                    for one in moved.values():
-                        one.meta = dict(node.meta)
+                    moved = {}
+                    for place in self.places(mine):
+                        args = (self.world, self.at(value, place), forward, rest)
+                        moved[place] = self.graph.call_function(node.target, args)  # type: ignore[arg-type]
+                        moved[place].meta = dict(node.meta)
                     source = node
                     self.put(node, mine, moved)
                 return self.across(node, source, after, after, (), summed)
-        crossed = frozenset().union(*(self.virtual(_axes(step)) for step in (*forward, *backward)))  # type: ignore[misc, arg-type]
-        return self.across(node, value, mine | after | crossed, after, forward, backward)  # type: ignore[arg-type]
+        return self.across(node, value, mine | after | self.crossed((*forward, *backward)), after, forward, backward)
 
     def summed_first(self, steps: Steps) -> tuple[Steps | None, Steps]:
         """The sums along virtual axes, and the other steps; None if there are other steps along virtual axes."""
         summed: list[int] = []
         rest = []
         for step in steps:
-            virtual = self.virtual(_axes(step))
+            virtual = self.virtual(step[1])
             if virtual and step[0] != "all_reduce":
                 return None, ()
             summed += sorted(virtual)
@@ -194,7 +196,3 @@ class _Unroller:
         all_.meta = dict(node.meta)
         found = {place: self.graph.call_function(operator.getitem, (all_, i)) for i, place in enumerate(wanted)}
         self.put(node, after, found)
-
-
-def _axes(step: tuple) -> tuple[int, ...]:
-    return tuple(step[1])

@@ -136,21 +136,9 @@ class ChunkedWorld(World):
         tensor = self.base.masked(tensor, real, index % self.count) if real else tensor
         return super().masked(tensor, virtual, index)
 
-    def in_one_format(self, tensor: Tensor) -> Tensor:
-        """See ``World.in_one_format``."""
-        return self.base.in_one_format(tensor)
-
-    def within(self, ids: Tensor, outside: Tensor, message: str) -> Tensor:
-        """See ``World.within``."""
-        return self.base.within(ids, outside, message)
-
-    def pad(self, tensor: Tensor, dim: int, length: int) -> Tensor:
-        """See ``World.pad``."""
-        return self.base.pad(tensor, dim, length)
-
-    def crop(self, tensor: Tensor, dim: int, length: int) -> Tensor:
-        """See ``World.crop``."""
-        return self.base.crop(tensor, dim, length)
+    def local(self, name: str, tensor: Tensor, *args: Any) -> Tensor:
+        """See ``World.local``."""
+        return self.base.local(name, tensor, *args)
 
     def seeded(
         self, seed: Any, salt: int, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any

@@ -205,7 +205,7 @@ class _InOneFormat(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, world: World, x: Tensor) -> Tensor:  # type: ignore[override]
         ctx.world = world
-        return _apart(world.in_one_format(x), [x])
+        return _apart(world.local("in_one_format", x), [x])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
@@ -224,7 +224,7 @@ def within(world: World, ids: Tensor, outside: Tensor, message: str) -> Tensor:
         IndexError: on every device where ``outside`` is not 0; the first of the two tensors is what others then read, so
             that the check is not left out.
     """
-    return world.within(ids, outside, message)
+    return world.local("within", ids, outside, message)
 
 
 @hosted

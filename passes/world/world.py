@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ from passes.layouts.reshard import Step
 from passes.world.random_ops import DRAWN
 from passes.world.seeds import Seeds
 
-__all__ = ["LocalWorld", "Pending", "World", "groups", "reduced"]
+__all__ = ["LOCAL", "LocalWorld", "Pending", "World", "groups", "reduced"]
 
 
 class Pending:
@@ -61,6 +61,33 @@ class Pending:
             self._parts = function(self._parts)
         self._work, self._sent, self._then = None, None, []
         return self._parts
+
+
+def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
+    missing = length - tensor.shape[dim]
+    if missing == 0:
+        return tensor
+    filler = list(tensor.shape)
+    filler[dim] = missing
+    return torch.cat([tensor, tensor.new_zeros(filler)], dim)
+
+
+def _within(ids: Tensor, outside: Tensor, message: str) -> Tensor:
+    if outside.is_cuda:  # as torch's own lookups: the processor does not wait for the device to find out
+        torch._assert_async(outside == 0, message)
+    elif outside:
+        raise IndexError(message)
+    return ids
+
+
+#: What devices do alike, wherever they are: zeros at the end of a dim, up to a length; the inverse; a tensor in a memory
+#: format that leaves no doubt (`passes.layouts.layout.in_one_format`); checked indices (`passes.world.ops.within`).
+LOCAL: Mapping[str, Callable[..., Tensor]] = {
+    "pad": _padded,
+    "crop": lambda tensor, dim, length: tensor.narrow(dim, 0, length).contiguous(),
+    "in_one_format": in_one_format,
+    "within": _within,
+}
 
 
 class World(nn.Module):
@@ -154,31 +181,9 @@ class World(nn.Module):
         """``tensor`` where a hosted device comes first along the axes, else zeros."""
         return tensor if all(self.hosted[index][axis] == 0 for axis in axes) else torch.zeros_like(tensor)
 
-    def pad(self, tensor: Tensor, dim: int, length: int) -> Tensor:
-        """``tensor`` with zeros at the end of a dim, up to ``length``."""
-        missing = length - tensor.shape[dim]
-        if missing == 0:
-            return tensor
-        filler = list(tensor.shape)
-        filler[dim] = missing
-        return torch.cat([tensor, tensor.new_zeros(filler)], dim)
-
-    def crop(self, tensor: Tensor, dim: int, length: int) -> Tensor:
-        """The inverse of ``pad``."""
-        return tensor.narrow(dim, 0, length).contiguous()
-
-    def in_one_format(self, tensor: Tensor) -> Tensor:
-        """``tensor`` in a memory format that its strides leave no doubt about; see
-        `passes.layouts.layout.in_one_format`."""
-        return in_one_format(tensor)
-
-    def within(self, ids: Tensor, outside: Tensor, message: str) -> Tensor:
-        """``ids``, if ``outside`` is 0; see `passes.world.ops.within`."""
-        if outside.is_cuda:  # as torch's own lookups: the processor does not wait for the device to find out
-            torch._assert_async(outside == 0, message)
-        elif outside:
-            raise IndexError(message)
-        return ids
+    def local(self, name: str, tensor: Tensor, *args: Any) -> Tensor:
+        """What every device does alike to its part: the function of `LOCAL` of that name."""
+        return LOCAL[name](tensor, *args)
 
     def seeded(
         self, seed: Any, salt: int, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any
@@ -230,7 +235,7 @@ class World(nn.Module):
         def finish(shards: list[Tensor]) -> list[Tensor]:
             if step.blocks > 1:
                 return [_join_blocks(shard, step.dim) for shard in shards]
-            return [self.crop(shard, step.dim, n) for shard, n in zip(shards, lengths, strict=True)]
+            return [self.local("crop", shard, step.dim, n) for shard, n in zip(shards, lengths, strict=True)]
 
         return self.reduce_scatter(stacked, axis).then(finish)
 
@@ -243,11 +248,11 @@ class World(nn.Module):
         outer_ways = [self.mesh_shape[a] for a in step.outer]
         totals = [extent(step.size, outer_ways, [at[a] for a in step.outer]) for at in self.hosted]
         # every group has its own total, and every message of one group one length
-        equal = [self.pad(part, step.dim, even_chunk(n, ways)) for part, n in zip(parts, totals, strict=True)]
+        equal = [self.local("pad", part, step.dim, even_chunk(n, ways)) for part, n in zip(parts, totals, strict=True)]
 
         def finish(gathered: list[Tensor]) -> list[Tensor]:
             joined = [_join_dim(part, step.dim, 1) for part in gathered]
-            return [self.crop(part, step.dim, n) for part, n in zip(joined, totals, strict=True)]
+            return [self.local("crop", part, step.dim, n) for part, n in zip(joined, totals, strict=True)]
 
         return self.all_gather(equal, axis).then(finish)
 
@@ -265,7 +270,7 @@ class World(nn.Module):
         if blocks > 1:
             return torch.stack(tensor.unflatten(dim, (blocks, -1)).chunk(ways, dim + 1))
         chunk = even_chunk(tensor.shape[dim], ways)
-        padded = self.pad(tensor, dim, chunk * ways)
+        padded = self.local("pad", tensor, dim, chunk * ways)
         return padded.unflatten(0, (ways, chunk)) if dim == 0 else torch.stack(padded.split(chunk, dim))
 
 
@@ -292,13 +297,7 @@ class LocalWorld(World):
 
     def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
         """See ``World.all_reduce``."""
-        result = list(parts)
-        for group in groups(self.hosted, axes):
-            stacked = _stacked(parts[i] for i in group)
-            value = reduced(stacked, op)
-            for i in group:
-                result[i] = value.clone()
-        return Pending(result)
+        return self._among(parts, axes, lambda stacked: [reduced(stacked, op)] * len(stacked))
 
     def all_reduce_(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
         """See ``World.all_reduce_``; it writes at once, so that who reads too late is found out."""
@@ -308,28 +307,23 @@ class LocalWorld(World):
 
     def all_gather(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.all_gather``."""
-        result = list(parts)
-        for group in groups(self.hosted, (axis,)):
-            stacked = _stacked(parts[i] for i in group)
-            for i in group:
-                result[i] = stacked.clone()
-        return Pending(result)
+        return self._among(parts, (axis,), lambda stacked: [stacked] * len(stacked))
 
     def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.reduce_scatter``."""
-        result = list(parts)
-        for group in groups(self.hosted, (axis,)):
-            total = reduced(_stacked(parts[i] for i in group))
-            for position, i in enumerate(group):
-                result[i] = total[position].clone()
-        return Pending(result)
+        return self._among(parts, (axis,), reduced)
 
     def all_to_all(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.all_to_all``."""
+        return self._among(parts, (axis,), lambda stacked: stacked.transpose(0, 1))
+
+    def _among(self, parts: Sequence[Tensor], axes: Sequence[int], share: Callable[[Tensor], Iterable[Tensor]]) -> Pending:
+        """For every group, what each of its devices gets of all their tensors, as memory of its own."""
         result = list(parts)
-        for group in groups(self.hosted, (axis,)):
-            for position, i in enumerate(group):
-                result[i] = _stacked(parts[j][position] for j in group)
+        for group in groups(self.hosted, axes):
+            stacked = torch.stack([parts[i].contiguous() for i in group])
+            for i, value in zip(group, share(stacked), strict=True):
+                result[i] = value.clone(memory_format=torch.contiguous_format)
         return Pending(result)
 
 
@@ -344,7 +338,3 @@ def groups(places: Iterable[Sequence[int]], axes: Sequence[int]) -> list[list[in
 def reduced(stacked: Tensor, op: str = "sum") -> Tensor:
     """The sum (or ``max``) over dim 0, of the same dtype: torch's own sum of narrow integers is wider."""
     return stacked.sum(0, dtype=stacked.dtype) if op == "sum" else stacked.amax(0)
-
-
-def _stacked(parts: Iterable[Tensor]) -> Tensor:
-    return torch.stack([part.contiguous() for part in parts])

@@ -366,7 +366,7 @@ CLOSED = {
         math.ceil(math.log2(n)) * (a + v / b), (math.ceil(math.log2(n)) + n - 1) * a + 2 * (n - 1) / n * v / b
     ),
 }
-KINDS = sorted(collectives.EXPRESSIONS)
+KINDS = sorted(collectives.ALGORITHMS)
 ranks = st.integers(1, 4096)
 volumes = st.floats(0, 1e12)
 
@@ -375,7 +375,7 @@ volumes = st.floats(0, 1e12)
 @given(st.sampled_from(KINDS), ranks, volumes, st.floats(0, 1e-3), st.floats(1e6, 1e12))
 def test_collectives_follow_their_closed_forms(kind, n, v, a, b):
     link = Link(n, b, a)
-    assert collectives.seconds(kind, n, v, link) == pytest.approx(CLOSED[kind](n, v, a, b), rel=1e-12, abs=1e-18)
+    assert collectives.of_link(kind, v, link) == pytest.approx(CLOSED[kind](n, v, a, b), rel=1e-12, abs=1e-18)
     factor = 2 if kind == "all_reduce" else 1
     assert collectives.bytes_moved(kind, n, v) == pytest.approx(factor * (n - 1) / n * v, rel=1e-12)
 
@@ -383,43 +383,45 @@ def test_collectives_follow_their_closed_forms(kind, n, v, a, b):
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(KINDS), ranks, volumes, st.integers(0, 64), st.floats(0, 1e9))
 def test_collectives_grow_with_ranks_and_bytes(kind, n, v, more_ranks, more_bytes):
-    link = Link(n, 1e9, 1e-6)
-    base = collectives.seconds(kind, n, v, link)
+    base = collectives.of_link(kind, v, Link(n, 1e9, 1e-6))
     slack = 1e-12 * base
-    assert collectives.seconds(kind, n + more_ranks, v, link) >= base - slack
-    assert collectives.seconds(kind, n, v + more_bytes, link) >= base - slack
+    assert collectives.of_link(kind, v, Link(n + more_ranks, 1e9, 1e-6)) >= base - slack
+    assert collectives.of_link(kind, v + more_bytes, Link(n, 1e9, 1e-6)) >= base - slack
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_collective_expressions_equal_what_is_compiled(kind):
-    symbols = (collectives.n, collectives.V, collectives.alpha, collectives.beta)
-    for values in itertools.product((1, 2, 3, 8, 2048), (1, 10**9), (sympy.Rational(1, 10**6),), (10**9, 10**11)):
-        exact = collectives.EXPRESSIONS[kind].subs(dict(zip(symbols, values, strict=True)))
-        assert collectives.evaluate(kind, *map(float, values)) == pytest.approx(float(exact), rel=1e-12)
+    for ranks, volume, rate in itertools.product((2, 3, 8, 2048), (1, 10**9), (10**9, 10**11)):
+        link = Link(ranks, float(rate), 1e-6)
+        values = map(sympy.Rational, (volume, *collectives.figures(link)))
+        exact = collectives.expression(kind).subs(dict(zip(collectives.OF_LINK, values, strict=True)), simultaneous=True)
+        assert collectives.of_link(kind, float(volume), link) == pytest.approx(float(exact), rel=1e-12)
     moved = collectives.TRAFFIC[kind].subs({collectives.n: 8, collectives.V: 1000})
     assert collectives.bytes_moved(kind, 8, 1000) == float(moved)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_collectives_in_bulk(kind):
-    n, v = np.arange(1, 9)[:, None], np.array([1, 2**40, 10**6])
-    bulk = collectives.seconds(kind, n, v, Link(8, 1e9, 1e-6))
-    assert isinstance(bulk, np.ndarray) and bulk.shape == (8, 3)
-    one_by_one = [[collectives.seconds(kind, int(a), int(b), Link(8, 1e9, 1e-6)) for b in v] for a in n[:, 0]]
-    np.testing.assert_allclose(bulk, one_by_one, rtol=1e-15)
-    assert isinstance(collectives.seconds(kind, 4, 10, Link(4, 1.0, 1.0)), float)
-    assert not bulk[0].any()
+    v = np.array([[1, 2**40, 10**6], [0, 10**9, 7]])
+    for link in (Link(n, 1e9, 1e-6) for n in range(1, 9)):
+        bulk = collectives.of_link(kind, v, link)
+        assert isinstance(bulk, np.ndarray) and bulk.shape == v.shape
+        np.testing.assert_allclose(bulk, [[collectives.of_link(kind, int(b), link) for b in row] for row in v], rtol=1e-15)
+        assert bulk.any() == (link.size > 1)
+    assert isinstance(collectives.of_link(kind, 4, Link(4, 1.0, 1.0)), float)
 
 
 def test_tree_depth_is_exact_at_powers_of_two():
+    binomial = costmodel.compile_formula(collectives.OF_LINK, collectives.ALGORITHMS["broadcast"]["binomial"])
     for power in range(1, 40):
         # Next to no bytes and many ranks: the tree wins, with 2 log2(n) messages.
-        assert collectives.evaluate("all_reduce", 2.0**power, 0.0, 1.0, 1.0) == 2 * min(power, 2.0**power - 1)
+        assert collectives.of_link("all_reduce", 0.0, Link(2**power, 1.0, 1.0)) == 2 * min(power, 2.0**power - 1)
+        assert binomial(1.0, *collectives.figures(Link(2**power, 1.0, 0.0))) == power
 
 
 def test_unknown_collective():
     with pytest.raises(ValueError, match="did you mean 'all_reduce'"):
-        collectives.seconds("allreduce", 2, 1, Link(2, 1.0, 1.0))
+        collectives.of_link("allreduce", 1, Link(2, 1.0, 1.0))
 
 
 # Compute and memory

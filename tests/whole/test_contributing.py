@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import autotp
 from autotp.plans.families import FAMILIES
-from costmodel import Topology, collectives
+from costmodel import Link, Topology, collectives, compile_formula
 from passes.capture import capture
 from passes.overlap import pipeline
 from passes.rules import table
@@ -126,9 +126,8 @@ def test_an_algorithm(monkeypatch):
 
 def seconds(kind):
     """Seconds of a collective of MPI's by the number of ranks and by bytes, on one level: 1 us, 1 GB/s."""
-    formula = collectives.expression(kind, "mpi").subs(collectives._UNIFORM, simultaneous=True)
-    symbols = (collectives.n, collectives.V, collectives.alpha, collectives.beta)
-    return lambda n, volume: float(formula.subs(dict(zip(symbols, (n, volume, 1e-6, 1e9), strict=True))))
+    compiled = compile_formula(collectives.OF_LINK, collectives.expression(kind, "mpi"))
+    return lambda n, volume: compiled(volume, *collectives.figures(Link(n, 1e9, 1e-6)))
 
 
 def test_a_pass(monkeypatch):

@@ -12,6 +12,7 @@ from torch import fx
 
 from autotp.analysis.explain import Explainer, Explanation
 from autotp.analysis.inspection import reshard_steps
+from autotp.analysis.trace import lanes
 from autotp.costs.priced import Priced
 from autotp.plans.plan import Plan
 from costmodel import Topology
@@ -29,7 +30,6 @@ def content(
     captured: Captured,
     plan: Plan,
     *,
-    alternatives: int = ALTERNATIVES,
     events: Sequence[Mapping[str, Any]] = (),
     title: str = "",
     progress: Callable[[int, int], None] | None = None,
@@ -39,7 +39,6 @@ def content(
     Args:
         captured: the model that was planned, captured for the same inputs.
         plan: the plan.
-        alternatives: how many other strategies to tell of each operator.
         events: of the plan's schedule, as `autotp.analysis.trace.predicted` gives them; none: there is no timeline.
         title: what the report is called.
         progress: told how many operators are explained, and of how many.
@@ -52,7 +51,7 @@ def content(
     stands = [node for node in model.operators if model.stands[node] is node]
     rows = []
     for i, node in enumerate(stands):
-        rows.append(_row(explainer, node, explainer.explain(node.name, alternatives, 0)))
+        rows.append(_row(explainer, node, explainer.explain(node.name, ALTERNATIVES, 0)))
         if progress is not None:
             progress(i + 1, len(stands))
     modules: dict[str, int] = {}
@@ -92,11 +91,8 @@ def _plan(plan: Plan, step: float) -> dict[str, Any]:
 
 
 def _machine(topology: Topology) -> dict[str, Any]:
-    levels = [
-        {"name": level.name, "size": level.size, "bandwidth": level.bandwidth, "latency": level.latency}
-        for level in topology.levels
-    ]
-    device = topology.device
+    device, shown = topology.device, ("name", "size", "bandwidth", "latency")
+    levels = [{name: getattr(level, name) for name in shown} for level in topology.levels]
     return {"name": topology.name, "device": device.name, "memory": device.memory, "levels": levels}
 
 
@@ -104,10 +100,7 @@ def _row(explainer: Explainer, node: fx.Node, found: Explanation) -> dict[str, A
     """One operator with all its details; operators that are decided together share one entry."""
     parameters = explainer.captured.parameters
     reads = [parameters.get(n.name, value_of(n)[0].name) for n in operands_of(node)]
-    row = asdict(found)
-    row["seconds"] = found.seconds
-    row["reads"] = reads
-    return row
+    return asdict(found) | {"seconds": found.seconds, "reads": reads}
 
 
 def _operators(explainer: Explainer, rows: Mapping[fx.Node, int], modules: dict[str, int]) -> list[list[Any]]:
@@ -152,7 +145,7 @@ def _timeline(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Events in tracks: ``[track, begin, seconds, name, operator, backward]``."""
     if not events:
         return None
-    tracks = ["compute", *sorted({str(e["lane"]) for e in events} - {"compute"})]
+    tracks = lanes(events)
     names: dict[str, int] = {}
     rows = [
         [
