@@ -28,7 +28,7 @@ from autotp.plans.options import Options
 from autotp.plans.plan import Plan
 from costmodel import Topology
 from costmodel.overlap import Weights
-from passes.capture import Captured, capture
+from passes.capture import Captured, Precision, capture
 from passes.overlap.trace import undrawn
 from passes.rules.factors import analyse
 from passes.sharding.chunk import Chunked
@@ -57,6 +57,7 @@ def plan(
     chunks: Mapping[str, int] | None = Options.chunks,
     schedule: str = Options.schedule,
     constraints: Sequence[str] | Mapping[str, str] = Options.constraints,
+    precision: Precision = Options.precision,
     time_limit: float = Options.time_limit,
 ) -> Plan:
     """Plans how ``model`` runs on ``topology``. Needs no process group and no device; the model may be on ``meta``.
@@ -65,7 +66,7 @@ def plan(
         model: any module that ``torch.export`` takes, unmodified.
         topology: a ``Topology``, or the name or path of one.
         args, kwargs: example inputs of the global batch; left out, a Hugging Face model's ``dummy_inputs`` serve.
-        strategy, mesh, mode, memory, optimizer, panels, chunks, schedule, constraints, time_limit: see
+        strategy, mesh, mode, memory, optimizer, panels, chunks, schedule, constraints, precision, time_limit: see
             `autotp.plans.options.Options`.
 
     Returns:
@@ -88,6 +89,7 @@ def plan(
         chunks=chunks,
         schedule=schedule,
         constraints=constraints,
+        precision=precision,
         time_limit=time_limit,
     )
     return plan_model(model, topology, args, kwargs, options)
@@ -104,7 +106,7 @@ def plan_model(
     topology = Topology.load(topology) if isinstance(topology, str) else topology
     options.check(topology)
     started = time.perf_counter()
-    captured = capture(model, tuple(args), kwargs)
+    captured = capture(model, tuple(args), kwargs, options.precision)
     return plan_captured(captured, topology, options, {"capture_seconds": time.perf_counter() - started})
 
 

@@ -21,7 +21,7 @@ from autotp.runtime.durations import overlap_of
 from autotp.runtime.module import DistributedModule
 from autotp.runtime.rewrite import apply
 from costmodel import Topology
-from passes.capture import capture
+from passes.capture import Precision, capture
 
 __all__ = ["parallelize"]
 
@@ -43,6 +43,7 @@ def parallelize(
     inputs: str = "global",
     schedule: str | None = None,
     constraints: Sequence[str] | Mapping[str, str] = Options.constraints,
+    precision: Precision = Options.precision,
     initialise: Callable[[nn.Module], None] | None = None,
 ) -> fx.GraphModule:
     """Distributes ``model`` over the processes that torchrun started.
@@ -54,7 +55,7 @@ def parallelize(
         topology: the machine; by default ``Topology.local()``.
         args, kwargs: example inputs of the global batch, the same on every rank.
         plan: a plan made before; left out, one is made with the options that follow.
-        strategy, mesh, mode, memory, optimizer, panels, chunks, constraints: see `autotp.plans.options.Options`.
+        strategy, mesh, mode, memory, optimizer, panels, chunks, constraints, precision: see `autotp.plans.options.Options`.
         inputs: what each call is given: ``global``, the whole batch on every rank, or ``local``, this rank's part of it
             (dim 0, split by the mesh axes that the plan splits the batch over). Outputs are whole either way.
         schedule: ``overlap`` runs scheduled forward and backward graphs, whose collectives are under way while something is
@@ -87,8 +88,9 @@ def parallelize(
                 chunks=chunks,
                 schedule=schedule or Options.schedule,
                 constraints=constraints,
+                precision=precision,
             )
-        captured = capture(model, tuple(args), kwargs)
+        captured = capture(model, tuple(args), kwargs, precision if plan is None else plan.asked(precision))
         _refuse_hooks(model)
     except Exception as error:  # noqa: BLE001 - every rank must hear of it before it is raised
         problem = error

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -21,10 +22,12 @@ from costmodel.errors import AutotpError
 from passes.capture.autograd_functions import Lost, kept_whole
 from passes.capture.builder import CaptureError
 from passes.capture.canonical import normalise
+from passes.capture.precision import Precision, cast_parameters, policy_of, precision_name, under
 from passes.capture.regions import inline_regions
 from passes.capture.signature import CallSignature, bind
 from passes.capture.vmaps import without_vmaps
 from passes.capture.writes import functionalise
+from passes.graph import Cast, annotate
 
 __all__ = ["CallSignature", "CaptureError", "Captured", "capture"]
 
@@ -48,6 +51,8 @@ class Captured:
         mutations: a mutated buffer's placeholder name -> name of the node with its new value, in the order in
             which these follow the user's outputs.
         signature: how the model is called.
+        precision: under which it was captured, as `passes.capture.precision.precision_name` has it. Placeholders of
+            parameters have the dtypes in which they are used; in which they rest, their notes say (`passes.graph.Cast`).
     """
 
     graph_module: fx.GraphModule
@@ -60,6 +65,7 @@ class Captured:
     outputs: int
     mutations: Mapping[str, str]
     signature: CallSignature
+    precision: str | None = None
 
     def values(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Placeholder name -> its value: a module's parameter or buffer, a constant, or one of a call's arguments."""
@@ -69,22 +75,36 @@ class Captured:
         return {**held, **self.constants, **dict(given)}
 
 
-def capture(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Captured:
+def capture(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    precision: Precision = None,
+) -> Captured:
     """Captures a model's forward pass for the shapes of an example call.
 
     Args:
         model: any module that ``torch.export`` can trace; its training mode counts.
         args: example positional arguments.
         kwargs: example keyword arguments; with neither, a Hugging Face model's ``dummy_inputs``.
+        precision: see `passes.capture.precision`; None leaves dtypes as they are.
 
     Raises:
+        AutotpError: the model and the precision contradict each other.
         CaptureError: the model cannot be exported, or does something that has no functional form.
         TypeError: the example arguments do not fit the model's ``forward``.
         ValueError: no example inputs, or a model whose tied weights came apart on the meta device.
     """
     args, kwargs = _example(model, args, kwargs)
     _check_tying(model)
-    program = _export(model, args, kwargs)
+    policy = policy_of(precision)
+    casts: Mapping[str, Cast] = {}
+    if policy is None:
+        program = _export(model, args, kwargs)
+    else:
+        casts = cast_parameters(model, policy)
+        with under(model, policy, casts):
+            program = _export(model, args, kwargs, policy)
     exported = program.graph_module
     values = {n.name: n.meta.get("val") for n in exported.graph.nodes if n.op == "placeholder"}
     names = _Names(model, program, values, args, kwargs)
@@ -100,6 +120,9 @@ def capture(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
     graph = normalise(graph, mode, places)
 
     result = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
+    for node in graph.nodes:
+        if node.op == "placeholder" and names.parameters.get(node.name) in casts:
+            annotate(node, cast=casts[names.parameters[node.name]])
     unused = [names.parameters[n.name] for n in graph.nodes if n.name in names.parameters and not n.users]
     signature = CallSignature.of(model.forward, args, kwargs, program.call_spec.out_spec)
     return Captured(
@@ -113,6 +136,7 @@ def capture(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
         outputs=outputs,
         mutations={buffer: result[place].name for buffer, place in places.items()},
         signature=signature,
+        precision=precision_name(precision),
     )
 
 
@@ -153,7 +177,9 @@ def _check_tying(model: Any) -> None:
         )
 
 
-def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
+def _export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], policy: MixedPrecisionPolicy | None = None
+) -> torch.export.ExportedProgram:
     bind(inspect.signature(model.forward), args, kwargs)
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
@@ -169,6 +195,13 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         essence = " ".join(lines[:3])[:400]
+        if policy is not None and "dtype" in essence:
+            raise CaptureError(
+                f"{type(model).__name__} and its precision contradict each other: with parameters in {policy.param_dtype}, "
+                f"torch says {essence}\n"
+                "Try: cast_forward_inputs=True, so that inputs have the parameters' dtype; a .to(weight.dtype) where the "
+                "model makes a tensor of a dtype of its own; or precision=None"
+            ) from error
         raise CaptureError(
             f"torch.export failed on {type(model).__name__}: {type(error).__name__}: {essence}\n"
             "Try: use_cache=False for Hugging Face causal models; experts_implementation='batched_mm' for "

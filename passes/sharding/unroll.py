@@ -125,7 +125,7 @@ class _Unroller:
 
     def reshard(self, node: fx.Node) -> None:
         value: fx.Node = node.args[1]  # type: ignore[assignment]
-        forward, backward = node.args[2], node.args[3]
+        forward, backward, *cast = node.args[2:]
         if not any(self.virtual(_axes(step)) for step in (*forward, *backward)):  # type: ignore[misc]
             return self.operator(node)
         note = note_of(node)
@@ -144,18 +144,18 @@ class _Unroller:
             summed, rest = self.summed_first(backward)  # type: ignore[arg-type]
             if summed is not None:
                 source = value
-                if forward or rest:
+                if forward or rest or cast:
                     moved = {
-                        place: self.graph.call_function(node.target, (self.world, self.at(value, place), forward, rest))  # type: ignore[arg-type]
+                        place: self.graph.call_function(node.target, (self.world, self.at(value, place), forward, rest, *cast))  # type: ignore[arg-type]
                         for place in self.places(mine)
                     }
                     for one in moved.values():
                         one.meta = dict(node.meta)
                     source = node
                     self.put(node, mine, moved)
-                return self.across(node, source, after, after, (), summed)
+                return self.across(node, source, after, after, (), summed, cast=cast)
         crossed = frozenset().union(*(self.virtual(_axes(step)) for step in (*forward, *backward)))  # type: ignore[misc, arg-type]
-        return self.across(node, value, mine | after | crossed, after, forward, backward)  # type: ignore[arg-type]
+        return self.across(node, value, mine | after | crossed, after, forward, backward, cast=cast)  # type: ignore[arg-type]
 
     def summed_first(self, steps: Steps) -> tuple[Steps | None, Steps]:
         """The sums along virtual axes, and the other steps; None if there are other steps along virtual axes."""
@@ -180,6 +180,7 @@ class _Unroller:
         forward: Steps,
         backward: Steps,
         op: str = "sum",
+        cast: Sequence[Any] = (),
     ) -> None:
         """A move along virtual axes, from the chunks of ``value`` to those of ``after``."""
         places, given, wanted = self.places(axes), self.places(self.axes[value]), self.places(after)
@@ -189,7 +190,7 @@ class _Unroller:
         kept = tuple(places.index(place) for place in wanted)
         parts = [self.values[value][place] for place in given]
         all_ = self.graph.call_function(
-            ops.reshard_chunks, (self.world_of(places), parts, forward, backward, spread, kept, op)
+            ops.reshard_chunks, (self.world_of(places), parts, forward, backward, spread, kept, op, *cast)
         )
         all_.meta = dict(node.meta)
         found = {place: self.graph.call_function(operator.getitem, (all_, i)) for i, place in enumerate(wanted)}
