@@ -108,7 +108,7 @@ _EMPTY = Note()
 
 
 def cast_of(node: fx.Node) -> Cast:
-    """The dtypes in which a captured tensor rests, moves and has its gradient summed: all the same but under a precision."""
+    """The dtypes in which a captured tensor rests, moves and has its gradient summed: one, but under a precision."""
     dtype = node.meta["val"].dtype
     return note_of(node).cast or Cast(dtype, dtype, dtype)
 

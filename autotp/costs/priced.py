@@ -178,7 +178,7 @@ class Priced:
         """One tensor, made or resting in the layout ``have``, on its way to those who want it so."""
         parameter = value[0].name in self.model.captured.parameters
         price = self.prices.reshard(
-            self.model.named[value].meta["val"],
+            self.model.named[value],
             have,
             want,
             gradient=value in self.model.trained,

@@ -32,8 +32,8 @@ class Options:
         chunks: ``{"batch": 2}``, ``{"rows": 2}`` or both: in how many chunks devices do their work, so that one's
             collectives are under way while another is computed (see ``Plan.chunks``); operands are then gathered whole.
             ``{}`` for none; left out, the planner chooses.
-        precision: ``bf16-mixed``, ``fp16-mixed`` or a ``torch.distributed.fsdp.MixedPrecisionPolicy``: parameters rest in their
-            own dtype, are moved and used in a narrower one, and their gradients are reduced in ``reduce_dtype`` (see
+        precision: ``bf16-mixed``, ``fp16-mixed`` or a ``torch.distributed.fsdp.MixedPrecisionPolicy``: parameters rest in
+            their own dtype, are moved and used in a narrower one, and their gradients are reduced in ``reduce_dtype`` (see
             `passes.capture.precision`). Left out, dtypes stay as they are.
         schedule: how the plan will be run: ``overlap``, with communication hidden behind computing (the step's time is
             that of `costmodel.overlap`), or ``none``, where it is the plain sum.

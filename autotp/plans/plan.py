@@ -133,7 +133,8 @@ class Plan:
         wanted = precision_name(precision)
         if wanted is not None and wanted != self.precision:
             raise PlanMismatchError(
-                f"the plan was made with precision={self.precision!r}, not {wanted!r}; leave precision out, or make a new plan"
+                f"the plan was made with precision={self.precision!r}, not {wanted!r}; leave precision out, or make a new "
+                "plan"
             )
         return self.precision
 

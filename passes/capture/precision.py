@@ -1,9 +1,9 @@
-"""Mixed precision: parameters rest in one dtype, are moved and used in a narrower one, and have their gradients summed in another.
+"""Mixed precision: parameters rest in one dtype, are moved and used in a narrower one, and reduce their gradients in a third.
 
-A model is captured as it runs under a policy of torch's own, with the meaning that ``fully_shard(model, mp_policy=...)`` gives
-it: its parameters are seen in ``param_dtype``, what the call is given is cast to that, and buffers stay as they are. What is
-left of the policy is a `passes.graph.Cast` on each parameter's placeholder: the sharding pass casts a parameter's own part
-before it is gathered, and the gradient before it is summed. Nothing else has to know.
+A model is captured as it runs under a policy of torch's own, with the meaning that ``fully_shard(model, mp_policy=...)``
+gives it: its parameters are seen in ``param_dtype``, what the call is given is cast to that, and buffers stay as they are.
+What is left of the policy is a `passes.graph.Cast` on each parameter's placeholder: the sharding pass casts a parameter's
+own part before it is gathered, and the gradient before it is summed. Prices count bytes by it.
 """
 
 from __future__ import annotations
@@ -46,10 +46,7 @@ def policy_of(precision: Precision) -> MixedPrecisionPolicy | None:
     """
     if precision is None or precision in ("none", "None"):
         return None
-    if isinstance(precision, str):
-        found = PRECISIONS.get(precision) or _read(precision)
-    else:
-        found = precision
+    found = (PRECISIONS.get(precision) or _read(precision)) if isinstance(precision, str) else precision
     if not isinstance(found, MixedPrecisionPolicy):
         names = ", ".join(map(repr, PRECISIONS))
         raise AutotpError(
@@ -58,12 +55,14 @@ def policy_of(precision: Precision) -> MixedPrecisionPolicy | None:
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype = getattr(found, name)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise AutotpError(f"precision: {name} is {dtype!r}; give a floating-point dtype such as torch.bfloat16, or None")
+            raise AutotpError(
+                f"precision: {name} is {dtype!r}; give a floating-point dtype such as torch.bfloat16, or None"
+            )
     return None if found == MixedPrecisionPolicy(cast_forward_inputs=found.cast_forward_inputs) else found
 
 
 def precision_name(precision: Precision) -> str | None:
-    """A precision as text, which `policy_of` reads: its name, or ``param_dtype=bfloat16 reduce_dtype=bfloat16``; or None."""
+    """A precision as text, which `policy_of` reads: its name, or such as ``param_dtype=bfloat16``; None for none."""
     policy = policy_of(precision)
     if policy is None:
         return None
@@ -92,8 +91,8 @@ def _read(text: str) -> MixedPrecisionPolicy | None:
 def cast_parameters(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, Cast]:
     """Name of each parameter that a policy concerns -> its dtypes.
 
-    A batch norm with running statistics keeps its parameters as they are: torch's kernels read them in the statistics' dtype
-    alone. That is what FSDP2 does where such a module is wrapped by itself, with a policy that has no ``param_dtype``.
+    A batch norm with running statistics keeps its parameters as they are: torch's kernels read them in the statistics'
+    dtype alone. That is what FSDP2 does where such a module is wrapped by itself, with a policy without ``param_dtype``.
 
     Args:
         model: before it is captured.
@@ -134,7 +133,7 @@ def _short(dtype: torch.dtype) -> str:
 def under(model: nn.Module, policy: MixedPrecisionPolicy, casts: Mapping[str, Cast]) -> Iterator[None]:
     """While it lasts, the model runs as the policy says: it has parameters without values, in the dtypes of ``casts``."""
     tensors = dict(model.named_parameters())
-    swapped = {
+    swapped: dict[str, Tensor] = {
         name: nn.Parameter(torch.empty_like(tensors[name], dtype=cast.used), requires_grad=tensors[name].requires_grad)
         for name, cast in casts.items()
         if cast.there

@@ -106,7 +106,7 @@ def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _gathered(nodes: Sequence[fx.Node], parameters: set[fx.Node], later: set[fx.Node]) -> set[fx.Node]:
-    """Values that are a parameter's numbers, moved, some all-gather among the moves, or a cast of the parameter as it rests."""
+    """Values that are a parameter's numbers, moved: some all-gather among the moves, or a cast of what rests."""
     moved, gathered = set(parameters), set()
     for node in nodes:
         if node.op != "call_function" or node in later:

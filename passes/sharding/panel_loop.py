@@ -55,7 +55,8 @@ class Operand(NamedTuple):
     def of(cls, plain: Sequence[Any]) -> Operand:
         """From nested tuples, as a graph holds them."""
         dim, cuts, *stages, cast = plain
-        return cls(dim, cuts, *(tuple(Step(*step) for step in stage) for stage in stages), cast)
+        before, loop, scatter, after = (tuple(Step(*step) for step in stage) for stage in stages)
+        return cls(dim, cuts, before, loop, scatter, after, cast)
 
     @property
     def plain(self) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 from torch import fx, nn
 from torch.distributed.tensor import Partial
@@ -143,10 +144,10 @@ class _Unroller:
             # What is alike for the chunks moves once; their gradients are added before they move.
             summed, rest = self.summed_first(backward)  # type: ignore[arg-type]
             if summed is not None:
-                source = value
+                source, ways = value, (forward, rest, *cast)
                 if forward or rest or cast:
                     moved = {
-                        place: self.graph.call_function(node.target, (self.world, self.at(value, place), forward, rest, *cast))  # type: ignore[arg-type]
+                        place: self.graph.call_function(node.target, (self.world, self.at(value, place), *ways))  # type: ignore[arg-type]
                         for place in self.places(mine)
                     }
                     for one in moved.values():

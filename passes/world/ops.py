@@ -210,9 +210,7 @@ def all_reduce(world: World, value: Any, axes: tuple[int, ...]) -> Any:
 
 
 @hosted
-def gather(
-    world: World, value: Any, forward: Sequence[Step], backward: Sequence[Step], cast: _Dtypes | None = None
-) -> Any:
+def gather(world: World, value: Any, forward: Sequence[Step], backward: Sequence[Step], cast: _Dtypes | None = None) -> Any:
     """``reshard`` of a parameter that is cast or gathered before use; the backward pass may do so again (``Regather``)."""
     result = reshard(world, value, forward, backward, cast)
     if world.regather is not None and isinstance(result, Tensor):
