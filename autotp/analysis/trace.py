@@ -25,6 +25,7 @@ from autotp.runtime.rewrite import Rewritten, apply
 from autotp.runtime.schedules import Agreement, NoOrder, overlapped
 from costmodel.files import write_atomically
 from passes.capture import Captured, capture
+from passes.graph import cast_of
 from passes.layouts.layout import local_shape
 from passes.overlap import halves
 from passes.overlap.launch import launch
@@ -58,7 +59,7 @@ def predicted(
         PlanMismatchError: the plan is for another model or other inputs.
         AutotpError: the graph cannot be scheduled.
     """
-    captured = capture(model, tuple(args), kwargs)
+    captured = capture(model, tuple(args), kwargs, plan.precision)
     return predicted_events(scheduled(captured, plan, trainable(model)))
 
 
@@ -105,7 +106,7 @@ def _parts(rewritten: Rewritten, at: tuple[int, ...]) -> dict[str, Tensor]:
         if node.op == "placeholder":
             value, layout = node.meta["val"], rewritten.resting(node.name)
             shape = local_shape(tuple(value.shape), layout, rewritten.sharding.mesh, at)
-            found[node.name] = torch.empty(shape, dtype=value.dtype, device="meta")
+            found[node.name] = torch.empty(shape, dtype=cast_of(node).rests, device="meta")
     return found
 
 

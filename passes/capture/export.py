@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -22,7 +21,7 @@ from costmodel.errors import AutotpError
 from passes.capture.autograd_functions import Lost, kept_whole
 from passes.capture.builder import CaptureError
 from passes.capture.canonical import normalise
-from passes.capture.precision import Precision, cast_parameters, policy_of, precision_name, under
+from passes.capture.precision import Precision, cast_parameters, check_dtypes, policy_of, precision_name, under
 from passes.capture.regions import inline_regions
 from passes.capture.signature import CallSignature, bind
 from passes.capture.vmaps import without_vmaps
@@ -104,7 +103,7 @@ def capture(
     else:
         casts = cast_parameters(model, policy)
         with under(model, policy, casts):
-            program = _export(model, args, kwargs, policy)
+            program = _export(model, args, kwargs)
     exported = program.graph_module
     values = {n.name: n.meta.get("val") for n in exported.graph.nodes if n.op == "placeholder"}
     names = _Names(model, program, values, args, kwargs)
@@ -120,6 +119,8 @@ def capture(
     graph = normalise(graph, mode, places)
 
     result = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
+    if policy is not None:
+        check_dtypes(graph, policy)
     for node in graph.nodes:
         if node.op == "placeholder" and names.parameters.get(node.name) in casts:
             annotate(node, cast=casts[names.parameters[node.name]])
@@ -177,9 +178,7 @@ def _check_tying(model: Any) -> None:
         )
 
 
-def _export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], policy: MixedPrecisionPolicy | None = None
-) -> torch.export.ExportedProgram:
+def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
     bind(inspect.signature(model.forward), args, kwargs)
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
@@ -195,18 +194,11 @@ def _export(
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         essence = " ".join(lines[:3])[:400]
-        if policy is not None and "dtype" in essence:
-            raise CaptureError(
-                f"{type(model).__name__} and its precision contradict each other: with parameters in {policy.param_dtype}, "
-                f"torch says {essence}\n"
-                "Try: cast_forward_inputs=True, so that inputs have the parameters' dtype; a .to(weight.dtype) where the "
-                "model makes a tensor of a dtype of its own; or precision=None"
-            ) from error
         raise CaptureError(
             f"torch.export failed on {type(model).__name__}: {type(error).__name__}: {essence}\n"
             "Try: use_cache=False for Hugging Face causal models; experts_implementation='batched_mm' for "
             "mixtures of experts; no Python control flow that depends on tensor values; parameters, buffers "
-            "and inputs on one device."
+            "and inputs on one device; under a precision, no two dtypes in one operator."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Mixed precision: parameters rest in one dtype, are moved and used in a narrower one, and reduce their gradients in a third.
+"""Mixed precision: parameters rest in one dtype, are moved and used in a narrower, and reduce their gradients in a third.
 
 A model is captured as it runs under a policy of torch's own, with the meaning that ``fully_shard(model, mp_policy=...)``
 gives it: its parameters are seen in ``param_dtype``, what the call is given is cast to that, and buffers stay as they are.
@@ -14,16 +14,19 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_map
 
 from costmodel.errors import AutotpError
-from passes.graph import Cast
+from passes.capture.builder import CaptureError
+from passes.graph import Cast, where
+from passes.rules.shapes import operands_of
+from passes.rules.table import kind_of, rule_of
 
-__all__ = ["PRECISIONS", "Precision", "cast_parameters", "policy_of", "precision_name", "under"]
+__all__ = ["PRECISIONS", "Precision", "cast_parameters", "check_dtypes", "policy_of", "precision_name", "under"]
 
 #: What may be asked for: nothing, a name, a policy, or a policy as `precision_name` writes it.
 Precision = str | MixedPrecisionPolicy | None
@@ -155,6 +158,31 @@ def under(model: nn.Module, policy: MixedPrecisionPolicy, casts: Mapping[str, Ca
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def check_dtypes(graph: fx.Graph, policy: MixedPrecisionPolicy) -> None:
+    """Looks for operators of a captured graph that have no kernel for their operands' dtypes; fake tensors do not.
+
+    Raises:
+        CaptureError: there is one, because the policy casts one operand and not another.
+    """
+    for node in graph.nodes:
+        kind = kind_of(node) if node.op == "call_function" and rule_of(node) is not None else ""
+        dtypes = [n.meta["val"].dtype for n in operands_of(node)] if kind in _UNIFORM or kind == "norm" else []
+        dtypes = [dtype for dtype in dtypes if dtype.is_floating_point]
+        # A norm may have its weights, and all of them, in float32 beside narrower activations.
+        beside = set(dtypes[1:]) == {torch.float32} and kind == "norm"
+        if len(set(dtypes)) > 1 and not beside:
+            found = ", ".join(map(_short, dtypes))
+            raise CaptureError(
+                f"{where(node)}: precision {precision_name(policy)!r} and the model contradict each other: {node.target} "
+                f"reads {found}. Try: cast_forward_inputs=True, so that inputs have the parameters' dtype; "
+                ".to(weight.dtype) where the model makes a tensor of a dtype of its own; or no precision"
+            )
+
+
+#: Kinds of operators whose kernels want all operands in one dtype.
+_UNIFORM = ("product", "convolution", "attention")
 
 
 def _cast_to(dtype: torch.dtype) -> Any:
