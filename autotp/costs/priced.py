@@ -15,6 +15,7 @@ from autotp.costs.price import Price
 from autotp.costs.prices import Prices
 from autotp.costs.step import Pass, Sums
 from costmodel import overlap
+from passes.graph import cast_of
 from passes.layouts.layout import Layout
 from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of
@@ -178,12 +179,13 @@ class Priced:
         """One tensor, made or resting in the layout ``have``, on its way to those who want it so."""
         parameter = value[0].name in self.model.captured.parameters
         price = self.prices.reshard(
-            self.model.named[value],
+            self.model.named[value].meta["val"],
             have,
             want,
             gradient=value in self.model.trained,
             regather=parameter or any((value, user) in self.again for user in users),
             parameter=parameter,
+            cast=cast_of(self.model.named[value]),
         )
         return Moved(value, want, users, parameter, price)
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate
 
 from autotp.costs.price import Price
 from costmodel import Topology, collectives, compute, memory, overlap
-from passes.graph import cast_of
+from passes.graph import Cast
 from passes.layouts.codes import local_elements
 from passes.layouts.layout import Layout, local_shape
 from passes.layouts.reshard import COMMUNICATING, moves, sums_first
@@ -189,10 +189,27 @@ class Prices:
         return math.prod(n for n, cut in zip(self.mesh[len(self.devices) :], splits, strict=True) if cut)
 
     def reshard(
-        self, node: fx.Node, have: Layout, want: Want, *, gradient: bool, regather: bool, parameter: bool = False
+        self,
+        value: torch.Tensor,
+        have: Layout,
+        want: Want,
+        *,
+        gradient: bool,
+        regather: bool,
+        parameter: bool = False,
+        cast: Cast | None = None,
     ) -> Price:
-        """One tensor's reshard with its mirror; ``regather``: it is gathered again for the backward pass."""
-        shape, cast = tuple(node.meta["val"].shape), cast_of(node)
+        """One tensor's reshard with its mirror.
+
+        Args:
+            value: the whole tensor.
+            have, want: layouts.
+            gradient: one comes back.
+            regather: it is gathered again for the backward pass.
+            parameter: it is a parameter.
+            cast: its dtypes; left out, all are its own.
+        """
+        shape, cast = tuple(value.shape), cast or Cast(value.dtype, value.dtype, value.dtype)
         there = self.moving(shape, cast.used.itemsize, have, want.layout, parameter)
         if cast.there:
             there = there.plus(
