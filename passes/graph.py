@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -13,11 +13,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
     "RECOMPUTE",
+    "Cast",
     "Note",
     "above",
     "annotate",
     "arguments_of",
     "below",
+    "cast_of",
     "differentiable",
     "dump",
     "emit",
@@ -31,6 +33,30 @@ _KEY = "note"
 RECOMPUTE = "recompute"
 
 
+class Cast(NamedTuple):
+    """The dtypes of a tensor that is cast on its way: of a parameter under a precision (see `passes.capture.precision`).
+
+    Attributes:
+        rests: in which it rests, and its gradient is handed on.
+        used: in which it is moved and read; that of its node's fake value.
+        reduced: in which its gradient is summed.
+    """
+
+    rests: torch.dtype
+    used: torch.dtype
+    reduced: torch.dtype
+
+    @property
+    def there(self) -> bool:
+        """Whether it is cast before it is moved."""
+        return self.rests != self.used
+
+    @property
+    def back(self) -> bool:
+        """Whether its gradient is cast before it is summed."""
+        return self.used != self.reduced
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
     """What passes leave on a node for later ones, beside torch's own ``node.meta``.
@@ -38,6 +64,7 @@ class Note:
     Attributes:
         module, source: path of the model's module that made the node, and the line.
         grad: whether gradients were on where it ran (while capturing).
+        cast: of a parameter that rests in another dtype than its readers see, or whose gradient is summed in another.
         operator: the captured operator whose results it has (in sharded graphs, as all that follows but the last line).
         tensor: the captured tensor that it brings into another layout, or checks.
         have: the layout in which a reshard is given the tensor; None for what is no reshard.
@@ -52,6 +79,7 @@ class Note:
     module: str = ""
     source: str | None = None
     grad: bool = True
+    cast: Cast | None = None
     operator: str = ""
     tensor: str = ""
     have: tuple[Placement, ...] | None = None
@@ -80,6 +108,12 @@ def annotate(node: fx.Node, **changes: Any) -> None:
 
 
 _EMPTY = Note()
+
+
+def cast_of(node: fx.Node) -> Cast:
+    """The dtypes in which a captured tensor rests, moves and has its gradient summed: one, but under a precision."""
+    dtype = node.meta["val"].dtype
+    return note_of(node).cast or Cast(dtype, dtype, dtype)
 
 
 def emit(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:

@@ -59,6 +59,11 @@ def difference(first: Plan, second: Plan) -> Difference:
     Raises:
         AutotpError: they are of different models.
     """
+    if first.precision != second.precision:
+        raise AutotpError(
+            f"the plans are of different precisions, {first.precision!r} and {second.precision!r}, so their graphs differ; "
+            "plan both with one"
+        )
     if first.model_hash != second.model_hash:
         raise AutotpError(
             f"the plans are of different models or inputs: the graph of one is {first.model_hash}, of the other "

@@ -11,7 +11,7 @@ from torch import fx
 
 from autotp.costs.priced import Moved, Priced
 from autotp.plans.plan import Plan
-from passes.graph import note_of
+from passes.graph import cast_of, note_of
 from passes.layouts.layout import describe
 from passes.layouts.reshard import COMMUNICATING, moves
 from passes.rules.shapes import results_of
@@ -166,7 +166,7 @@ def reshard_steps(plan: Plan, priced: Priced, moved: Moved, shared: int) -> Sequ
     model, prices, names = priced.model, priced.prices, plan.mesh_axes
     value, number = moved.value
     tensor = results_of(value)[number] if value in model.operators else value.meta["val"]
-    have, want = priced.layouts[moved.value], moved.want
+    have, want, cast = priced.layouts[moved.value], moved.want, cast_of(model.named[moved.value])
     ways = [(have, want.layout, False)]
     if prices.train and moved.value in model.trained:
         ways.append((want.gradient, gradient_of(have), True))
@@ -175,7 +175,7 @@ def reshard_steps(plan: Plan, priced: Priced, moved: Moved, shared: int) -> Sequ
     for source, target, back in ways:
         change = f"{describe(source, names)} → {describe(target, names)}"
         for step, elements in moves(tuple(tensor.shape), source, target, prices.mesh):
-            size = float(elements * tensor.element_size())
+            size = float(elements * (cast.reduced if back else cast.used).itemsize)
             travels = step.kind in COMMUNICATING
             seconds = prices.collective(step.kind, step.axes, size, moved.parameter)[0] if travels else 0.0
             times = 2 if again and not back and prices.train else 1

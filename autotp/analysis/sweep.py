@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from autotp.plans.options import Options
 from autotp.plans.plan import Plan
 from costmodel import Topology, TopologyError
 from costmodel.energy import per_token, step_energy, step_money
-from passes.capture import Captured, capture
+from passes.capture import Captured, Precision, capture
 from passes.rules.table import flop_of
 
 __all__ = ["Point", "batch_of", "example_of", "forward_flop", "sweep", "takes_devices"]
@@ -116,6 +116,7 @@ def sweep(
     memory: float | None = Options.memory,
     optimizer: str = Options.optimizer,
     panels: int | None = Options.panels,
+    precision: Precision = Options.precision,
     time_limit: float = Options.time_limit,
     progress: Callable[[str], None] | None = None,
 ) -> list[Point]:
@@ -131,8 +132,8 @@ def sweep(
         families: plan every family as well, and say which of them is the fastest.
         tokens: of one step, on all devices together; left out, the elements of the first integer input, or without any,
             samples: dim 0 of the first input.
-        mode, memory, optimizer, panels, time_limit: of each plan; see `autotp.plans.options.Options`. Communication is
-            hidden where it can be.
+        mode, memory, optimizer, panels, precision, time_limit: of each plan; see `autotp.plans.options.Options`.
+            Communication is hidden where it can be.
         progress: called before each point with what is being done.
 
     Returns:
@@ -150,9 +151,12 @@ def sweep(
     names = list(dict.fromkeys([*strategies, *(n for n in FAMILIES if families and n != "auto")]))
     if not names:
         raise AutotpError(f"strategies is empty; choose of {', '.join(FAMILIES)}")
-    asked = [
-        Options(name, mode=mode, memory=memory, optimizer=optimizer, panels=panels, time_limit=time_limit) for name in names
-    ]
+    first = Options(
+        mode=mode, memory=memory, optimizer=optimizer, panels=panels, precision=precision, time_limit=time_limit
+    )
+    asked = [replace(first, strategy=name) for name in names]
+    for machine in machines:
+        first.check(machine)
     say = progress or (lambda _: None)
     weak = takes_devices(factory)
     workloads: dict[int, _Workload] = {}
@@ -167,7 +171,7 @@ def sweep(
                 continue
             if key not in workloads:
                 say(f"capturing the model{f' for {count} devices' if weak else ''}")
-                workloads[key] = _workload(factory(devices=count) if weak else factory(), tokens, mode)
+                workloads[key] = _workload(factory(devices=count) if weak else factory(), tokens, mode, precision)
             plans, reasons = {}, []
             for name, options in zip(names, asked, strict=True):
                 say(f"planning {name} for {count} devices of {machine.name}")
@@ -246,8 +250,9 @@ def _check_sweep(machines: Sequence[Topology], counts: Sequence[int], tokens: in
         raise AutotpError(f"tokens {tokens!r}: give a positive whole number, or leave it out")
 
 
-def _workload(made: Any, tokens: int | None, mode: str) -> _Workload:
-    captured = capture(*example_of(made))
+def _workload(made: Any, tokens: int | None, mode: str, precision: Precision) -> _Workload:
+    model, args, kwargs = example_of(made)
+    captured = capture(model, args, kwargs, precision)
     counted, unit = batch_of(captured)
     flop = forward_flop(captured) * (3 if mode == "train" else 1)
     return _Workload(captured, tokens or counted, "tokens" if tokens else unit, flop, _dtype(captured))

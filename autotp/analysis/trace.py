@@ -25,6 +25,7 @@ from autotp.runtime.rewrite import Rewritten, apply
 from autotp.runtime.schedules import Agreement, NoOrder, overlapped
 from costmodel.files import write_atomically
 from passes.capture import Captured, capture
+from passes.graph import cast_of
 from passes.layouts.layout import local_shape
 from passes.overlap import halves
 from passes.overlap.launch import launch
@@ -58,7 +59,7 @@ def predicted(
         PlanMismatchError: the plan is for another model or other inputs.
         AutotpError: the graph cannot be scheduled.
     """
-    captured = capture(model, tuple(args), kwargs)
+    captured = capture(model, tuple(args), kwargs, plan.precision)
     return predicted_events(scheduled(captured, plan, trainable(model)))
 
 
@@ -102,9 +103,11 @@ def scheduled(captured: Captured, plan: Plan, parameters: Collection[str]) -> tu
 def _parts(rewritten: Rewritten, at: tuple[int, ...]) -> dict[str, Tensor]:
     """What the placeholders of a device's graph are given, on ``meta``."""
     found = {}
-    for name, value in rewritten.captured.placeholders.items():
-        shape = local_shape(tuple(value.shape), rewritten.resting(name), rewritten.sharding.mesh, at)
-        found[name] = torch.empty(shape, dtype=value.dtype, device="meta")
+    nodes = rewritten.captured.graph_module.graph.find_nodes(op="placeholder")
+    for name, cast in ((node.name, cast_of(node)) for node in nodes):
+        shape = tuple(rewritten.captured.placeholders[name].shape)
+        local = local_shape(shape, rewritten.resting(name), rewritten.sharding.mesh, at)
+        found[name] = torch.empty(local, dtype=cast.rests, device="meta")
     return found
 
 

@@ -105,8 +105,10 @@ def verify(
 
     Raises:
         PlanMismatchError: the plan is for another model or other inputs.
-        AutotpError: the model draws random numbers, or is on ``meta``: there is nothing to compare.
+        AutotpError: the model draws random numbers, is on ``meta``, or is planned with a precision: nothing can compare.
     """
+    if plan.precision is not None:
+        raise AutotpError(f"precision {plan.precision!r} rounds what the model does not; verify a plan without precision")
     return verify_graph(model, rewrite(model, plan, args, kwargs), args, kwargs, tolerance=tolerance)
 
 

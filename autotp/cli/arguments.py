@@ -23,6 +23,7 @@ from autotp.cli.huggingface import configured
 from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
 from costmodel import OPTIMIZERS, Topology, UnitError, parse_quantity
+from passes.capture import PRECISIONS
 
 __all__ = [
     "AsJson",
@@ -63,6 +64,15 @@ Optimizer = Annotated[
 ]
 Panels = Annotated[
     int | None, typer.Option(help="Panels in which products gather their operands; left out, as memory needs.")
+]
+PrecisionName = Annotated[
+    str | None,
+    typer.Option(
+        "--precision",
+        help="bf16-mixed or fp16-mixed: parameters are moved and used in 16 bits, and rest and are reduced in 32; left "
+        "out, dtypes stay as they are.",
+        autocompletion=beginning(PRECISIONS),
+    ),
 ]
 SavedPlan = Annotated[Path, typer.Argument(help="A plan that `autotp plan --save` wrote.")]
 PlannedModel = Annotated[str, typer.Option(help="FILE.py:FACTORY or package.module:factory, as it was planned.")]

@@ -22,6 +22,7 @@ from autotp.cli.arguments import (
     Mode,
     Optimizer,
     Panels,
+    PrecisionName,
     Timeline,
     beginning,
     chunks_of,
@@ -113,6 +114,7 @@ def _plan(
     mode: Mode = Options.mode,
     optimizer: Optimizer = Options.optimizer,
     panels: Panels = Options.panels,
+    precision: PrecisionName = None,
     chunks: Annotated[
         str | None, typer.Option(help="Chunks in which devices do their work, such as batch=2 or batch=2,rows=2.")
     ] = None,
@@ -144,6 +146,7 @@ def _plan(
         memory=None if memory is None else memory_of(memory),
         optimizer=optimizer,
         panels=panels,
+        precision=precision,
         chunks=None if chunks is None else chunks_of(chunks),
         schedule=schedule,
         constraints=pin or (),
@@ -155,7 +158,7 @@ def _plan(
         plan = plan_model(module, machine, args, kwargs, options)
     save_plan(plan, save)
     if html is not None:
-        write_report(html, module, capture(module, args, kwargs), plan, timeline, model)
+        write_report(html, module, capture(module, args, kwargs, plan.precision), plan, timeline, model)
     show_plan(plan, as_json, everything)
 
 

@@ -28,7 +28,7 @@ _SHOWN = 20
 def captured_for(plan: Plan, model: str) -> Captured:
     """The plan's model, captured again."""
     module, args, kwargs = load_model(model, plan.devices)
-    return capture(module, tuple(args), kwargs)
+    return capture(module, tuple(args), kwargs, plan.precision)
 
 
 def explain_node(name: str, plan: Path, model: str, *, count: int, planned: int, as_json: bool) -> None:

@@ -111,6 +111,8 @@ def _header(plan: Plan) -> Table:
     grid.add_row("strategy", escape(str(plan.strategy)))
     grid.add_row("mesh", f"{mesh or '1 device'}  [dim](outermost first)[/]")
     grid.add_row("topology", f"{escape(topology.name)}: {_levels(topology)}")
+    if plan.precision is not None:
+        grid.add_row("precision", plan.precision)
     if plan.schedule == "none" and plan.topology.devices > 1:
         grid.add_row("schedule", "none  [dim](no communication is hidden)[/]")
     if plan.chunks:

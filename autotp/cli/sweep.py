@@ -15,6 +15,7 @@ from autotp.cli.arguments import (
     Mode,
     Optimizer,
     Panels,
+    PrecisionName,
     call_factory,
     find_factory,
     memory_of,
@@ -54,6 +55,7 @@ def sweep_command(
     mode: Mode = Options.mode,
     optimizer: Optimizer = Options.optimizer,
     panels: Panels = Options.panels,
+    precision: PrecisionName = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the points as JSON.")] = False,
     csv: Annotated[Path | None, typer.Option(help="Write the points, as CSV, to this file too.")] = None,
     plot: Annotated[
@@ -84,6 +86,7 @@ def sweep_command(
             memory=bound,
             optimizer=optimizer,
             panels=panels,
+            precision=precision,
             progress=lambda what: status.update(f"{what} …"),
         )
     if csv is not None:

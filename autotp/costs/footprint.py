@@ -20,6 +20,7 @@ from torch import fx
 
 from autotp.costs.moment import Moment, Turn
 from autotp.costs.priced import Priced
+from passes.graph import cast_of, note_of
 from passes.layouts.layout import Layout
 from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of, results_of
@@ -29,6 +30,9 @@ from passes.strategies.strategy import Strategy, gradient_of, whole_layout
 __all__ = ["Footprint"]
 
 Key = tuple[Value, Layout]
+
+#: As the number of a parameter's result: what it is cast to.
+_CAST = 1
 
 
 class Footprint:
@@ -92,17 +96,18 @@ class Footprint:
             value = node.meta.get("val")
             if node.op != "placeholder" or not isinstance(value, torch.Tensor):
                 continue
-            size = self.bytes(value, self.layouts[node, 0])
+            size = self.bytes(value, self.layouts[node, 0], cast_of(node).rests)
             if node.name in self.parameters and self.prices.train:
-                size = float(self.prices.states(np.array(size / value.element_size()), value.element_size())) - size
+                itemsize = cast_of(node).rests.itemsize
+                size = float(self.prices.states(np.array(size / itemsize), itemsize)) - size
             self.take(((node, 0), self.layouts[node, 0]), size)
 
-    def bytes(self, value: torch.Tensor, layout: Layout) -> float:
-        """Bytes of one device's part of a tensor."""
+    def bytes(self, value: torch.Tensor, layout: Layout, dtype: torch.dtype | None = None) -> float:
+        """Bytes of one device's part of a tensor, in its own dtype or another."""
         key = value.shape, value.element_size(), layout
         if key not in self.sizes:
             self.sizes[key] = self.prices.bytes(value, layout)
-        return self.sizes[key]
+        return self.sizes[key] if dtype is None else self.sizes[key] / value.element_size() * dtype.itemsize
 
     def take(self, key: Key, size: float) -> None:
         """A storage appears, unless it is there."""
@@ -131,7 +136,7 @@ class Footprint:
         for (value, layout), size in self.live.items():
             node = value[0]
             if node.name in self.parameters:
-                kind = "parameter" if layout == self.layouts[value] else "gathered parameter"
+                kind = "parameter" if layout == self.layouts.get(value) else "gathered parameter"
                 found.append((kind, self.parameters[node.name], size))
             elif node.op == "placeholder":
                 found.append(("input or buffer", node.name, size))
@@ -163,7 +168,12 @@ class Footprint:
         return value[0].op != "placeholder"
 
     def key(self, value: Value, layout: Layout) -> Key:
-        """The storage that holds a tensor in a layout: where nothing moved, that of the tensor it is a view of."""
+        """The storage that holds a tensor in a layout: where nothing moved, that of the tensor it is a view of.
+
+        What a parameter is cast to is a tensor of its own, beside what rests.
+        """
+        if _casts(value):
+            return (value[0], _CAST), layout
         root = self.roots.get(value, value)
         return (root, self.layouts[root]) if layout == self.layouts[value] else (value, layout)
 
@@ -264,7 +274,8 @@ class Footprint:
         for each in inputs:
             self.restore(each)
         for operand, want in zip(self.operands[node], strategy.wants, strict=True):
-            if operand.name in self.parameters and want.layout != self.layouts[operand, 0]:
+            moved = want.layout != self.layouts[value_of(operand)] or _casts(value_of(operand))
+            if operand.name in self.parameters and moved:
                 passing += self.bytes(operand.meta["val"], want.layout) / self.panels.get(node.name, 1)
         made = [((node, i), layout) for i, layout in enumerate(strategy.results)]
         for each, result in zip(made, self.results[node], strict=True):
@@ -282,9 +293,9 @@ class Footprint:
             if not self.holders[key] and self.temporary(key[0]):
                 self.drop(key)
 
-    def grow(self, value: Value, layout: Layout, tensor: torch.Tensor) -> None:
+    def grow(self, value: Value, layout: Layout, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
         """A gradient arrives; a second one is added to the first."""
-        size = self.bytes(tensor, layout)
+        size = self.bytes(tensor, layout, dtype)
         self.reach(size)
         if layout not in self.gradients[value]:
             self.gradients[value][layout] = size
@@ -310,7 +321,7 @@ class Footprint:
                 self.restore(key)
         for operand, want in zip(self.operands[node], strategy.wants, strict=True):
             value = value_of(operand)
-            moved = want.layout != self.layouts[value]
+            moved = want.layout != self.layouts[value] or _casts(value)
             if moved and (value[0].name in self.parameters or (value, node) in self.again):
                 passing += self.bytes(operand.meta["val"], want.layout) / self.panels.get(node.name, 1)
         self.total += passing
@@ -319,7 +330,9 @@ class Footprint:
                 self.fall(value)
         for operand, want in zip(self.operands[node], strategy.wants, strict=True):
             if value_of(operand) in self.model.trained:
-                self.grow(value_of(operand), want.gradient, operand.meta["val"])
+                value = value_of(operand)
+                arrives = value if note_of(value[0]).cast is None else (value[0], _CAST)
+                self.grow(arrives, want.gradient, operand.meta["val"])
         self.total -= passing
         for value in mine:
             self.fall(value)
@@ -329,11 +342,22 @@ class Footprint:
                 self.bring((operand, 0), operand.meta["val"])
 
     def bring(self, value: Value, tensor: torch.Tensor) -> None:
-        """All of a tensor's gradient comes to the layout of the tensor itself."""
+        """All of a tensor's gradient comes to the layout of the tensor itself, and to the dtype in which it rests."""
         own = gradient_of(self.layouts[value])
+        if (cast := note_of(value[0]).cast) is not None:
+            for layout, size in self.gradients.pop((value[0], _CAST), {}).items():
+                self.reach(self.bytes(tensor, layout, cast.reduced) if cast.back else 0.0)
+                self.grow(value, own, tensor, cast.rests)
+                self.total -= size
+            return
         for layout in [found for found in self.gradients[value] if found != own]:
             self.grow(value, own, tensor)
             self.total -= self.gradients[value].pop(layout)
+
+
+def _casts(value: Value) -> bool:
+    """Whether it is a parameter that is cast before it is moved or used."""
+    return value[0].op == "placeholder" and cast_of(value[0]).there
 
 
 def _is_view(node: fx.Node, operand: fx.Node) -> bool:

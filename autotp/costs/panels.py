@@ -49,9 +49,10 @@ def choose_panels(
 def loop_seconds(loop: Loop, operators: Mapping, strategies: Mapping[str, Strategy], prices: Prices, panels: int) -> float:
     """Seconds of a loop with so many panels, forward and (in training) backward, its communication under its products."""
     fetch = before = scatter = after = 0.0
-    for operand, (shape, itemsize, have, want) in zip(loop.operands, loop.values, strict=True):
-        gathers = {m.step: m.elements * itemsize for m in moves(shape, have, want.layout, prices.mesh)}
-        mirrors = {m.step: m.elements * itemsize for m in moves(shape, want.gradient, gradient_of(have), prices.mesh)}
+    for operand, (shape, cast, have, want) in zip(loop.operands, loop.values, strict=True):
+        used, reduced = cast.used.itemsize, cast.reduced.itemsize
+        gathers = {m.step: m.elements * used for m in moves(shape, have, want.layout, prices.mesh)}
+        mirrors = {m.step: m.elements * reduced for m in moves(shape, want.gradient, gradient_of(have), prices.mesh)}
         fetch += _seconds(operand.loop, gathers, prices, panels)
         before += _seconds(operand.before, gathers, prices, 1)
         scatter += _seconds(operand.scatter, mirrors, prices, panels)

@@ -15,6 +15,7 @@ from autotp.costs.price import Price
 from autotp.costs.prices import Prices
 from autotp.costs.step import Pass, Sums
 from costmodel import overlap
+from passes.graph import cast_of
 from passes.layouts.layout import Layout
 from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of
@@ -186,6 +187,7 @@ class Priced:
             gradient=value in self.model.trained,
             regather=parameter or bool(repeated) or any((value, user) in self.again for user in users),
             parameter=parameter,
+            cast=cast_of(self.model.named[value]),
         )
         return Moved(value, want, users, parameter, price)
 

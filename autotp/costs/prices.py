@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate
 
 from autotp.costs.price import Price
 from costmodel import Topology, collectives, compute, memory, overlap
+from passes.graph import Cast
 from passes.layouts.codes import local_elements
 from passes.layouts.layout import Layout, local_shape
 from passes.layouts.reshard import COMMUNICATING, moves, sums_first
@@ -188,17 +189,49 @@ class Prices:
         return math.prod(n for n, cut in zip(self.mesh[len(self.devices) :], splits, strict=True) if cut)
 
     def reshard(
-        self, value: torch.Tensor, have: Layout, want: Want, *, gradient: bool, regather: bool, parameter: bool = False
+        self,
+        value: torch.Tensor,
+        have: Layout,
+        want: Want,
+        *,
+        gradient: bool,
+        regather: bool,
+        parameter: bool = False,
+        cast: Cast | None = None,
     ) -> Price:
-        """One tensor's reshard with its mirror; ``regather``: it is gathered again for the backward pass."""
-        shape, itemsize = tuple(value.shape), value.element_size()
-        there = self.moving(shape, itemsize, have, want.layout, parameter)
-        if self.train and regather and there.communication:
+        """One tensor's reshard with its mirror.
+
+        Args:
+            value: the whole tensor.
+            have, want: layouts.
+            gradient: one comes back.
+            regather: it is gathered again for the backward pass.
+            parameter: it is a parameter.
+            cast: its dtypes; left out, all are its own.
+        """
+        shape, cast = tuple(value.shape), cast or Cast(value.dtype, value.dtype, value.dtype)
+        there = self.moving(shape, cast.used.itemsize, have, want.layout, parameter)
+        if cast.there:
+            there = there.plus(
+                self._price(0.0, self.casting(self._part(shape, have), cast.rests, cast.used), self._nothing())
+            )
+        if self.train and regather and (there.communication or cast.there):
             there = there.plus(there.backward)
         if not (self.train and gradient):
             return there
-        back = self.moving(shape, itemsize, want.gradient, gradient_of(have), parameter)
+        back = self.moving(shape, cast.reduced.itemsize, want.gradient, gradient_of(have), parameter)
+        if cast.back:
+            seconds = self.casting(self._part(shape, want.gradient), cast.used, cast.reduced)
+            back = back.plus(self._price(0.0, seconds, self._nothing()))
         return there.plus(back.backward)
+
+    def casting(self, elements: Any, source: torch.dtype, target: torch.dtype) -> Any:
+        """Seconds of casting so many elements from one dtype to another: the bytes read and written."""
+        return elements * float(source.itemsize + target.itemsize) / self.topology.device.memory_bandwidth
+
+    def _part(self, shape: tuple[int, ...], layout: Layout) -> int:
+        """Elements of one device's part."""
+        return math.prod(local_shape(shape, layout, self.mesh))
 
     def work(self, space: Space, flop: float, *, gradient: bool) -> compute.Work | None:
         """What one device computes of an operator, forward and backward, ``[S]``; None where there is nothing to do."""
@@ -261,7 +294,7 @@ class Prices:
 
     def bytes(self, value: torch.Tensor, layout: Layout) -> float:
         """Bytes of one device's part."""
-        return float(math.prod(local_shape(tuple(value.shape), layout, self.mesh)) * value.element_size())
+        return float(self._part(tuple(value.shape), layout) * value.element_size())
 
     def _operator(self, operator: Operator, strategy: Strategy, flop: float, *, gradient: bool) -> Price:
         """One operator under one strategy: roofline compute, and the collectives of its lowering."""

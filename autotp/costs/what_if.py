@@ -9,6 +9,7 @@ from torch import fx
 
 from autotp.costs.priced import Moved, Priced
 from autotp.costs.step import Sums
+from passes.graph import cast_of
 from passes.layouts.layout import Layout
 from passes.rules.factors import Value
 from passes.strategies.strategy import Strategy, Want, whole_layout
@@ -44,7 +45,7 @@ class TensorClasses:
         else:
             held = model.named[value].meta["val"]
             parameter = node.name in model.captured.parameters
-            made = self.priced.layouts[value], tuple(held.shape), held.dtype, parameter, value in model.trained
+            made = self.priced.layouts[value], tuple(held.shape), cast_of(node), parameter, value in model.trained
         again = self.priced.again
         read = Counter(
             (model.stands.get(user, user), place, (value, user) in again) for user, place in model.readers[value]

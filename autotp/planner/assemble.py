@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import fx
 
 from autotp.costs.prices import Prices
@@ -84,7 +85,8 @@ class _Assembly:
         nodes = [self.node(node, choice, count) for node, choice, count in self.structure.nodes]
         self.tariffs: dict[tuple[bool, Weight, float], Tariff] = {}
         for parameter, weight in itertools.product((False, True), {self.weights.forward, self.weights.backward}):
-            sizes = list(dict.fromkeys(_size(edge) for edge in self.structure.edges if edge.parameter == parameter))
+            mine = [edge for edge in self.structure.edges if edge.parameter == parameter]
+            sizes = list(dict.fromkeys(_size(edge, d) for edge in mine for d in (edge.cast.used, edge.cast.reduced)))
             found = Tariff.of(sizes, self.mesh, self.pay(parameter, weight)) if sizes else []
             self.tariffs |= {(parameter, weight, size): tariff for size, tariff in zip(sizes, found, strict=True)}
         tensors = [self.tensor(edge) for edge in self.structure.edges]
@@ -149,7 +151,7 @@ class _Assembly:
         if self.structure.chosen.family.rest == "sharded":
             parts = np.where(rest.rows >= 0, np.array(self.mesh), 1).prod(axis=-1)
             offered &= parts == parts[fits].max(initial=0)
-        memory = self.prices.states(elements, rest.value.element_size())
+        memory = self.prices.states(elements, rest.cast.rests.itemsize)
         return np.where(offered, 0.0, np.inf), memory
 
     def tensor(self, edge: Edge) -> Tensor:
@@ -158,7 +160,9 @@ class _Assembly:
         again = np.full(len(edge.wants), edge.parameter)
         if self.panelled and self.either is None:
             again |= edge.products
-        if again.any():
+        if edge.cast.there:  # from its own part, which is near
+            regather |= True
+        elif again.any():
             rows, wants = edge.rows[:, None, :], edge.wants[None, :, :]
             regather = ((rows >= 0) & (rows != wants)).any(axis=-1) & again
         if edge.repeats and prices.train:
@@ -195,24 +199,34 @@ class _Assembly:
 
     def reshards(self, edge: Edge, regather: np.ndarray) -> np.ndarray:
         """Weighted seconds from every layout that a tensor has to every one wanted, with the gradient's way back."""
-        pricer, shape, itemsize = self.structure.pricer, tuple(edge.value.shape), edge.value.element_size()
+        pricer, shape, cast = self.structure.pricer, tuple(edge.value.shape), edge.cast
 
-        def seconds(have: np.ndarray, want: np.ndarray, weight: Weight) -> np.ndarray:
-            tariff = self.tariffs[edge.parameter, weight, _size(edge)]
-            return pricer.seconds(shape, itemsize, have, want, self.mesh, tariff, self.pay(edge.parameter, weight))
+        def seconds(have: np.ndarray, want: np.ndarray, weight: Weight, dtype: torch.dtype) -> np.ndarray:
+            tariff = self.tariffs[edge.parameter, weight, _size(edge, dtype)]
+            return pricer.seconds(shape, dtype.itemsize, have, want, self.mesh, tariff, self.pay(edge.parameter, weight))
+
+        def there(weight: Weight) -> np.ndarray:
+            moved = seconds(edge.rows, edge.wants, weight, cast.used)
+            if not cast.there:
+                return moved
+            casting = self.prices.casting(local_elements(shape, edge.rows, self.mesh), cast.rests, cast.used)
+            return moved + weight.compute * casting[:, None]
 
         forward, backward = self.weights.forward, self.weights.backward
-        found = seconds(edge.rows, edge.wants, forward)
+        found = there(forward)
         if not self.prices.train:
             return found
         if regather.any():
-            again = found if forward == backward else seconds(edge.rows, edge.wants, backward)
+            again = found if forward == backward else there(backward)
             found = np.where(regather, found + again, found)
         if edge.trained:
             back = np.where(edge.rows == PARTIAL, WHOLE, edge.rows)
-            found = found + seconds(edge.gradients, back, backward).T
+            found = found + seconds(edge.gradients, back, backward, cast.reduced).T
+            if cast.back:
+                elements = local_elements(shape, edge.gradients, self.mesh)
+                found = found + backward.compute * self.prices.casting(elements, cast.used, cast.reduced)
         return found
 
 
-def _size(edge: Edge) -> float:
-    return float(edge.value.nbytes)
+def _size(edge: Edge, dtype: torch.dtype) -> float:
+    return float(edge.value.numel() * dtype.itemsize)

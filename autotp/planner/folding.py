@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor, fx
 
 from autotp.costs.model import Model
+from passes.graph import note_of
 from passes.rules.factors import Operator
 from passes.rules.shapes import operands_of, results_of
 
@@ -66,7 +67,7 @@ def signature(operator: Operator, parameters: frozenset[str]) -> object:
     """What makes two operators interchangeable for planning: rule, shapes, arguments, factors and roles."""
     node = operator.node
     factors = tuple((f.name, f.size, f.role, f.offered) for f in operator.factors.values())
-    operands = tuple((tuple(n.meta["val"].shape), n.name in parameters) for n in operands_of(node))
+    operands = tuple((tuple(n.meta["val"].shape), n.name in parameters, note_of(n).cast) for n in operands_of(node))
     results = tuple((tuple(t.shape), str(t.dtype)) for t in results_of(node))
     args = fx.node.map_aggregate(node.args, lambda a: "·" if isinstance(a, fx.Node) else repr(a))
     return str(node.target), operands, results, str(args), factors

@@ -196,9 +196,11 @@ class _Sum:
 
     def _sizes(self, edge: Edge) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Bytes as it is, as it is wanted, of the gradient that a reader returns; and where nothing has to move."""
-        shape, itemsize, mesh = tuple(edge.value.shape), edge.value.element_size(), self.prices.mesh
-        own, wanted, back = (local_elements(shape, r, mesh) * itemsize for r in (edge.rows, edge.wants, edge.gradients))
-        stays = (edge.rows[:, None, :] == edge.wants[None, :, :]).all(axis=-1)
+        shape, cast, mesh = tuple(edge.value.shape), edge.cast, self.prices.mesh
+        own = local_elements(shape, edge.rows, mesh) * cast.rests.itemsize
+        wanted = local_elements(shape, edge.wants, mesh) * cast.used.itemsize
+        back = local_elements(shape, edge.gradients, mesh) * (cast.used.itemsize + cast.back * cast.reduced.itemsize)
+        stays = (edge.rows[:, None, :] == edge.wants[None, :, :]).all(axis=-1) & (not cast.there)
         return own, wanted, back, stays
 
     def own(self, edge: Edge, sizes: np.ndarray) -> None:
@@ -215,7 +217,7 @@ class _Sum:
         """Its state, what it is gathered to, and its gradient from its last reader's turn on."""
         own, wanted, back, stays = self.sizes[number]
         trained = edge.trained and self.prices.train
-        state = self.prices.states(own / edge.value.element_size(), edge.value.element_size())
+        state = self.prices.states(own / edge.cast.rests.itemsize, edge.cast.rests.itemsize)
         forward = moment.turn is Turn.FORWARD
         come = trained and not forward and moment.at < max(reader.at for reader in life.readers)
         self.own(edge, count * (state - (own if self.prices.train else 0.0) + (own if come else 0.0)))

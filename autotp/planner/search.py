@@ -27,7 +27,7 @@ from autotp.plans.families import Family
 from autotp.plans.options import Options
 from autotp.plans.plan import Plan
 from costmodel import Topology
-from passes.capture import Captured, capture
+from passes.capture import Captured, Precision, capture
 from passes.overlap.trace import undrawn
 from passes.rules.factors import analyse
 from passes.sharding.chunk import Chunked
@@ -53,6 +53,7 @@ def plan(
     chunks: Mapping[str, int] | None = Options.chunks,
     schedule: str = Options.schedule,
     constraints: Sequence[str] | Mapping[str, str] = Options.constraints,
+    precision: Precision = Options.precision,
     time_limit: float = Options.time_limit,
     recompute: str | Sequence[str] = Options.recompute,
 ) -> Plan:
@@ -62,8 +63,8 @@ def plan(
         model: any module that ``torch.export`` takes, unmodified.
         topology: a ``Topology``, or the name or path of one.
         args, kwargs: example inputs of the global batch; left out, a Hugging Face model's ``dummy_inputs`` serve.
-        strategy, mesh, mode, memory, optimizer, panels, chunks, schedule, constraints, time_limit, recompute: see
-            `autotp.plans.options.Options`.
+        strategy, mesh, mode, memory, optimizer, panels, chunks, schedule, constraints: see `autotp.plans.options.Options`.
+        precision, time_limit, recompute: see there.
 
     Returns:
         The best plan that was found; ``Plan.optimal`` and ``Plan.gap`` say how good it is known to be.
@@ -85,6 +86,7 @@ def plan(
         chunks=chunks,
         schedule=schedule,
         constraints=constraints,
+        precision=precision,
         time_limit=time_limit,
         recompute=recompute,
     )
@@ -102,7 +104,7 @@ def plan_model(
     topology = Topology.load(topology) if isinstance(topology, str) else topology
     options.check(topology)
     started = time.perf_counter()
-    captured = capture(model, tuple(args), kwargs)
+    captured = capture(model, tuple(args), kwargs, options.precision)
     return plan_captured(captured, topology, options, {"capture_seconds": time.perf_counter() - started})
 
 

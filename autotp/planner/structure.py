@@ -18,6 +18,7 @@ from torch import fx
 from autotp.costs.model import Model
 from autotp.planner.folding import signature
 from autotp.plans.families import Restriction
+from passes.graph import Cast, cast_of
 from passes.layouts.codes import DIM, INNER, PARTIAL, WHOLE
 from passes.layouts.reshard_matrix import ReshardPricer
 from passes.rules.factors import Value, value_of
@@ -58,12 +59,14 @@ class Rest:
 
     Attributes:
         value: the whole tensor.
+        cast: its dtypes.
         rows: coded layouts.
         groups: of the layouts of one group, only the first that fits a mesh is offered.
         parameter: it has a gradient and optimizer state.
     """
 
     value: torch.Tensor
+    cast: Cast
     rows: np.ndarray
     groups: np.ndarray
     parameter: bool
@@ -76,6 +79,7 @@ class Edge:
     Attributes:
         name: of the node that gives it.
         value: the whole tensor.
+        cast: the dtypes in which it is made or rests, moves, and has its gradient reduced.
         producer: index of the producing node.
         have: per strategy of the producer, a row of ``rows``.
         rows: the coded layouts that it can have.
@@ -92,6 +96,7 @@ class Edge:
 
     name: str
     value: torch.Tensor
+    cast: Cast
     producer: int
     have: np.ndarray
     rows: np.ndarray
@@ -223,7 +228,7 @@ class _Builder:
         value = node.meta["val"]
         rests = self.chosen.family.rest
         if node.name not in self.captured.parameters or rests == "whole":
-            return Rest(value, self.whole, np.zeros(1, np.int64), node.name in self.captured.parameters)
+            return Rest(value, cast_of(node), self.whole, np.zeros(1, np.int64), node.name in self.captured.parameters)
         layouts = np.unique(np.concatenate([self.whole, *(np.where(w == PARTIAL, WHOLE, w) for w in wanted)]), axis=0)
         options: dict[tuple[int, ...], int] = {}
         groups = 0
@@ -234,7 +239,7 @@ class _Builder:
                     for option in self.further(tuple(int(c) for c in row), axes, value.dim()):
                         options.setdefault(option, groups)
                     groups += 1
-        return Rest(value, np.array(list(options), np.int64), np.array(list(options.values())), True)
+        return Rest(value, cast_of(node), np.array(list(options), np.int64), np.array(list(options.values())), True)
 
     def further(self, row: tuple[int, ...], axes: Sequence[int], dims: int) -> list[tuple[int, ...]]:
         """Layouts sharded on further axes, all of them on one dim: untouched dims first."""
@@ -290,6 +295,7 @@ class _Builder:
         return Edge(
             name=node.name,
             value=value,
+            cast=cast_of(node),
             producer=self.index[producer],
             have=have,
             rows=rows.array,

@@ -12,6 +12,7 @@ from autotp.plans.families import Family, family
 from autotp.plans.plan import AXIS_NAMES, Plan, check_chunks, overlapping
 from costmodel import Topology
 from costmodel.memory import OPTIMIZERS
+from passes.capture import Precision, policy_of, precision_name
 
 __all__ = ["RECOMPUTE", "Options"]
 
@@ -34,6 +35,9 @@ class Options:
         chunks: ``{"batch": 2}``, ``{"rows": 2}`` or both: in how many chunks devices do their work, so that one's
             collectives are under way while another is computed (see ``Plan.chunks``); operands are then gathered whole.
             ``{}`` for none; left out, the planner chooses.
+        precision: ``bf16-mixed``, ``fp16-mixed`` or a ``torch.distributed.fsdp.MixedPrecisionPolicy``: parameters rest in
+            their own dtype, are moved and used in a narrower one, and their gradients are reduced in ``reduce_dtype`` (see
+            `passes.capture.precision`). Left out, dtypes stay as they are.
         schedule: how the plan will be run: ``overlap``, with communication hidden behind computing (the step's time is
             that of `costmodel.overlap`), or ``none``, where it is the plain sum.
         constraints: layouts that parameters, operators, inputs or outputs must have, such as
@@ -57,6 +61,7 @@ class Options:
     optimizer: str = "adamw"
     panels: int | None = None
     chunks: Mapping[str, int] | None = None
+    precision: Precision = None
     schedule: str = "overlap"
     constraints: Sequence[str] | Mapping[str, str] = ()
     time_limit: float = 120.0
@@ -81,20 +86,35 @@ class Options:
             raise AutotpError(f"mesh {tuple(mesh)}: give 1 to {len(AXIS_NAMES)} positive sizes")
         overlapping(self.schedule)
         _check_recompute(self.recompute)
+        policy_of(self.precision)
         if not isinstance(self.strategy, Family):
             family(self.strategy)
         parse(self.constraints or ())
 
     def check(self, topology: Topology) -> None:
-        """Checks the mesh against the machine.
+        """Checks the mesh and the precision against the machine.
 
         Raises:
-            AutotpError: the mesh has another number of devices.
+            AutotpError: the mesh has another number of devices, or the device no rate for what is computed.
         """
+        self._check_rates(topology)
         if self.mesh is not None and math.prod(self.mesh) != topology.devices:
             raise AutotpError(
                 f"mesh {tuple(self.mesh)} has {math.prod(self.mesh)} devices, topology {topology.name!r} has "
                 f"{topology.devices}; choose a mesh whose sizes multiply to {topology.devices}, or resize the topology"
+            )
+
+    def _check_rates(self, topology: Topology) -> None:
+        """Refuses a precision that the device would compute in at an unknown rate."""
+        policy, device = policy_of(self.precision), topology.device
+        if policy is None or policy.param_dtype is None:
+            return
+        used = str(policy.param_dtype).removeprefix("torch.")
+        if used not in device.flops:
+            raise AutotpError(
+                f"precision {precision_name(self.precision)!r}: device {device.name!r} has no rate for {used}, only for "
+                f"{', '.join(device.flops)}; choose a precision that it computes in, or give flops.{used} in the topology "
+                "(for this machine: autotp calibrate)"
             )
 
     @classmethod
@@ -108,6 +128,7 @@ class Options:
             optimizer=plan.optimizer,
             panels=plan.planning.get("panels", 1),
             chunks=plan.chunks,
+            precision=plan.precision,
             schedule=plan.schedule,
             constraints=plan.constraints,
             recompute=plan.planning.get("recompute", "none"),

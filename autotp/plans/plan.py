@@ -17,7 +17,8 @@ from autotp.plans.plan_file import AS_WRITTEN, FORMAT, Written, decode_layout, e
 from autotp.plans.planned_operator import PlannedOperator, Predicted
 from costmodel import Topology
 from costmodel.files import write_atomically
-from passes.capture import Captured
+from passes.capture import Captured, Precision, precision_name
+from passes.graph import note_of
 from passes.layouts.layout import Layout, describe
 from passes.sharding.chunk import CHUNKS
 
@@ -58,6 +59,7 @@ class Plan:
             ``batch``, of the whole batch, and ``rows``, of the rows of matrix products that communicate; 1 where not given.
         chunked: kind of chunks -> how many operators are cut.
         whole: name of an operator that works on what comes in chunks, or could -> why it is not cut.
+        precision: in which dtypes it computes and reduces (``bf16-mixed``, or a policy as text); None: in the model's own.
         schedule: how it is to be run, and was predicted: ``overlap`` or ``none``.
         constraints: that the user gave, as texts (see `autotp.plans.constraints`).
         planning: how the plan was found (times in seconds, sizes).
@@ -82,6 +84,7 @@ class Plan:
     schedule: str = "none"
     constraints: tuple[str, ...] = ()
     planning: Mapping[str, Any] = field(default_factory=dict)
+    precision: str | None = None
 
     def __post_init__(self) -> None:
         """Checks the chunks.
@@ -130,6 +133,20 @@ class Plan:
         if parameter not in self.layouts:
             raise PlanMismatchError(f"the plan has no parameter {parameter!r}; it was made for another model")
         return self.layouts[parameter]
+
+    def asked(self, precision: Precision) -> str | None:
+        """The plan's own precision, where that is asked for, or nothing is.
+
+        Raises:
+            PlanMismatchError: another one is asked for.
+        """
+        wanted = precision_name(precision)
+        if wanted is not None and wanted != self.precision:
+            raise PlanMismatchError(
+                f"the plan was made with precision={self.precision!r}, not {wanted!r}; leave precision out, or make a new "
+                "plan"
+            )
+        return self.precision
 
     @property
     def bound_ratio(self) -> float | None:
@@ -241,6 +258,8 @@ def fingerprint(captured: Captured) -> str:
     for node in captured.graph_module.graph.nodes:
         value = node.meta.get("val")
         kind = f"{tuple(value.shape)}{value.dtype}" if isinstance(value, Tensor) else ""
+        if (cast := note_of(node).cast) is not None:
+            kind += f" {tuple(cast)}"
         args = fx.node.map_aggregate((node.args, node.kwargs), show)
         target = captured.parameters.get(node.name, node.name) if node.op == "placeholder" else _target(node)
         digest.update(f"{node.op} {node.name} {target} {args} {kind}\n".encode())

@@ -70,6 +70,7 @@ class Written:
     planning: dict[str, Any]
     layouts: dict[str, tuple[_Placement, ...]]
     operators: tuple[PlannedOperator, ...]
+    precision: str | None = None
 
 
 #: The keys that a plan has as they are.

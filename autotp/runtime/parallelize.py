@@ -21,7 +21,7 @@ from autotp.runtime.durations import how_to_run
 from autotp.runtime.module import DistributedModule
 from autotp.runtime.rewrite import apply
 from costmodel import Topology
-from passes.capture import capture
+from passes.capture import Precision, capture
 
 __all__ = ["parallelize"]
 
@@ -44,6 +44,7 @@ def parallelize(
     schedule: str | None = None,
     constraints: Sequence[str] | Mapping[str, str] = Options.constraints,
     recompute: str | Sequence[str] = Options.recompute,
+    precision: Precision = Options.precision,
     initialise: Callable[[nn.Module], None] | None = None,
 ) -> fx.GraphModule:
     """Distributes ``model`` over the processes that torchrun started.
@@ -55,7 +56,8 @@ def parallelize(
         topology: the machine; by default ``Topology.local()``.
         args, kwargs: example inputs of the global batch, the same on every rank.
         plan: a plan made before; left out, one is made with the options that follow.
-        strategy, mesh, mode, memory, optimizer, panels, chunks, constraints, recompute: see `autotp.plans.options.Options`.
+        strategy, mesh, mode, memory, optimizer, panels, chunks, constraints, recompute, precision: see
+            `autotp.plans.options.Options`.
         inputs: what each call is given: ``global``, the whole batch on every rank, or ``local``, this rank's part of it
             (dim 0, split by the mesh axes that the plan splits the batch over). Outputs are whole either way.
         schedule: ``overlap`` runs scheduled forward and backward graphs, whose collectives are under way while something is
@@ -89,8 +91,9 @@ def parallelize(
                 schedule=schedule or Options.schedule,
                 constraints=constraints,
                 recompute=recompute,
+                precision=precision,
             )
-        captured = capture(model, tuple(args), kwargs)
+        captured = capture(model, tuple(args), kwargs, precision if plan is None else plan.asked(precision))
         _refuse_hooks(model)
     except Exception as error:  # noqa: BLE001 - every rank must hear of it before it is raised
         problem = error

@@ -66,7 +66,7 @@ def rewrite(model: nn.Module, plan: Plan, args: Sequence[Any] = (), kwargs: Mapp
     Raises:
         PlanMismatchError: when the plan was made for another model or other inputs.
     """
-    return apply(capture(model, tuple(args), kwargs), plan)
+    return apply(capture(model, tuple(args), kwargs, plan.precision), plan)
 
 
 def apply(captured: Captured, plan: Plan, inputs: str = "global") -> Rewritten:

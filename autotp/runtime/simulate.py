@@ -18,6 +18,7 @@ from autotp.runtime.modes import OneMode, different_otherwise, training_only
 from autotp.runtime.output_guard import guard, made_of
 from autotp.runtime.rewrite import Rewritten, rewrite
 from autotp.runtime.schedules import Agreement, Schedules
+from passes.capture import Precision
 from passes.graph import differentiable
 from passes.layouts.layout import Layout, is_shard, take
 from passes.sharding.shard import place_constants
@@ -35,6 +36,7 @@ def simulate(
     *,
     world: World | None = None,
     schedule: str = "none",
+    precision: Precision = None,
 ) -> Simulated:
     """Runs ``plan`` for all of its devices in this process, forward and backward.
 
@@ -43,15 +45,17 @@ def simulate(
         plan: the plan to run.
         args, kwargs: example inputs, as given to ``autotp.plan``.
         schedule: ``none`` runs the sharded graph as autograd does, ``overlap`` the scheduled forward and backward graphs.
+        precision: the plan's own, or left out.
         world: in place of ``LocalWorld``, e.g. one that counts the bytes that collectives move.
 
     Returns:
         A module with the model's call signature; ``.grad`` and optimizers compare with the model's directly.
 
     Raises:
-        PlanMismatchError: when the plan was made for another model or other inputs.
+        PlanMismatchError: when the plan was made for another model, other inputs or another precision.
         AutotpError: in the backward pass, when devices that should hold equal gradients do not.
     """
+    plan.asked(precision)
     how = how_to_run(plan, schedule)
     return Simulated(model, rewrite(model, plan, args, kwargs), world or LocalWorld(plan.mesh_shape), how)
 

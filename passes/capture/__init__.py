@@ -4,11 +4,21 @@ In comes any ``torch.nn.Module`` with an example call; nothing of it is run. Out
 the names of its parameters and buffers and the signature of its call. `export` calls the others in this order: functions
 with gradients of their own become operators (`autograd_functions`), ``vmap`` is done (`vmaps`), regions are inlined
 (`regions`), writes become values (`writes`, `view_writes`, `functional`), and every operator gets one spelling
-(`canonical`, `canonical_views`).
+(`canonical`, `canonical_views`). Under a precision, the model is captured as it runs with parameters cast (`precision`).
 """
 
 from passes.capture.builder import CaptureError
 from passes.capture.export import Captured, capture
+from passes.capture.precision import PRECISIONS, Precision, policy_of, precision_name
 from passes.capture.signature import CallSignature
 
-__all__ = ["CallSignature", "CaptureError", "Captured", "capture"]
+__all__ = [
+    "PRECISIONS",
+    "CallSignature",
+    "CaptureError",
+    "Captured",
+    "Precision",
+    "capture",
+    "policy_of",
+    "precision_name",
+]

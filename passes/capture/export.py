@@ -21,10 +21,12 @@ from costmodel.errors import AutotpError
 from passes.capture.autograd_functions import Lost, kept_whole
 from passes.capture.builder import CaptureError
 from passes.capture.canonical import normalise
+from passes.capture.precision import Precision, cast_parameters, check_dtypes, policy_of, precision_name, under
 from passes.capture.regions import inline_regions
 from passes.capture.signature import CallSignature, bind
 from passes.capture.vmaps import without_vmaps
 from passes.capture.writes import functionalise
+from passes.graph import Cast, annotate
 
 __all__ = ["CallSignature", "CaptureError", "Captured", "capture"]
 
@@ -48,6 +50,8 @@ class Captured:
         mutations: a mutated buffer's placeholder name -> name of the node with its new value, in the order in
             which these follow the user's outputs.
         signature: how the model is called.
+        precision: under which it was captured, as `passes.capture.precision.precision_name` has it. Placeholders of
+            parameters have the dtypes in which they are used; in which they rest, their notes say (`passes.graph.Cast`).
     """
 
     graph_module: fx.GraphModule
@@ -60,6 +64,7 @@ class Captured:
     outputs: int
     mutations: Mapping[str, str]
     signature: CallSignature
+    precision: str | None = None
 
     @property
     def placeholders(self) -> dict[str, Tensor]:
@@ -74,22 +79,36 @@ class Captured:
         return {**held, **self.constants, **dict(given)}
 
 
-def capture(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Captured:
+def capture(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    precision: Precision = None,
+) -> Captured:
     """Captures a model's forward pass for the shapes of an example call.
 
     Args:
         model: any module that ``torch.export`` can trace; its training mode counts.
         args: example positional arguments.
         kwargs: example keyword arguments; with neither, a Hugging Face model's ``dummy_inputs``.
+        precision: see `passes.capture.precision`; None leaves dtypes as they are.
 
     Raises:
+        AutotpError: the model and the precision contradict each other.
         CaptureError: the model cannot be exported, or does something that has no functional form.
         TypeError: the example arguments do not fit the model's ``forward``.
         ValueError: no example inputs, or a model whose tied weights came apart on the meta device.
     """
     args, kwargs = _example(model, args, kwargs)
     _check_tying(model)
-    program = _export(model, args, kwargs)
+    policy = policy_of(precision)
+    casts: Mapping[str, Cast] = {}
+    if policy is None:
+        program = _export(model, args, kwargs)
+    else:
+        casts = cast_parameters(model, policy)
+        with under(model, policy, casts):
+            program = _export(model, args, kwargs)
     exported = program.graph_module
     values = {n.name: n.meta.get("val") for n in exported.graph.nodes if n.op == "placeholder"}
     names = _Names(model, program, values, args, kwargs)
@@ -104,6 +123,11 @@ def capture(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
     graph, places = functionalise(graph, mode, set(names.buffers), learned)
     graph = normalise(graph, mode, places)
 
+    if policy is not None:
+        check_dtypes(graph, policy)
+    for node in graph.find_nodes(op="placeholder"):
+        if names.parameters.get(node.name) in casts:
+            annotate(node, cast=casts[names.parameters[node.name]])
     result: Any = graph.output_node().args[0]
     unused = [names.parameters[n.name] for n in graph.nodes if n.name in names.parameters and not n.users]
     signature = CallSignature.of(model.forward, args, kwargs, program.call_spec.out_spec)
@@ -118,6 +142,7 @@ def capture(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any
         outputs=outputs,
         mutations={buffer: result[place].name for buffer, place in places.items()},
         signature=signature,
+        precision=precision_name(precision),
     )
 
 
@@ -178,7 +203,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             f"torch.export failed on {type(model).__name__}: {type(error).__name__}: {essence}\n"
             "Try: use_cache=False for Hugging Face causal models; experts_implementation='batched_mm' for "
             "mixtures of experts; no Python control flow that depends on tensor values; parameters, buffers "
-            "and inputs on one device."
+            "and inputs on one device; under a precision, no two dtypes in one operator."
         ) from error
 
 

@@ -110,19 +110,20 @@ def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _gathered(nodes: Sequence[fx.Node], parameters: set[fx.Node], later: set[fx.Node]) -> set[fx.Node]:
-    """Values that are a parameter's numbers, moved, some all-gather among the moves."""
+    """Values that are a parameter's numbers, moved: some all-gather among the moves, or a cast of what rests."""
     moved, gathered = set(parameters), set()
     for node in nodes:
         if node.op != "call_function" or node in later:
             continue
         packet = getattr(node.target, "overloadpacket", node.target)
         gathers = COLLECTIVES.get(node.target) in ("all_gather", "all_to_all")
-        if not (gathers or packet in _MOVES or node.target in _PLACED or node.target is operator.getitem):
+        cast = node.target is _aten._to_copy.default and node.all_input_nodes[0] in parameters
+        if not (gathers or cast or packet in _MOVES or node.target in _PLACED or node.target is operator.getitem):
             continue
         sources = node.all_input_nodes
         if sources and all(n in moved for n in sources):
             moved.add(node)
-            if gathers or any(n in gathered for n in sources):
+            if gathers or cast or any(n in gathered for n in sources):
                 gathered.add(node)
     return gathered
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.graph import note_of
+from passes.graph import Cast, cast_of, note_of
 from passes.layouts.layout import Layout, local_shape
 from passes.layouts.reshard import Step, steps
 from passes.rules.factors import Operator, Value, value_of
@@ -42,7 +42,7 @@ class Loop:
         absorbed: per operand, whether the loop gathers it; else it comes as the product wants it.
         cuts: blocks of the loop's dim, of which each gives a part to every panel.
         most: the greatest number of panels; those that divide it are possible.
-        values: of each operand: whole shape, element size, the layout it rests in and what the product wants.
+        values: of each operand: whole shape, dtypes, the layout it rests in and what the product wants.
     """
 
     members: tuple[fx.Node, ...]
@@ -51,7 +51,7 @@ class Loop:
     absorbed: tuple[bool, ...]
     cuts: int
     most: int
-    values: tuple[tuple[tuple[int, ...], int, Layout, Want], ...] = field(repr=False)
+    values: tuple[tuple[tuple[int, ...], Cast, Layout, Want], ...] = field(repr=False)
 
     @property
     def data(self) -> fx.Node:
@@ -92,7 +92,9 @@ class _Side:
             return None
         before = tuple(s for s in self.forward if s not in here)
         after = tuple(s for s in self.backward if s not in back)
-        return Operand(dim, cuts, before, tuple(here), tuple(back), after)
+        cast = note_of(self.node).cast
+        dtypes = None if cast is None else (cast.used, cast.reduced)
+        return Operand(dim, cuts, before, tuple(here), tuple(back), after, dtypes)
 
     def owners(self, dim: int, mesh: tuple[int, ...]) -> int:
         return math.prod(mesh[s.axes[0]] for s in self.forward if s.dim == dim)
@@ -202,7 +204,7 @@ class _Finder:
                 return None
             operands.append(operand)
             gathered += math.prod(side.local) * side.node.meta["val"].element_size() if operand.loop else 0.0
-        values = tuple((tuple(s.node.meta["val"].shape), s.node.meta["val"].element_size(), s.have, s.want) for s in sides)
+        values = tuple((tuple(s.node.meta["val"].shape), cast_of(s.node), s.have, s.want) for s in sides)
         most = next(iter(sizes)) // cuts
         return Loop(tuple(members), factor, tuple(operands), tuple(absorbed), cuts, most, values), gathered
 

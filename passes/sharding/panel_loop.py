@@ -35,6 +35,7 @@ class Operand(NamedTuple):
         loop: gathers of each panel.
         scatter: their mirrors, for each panel of the gradient.
         after: what else the whole gradient needs, after the loop.
+        cast: the dtypes in which it moves, and its gradient; None: both are its own.
     """
 
     dim: int
@@ -43,17 +44,24 @@ class Operand(NamedTuple):
     loop: tuple[Step, ...] = ()
     scatter: tuple[Step, ...] = ()
     after: tuple[Step, ...] = ()
+    cast: tuple[torch.dtype, torch.dtype] | None = None
+
+    @property
+    def stages(self) -> tuple[tuple[Step, ...], ...]:
+        """All steps."""
+        return self.before, self.loop, self.scatter, self.after
 
     @classmethod
     def of(cls, plain: Sequence[Any]) -> Operand:
         """From nested tuples, as a graph holds them."""
-        dim, cuts, *stages = plain
-        return cls(dim, cuts, *(tuple(Step(*step) for step in stage) for stage in stages))
+        dim, cuts, *stages, cast = plain
+        before, loop, scatter, after = (tuple(Step(*step) for step in stage) for stage in stages)
+        return cls(dim, cuts, before, loop, scatter, after, cast)
 
     @property
     def plain(self) -> tuple[Any, ...]:
         """As nested tuples, as a graph holds them."""
-        return self.dim, self.cuts, *(tuple(tuple(step) for step in stage) for stage in self[2:])
+        return self.dim, self.cuts, *(tuple(tuple(step) for step in stage) for stage in self.stages), self.cast
 
 
 @hosted
@@ -111,7 +119,11 @@ class _Loop(NamedTuple):
 
     def begin(self, values: list[list[Tensor]]) -> list[list[Tensor]]:
         """The operands after the gathers that come before the loop."""
-        return [self.world.run(o.before, v) if o.before else v for o, v in zip(self.operands, values, strict=True)]
+        found = []
+        for operand, value in zip(self.operands, values, strict=True):
+            value = value if operand.cast is None else [part.to(operand.cast[0]) for part in value]
+            found.append(self.world.run(operand.before, value) if operand.before else value)
+        return found
 
     def launch(self, values: list[list[Tensor]], panel: int) -> list[Pending]:
         """Starts to gather one panel of every operand that has panels."""
@@ -245,6 +257,8 @@ class _Gradient:
 
     def add(self, panel: int, parts: list[Tensor]) -> None:
         self._collect()
+        if self.operand.cast is not None:
+            parts = [part.to(self.operand.cast[1]) for part in parts]
         self.pending = panel, self.loop.world.launch(self.operand.scatter, parts)
 
     def _collect(self) -> None:

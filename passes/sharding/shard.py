@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial
 
-from passes.graph import RECOMPUTE, annotate, differentiable
+from passes.graph import RECOMPUTE, annotate, cast_of, differentiable, note_of
 from passes.layouts.layout import Layout, even_chunk, is_shard, local_shape, splits
 from passes.layouts.reshard import COMMUNICATING, Step, steps
 from passes.rules.factors import Operator, Value, value_of
@@ -88,7 +88,7 @@ def used_groups(module: fx.GraphModule) -> set[tuple[int, ...]]:
             found |= {tuple(a for a in Step(*step).axes if a < real) for step in (*node.args[2], *node.args[3])} - {()}
         elif node.target is panelled:
             for operand in map(Operand.of, node.args[3]):
-                found |= {step.axes for stage in operand[2:] for step in stage}
+                found |= {step.axes for stage in operand.stages for step in stage}
         elif node.target is ops.all_sum or node.target is ops.all_reduce or node.target is ops.all_max:
             found.add(tuple(node.args[2]))
     return {part for axes in found for n in range(1, len(axes) + 1) for part in (axes[:n], axes[n - 1 : n])}
@@ -128,7 +128,7 @@ class _Rewriter:
         for node in self.module.graph.nodes:
             if node.op == "placeholder":
                 self.nodes[node] = self.graph.placeholder(node.name)
-                self.nodes[node].meta = dict(node.meta)
+                self.nodes[node].meta = {**node.meta, "val": _resting(node)}
                 self.layouts[(node, 0)] = self.sharding.resting.get(node.name, self.whole)
         self.emitter.world = self.graph.get_attr("world")
         for node in list(self.nodes):
@@ -155,15 +155,18 @@ class _Rewriter:
         shape = tuple(node.meta["val"].shape)
         forward = steps(shape, have, want.layout, self.mesh)
         backward = steps(shape, want.gradient, gradient_of(have), self.mesh) if differentiable(node.meta["val"]) else ()
-        if not forward and not backward:
+        cast = note_of(value[0]).cast
+        if not forward and not backward and cast is None:
             return self.nodes[node]
         wide = None if any(isinstance(p, Partial) for p in want.layout) else self.emitter.wide.get(value)
         key = value, want
         if key not in self.edges:
             parameter = value[0].name in self.sharding.parameters
-            regather = parameter and any(step.kind == "all_gather" for step in forward)
-            target = ops.gather if regather else ops.reshard
-            ways = tuple(map(tuple, forward)), tuple(map(tuple, backward))
+            again = any(step.kind == "all_gather" for step in forward) or (cast is not None and cast.there)
+            target = ops.gather if parameter and again else ops.reshard
+            ways: tuple[Any, ...] = tuple(map(tuple, forward)), tuple(map(tuple, backward))
+            if cast is not None:
+                ways += ((cast.used, cast.reduced),)
             edge = self.edges[key] = self.emitter.call(target, self.emitter.world, wide or self.nodes[node], *ways)
             edge.meta = {"val": node.meta["val"]}
             annotate(edge, tensor=node.name, have=have, layouts=(want.layout,), gradient=want.gradient)
@@ -267,6 +270,15 @@ class _Rewriter:
             results.append(leaf)
         values = tuple(leaf.meta.get("val") if isinstance(leaf, fx.Node) else None for leaf in given)
         annotate(self.graph.output(tuple(results)), values=values)
+
+
+def _resting(node: fx.Node) -> Any:
+    """The fake value of what a placeholder holds, in the dtype in which it rests."""
+    value = node.meta.get("val")
+    if note_of(node).cast is None:
+        return value
+    with value.fake_mode:  # type: ignore[union-attr]
+        return value.to(cast_of(node).rests)  # type: ignore[union-attr]
 
 
 def _divide(args: list, position: int, ways: int) -> None:

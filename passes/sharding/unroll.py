@@ -130,6 +130,7 @@ class _Unroller:
         value: fx.Node = node.args[1]  # type: ignore[assignment]
         forward: Any = node.args[2]
         backward: Any = node.args[3]
+        cast = node.args[4:]
         if not self.crossed((*forward, *backward)):
             return self.operator(node)
         note = note_of(node)
@@ -148,16 +149,17 @@ class _Unroller:
             summed, rest = self.summed_first(backward)
             if summed is not None:
                 source = value
-                if forward or rest:
+                if forward or rest or cast:
                     moved = {}
                     for place in self.places(mine):
-                        args = (self.world, self.at(value, place), forward, rest)
+                        args = (self.world, self.at(value, place), forward, rest, *cast)
                         moved[place] = self.graph.call_function(node.target, args)  # type: ignore[arg-type]
                         moved[place].meta = dict(node.meta)
                     source = node
                     self.put(node, mine, moved)
-                return self.across(node, source, after, after, (), summed)
-        return self.across(node, value, mine | after | self.crossed((*forward, *backward)), after, forward, backward)
+                return self.across(node, source, after, after, (), summed, cast=cast)
+        crossed = mine | after | self.crossed((*forward, *backward))
+        return self.across(node, value, crossed, after, forward, backward, cast=cast)
 
     def summed_first(self, steps: Steps) -> tuple[Steps | None, Steps]:
         """The sums along virtual axes, and the other steps; None if there are other steps along virtual axes."""
@@ -182,6 +184,7 @@ class _Unroller:
         forward: Steps,
         backward: Steps,
         op: str = "sum",
+        cast: Sequence[Any] = (),
     ) -> None:
         """A move along virtual axes, from the chunks of ``value`` to those of ``after``."""
         places, given, wanted = self.places(axes), self.places(self.axes[value]), self.places(after)
@@ -191,7 +194,7 @@ class _Unroller:
         kept = tuple(places.index(place) for place in wanted)
         parts = [self.values[value][place] for place in given]
         all_ = self.graph.call_function(
-            ops.reshard_chunks, (self.world_of(places), parts, forward, backward, spread, kept, op)
+            ops.reshard_chunks, (self.world_of(places), parts, forward, backward, spread, kept, op, *cast)
         )
         all_.meta = dict(node.meta)
         found = {place: self.graph.call_function(operator.getitem, (all_, i)) for i, place in enumerate(wanted)}

@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 
+_Dtypes = tuple[torch.dtype, torch.dtype]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -81,9 +82,18 @@ def _apart(result: Tensor, others: Sequence[Tensor]) -> Tensor:
 
 
 @hosted
-def reshard(world: World, value: Any, forward: Sequence[Step], backward: Sequence[Step]) -> Any:
-    """Takes ``value`` to another layout by ``forward`` steps; its gradient comes back by ``backward`` steps."""
-    return reshard_chunks(world, [value], forward, backward, (0,), (0,))[0]
+def reshard(
+    world: World, value: Any, forward: Sequence[Step], backward: Sequence[Step], cast: _Dtypes | None = None
+) -> Any:
+    """Takes ``value`` to another layout by ``forward`` steps; its gradient comes back by ``backward`` steps.
+
+    Args:
+        world: the mesh.
+        value: a tensor, or ``Parts``.
+        forward, backward: steps.
+        cast: dtypes in which the value moves, and its gradient; the gradient comes back in the value's own.
+    """
+    return reshard_chunks(world, [value], forward, backward, (0,), (0,), cast=cast)[0]
 
 
 @hosted
@@ -101,12 +111,17 @@ class _Reshard(torch.autograd.Function):
         backward: Sequence[Step],
         spread: Sequence[int],
         kept: Sequence[int],
+        casts: tuple[_Dtypes, _Dtypes] | None,
         *flat: Tensor,
     ) -> tuple[Tensor, ...]:
         count = world.count
+        ctx.casts = casts
         ctx.world, ctx.forward_steps, ctx.steps = world, forward, backward
         ctx.spread, ctx.kept, ctx.given = spread, kept, len(flat) // count
-        results = world.run(forward, [flat[i * count + d] for i in spread for d in range(count)], spread)
+        moved = [part.to(casts[0][0]) for part in flat] if casts is not None else flat
+        results = world.run(forward, [moved[i * count + d] for i in spread for d in range(count)], spread)
+        if casts is not None:
+            results = [part.to(casts[0][1]) for part in results]
         found: list[Tensor] = []
         for i in kept:
             for part in results[i * count : (i + 1) * count]:
@@ -121,10 +136,15 @@ class _Reshard(torch.autograd.Function):
         source = [_represented_by(place, [places[i] for i in ctx.kept]) for place in places]
         first = [ctx.spread.index(i) for i in range(ctx.given)]
         if torch.is_grad_enabled():
-            again = _Reshard.apply(world, ctx.steps, ctx.forward_steps, source, first, *gradients)
-            return None, None, None, None, None, *again
+            casts = None if ctx.casts is None else ctx.casts[::-1]
+            again = _Reshard.apply(world, ctx.steps, ctx.forward_steps, source, first, casts, *gradients)
+            return None, None, None, None, None, None, *again
+        if ctx.casts is not None:
+            gradients = tuple(gradient.to(ctx.casts[1][0]) for gradient in gradients)
         results = world.run(ctx.steps, [gradients[i * count + d] for i in source for d in range(count)], source)
-        return None, None, None, None, None, *(results[i * count + d] for i in first for d in range(count))
+        if ctx.casts is not None:
+            results = [part.to(ctx.casts[1][1]) for part in results]
+        return None, None, None, None, None, None, *(results[i * count + d] for i in first for d in range(count))
 
 
 def _represented_by(place: tuple[int, ...], kept: Sequence[tuple[int, ...]]) -> int:
@@ -141,6 +161,7 @@ def reshard_chunks(
     spread: Sequence[int],
     kept: Sequence[int],
     op: str = "sum",
+    cast: _Dtypes | None = None,
 ) -> list[Any]:
     """``reshard`` along virtual axes too.
 
@@ -151,6 +172,7 @@ def reshard_chunks(
         spread: per chunk of the world, which of the values it has.
         kept: the chunks whose results differ.
         op: of the all-reduce; ``max`` has no gradient.
+        cast: see ``reshard``.
     """
     forward, backward = [Step(*s) for s in forward], [Step(*s) for s in backward]
     count = world.count
@@ -164,7 +186,8 @@ def reshard_chunks(
         every = world.run(forward, [flat[i * count + d] for i in spread for d in range(count)], spread)
         results = [every[i * count + d] for i in kept for d in range(count)]
     else:
-        results = _Reshard.apply(world, forward, backward, spread, kept, *flat)
+        casts = None if cast is None else ((cast[0], cast[0]), (cast[1], flat[0].dtype))
+        results = _Reshard.apply(world, forward, backward, spread, kept, casts, *flat)
     if isinstance(values[0], Parts):
         return [Parts(results[i : i + count]) for i in range(0, len(results), count)]
     return list(results)
@@ -187,9 +210,9 @@ def all_reduce(world: World, value: Any, axes: tuple[int, ...]) -> Any:
 
 
 @hosted
-def gather(world: World, value: Any, forward: Sequence[Step], backward: Sequence[Step]) -> Any:
-    """``reshard`` of a parameter that is gathered before use; the backward pass may gather it again (see ``Regather``)."""
-    result = reshard(world, value, forward, backward)
+def gather(world: World, value: Any, forward: Sequence[Step], backward: Sequence[Step], cast: _Dtypes | None = None) -> Any:
+    """``reshard`` of a parameter that is cast or gathered before use; the backward pass may do so again (``Regather``)."""
+    result = reshard(world, value, forward, backward, cast)
     if world.regather is not None and isinstance(result, Tensor):
         world.regather.register(result, value, tuple(Step(*s) for s in forward))
     return result

@@ -1,4 +1,4 @@
-"""Parameters that are gathered before use, and again for the backward pass."""
+"""Parameters that are cast or gathered before use, and again for the backward pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Regather:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, operator.call)
 
     def register(self, gathered: Tensor, source: Tensor, steps: tuple[Step, ...]) -> None:
-        """Remembers that ``gathered`` came from ``source`` by ``steps``."""
+        """Remembers that ``gathered`` came from ``source`` by a cast to its dtype, and ``steps``."""
         key = gathered.untyped_storage().data_ptr()
         self._gathered[key] = weakref.ref(gathered), source.detach(), steps
 
@@ -41,12 +41,18 @@ class Regather:
             return functools.partial(_unchanged, tensor.detach(), version_of(tensor))
         _, source, steps = entry
         start = int(tensor.storage_offset())
-        return functools.partial(self._gather, source, steps, tensor.size(), tensor.stride(), start)
+        return functools.partial(self._gather, source, tensor.dtype, steps, tensor.size(), tensor.stride(), start)
 
     def _gather(
-        self, source: Tensor, steps: tuple[Step, ...], size: torch.Size, stride: tuple[int, ...], start: int
+        self,
+        source: Tensor,
+        dtype: torch.dtype,
+        steps: tuple[Step, ...],
+        size: torch.Size,
+        stride: tuple[int, ...],
+        start: int,
     ) -> Tensor:
-        (gathered,) = self._world.run(steps, [source])
+        (gathered,) = self._world.run(steps, [source.to(dtype)])
         return gathered.as_strided(size, stride, start)
 
     def __enter__(self) -> Regather:

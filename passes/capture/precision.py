@@ -1,0 +1,194 @@
+"""Mixed precision: parameters rest in one dtype, are moved and used in a narrower, and reduce their gradients in a third.
+
+A model is captured as it runs under a policy of torch's own, with the meaning that ``fully_shard(model, mp_policy=...)``
+gives it: its parameters are seen in ``param_dtype``, what the call is given is cast to that, and buffers stay as they are.
+What is left of the policy is a `passes.graph.Cast` on each parameter's placeholder: the sharding pass casts a parameter's
+own part before it is gathered, and the gradient before it is summed. Prices count bytes by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_map
+
+from costmodel.errors import AutotpError
+from passes.capture.builder import CaptureError
+from passes.graph import Cast, where
+from passes.rules.shapes import operands_of
+from passes.rules.table import kind_of, rule_of
+
+__all__ = ["PRECISIONS", "Precision", "cast_parameters", "check_dtypes", "policy_of", "precision_name", "under"]
+
+#: What may be asked for: nothing, a name, a policy, or a policy as `precision_name` writes it.
+Precision = str | MixedPrecisionPolicy | None
+
+#: The policies with names.
+PRECISIONS: Mapping[str, MixedPrecisionPolicy] = {
+    "bf16-mixed": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "fp16-mixed": MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32),
+}
+
+_FIELDS = tuple(field.name for field in fields(MixedPrecisionPolicy))
+_SINGLE = 4
+
+
+def policy_of(precision: Precision) -> MixedPrecisionPolicy | None:
+    """The policy that is asked for; None where dtypes stay as they are.
+
+    Raises:
+        AutotpError: there is no such precision, or a policy has a dtype that is no floating-point one.
+    """
+    if precision is None or precision in ("none", "None"):
+        return None
+    found = (PRECISIONS.get(precision) or _read(precision)) if isinstance(precision, str) else precision
+    if not isinstance(found, MixedPrecisionPolicy):
+        names = ", ".join(map(repr, PRECISIONS))
+        raise AutotpError(
+            f"precision {precision!r} is unknown; choose {names}, None, or a torch.distributed.fsdp.MixedPrecisionPolicy"
+        )
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(found, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise AutotpError(
+                f"precision: {name} is {dtype!r}; give a floating-point dtype such as torch.bfloat16, or None"
+            )
+    return None if found == MixedPrecisionPolicy(cast_forward_inputs=found.cast_forward_inputs) else found
+
+
+def precision_name(precision: Precision) -> str | None:
+    """A precision as text, which `policy_of` reads: its name, or such as ``param_dtype=bfloat16``; None for none."""
+    policy = policy_of(precision)
+    if policy is None:
+        return None
+    for name, known in PRECISIONS.items():
+        if policy == known:
+            return name
+    given = [(name, getattr(policy, name)) for name in _FIELDS if getattr(policy, name) != getattr(_PLAIN, name)]
+    return " ".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in given)
+
+
+_PLAIN = MixedPrecisionPolicy()
+
+
+def _read(text: str) -> MixedPrecisionPolicy | None:
+    """The inverse of `precision_name` for policies without a name; None for any other text."""
+    given: dict[str, Any] = {}
+    for part in text.split():
+        name, _, value = part.partition("=")
+        if name not in _FIELDS or not value:
+            return None
+        known = {"True": True, "False": False, "None": None} if name == "cast_forward_inputs" else {"None": None}
+        given[name] = known[value] if value in known else getattr(torch, value, value)
+    return MixedPrecisionPolicy(**given) if given else None
+
+
+def cast_parameters(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, Cast]:
+    """Name of each parameter that a policy concerns -> its dtypes.
+
+    A batch norm with running statistics keeps its parameters as they are: torch's kernels read them in the statistics'
+    dtype alone. That is what FSDP2 does where such a module is wrapped by itself, with a policy without ``param_dtype``.
+
+    Args:
+        model: before it is captured.
+        policy: the policy.
+
+    Raises:
+        AutotpError: a parameter rests in too narrow a dtype for the policy.
+    """
+    found: dict[str, Cast] = {}
+    apart = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, _BatchNorm) and module.track_running_stats
+        for parameter in module.parameters(recurse=False)
+    }
+    for name, parameter in model.named_parameters():
+        rests = parameter.dtype
+        if not rests.is_floating_point:
+            continue
+        used = rests if policy.param_dtype is None or id(parameter) in apart else policy.param_dtype
+        if policy.param_dtype is not None and rests.itemsize < _SINGLE:
+            raise AutotpError(
+                f"precision: parameter {name} is {_short(rests)} already, so the optimizer has no wider one to step beside "
+                f"those in {_short(policy.param_dtype)}: call model.float() first, or leave precision out to train in the "
+                "model's own dtypes (for their gradients' sums alone: MixedPrecisionPolicy(reduce_dtype=torch.float32))"
+            )
+        reduced = policy.reduce_dtype or used
+        if used is not rests or reduced is not rests:
+            found[name] = Cast(rests, used, reduced)
+    return found
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@contextlib.contextmanager
+def under(model: nn.Module, policy: MixedPrecisionPolicy, casts: Mapping[str, Cast]) -> Iterator[None]:
+    """While it lasts, the model runs as the policy says: it has parameters without values, in the dtypes of ``casts``."""
+    tensors = dict(model.named_parameters())
+    swapped: dict[str, Tensor] = {
+        name: nn.Parameter(torch.empty_like(tensors[name], dtype=cast.used), requires_grad=tensors[name].requires_grad)
+        for name, cast in casts.items()
+        if cast.there
+    }
+    hooks = []
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        before = _cast_to(policy.param_dtype)
+        hooks.append(
+            model.register_forward_pre_hook(
+                lambda _, args, kwargs: (before(args), before(kwargs)), prepend=True, with_kwargs=True
+            )
+        )
+    if policy.output_dtype is not None:
+        after = _cast_to(policy.output_dtype)
+        hooks.append(model.register_forward_hook(lambda _, __, outputs: after(outputs)))
+    try:
+        with _reparametrize_module(model, swapped, tie_weights=True):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def check_dtypes(graph: fx.Graph, policy: MixedPrecisionPolicy) -> None:
+    """Looks for operators of a captured graph that have no kernel for their operands' dtypes; fake tensors do not.
+
+    Raises:
+        CaptureError: there is one, because the policy casts one operand and not another.
+    """
+    for node in graph.nodes:
+        kind = kind_of(node) if node.op == "call_function" and rule_of(node) is not None else ""
+        dtypes = [n.meta["val"].dtype for n in operands_of(node)] if kind in _UNIFORM or kind == "norm" else []
+        dtypes = [dtype for dtype in dtypes if dtype.is_floating_point]
+        # A norm may have its weights, and all of them, in float32 beside narrower activations.
+        beside = set(dtypes[1:]) == {torch.float32} and kind == "norm"
+        if len(set(dtypes)) > 1 and not beside:
+            found = ", ".join(map(_short, dtypes))
+            raise CaptureError(
+                f"{where(node)}: precision {precision_name(policy)!r} and the model contradict each other: {node.target} "
+                f"reads {found}. Try: cast_forward_inputs=True, so that inputs have the parameters' dtype; "
+                ".to(weight.dtype) where the model makes a tensor of a dtype of its own; or no precision"
+            )
+
+
+#: Kinds of operators whose kernels want all operands in one dtype.
+_UNIFORM = ("product", "convolution", "attention")
+
+
+def _cast_to(dtype: torch.dtype) -> Any:
+    """Casts what is floating-point of a structure of tensors."""
+
+    def one(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return lambda tree: tree_map(one, tree)
