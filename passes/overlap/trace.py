@@ -232,7 +232,8 @@ def _like(tensor: Tensor) -> Tensor:
 
 def _gathered(sharded: fx.GraphModule) -> list[str]:
     """Names of the placeholders that `passes.world.ops.gather` reads."""
-    return [str(n.args[1].target) for n in sharded.graph.nodes if n.target is ops.gather]  # type: ignore[union-attr]
+    sources: Iterable[Any] = (node.args[1] for node in sharded.graph.nodes if node.target is ops.gather)
+    return [str((n.args[0] if n.target is ops.ending else n).target) for n in sources]
 
 
 def _mutates(node: fx.Node) -> bool:
