@@ -15,13 +15,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from autotp.errors import AutotpError
+from autotp.runtime.compiled import Program
 from autotp.runtime.interpreter import execute
+from autotp.runtime.schedules import Schedules
 from passes.layouts.layout import take
 from passes.sharding.deferral import Cut, Deferred, defer
 from passes.world.ops import Parts
 from passes.world.world import World
 
-__all__ = ["Accumulating", "Accumulation", "in_order"]
+__all__ = ["Accumulating", "Accumulation"]
 
 
 class Accumulation:
@@ -44,7 +46,7 @@ class Accumulation:
     def deferred(self) -> Deferred:
         """The graphs of inner steps."""
         made = defer(self.sharded, self.parameters)
-        made.inner.world = made.mirrors.world = self.world
+        made.inner.world = made.last.world = made.mirrors.world = self.world
         return made
 
     @property
@@ -67,6 +69,43 @@ class Accumulation:
             for sink in sinks:
                 sink.grad = None
 
+    def scheduled(
+        self, schedules: Schedules, values: Mapping[str, Any], parameters: Mapping[str, Tensor]
+    ) -> Sequence[Any] | None:
+        """The outputs of the pass that begins, by scheduled graphs; None if these cannot be.
+
+        Args:
+            schedules: of the sharded graph.
+            values, parameters: see ``values``.
+        """
+        if not self.defers:
+            return schedules.run(values)
+        ending = self.values(values, parameters)
+        if not self.syncing:
+            return schedules.run(ending, Program(self.deferred.inner, {}, self.take))
+        sinks = {cut.name: ending[cut.name] for cut in self.deferred.cuts}
+        return schedules.run(values, Program(self.deferred.last, sinks, self.take))
+
+    def inner(self, values: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> Sequence[Any]:
+        """The outputs of an inner step, as autograd runs it; see ``values``."""
+        graph, ending = self.deferred.inner, self.values(values, parameters)
+        if any(isinstance(value, Parts) for value in ending.values()):
+            return execute(graph, self.world, ending)
+        return graph(*_in_order(graph, ending))
+
+    def take(self, name: str) -> list[Tensor]:
+        """What waits at a cut, on every device of this process; it waits no longer. Empty where nothing does."""
+        sinks = self._sinks[name]
+        found = [sink.grad for sink in sinks]
+        for sink in sinks:
+            sink.grad = None
+        if all(gradient is None for gradient in found):
+            return []
+        return [
+            torch.zeros_like(s, memory_format=torch.contiguous_format) if g is None else g
+            for g, s in zip(found, sinks, strict=True)
+        ]
+
     def values(self, values: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
         """The inputs of the graph of inner steps, from those of the sharded graph.
 
@@ -82,9 +121,10 @@ class Accumulation:
         if self.waiting:
             changed = [self.parameters[name] for name, version in versions.items() if version != self._versions.get(name)]
             if changed:
-                shown = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
+                more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
                 raise AutotpError(
-                    f"parameters were changed while gradients of steps under no_sync() wait to be reduced: {shown}. Run the "
+                    f"parameters were changed while gradients of steps under no_sync() wait to be reduced: "
+                    f"{', '.join(changed[:4])}{more}. Run the "
                     "last forward and backward pass of an accumulated step outside no_sync(), before optimizer.step(); or "
                     "drop these gradients by the module's zero_grad()"
                 )
@@ -136,10 +176,7 @@ class Accumulation:
             sinks = self._sinks[cut.name]
             given[cut.name] = Parts(sink.detach() for sink in sinks) if hosted else sinks[0].detach()
         with torch.enable_grad():
-            if hosted:
-                found = execute(mirrors, self.world, given)
-            else:
-                found = mirrors(*in_order(mirrors, given))
+            found = execute(mirrors, self.world, given) if hosted else mirrors(*_in_order(mirrors, given))
         ends, gradients = [], []
         for cut, value in zip(self.deferred.cuts, found, strict=True):
             for part, sink in zip(value if hosted else [value], self._sinks[cut.name], strict=True):
@@ -150,7 +187,7 @@ class Accumulation:
         torch.autograd.backward(ends, gradients)
 
 
-def in_order(module: fx.GraphModule, values: Mapping[str, Any]) -> list[Any]:
+def _in_order(module: fx.GraphModule, values: Mapping[str, Any]) -> list[Any]:
     """The values of a graph's placeholders, as it takes them."""
     return [values[str(node.target)] for node in module.graph.nodes if node.op == "placeholder"]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from autotp.errors import AutotpError
 from autotp.runtime.disjoint import Disjoint
@@ -18,13 +18,30 @@ from passes.overlap.stage import Faster, Stages
 from passes.world.ops import Parts
 from passes.world.regather import version_of
 
-__all__ = ["Compiled", "Overlap", "Plain", "Runner"]
+__all__ = ["Compiled", "Overlap", "Plain", "Program", "Runner"]
 
 #: Runs one of the two graphs: a list of its inputs, which it empties -> its outputs.
 Runner = Callable[[list[Any]], Sequence[Any]]
 
 
 Plain = Callable[[int, Sequence[Parts]], Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A variant of a sharded graph.
+
+    Attributes:
+        graph: it.
+        waiting: name -> a tensor, or ``Parts``, like it, of the values that it returns behind the outputs, to which
+            gradients come from elsewhere too.
+        take: gives such a value's gradients, of each device of this process, when a backward pass begins; none: there is
+            none.
+    """
+
+    graph: fx.GraphModule
+    waiting: Mapping[str, Any]
+    take: Callable[[str], Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +85,17 @@ class Compiled:
     without: Callable[[frozenset[int]], Runner]
     plain: Plain
 
-    def __call__(self, seed: int, inputs: Sequence[Any]) -> list[Any]:
+    def __call__(self, seed: int, inputs: Sequence[Any], program: Program | None = None) -> list[Any]:
         """The outputs of the sharded graph; gradients flow to the trained inputs.
 
         Args:
             seed: for random operators.
             inputs: of the sharded graph; each a tensor, or ``Parts``.
+            program: what the graphs were made of, if it is no ordinary step.
         """
         hosted = next((len(value) for value in inputs if isinstance(value, Parts)), 0)
         flat = [part for value in inputs for part in value] if hosted else inputs
-        return _grouped(_Pass.apply(self, seed, hosted, *flat), hosted)
+        return _grouped(_Pass.apply(self, seed, hosted, program, *flat), hosted)
 
 
 def _grouped(flat: Sequence[Any], hosted: int) -> list[Any]:
@@ -91,10 +109,12 @@ class _Pass(torch.autograd.Function):
     """One forward pass, and its backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, compiled: Compiled, seed: int, hosted: int, *inputs: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, compiled: Compiled, seed: int, hosted: int, program: Program | None, *inputs: Tensor
+    ) -> tuple[Any, ...]:
         joint = compiled.graphs.joint
         results = list(compiled.forward([*_grouped(inputs, hosted), seed]))
-        ctx.compiled, ctx.seed, ctx.hosted = compiled, seed, hosted
+        ctx.compiled, ctx.seed, ctx.hosted, ctx.program = compiled, seed, hosted, program
         ctx.inputs, ctx.versions = inputs, [version_of(tensor) for tensor in inputs]
         outputs, saved = results[: joint.outputs], results[joint.outputs :]
         given = {id(tensor) for tensor in inputs}
@@ -122,9 +142,11 @@ class _Pass(torch.autograd.Function):
         joint, hosted = ctx.compiled.graphs.joint, ctx.hosted
         count = max(hosted, 1)
         if torch.is_grad_enabled():
-            return None, None, None, *_differentiable(ctx, gradients)
+            return None, None, None, None, *_differentiable(ctx, gradients)
         mine = [gradients[i * count + d] for i in joint.tangents for d in range(count)]
-        missing = frozenset(i for i in range(len(joint.tangents)) if mine[i * count] is None)
+        for name in joint.waiting:
+            mine += ctx.program.take(name) or [None] * count
+        missing = frozenset(i for i in range(len(mine) // count) if mine[i * count] is None)
         run = ctx.compiled.without(missing) if missing else ctx.compiled.backward
         flat = [None if gradient is None else gradient.resolve_conj().resolve_neg().contiguous() for gradient in mine]
         disjoint = Disjoint(gradient for gradient in flat if gradient is not None)
@@ -139,7 +161,7 @@ class _Pass(torch.autograd.Function):
                 continue
             for d, part in enumerate(gradient if isinstance(gradient, Parts) else [gradient]):
                 found[i * count + d] = disjoint.own(part)
-        return None, None, None, *found
+        return None, None, None, None, *found
 
 
 def _freed(ctx: Any) -> bool:

@@ -16,7 +16,7 @@ from torch.fx.graph import PythonCode
 
 from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
-from autotp.runtime.accumulation import Accumulating, Accumulation, in_order
+from autotp.runtime.accumulation import Accumulating, Accumulation
 from autotp.runtime.compiled import Overlap
 from autotp.runtime.modes import OneMode, different_otherwise, plain_attributes, training_only
 from autotp.runtime.output_guard import guard, made_of
@@ -135,15 +135,14 @@ class DistributedModule(Accumulating, OneMode, fx.GraphModule):
         captured = self._captured
         inputs = self._signature.flatten(args, kwargs)
         parameters = self._own_parameters()
-        accumulation, world, program = self._accumulation, self.get_submodule(_WORLD), None
+        accumulation, world, results = self._accumulation, self.get_submodule(_WORLD), None
         values = self._values(parameters, inputs) if self._overlapping is not None or accumulation.defers else {}
-        if accumulation.defers:
-            program, values = accumulation.deferred.inner, accumulation.values(values, parameters)
-        results = self._overlapping.run(values, program) if self._overlapping is not None else None
+        if self._overlapping is not None:
+            results = accumulation.scheduled(self._overlapping, values, parameters)
         scheduled = results is not None
         if results is None:
             with Regather(world) if torch.is_grad_enabled() else nullcontext():  # type: ignore[arg-type]
-                results = self._sharded(*inputs) if program is None else program(*in_order(program, values))  # type: ignore[operator]
+                results = accumulation.inner(values, parameters) if accumulation.defers else self._sharded(*inputs)  # type: ignore[operator]
         with torch.no_grad():
             for name, value in zip(captured.mutations, results[captured.outputs :], strict=True):
                 self.get_buffer(captured.buffers[name]).copy_(value)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from autotp.errors import AutotpError
-from autotp.runtime.compiled import Compiled, Overlap, Plain, Runner
+from autotp.runtime.compiled import Compiled, Overlap, Plain, Program, Runner
 from autotp.runtime.interpreter import Lockstep, execute
 from autotp.runtime.strides import Arranged, as_traced
 from passes.overlap import Halves, Overlapped, halves
@@ -177,12 +177,12 @@ class Schedules:
         self.known: dict[Hashable, Compiled | None] = {}
         self.cast = False  # said already
 
-    def run(self, values: Mapping[str, Any], program: fx.GraphModule | None = None) -> Sequence[Any] | None:
+    def run(self, values: Mapping[str, Any], program: Program | None = None) -> Sequence[Any] | None:
         """The sharded graph's outputs for these values of its placeholders; None if it is to run as it is.
 
         Args:
             values: of the placeholders.
-            program: another graph of the same inputs, and some of its own, which is run instead.
+            program: what is run instead of the graph of an ordinary step; it may have inputs of its own.
         """
         firsts = [_first(value) for value in values.values()]
         if any(torch.is_autocast_enabled(device) for device in {tensor.device.type for tensor in firsts}):
@@ -193,24 +193,27 @@ class Schedules:
         trained = _trained_among(values)
         key = trained, tuple((tensor.dtype, tensor.stride()) for tensor in firsts)
         if program is not None:
-            key = program, *key
+            key = program.graph, *key
         if key not in self.known:
-            self.known[key] = self._compiled(program or self.sharded, values, trained)
+            self.known[key] = self._compiled(program, values, trained)
         found = self.known[key]
         if found is None:
             return None
         seed = self.world.next_seed() if self.draws else 0
-        return found(seed, [values[name] for name in found.graphs.joint.inputs])
+        return found(seed, [values[name] for name in found.graphs.joint.inputs], program)
 
-    def _compiled(self, sharded: fx.GraphModule, values: Mapping[str, Any], trained: frozenset[str]) -> Compiled | None:
+    def _compiled(self, program: Program | None, values: Mapping[str, Any], trained: frozenset[str]) -> Compiled | None:
         """The scheduled graphs for such values; None, in every process, where there are none: the graph runs as it is."""
         devices = self.world.hosted[:1] if self.even else self.world.hosted
         lockstep = any(isinstance(value, Parts) for value in values.values())
+        sharded = self.sharded if program is None else program.graph
+        waiting = {} if program is None else dict(program.waiting)
 
         def make() -> Traced:
             mesh, given = self.world.mesh_shape, dict(values)
             return {
-                at: halves(sharded, mesh, at, part_of(given, index), trained).choices() for index, at in enumerate(devices)
+                at: halves(sharded, mesh, at, part_of(given, index), trained, part_of(waiting, index)).choices()
+                for index, at in enumerate(devices)
             }
 
         try:

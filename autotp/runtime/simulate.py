@@ -97,13 +97,14 @@ class Simulated(Accumulating, OneMode):
         captured, resting = self.rewritten.captured, self.rewritten.resting
         whole = captured.values(self, args, kwargs)
         parts = {name: distribute(name, tensor, resting(name), self.world) for name, tensor in whole.items()}
-        accumulation, program = self._accumulation, None
-        if accumulation.defers:
-            program = accumulation.deferred.inner
-            parts = accumulation.values(parts, {name: whole[name] for name in captured.parameters})
-        outputs = self._schedules.run(parts, program) if self._schedules is not None else None
-        if outputs is None:
-            outputs = execute(program or self.rewritten.graph_module, self.world, parts)
+        accumulation, outputs = self._accumulation, None
+        parameters = {name: whole[name] for name in captured.parameters}
+        if self._schedules is not None:
+            outputs = accumulation.scheduled(self._schedules, parts, parameters)
+        if outputs is None and accumulation.defers:
+            outputs = accumulation.inner(parts, parameters)
+        elif outputs is None:
+            outputs = execute(self.rewritten.graph_module, self.world, parts)
         for name, new in zip(captured.mutations, outputs[captured.outputs :], strict=True):
             with torch.no_grad():
                 whole[name].copy_(assemble([p.detach() for p in new], whole[name].shape, resting(name), self.world))

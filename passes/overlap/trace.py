@@ -108,7 +108,8 @@ class Joint:
         regathered: positions of the parameters that are gathered before use, and again for the backward pass.
         outputs: how many outputs the sharded graph has.
         tangents: positions of the outputs that have a gradient.
-        reached: per gradient, from which of ``tangents``, by their numbers, autograd comes to its input.
+        reached: per gradient, from which of ``tangents`` and ``waiting``, by their numbers, autograd comes to its input.
+        waiting: names of the values inside that have a gradient from elsewhere; it is given behind those of the outputs.
     """
 
     graph: fx.Graph
@@ -119,6 +120,7 @@ class Joint:
     outputs: int
     tangents: tuple[int, ...]
     reached: tuple[frozenset[int], ...]
+    waiting: tuple[str, ...] = ()
 
 
 def trace(
@@ -127,6 +129,7 @@ def trace(
     at: tuple[int, ...],
     inputs: Mapping[str, Tensor],
     trained: frozenset[str],
+    waiting: Mapping[str, Tensor] | None = None,
 ) -> Joint:
     """Traces a sharded graph for the device at ``at``.
 
@@ -136,6 +139,8 @@ def trace(
         at: the device's coordinates.
         inputs: placeholder -> a tensor of the shape, dtype and device of this device's part; only that is read.
         trained: placeholders whose gradients are wanted; none of them: the graph is the forward pass alone.
+        waiting: name -> a tensor like it, of the values that the graph returns behind its outputs, to which gradients come
+            from elsewhere too (see ``passes.sharding.deferral.Deferred.last``).
 
     Raises:
         Untraceable: the graph reads values while it runs, or draws random numbers in a way that is not known here.
@@ -144,6 +149,8 @@ def trace(
     wanted = tuple(i for i, name in enumerate(names) if name in trained)
     world = _TracedWorld(mesh, at)
     tangents: list[int] = []
+    inside = dict(waiting or {})
+    awaited: list[str] = []
     reached: list[frozenset[int]] = [frozenset()] * len(wanted)
 
     # Outputs are whole, so their gradients' shapes are known before the graph has run.
@@ -152,16 +159,21 @@ def trace(
 
     def joint(*flat: Tensor) -> list[Any]:
         values, seed, gradients = flat[: len(names)], flat[len(names)], flat[len(names) + 1 :]
+        gradients, others = gradients[: len(floating)], dict(zip(inside, gradients[len(floating) :], strict=True))
         with torch.set_grad_enabled(bool(wanted)):
             live = [v.detach().requires_grad_(i in wanted) for i, v in enumerate(values)]
             world.seed_value = seed
             outputs = list(sharded.forward(*live))  # without the hooks that a module has
+            cuts = dict(zip(inside, outputs[len(outputs) - len(inside) :], strict=True))
+            del outputs[len(outputs) - len(inside) :]
             found: Sequence[Any] = ()
             tangents[:] = [i for i in floating if outputs[i].requires_grad]
+            awaited[:] = [name for name, value in cuts.items() if value.requires_grad]
             if tangents:
-                ends = [outputs[i] for i in tangents]
+                ends = [*(outputs[i] for i in tangents), *(cuts[name] for name in awaited)]
                 reached[:] = _reached(ends, [live[i] for i in wanted])
                 given = [gradients[floating.index(i)].to(outputs[i].dtype) for i in tangents]
+                given += [others[name].to(cuts[name].dtype) for name in awaited]
                 found = torch.autograd.grad(ends, [live[i] for i in wanted], given, allow_unused=True)
         return [*(o.detach() if isinstance(o, Tensor) else o for o in outputs), *found]
 
@@ -170,6 +182,7 @@ def trace(
             parts = [_like(inputs[name]) for name in names]
             seed = torch.empty((), dtype=torch.int64)
             values = [note_of(output).values[i] for i in floating]
+            values += inside.values()
             flat = [*parts, seed, *(torch.empty(v.shape, dtype=v.dtype, device=parts[0].device) for v in values)]
             module = make_fx(joint)(*flat)
             if any(_mutates(node) for node in module.graph.nodes):
@@ -190,14 +203,15 @@ def trace(
     finally:
         sharded.world = previous
     spare = [n for n in module.graph.nodes if n.op == "placeholder"][len(names) + 1 :]
-    for i, node in zip(floating, spare, strict=True):
-        if i not in tangents:
+    for end, node in zip((*floating, *inside), spare, strict=True):
+        if end not in tangents and end not in awaited:
             module.graph.erase_node(node)
     _tidy(module.graph)
     regathered = tuple(names.index(name) for name in _gathered(sharded) if name in names)
     constants = {str(n.target): getattr(module, str(n.target)) for n in module.graph.nodes if n.op == "get_attr"}
     outputs = len(note_of(output).values)
-    return Joint(module.graph, constants, names, wanted, regathered, outputs, tuple(tangents), tuple(reached))
+    ends = tuple(tangents), tuple(reached), tuple(awaited)
+    return Joint(module.graph, constants, names, wanted, regathered, outputs, *ends)
 
 
 def _device(tensors: Iterable[Tensor]) -> AbstractContextManager[Any]:

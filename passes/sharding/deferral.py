@@ -1,17 +1,18 @@
 """Gradients that are not reduced yet: the programs of the inner steps of an accumulated one.
 
-What depends on parameters alone is the same in every micro-batch. So the gradient that arrives at such a value may be added
-up where it arrives, over all micro-batches, and go the rest of its way once. `defer` cuts a sharded graph at every parameter
-that is read, and behind every reshard of such a value whose mirror communicates: there a gradient is still the local sum
-of what one device's readers gave, partial along the axes that would be reduced. In the graph of the inner steps the
-gradient ends at the cut, in a placeholder of its own; autograd adds up what arrives there. Another graph is what lies
-between the parameters and the cuts, whose backward pass reduces the sums.
+What depends on parameters alone is the same in every micro-batch. So the gradient that arrives at such a value may be
+added up where it arrives, over all micro-batches, and go the rest of its way once. `defer` cuts a sharded graph at every
+parameter, and behind every reshard of such a value whose mirror communicates: there a gradient is still the local sum of
+what one device's readers gave, partial along the axes that would be reduced. In the graph of the inner steps the gradient
+ends at the cut, in a placeholder of its own, where autograd adds up what arrives. Another graph is what lies between the
+parameters and the cuts; its backward pass reduces the sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, fx
 
@@ -47,12 +48,15 @@ class Deferred:
     Attributes:
         inner: the sharded graph, whose gradients end at the cuts: a placeholder for each comes after the others, of the
             value's local shape, whose numbers nobody reads.
+        last: the sharded graph, which returns the values at the cuts behind its outputs: what waits there is a gradient of
+            these, and is reduced with the gradients of the last step.
         mirrors: parameters, then the same placeholders -> the values at the cuts, whose gradients go on to parameters. The
             numbers of these values mean nothing.
         cuts: in the graph's order.
     """
 
     inner: fx.GraphModule
+    last: fx.GraphModule
     mirrors: fx.GraphModule
     cuts: tuple[Cut, ...]
 
@@ -66,11 +70,11 @@ def defer(sharded: fx.GraphModule, parameters: Collection[str]) -> Deferred:
     """
     fixed = _fixed(sharded.graph, parameters)
     cuts = {node: _cut(node, fixed[node]) for node in fixed if _ends(node)}
-    inner, mirrors = _inner(sharded.graph, cuts), _mirrors(sharded.graph, fixed, cuts)
+    inner, last, mirrors = _inner(sharded.graph, cuts), _last(sharded.graph, cuts), _mirrors(sharded.graph, fixed, cuts)
     names = {name for cut in cuts.values() for name in cut.parameters}
     for unused in [n for n in mirrors.nodes if n.op == "placeholder" and n.target in set(parameters) - names]:
         mirrors.erase_node(unused)
-    modules = (fx.GraphModule(sharded, graph, class_name="Sharded") for graph in (inner, mirrors))
+    modules = (fx.GraphModule(sharded, graph, class_name="Sharded") for graph in (inner, last, mirrors))
     return Deferred(*modules, tuple(cuts.values()))
 
 
@@ -120,6 +124,14 @@ def _inner(source: fx.Graph, cuts: Mapping[fx.Node, Cut]) -> fx.Graph:
         if node in cuts:
             values[node] = graph.call_function(ops.ending, (plain[node], sinks[node]))
             values[node].meta = dict(node.meta)
+    graph.lint()
+    return graph
+
+
+def _last(source: fx.Graph, cuts: Collection[fx.Node]) -> fx.Graph:
+    graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    outputs: Any = graph.graph_copy(source, values)
+    graph.output((*outputs, *(values[node] for node in cuts))).meta = dict(source.output_node().meta)
     graph.lint()
     return graph
 
