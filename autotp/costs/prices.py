@@ -44,6 +44,8 @@ class Prices:
         together: bytes of all parameters, which travel together as their gradients do, so that latency counts little
             (`passes.overlap.bucket`), and all_reduces go in stages where that is faster (`passes.overlap.stage`); 0: each
             travels alone.
+        accumulate: how many micro-batches a step has. What ``reshard`` gives is for a whole step, of which gradients of
+            parameters are reduced once; all else here is for one micro-batch.
     """
 
     def __init__(
@@ -55,9 +57,10 @@ class Prices:
         optimizer: str = "adamw",
         chunks: tuple[int, ...] = (),
         together: float = 0.0,
+        accumulate: int = 1,
     ) -> None:
         self.topology, self.devices, self.train, self.optimizer = topology, mesh, train, optimizer
-        self.mesh, self.together = (*mesh, *chunks), together
+        self.mesh, self.together, self.accumulate = (*mesh, *chunks), together, accumulate
         self.collective = lru_cache(maxsize=None)(self._collective)
         self.moving = lru_cache(maxsize=None)(self._moving)
         self.contention = lru_cache(maxsize=None)(self._contention)
@@ -190,15 +193,22 @@ class Prices:
     def reshard(
         self, value: torch.Tensor, have: Layout, want: Want, *, gradient: bool, regather: bool, parameter: bool = False
     ) -> Price:
-        """One tensor's reshard with its mirror; ``regather``: it is gathered again for the backward pass."""
+        """One tensor's reshards in a step, with their mirrors; ``regather``: it is gathered again for the backward pass."""
         shape, itemsize = tuple(value.shape), value.element_size()
         there = self.moving(shape, itemsize, have, want.layout, parameter)
         if self.train and regather and there.communication:
             there = there.plus(there.backward)
+        if self.accumulate > 1:
+            there = there.times(self.accumulate)
         if not (self.train and gradient):
             return there
-        back = self.moving(shape, itemsize, want.gradient, gradient_of(have), parameter)
-        return there.plus(back.backward)
+        back = self.returning(value, have, want, parameter=parameter)
+        return there.plus(back if parameter or self.accumulate == 1 else back.times(self.accumulate))
+
+    def returning(self, value: torch.Tensor, have: Layout, want: Want, *, parameter: bool = False) -> Price:
+        """The mirror of one tensor's reshard, once: how its gradient comes back."""
+        shape, itemsize = tuple(value.shape), value.element_size()
+        return self.moving(shape, itemsize, want.gradient, gradient_of(have), parameter).backward
 
     def work(self, space: Space, flop: float, *, gradient: bool) -> compute.Work | None:
         """What one device computes of an operator, forward and backward, ``[S]``; None where there is nothing to do."""

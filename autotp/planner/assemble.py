@@ -77,13 +77,14 @@ class _Assembly:
         self.structure, self.prices, self.panelled, self.either = structure, prices, panelled, either
         self.weights = weights
         self.mesh = prices.mesh
+        self.kinds = {weights.forward, weights.backward, weights.reductions}
         self.by_key: dict[object, tuple[np.ndarray, np.ndarray]] = {}
         self.kept: dict[int, np.ndarray] = {}
 
     def run(self, memory_bound: float) -> Assembled:
         nodes = [self.node(node, choice, count) for node, choice, count in self.structure.nodes]
         self.tariffs: dict[tuple[bool, Weight, float], Tariff] = {}
-        for parameter, weight in itertools.product((False, True), {self.weights.forward, self.weights.backward}):
+        for parameter, weight in itertools.product((False, True), self.kinds):
             sizes = list(dict.fromkeys(_size(edge) for edge in self.structure.edges if edge.parameter == parameter))
             found = Tariff.of(sizes, self.mesh, self.pay(parameter, weight)) if sizes else []
             self.tariffs |= {(parameter, weight, size): tariff for size, tariff in zip(sizes, found, strict=True)}
@@ -128,7 +129,7 @@ class _Assembly:
         seconds = ((1 - late) * forward.compute + late * backward.compute) * compute
         seconds = seconds + (1 - inner_late) * forward.of(spent, parameter=False)
         seconds = seconds + inner_late * backward.of(spent, parameter=False)
-        return np.where(valid, seconds, np.inf), memory
+        return np.where(valid, self.prices.accumulate * seconds, np.inf), memory
 
     def layouts(self, rest: Rest, pins: Sequence[Requirement]) -> tuple[np.ndarray, np.ndarray]:
         """Where something may rest, and the bytes of its state there."""
@@ -195,16 +196,18 @@ class _Assembly:
             tariff = self.tariffs[edge.parameter, weight, _size(edge)]
             return pricer.seconds(shape, itemsize, have, want, self.mesh, tariff, self.pay(edge.parameter, weight))
 
-        forward, backward = self.weights.forward, self.weights.backward
-        found = seconds(edge.rows, edge.wants, forward)
+        forward, backward, times = self.weights.forward, self.weights.backward, self.prices.accumulate
+        found = times * seconds(edge.rows, edge.wants, forward)
         if not self.prices.train:
             return found
         if regather.any():
-            again = found if forward == backward else seconds(edge.rows, edge.wants, backward)
+            again = found if forward == backward else times * seconds(edge.rows, edge.wants, backward)
             found = np.where(regather, found + again, found)
         if edge.trained:
             back = np.where(edge.rows == PARTIAL, WHOLE, edge.rows)
-            found = found + seconds(edge.gradients, back, backward).T
+            if edge.parameter:  # reduced once, by the last micro-batch
+                return found + seconds(edge.gradients, back, self.weights.reductions).T
+            found = found + times * seconds(edge.gradients, back, backward).T
         return found
 
 

@@ -102,6 +102,7 @@ def describe_plan(found: Found, sums: Sums, *, hides: bool, **fields: Any) -> Pl
         predicted=sums.predicted(hides, found.memory),
         model_hash=fingerprint(captured),
         optimizer=prices.optimizer,
+        accumulate=prices.accumulate,
         **fields,
     )
 

@@ -53,6 +53,7 @@ def plan(
     mode: str = Options.mode,
     memory: float | None = Options.memory,
     optimizer: str = Options.optimizer,
+    accumulate: int = Options.accumulate,
     panels: int | None = Options.panels,
     chunks: Mapping[str, int] | None = Options.chunks,
     schedule: str = Options.schedule,
@@ -65,7 +66,7 @@ def plan(
         model: any module that ``torch.export`` takes, unmodified.
         topology: a ``Topology``, or the name or path of one.
         args, kwargs: example inputs of the global batch; left out, a Hugging Face model's ``dummy_inputs`` serve.
-        strategy, mesh, mode, memory, optimizer, panels, chunks, schedule, constraints, time_limit: see
+        strategy, mesh, mode, memory, optimizer, accumulate, panels, chunks, schedule, constraints, time_limit: see
             `autotp.plans.options.Options`.
 
     Returns:
@@ -84,6 +85,7 @@ def plan(
         mode=mode,
         memory=memory,
         optimizer=optimizer,
+        accumulate=accumulate,
         panels=panels,
         chunks=chunks,
         schedule=schedule,
@@ -218,7 +220,9 @@ def plan_captured(captured: Captured, topology: Topology, options: Options, stat
 
     try:
         if hides:
-            found, floor = least_step(search, lambda one: one.priced.sums, depth_of(model), contest.deadline)
+            found, floor = least_step(
+                search, lambda one: one.priced.sums, depth_of(model), contest.deadline, options.accumulate
+            )
         else:
             found = search(EVEN)
             floor = found.floor

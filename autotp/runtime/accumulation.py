@@ -157,21 +157,22 @@ class Accumulation:
         """
 
         def begun(_: Any) -> None:
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.reduce(values()))  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.reduce(values))  # type: ignore[attr-defined]
 
         for node in {output.grad_fn for output in outputs if isinstance(output, Tensor) and output.grad_fn is not None}:
             node.register_prehook(begun)
 
-    def reduce(self, values: Mapping[str, Any]) -> None:
+    def reduce(self, values: Callable[[], Mapping[str, Any]]) -> None:
         """Reduces the gradients that wait, which the parameters' own gradients then have.
 
         Args:
-            values: placeholder -> the parameter's part.
+            values: see ``watch``.
         """
         if not self.waiting:
             return
-        mirrors, given = self.deferred.mirrors, dict(values)
-        hosted = any(isinstance(value, Parts) for value in values.values())
+        with torch.enable_grad():  # which is off at the end of a backward pass
+            mirrors, given = self.deferred.mirrors, dict(values())
+        hosted = any(isinstance(value, Parts) for value in given.values())
         for cut in self.deferred.cuts:
             sinks = self._sinks[cut.name]
             given[cut.name] = Parts(sink.detach() for sink in sinks) if hosted else sinks[0].detach()

@@ -191,9 +191,8 @@ class Schedules:
             self.cast = True
             return None  # what is cast where depends on the context of each call
         trained = _trained_among(values)
-        key = trained, tuple((tensor.dtype, tensor.stride()) for tensor in firsts)
-        if program is not None:
-            key = program.graph, *key
+        graph = self.sharded if program is None else program.graph
+        key = graph, trained, tuple((tensor.dtype, tensor.stride()) for tensor in firsts)
         if key not in self.known:
             self.known[key] = self._compiled(program, values, trained)
         found = self.known[key]

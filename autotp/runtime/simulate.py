@@ -117,8 +117,7 @@ class Simulated(Accumulating, OneMode):
     def _parameter_parts(self, whole: Mapping[str, Tensor]) -> dict[str, Parts]:
         """Every device's parts of the parameters alone."""
         resting = self.rewritten.resting
-        with torch.enable_grad():
-            return {n: distribute(n, whole[n], resting(n), self.world) for n in self.rewritten.captured.parameters}
+        return {n: distribute(n, whole[n], resting(n), self.world) for n in self.rewritten.captured.parameters}
 
 
 @functools.cache

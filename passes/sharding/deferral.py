@@ -74,8 +74,8 @@ def defer(sharded: fx.GraphModule, parameters: Collection[str]) -> Deferred:
     names = {name for cut in cuts.values() for name in cut.parameters}
     for unused in [n for n in mirrors.nodes if n.op == "placeholder" and n.target in set(parameters) - names]:
         mirrors.erase_node(unused)
-    modules = (fx.GraphModule(sharded, graph, class_name="Sharded") for graph in (inner, last, mirrors))
-    return Deferred(*modules, tuple(cuts.values()))
+    first, second, third = (fx.GraphModule(sharded, graph, class_name="Sharded") for graph in (inner, last, mirrors))
+    return Deferred(first, second, third, tuple(cuts.values()))
 
 
 def _fixed(graph: fx.Graph, parameters: Collection[str]) -> dict[fx.Node, tuple[str, ...]]:

@@ -250,7 +250,7 @@ def collectives(graph):
 
 
 @pytest.mark.parametrize("chunks", [{}, {"batch": 2}], ids=["whole", "chunks"])
-@pytest.mark.parametrize(("strategy", "mesh"), [("data", (4,)), ("zero3", (4,)), ("tensor3d", (2, 2))])
+@pytest.mark.parametrize(("strategy", "mesh"), [("data", (4,)), ("zero3", (4,)), ("tesseract-2.5d", (2, 2, 2))])
 def test_inner_steps_reduce_no_gradients_of_parameters(strategy, mesh, chunks):
     """What inner steps lack is what the mirrors of reshards of parameters are; the last step has it once."""
     model, args = tokens()
