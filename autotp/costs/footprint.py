@@ -3,7 +3,8 @@
 Parameters, buffers, the inputs and the optimizer's state are there throughout. The forward pass adds what operators
 return, and what reshards bring, and drops both after their last reader, unless a backward pass needs them. The backward
 pass runs the operators in reverse: it drops what was saved, gathers parameters again, and holds the gradient of every
-tensor from its last reader's turn to its producer's. Gradients of parameters stay. Views own no storage. What operators
+tensor from its last reader's turn to its producer's. Gradients of parameters stay. Of several micro-batches this is the
+last one, which begins with the gradients of the others, not reduced. Views own no storage. What operators
 use inside (workspaces) is not known here.
 """
 
@@ -21,10 +22,11 @@ from torch import fx
 
 from autotp.costs.priced import Priced
 from passes.layouts.layout import Layout
+from passes.layouts.reshard import COMMUNICATING, steps
 from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import kept_besides, rule_of, saved_by
-from passes.strategies.strategy import Strategy, gradient_of, whole_layout
+from passes.strategies.strategy import Strategy, Want, gradient_of, whole_layout
 
 __all__ = ["Footprint", "Moment", "Turn"]
 
@@ -72,6 +74,7 @@ class Footprint:
         self.roots: dict[Value, Value] = {}
         self.saved: dict[fx.Node, set[Key]] = defaultdict(set)
         self.holders: dict[Key, int] = defaultdict(int)
+        self.gradients: dict[Value, dict[Layout, float]] = defaultdict(dict)
 
     def run(self) -> float:
         """Bytes at the worst moment, under ``zero_grad()`` as it is by default (gradients dropped)."""
@@ -89,7 +92,6 @@ class Footprint:
                 if not self.holders[key] and key[0] not in leaves and self.temporary(key[0]):
                     self.drop(key)
         if self.prices.train:
-            self.gradients: dict[Value, dict[Layout, float]] = defaultdict(dict)
             for leaf in self.model.outputs:
                 if value_of(leaf) in self.model.trained:
                     self.grow(value_of(leaf), self.whole, leaf.meta["val"])
@@ -108,6 +110,18 @@ class Footprint:
             if node.name in self.parameters and self.prices.train:
                 size = float(self.prices.states(np.array(size / value.element_size()), value.element_size())) - size
             self.take(((node, 0), self.layouts[node, 0]), size)
+        if self.prices.train and self.prices.accumulate > 1:
+            for node, strategy in ((n, self.strategies[n.name]) for n in self.model.operators):
+                for operand, want in zip(self.operands[node], strategy.wants, strict=True):
+                    value = value_of(operand)
+                    if value[0].name in self.parameters and value in self.model.trained:
+                        self.grow(value, self.waiting(value, want, operand.meta["val"]), operand.meta["val"])
+
+    def waiting(self, value: Value, want: Want, tensor: torch.Tensor) -> Layout:
+        """The layout in which a parameter's gradient, wanted so, waits for the last micro-batch."""
+        own = gradient_of(self.layouts[value])
+        mirror = steps(tuple(tensor.shape), want.gradient, own, self.prices.mesh)
+        return want.gradient if any(step.kind in COMMUNICATING for step in mirror) else own
 
     def bytes(self, value: torch.Tensor, layout: Layout) -> float:
         """Bytes of one device's part of a tensor."""
@@ -150,7 +164,7 @@ class Footprint:
             else:
                 kept = self.holders.get((value, layout), 0)
                 found.append(("saved for the backward pass" if kept else "result in use", node.name, size))
-        for value, gradients in getattr(self, "gradients", {}).items():
+        for value, gradients in self.gradients.items():
             name = self.parameters.get(value[0].name, value[0].name)
             kind = "gradient of a parameter" if value[0].name in self.parameters else "gradient in use"
             found += [(kind, name, size) for size in gradients.values()]

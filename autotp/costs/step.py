@@ -38,7 +38,7 @@ class Pass:
         *its, others = astuple(other)
         sums = (one + times * more for one, more in zip(mine, its, strict=True))
         occupied = (one + times * more for one, more in itertools.zip_longest(levels, others, fillvalue=0.0))
-        return Pass(*sums, tuple(occupied))
+        return Pass(*sums, tuple(occupied))  # type: ignore[call-arg]
 
     def plus(self, figures: Sequence[float], *, parameter: bool) -> Pass:
         """With a pass of a `Price` more, which moves a parameter or its gradient, or something else."""

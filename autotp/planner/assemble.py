@@ -171,6 +171,11 @@ class _Assembly:
                 else:  # kept once for all readers, or once for each way of wanting it
                     least = np.minimum(kept[:, None] / len(edge.uses), edge.count * wanted[None, :])
                     held = self.either * np.where(edge.products & ~edge.saved, least, 0.0)
+        if edge.parameter and edge.trained and prices.train and prices.accumulate > 1:
+            # Sums that are not reduced yet wait beside the gradient that they will be.
+            waiting = (edge.gradients == PARTIAL).any(axis=-1)
+            unreduced = local_elements(shape, edge.gradients, self.mesh) * itemsize
+            memory = memory + np.where(waiting, edge.count * unreduced, 0.0)
         temporary = np.where(regather, wanted, 0.0) if edge.parameter else np.zeros(regather.shape)
         cost = edge.count * self.reshards(edge, regather) + held
         if not self.structure.chosen.family.scatters and not edge.parameter:
