@@ -115,6 +115,7 @@ def sweep(
     mode: str = Options.mode,
     memory: float | None = Options.memory,
     optimizer: str = Options.optimizer,
+    accumulate: int = Options.accumulate,
     panels: int | None = Options.panels,
     time_limit: float = Options.time_limit,
     progress: Callable[[str], None] | None = None,
@@ -130,9 +131,9 @@ def sweep(
         strategies: ``auto`` or families; a point is the fastest plan of them.
         families: plan every family as well, and say which of them is the fastest.
         tokens: of one step, on all devices together; left out, the elements of the first integer input, or without any,
-            samples: dim 0 of the first input.
-        mode, memory, optimizer, panels, time_limit: of each plan; see `autotp.plans.options.Options`. Communication is
-            hidden where it can be.
+            samples: dim 0 of the first input; of all ``accumulate`` micro-batches.
+        mode, memory, optimizer, accumulate, panels, time_limit: of each plan; see `autotp.plans.options.Options`.
+            Communication is hidden where it can be.
         progress: called before each point with what is being done.
 
     Returns:
@@ -151,7 +152,16 @@ def sweep(
     if not names:
         raise AutotpError(f"strategies is empty; choose of {', '.join(FAMILIES)}")
     asked = [
-        Options(name, mode=mode, memory=memory, optimizer=optimizer, panels=panels, time_limit=time_limit) for name in names
+        Options(
+            name,
+            mode=mode,
+            memory=memory,
+            optimizer=optimizer,
+            accumulate=accumulate,
+            panels=panels,
+            time_limit=time_limit,
+        )
+        for name in names
     ]
     say = progress or (lambda _: None)
     weak = takes_devices(factory)
@@ -167,7 +177,7 @@ def sweep(
                 continue
             if key not in workloads:
                 say(f"capturing the model{f' for {count} devices' if weak else ''}")
-                workloads[key] = _workload(factory(devices=count) if weak else factory(), tokens, mode)
+                workloads[key] = _workload(factory(devices=count) if weak else factory(), tokens, asked[0])
             plans, reasons = {}, []
             for name, options in zip(names, asked, strict=True):
                 say(f"planning {name} for {count} devices of {machine.name}")
@@ -255,11 +265,12 @@ def _placeholders(captured: Captured) -> list[fx.Node]:
     return [n for n in captured.graph_module.graph.nodes if n.op == "placeholder"]
 
 
-def _workload(made: Any, tokens: int | None, mode: str) -> _Workload:
+def _workload(made: Any, tokens: int | None, options: Options) -> _Workload:
     captured = capture(*example_of(made))
     counted, unit = batch_of(captured)
-    flop = forward_flop(captured) * (3 if mode == "train" else 1)
-    return _Workload(captured, tokens or counted, "tokens" if tokens else unit, flop, _dtype(captured))
+    times, passes = options.accumulate, 3 if options.trains else 1
+    flop = forward_flop(captured) * passes * times
+    return _Workload(captured, tokens or counted * times, "tokens" if tokens else unit, flop, _dtype(captured))
 
 
 def _dtype(captured: Captured) -> str:

@@ -16,6 +16,7 @@ import typer
 
 import autotp
 from autotp.cli.arguments import (
+    Accumulate,
     AsJson,
     Everything,
     Html,
@@ -116,6 +117,7 @@ def _plan(
     memory: Memory = None,
     mode: Mode = Options.mode,
     optimizer: Optimizer = Options.optimizer,
+    accumulate: Accumulate = Options.accumulate,
     panels: Panels = Options.panels,
     chunks: Annotated[
         str | None, typer.Option(help="Chunks in which devices do their work, such as batch=2 or batch=2,rows=2.")
@@ -143,6 +145,7 @@ def _plan(
         mode=mode,
         memory=None if memory is None else memory_of(memory),
         optimizer=optimizer,
+        accumulate=accumulate,
         panels=panels,
         chunks=None if chunks is None else chunks_of(chunks),
         schedule=schedule,

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from autotp.analysis.sweep import sweep, takes_devices
 from autotp.cli.arguments import (
+    Accumulate,
     Memory,
     Mode,
     Optimizer,
@@ -53,6 +54,7 @@ def sweep_command(
     memory: Memory = None,
     mode: Mode = Options.mode,
     optimizer: Optimizer = Options.optimizer,
+    accumulate: Accumulate = Options.accumulate,
     panels: Panels = Options.panels,
     as_json: Annotated[bool, typer.Option("--json", help="Print the points as JSON.")] = False,
     csv: Annotated[Path | None, typer.Option(help="Write the points, as CSV, to this file too.")] = None,
@@ -83,6 +85,7 @@ def sweep_command(
             mode=mode,
             memory=bound,
             optimizer=optimizer,
+            accumulate=accumulate,
             panels=panels,
             progress=lambda what: status.update(f"{what} …"),
         )
