@@ -85,7 +85,8 @@ def test_bytes_of_an_accumulated_step_are_those_that_move(strategy, mesh):
             with ours.no_sync() if k + 1 < count else contextlib.nullcontext():
                 ours(x).sum().backward()
         moved[count] = 4 * world.total
-        assert sum(op.bytes_moved for op in plan.operators) == pytest.approx(moved[count], rel=0.02), "biases are not gathered again"
+        predicted = sum(op.bytes_moved for op in plan.operators)
+        assert predicted == pytest.approx(moved[count], rel=0.02), "biases are gathered again by the price alone"
     assert moved[1] < moved[MICRO] < MICRO * moved[1] or strategy == "data"
     assert strategy != "data" or moved[MICRO] == pytest.approx(moved[1], rel=0.01)
 
