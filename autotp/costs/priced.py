@@ -185,7 +185,10 @@ class Priced:
         price = self.prices.reshard(tensor, have, want, gradient=trained, regather=regather, parameter=parameter)
         if not (parameter and trained and self.prices.train and self.prices.accumulate > 1):
             return Moved(value, want, users, parameter, price)
-        return Moved(value, want, users, parameter, price, self.prices.returning(tensor, have, want, parameter=True))
+        once = self.prices.returning(tensor, have, want, parameter=True)
+        if users and all(user.name in self.panels for user in users):  # a loop of panels always reduces what it makes
+            return Moved(value, want, users, parameter, price.plus(once.times(self.prices.accumulate - 1)))
+        return Moved(value, want, users, parameter, price, once)
 
     def _origins(self) -> dict[Value, fx.Node]:
         """A tensor of partial sums -> the operator that made them, which may have passed them on since."""

@@ -13,6 +13,7 @@ from torch import nn
 
 import autotp
 from autotp.analysis.explain import priced_plan
+from autotp.analysis.sweep import sweep
 from autotp.costs.model import depth_of
 from autotp.costs.prices import Prices
 from autotp.planner import plan_captured
@@ -152,6 +153,28 @@ def test_memory_counts_what_waits(strategy):
                     watch.add(tensor)
     assert watch.peak == pytest.approx(plan.predicted.memory_bytes, rel=0.1)
     assert plan.predicted.memory_bytes > alone.predicted.memory_bytes
+
+
+def test_products_in_panels_reduce_in_every_micro_batch():
+    """The runtime's loop reduces each panel of a gradient as it comes, so the price may not count that once."""
+    model, x = Transformer(2, 64, 4), torch.randn(8, 16, 64)
+    topology = autotp.Topology.flat(4, bandwidth=1e7, latency=1e-6, device=SMALL)
+    whole, panelled = (
+        autotp.plan(model, topology, (x,), strategy="zero3", mesh=(4,), schedule="none", accumulate=3, panels=panels)
+        for panels in (1, 2)
+    )
+    assert any(op.panels > 1 for op in panelled.operators)
+    captured = capture(model, (x,))
+    assert priced_plan(captured, panelled).sums.parameters > priced_plan(captured, whole).sums.parameters * 1.1
+
+
+def test_a_sweep_counts_all_micro_batches():
+    def factory():
+        return nn.Linear(64, 64), (torch.randn(64, 64),)
+
+    one, many = (sweep(factory, [autotp.Topology.flat(2)], [2], accumulate=n)[0] for n in (1, 4))
+    assert many.tokens == 4 * one.tokens
+    assert many.mfu >= one.mfu > 0
 
 
 def test_round_trip(tmp_path):
