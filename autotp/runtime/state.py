@@ -99,7 +99,7 @@ def local_parts(names: tuple[str, ...], parameters: Sequence[Any], *, disjoint: 
     Args:
         names: the parameters'.
         parameters: of the module.
-        disjoint: whether their gradients share no memory (see `autotp.runtime.disjoint`).
+        disjoint: whether their gradients share no memory (see `autotp.runtime.compiled.Disjoint`).
     """
     return _LocalParts.apply(names, disjoint, *parameters)
 
