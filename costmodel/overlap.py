@@ -17,13 +17,15 @@ communication and **w** seconds of work, except for one chunk (``ROWS``).
 
     PASS = max(DEVICE, NETWORK of each level) = max over mu >= 0 of  mu_0 DEVICE + sum of mu_l NETWORK_l,  sum of mu = 1
 
-A step takes the sum of both passes. For any mu, the minimum of this weighted sum over all plans, which the planner's
-integer program computes, is therefore a lower bound of the step time of every plan (Lagrangian relaxation). The largest of
-these bounds proves that a plan is optimal.
+A step takes the sum of both passes. With several micro-batches, whose gradients are reduced once, it takes both passes of
+each of them, and only the last backward pass has the reductions in P and N. For any mu, the minimum of this weighted sum
+over all plans, which the planner's integer program computes, is therefore a lower bound of the step time of every plan
+(Lagrangian relaxation). The largest of these bounds proves that a plan is optimal.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -143,13 +145,38 @@ class Weight:
         device = rest * (seconds - taken) + self.activations * taken
         return np.asarray(sum((mu * level for mu, level in zip(self.levels, levels, strict=False) if mu), start=device))
 
+    def mean(self, other: Weight, count: int) -> Weight:
+        """The mean of this weight, ``count - 1`` times, and another one."""
+
+        def of(mine: float, its: float) -> float:
+            return ((count - 1) * mine + its) / count
+
+        kinds = (
+            of(self.compute, other.compute),
+            of(self.activations, other.activations),
+            of(self.parameters, other.parameters),
+        )
+        levels = itertools.zip_longest(self.levels, other.levels, fillvalue=0.0)
+        return Weight(*kinds, tuple(itertools.starmap(of, levels)))
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights of both passes."""
+    """The weights of both passes.
+
+    Attributes:
+        forward, backward: the weights of either pass, on average over all micro-batches.
+        last: the weights of the backward pass of the last micro-batch, if there are several; it reduces the gradients.
+    """
 
     forward: Weight = Weight()
     backward: Weight = Weight()
+    last: Weight | None = None
+
+    @property
+    def reductions(self) -> Weight:
+        """The weights of the reductions of parameters' gradients."""
+        return self.backward if self.last is None else self.last
 
 
 def sides(
@@ -206,15 +233,19 @@ def messages(alone: Number, latency: Number, contention: Number) -> Number:
     return compile_formula((T, t0, k), MESSAGES)(alone, latency, contention)
 
 
-def weights(shares: Sequence[Sequence[float]], depth: float) -> Weights:
+def weights(shares: Sequence[Sequence[float]], depth: float, accumulate: int = 1) -> Weights:
     """The weights of a weighted sum of the ``sides`` without chunks.
 
     Args:
-        shares: for each pass, the mu of DEVICE and of each level's NETWORK, whose sum is 1.
+        shares: for each pass, the mu of DEVICE and of each level's NETWORK, whose sum is 1. With several micro-batches, the
+            backward passes of all but the last, and that of the last one, which reduces gradients, have their own.
         depth: the number of operators with a weight.
+        accumulate: the number of micro-batches of a step.
     """
-    forward, backward = (
+    forward, backward, *last = (
         Weight(device + sum(levels) / depth, device, device * max(1 / depth, LOST), tuple(levels))
         for device, *levels in shares
     )
-    return Weights(forward, backward)
+    if not last:
+        return Weights(forward, backward)
+    return Weights(forward, backward.mean(last[0], accumulate), last[0])

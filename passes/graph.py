@@ -52,6 +52,11 @@ class Cast(NamedTuple):
         return self.rests != self.used
 
     @property
+    def changes(self) -> bool:
+        """Whether it, or its gradient, is cast on the way."""
+        return self.there or self.back
+
+    @property
     def back(self) -> bool:
         """Whether its gradient is cast before it is summed."""
         return self.used != self.reduced

@@ -78,6 +78,7 @@ def difference(first: Plan, second: Plan) -> Difference:
         "constraints": ("; ".join(first.constraints) or "none", "; ".join(second.constraints) or "none"),
         "mode": (first.mode, second.mode),
         "optimizer": (first.optimizer, second.optimizer),
+        "accumulate": (str(first.accumulate), str(second.accumulate)),
     }
     predicted = {name: (getattr(first.predicted, name), getattr(second.predicted, name)) for name in _FIGURES}
     mine, other = first.parameters, second.parameters

@@ -120,6 +120,7 @@ def priced_plan(captured: Captured, plan: Plan) -> Priced:
         plan.mesh_shape,
         train=plan.mode == "train",
         optimizer=plan.optimizer,
+        accumulate=plan.accumulate,
         together=model.parameter_bytes if plan.schedule == "overlap" else 0.0,
     )
     panels = {op.name: op.panels for op in plan.operators if op.panels > 1}
@@ -183,7 +184,7 @@ class Explainer:
             compute_seconds=cost.own.compute,
             inner_seconds=cost.own.communication,
             reshard_seconds=cost.reshards,
-            expression=str(compute.KERNEL) if work is not None else "0",
+            expression=str(self.prices.accumulate * compute.KERNEL) if work is not None else "0",
             values={str(symbol): np.asarray(value).item() for symbol, value in values.items()},
             reshards=reshards_of(self.plan, self.priced, node),
             bound_ratio=entry.bound_ratio,

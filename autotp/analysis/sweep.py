@@ -115,6 +115,7 @@ def sweep(
     mode: str = Options.mode,
     memory: float | None = Options.memory,
     optimizer: str = Options.optimizer,
+    accumulate: int = Options.accumulate,
     panels: int | None = Options.panels,
     precision: Precision = Options.precision,
     time_limit: float = Options.time_limit,
@@ -131,9 +132,9 @@ def sweep(
         strategies: ``auto`` or families; a point is the fastest plan of them.
         families: plan every family as well, and say which of them is the fastest.
         tokens: of one step, on all devices together; left out, the elements of the first integer input, or without any,
-            samples: dim 0 of the first input.
-        mode, memory, optimizer, panels, precision, time_limit: of each plan; see `autotp.plans.options.Options`.
-            Communication is hidden where it can be.
+            samples: dim 0 of the first input; of all ``accumulate`` micro-batches.
+        mode, memory, optimizer, accumulate, panels, precision, time_limit: of each plan; see
+            `autotp.plans.options.Options`. Communication is hidden where it can be.
         progress: called before each point with what is being done.
 
     Returns:
@@ -152,7 +153,13 @@ def sweep(
     if not names:
         raise AutotpError(f"strategies is empty; choose of {', '.join(FAMILIES)}")
     first = Options(
-        mode=mode, memory=memory, optimizer=optimizer, panels=panels, precision=precision, time_limit=time_limit
+        mode=mode,
+        memory=memory,
+        optimizer=optimizer,
+        accumulate=accumulate,
+        panels=panels,
+        precision=precision,
+        time_limit=time_limit,
     )
     asked = [replace(first, strategy=name) for name in names]
     for machine in machines:
@@ -171,7 +178,7 @@ def sweep(
                 continue
             if key not in workloads:
                 say(f"capturing the model{f' for {count} devices' if weak else ''}")
-                workloads[key] = _workload(factory(devices=count) if weak else factory(), tokens, mode, precision)
+                workloads[key] = _workload(factory(devices=count) if weak else factory(), tokens, first)
             plans, reasons = {}, []
             for name, options in zip(names, asked, strict=True):
                 say(f"planning {name} for {count} devices of {machine.name}")
@@ -250,12 +257,13 @@ def _check_sweep(machines: Sequence[Topology], counts: Sequence[int], tokens: in
         raise AutotpError(f"tokens {tokens!r}: give a positive whole number, or leave it out")
 
 
-def _workload(made: Any, tokens: int | None, mode: str, precision: Precision) -> _Workload:
+def _workload(made: Any, tokens: int | None, options: Options) -> _Workload:
     model, args, kwargs = example_of(made)
-    captured = capture(model, args, kwargs, precision)
+    captured = capture(model, args, kwargs, options.precision)
     counted, unit = batch_of(captured)
-    flop = forward_flop(captured) * (3 if mode == "train" else 1)
-    return _Workload(captured, tokens or counted, "tokens" if tokens else unit, flop, _dtype(captured))
+    times, passes = options.accumulate, 3 if options.trains else 1
+    flop = forward_flop(captured) * passes * times
+    return _Workload(captured, tokens or counted * times, "tokens" if tokens else unit, flop, _dtype(captured))
 
 
 def _dtype(captured: Captured) -> str:

@@ -32,6 +32,7 @@ __all__ = [
     "Memory",
     "Mode",
     "ModelSpecError",
+    "Accumulate",
     "Optimizer",
     "Panels",
     "PlannedModel",
@@ -59,6 +60,10 @@ def beginning(known: Iterable[str]) -> Callable[[str], list[str]]:
 # Options that several commands have.
 Memory = Annotated[str | None, typer.Option(help='Memory to use on each device, such as "80 GB"; left out, all of it.')]
 Mode = Annotated[str, typer.Option(help="train or inference.")]
+Accumulate = Annotated[
+    int,
+    typer.Option(help="Micro-batches that make a step, of which the example inputs are one; gradients are reduced once."),
+]
 Optimizer = Annotated[
     str, typer.Option(help=f"Whose state to count: {', '.join(OPTIMIZERS)}.", autocompletion=beginning(OPTIMIZERS))
 ]

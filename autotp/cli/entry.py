@@ -15,6 +15,7 @@ import typer
 
 import autotp
 from autotp.cli.arguments import (
+    Accumulate,
     AsJson,
     Everything,
     Html,
@@ -113,6 +114,7 @@ def _plan(
     memory: Memory = None,
     mode: Mode = Options.mode,
     optimizer: Optimizer = Options.optimizer,
+    accumulate: Accumulate = Options.accumulate,
     panels: Panels = Options.panels,
     precision: PrecisionName = None,
     chunks: Annotated[
@@ -145,6 +147,7 @@ def _plan(
         mode=mode,
         memory=None if memory is None else memory_of(memory),
         optimizer=optimizer,
+        accumulate=accumulate,
         panels=panels,
         precision=precision,
         chunks=None if chunks is None else chunks_of(chunks),

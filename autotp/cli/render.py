@@ -119,6 +119,8 @@ def _header(plan: Plan) -> Table:
         of = {"batch": "of the batch", "rows": "of products' rows"}
         said = (f"{n} {of[kind]}, in {plan.chunked.get(kind, 0):,} operators" for kind, n in plan.chunks.items())
         grid.add_row("chunks", f"{'; '.join(said)} [dim]of {len(plan.operators):,}[/]")
+    if plan.accumulate > 1:
+        grid.add_row("accumulate", f"{plan.accumulate} micro-batches a step  [dim](gradients are reduced once)[/]")
     grid.add_row("plan", f"{plan.hash}{_planning(plan.planning)}")
     return grid
 

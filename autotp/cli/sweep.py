@@ -11,6 +11,7 @@ from rich.console import Console
 
 from autotp.analysis.sweep import sweep, takes_devices
 from autotp.cli.arguments import (
+    Accumulate,
     Memory,
     Mode,
     Optimizer,
@@ -54,6 +55,7 @@ def sweep_command(
     memory: Memory = None,
     mode: Mode = Options.mode,
     optimizer: Optimizer = Options.optimizer,
+    accumulate: Accumulate = Options.accumulate,
     panels: Panels = Options.panels,
     precision: PrecisionName = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the points as JSON.")] = False,
@@ -85,6 +87,7 @@ def sweep_command(
             mode=mode,
             memory=bound,
             optimizer=optimizer,
+            accumulate=accumulate,
             panels=panels,
             precision=precision,
             progress=lambda what: status.update(f"{what} …"),

@@ -5,7 +5,8 @@ return, and what reshards bring, and drops both after their last reader, unless 
 pass runs the operators in reverse: it drops what was saved, gathers parameters again, and holds the gradient of every
 tensor from its last reader's turn to its producer's. Gradients of parameters stay. What is recomputed is dropped in the
 forward pass, made again when the backward pass first reads it, with what that takes, and held until it is read for the last
-time. Views own no storage. What operators use inside (workspaces) is not known here.
+time. Of several micro-batches this is the last one, which begins with the gradients of the others, not reduced. Views own
+no storage. What operators use inside (workspaces) is not known here.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from autotp.costs.moment import Moment, Turn
 from autotp.costs.priced import Priced
 from passes.graph import cast_of, note_of
 from passes.layouts.layout import Layout
+from passes.layouts.reshard import COMMUNICATING, steps
 from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import kept_besides, rule_of, saved_by
-from passes.strategies.strategy import Strategy, gradient_of, whole_layout
+from passes.strategies.strategy import Strategy, Want, gradient_of, whole_layout
 
 __all__ = ["Footprint"]
 
@@ -63,6 +65,7 @@ class Footprint:
         self.holders: dict[Key, int] = defaultdict(int)
         self.inputs: dict[fx.Node, set[Key]] = {}
         self.besides: dict[fx.Node, tuple[Key, float]] = {}
+        self.gradients: dict[Value, dict[Layout, float]] = defaultdict(dict)
 
     def run(self) -> float:
         """Bytes at the worst moment, under ``zero_grad()`` as it is by default (gradients dropped)."""
@@ -81,7 +84,6 @@ class Footprint:
                 if idle and key[0] not in leaves and self.temporary(key[0]):
                     self.drop(key)
         if self.prices.train:
-            self.gradients: dict[Value, dict[Layout, float]] = defaultdict(dict)
             for leaf in self.model.outputs:
                 if value_of(leaf) in self.model.trained:
                     self.grow(value_of(leaf), self.whole, leaf.meta["val"])
@@ -101,6 +103,20 @@ class Footprint:
                 itemsize = cast_of(node).rests.itemsize
                 size = float(self.prices.states(np.array(size / itemsize), itemsize)) - size
             self.take(((node, 0), self.layouts[node, 0]), size)
+        if self.prices.train and self.prices.accumulate > 1:
+            for node, strategy in ((n, self.strategies[n.name]) for n in self.model.operators):
+                for operand, want in zip(self.operands[node], strategy.wants, strict=True):
+                    value = value_of(operand)
+                    if value[0].name in self.parameters and value in self.model.trained:
+                        tensor = operand.meta["val"]
+                        self.grow(value, self.waiting(value, want, tensor), tensor, cast_of(value[0]).rests)
+
+    def waiting(self, value: Value, want: Want, tensor: torch.Tensor) -> Layout:
+        """The layout in which a parameter's gradient, wanted so, waits for the last micro-batch."""
+        own = gradient_of(self.layouts[value])
+        mirror = steps(tuple(tensor.shape), want.gradient, own, self.prices.mesh)
+        waits = any(step.kind in COMMUNICATING for step in mirror) and not cast_of(value[0]).changes
+        return want.gradient if waits else own
 
     def bytes(self, value: torch.Tensor, layout: Layout, dtype: torch.dtype | None = None) -> float:
         """Bytes of one device's part of a tensor, in its own dtype or another."""
@@ -143,7 +159,7 @@ class Footprint:
             else:
                 kept = self.holders.get((value, layout), 0)
                 found.append(("saved for the backward pass" if kept else "result in use", node.name, size))
-        for value, gradients in getattr(self, "gradients", {}).items():
+        for value, gradients in self.gradients.items():
             name = self.parameters.get(value[0].name, value[0].name)
             kind = "gradient of a parameter" if value[0].name in self.parameters else "gradient in use"
             found += [(kind, name, size) for size in gradients.values()]

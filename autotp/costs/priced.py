@@ -36,6 +36,7 @@ class Moved:
         users: operators that want it so; none for an output of the graph.
         parameter: it is a parameter.
         price: of its reshard and the mirror for its gradient.
+        reduction: what of that is paid once, however many micro-batches a step has; None: nothing.
     """
 
     value: Value
@@ -43,6 +44,7 @@ class Moved:
     users: list[fx.Node]
     parameter: bool
     price: Price
+    reduction: Price | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,8 @@ class Priced:
         """What an operator costs by itself with a strategy."""
         gradient = node in self.model.differentiated
         price = self.prices.operator(self.model.operators[node], strategy, flop_of(node), gradient=gradient)
-        return price.again if self.prices.train and node in self.model.recomputed else price
+        price = price.again if self.prices.train and node in self.model.recomputed else price
+        return price if self.prices.accumulate == 1 else price.times(self.prices.accumulate)
 
     @cached_property
     def costs(self) -> Mapping[fx.Node, OperatorCost]:
@@ -179,17 +182,17 @@ class Priced:
     def moved(self, value: Value, have: Layout, want: Want, users: list[fx.Node]) -> Moved:
         """One tensor, made or resting in the layout ``have``, on its way to those who want it so."""
         parameter = value[0].name in self.model.captured.parameters
+        tensor, trained = self.model.named[value].meta["val"], value in self.model.trained
+        cast = cast_of(self.model.named[value])
         repeated = self.model.recomputed.get(value[0]) and any(value in self.model.saved[user] for user in users)
-        price = self.prices.reshard(
-            self.model.named[value].meta["val"],
-            have,
-            want,
-            gradient=value in self.model.trained,
-            regather=parameter or bool(repeated) or any((value, user) in self.again for user in users),
-            parameter=parameter,
-            cast=cast_of(self.model.named[value]),
-        )
-        return Moved(value, want, users, parameter, price)
+        regather = parameter or bool(repeated) or any((value, user) in self.again for user in users)
+        price = self.prices.reshard(tensor, have, want, gradient=trained, regather=regather, parameter=parameter, cast=cast)
+        if not (parameter and trained and self.prices.train and self.prices.accumulate > 1) or cast.changes:
+            return Moved(value, want, users, parameter, price)
+        once = self.prices.returning(tensor, have, want, cast, parameter=True)
+        if users and all(user.name in self.panels for user in users):  # a loop of panels always reduces what it makes
+            return Moved(value, want, users, parameter, price.plus(once.times(self.prices.accumulate - 1)))
+        return Moved(value, want, users, parameter, price, once)
 
     def _origins(self) -> dict[Value, fx.Node]:
         """A tensor of partial sums -> the operator that made them, which may have passed them on since."""
@@ -218,7 +221,8 @@ class Priced:
             chunks: how many.
             rows: names of the products whose rows the chunks are; None: they are the whole batch's.
         """
-        found, joined = Sums(Pass(), Pass(), depth_of(self.model), chunks=chunks), 0.0
+        accumulate = self.prices.accumulate if self.prices.train else 1
+        found, joined = Sums(Pass(), Pass(), depth_of(self.model), chunks=chunks, accumulate=accumulate), 0.0
         apart: list[list[Price]] = [list(self.own.values()), []]
         real = len(self.prices.devices)
         near: dict[fx.Node, float] = defaultdict(float)
@@ -237,6 +241,8 @@ class Priced:
         for parameter, prices in enumerate(apart):
             if prices:
                 found = found.plus(_total(prices), parameter=bool(parameter))
+        if reductions := [moved.reduction for moved in self.reshards if moved.reduction is not None]:
+            found = found.reducing(_total(reductions))
         if rows is None:
             hidden = float(overlap.hidden_by_batch(joined, found.depth, chunks))
         else:

@@ -45,6 +45,8 @@ class Prices:
         together: bytes of all parameters, which travel together as their gradients do, so that latency counts little
             (`passes.overlap.bucket`), and all_reduces go in stages where that is faster (`passes.overlap.stage`); 0: each
             travels alone.
+        accumulate: how many micro-batches a step has. What ``reshard`` gives is for a whole step, of which gradients of
+            parameters are reduced once; all else here is for one micro-batch.
     """
 
     def __init__(
@@ -56,9 +58,10 @@ class Prices:
         optimizer: str = "adamw",
         chunks: tuple[int, ...] = (),
         together: float = 0.0,
+        accumulate: int = 1,
     ) -> None:
         self.topology, self.devices, self.train, self.optimizer = topology, mesh, train, optimizer
-        self.mesh, self.together = (*mesh, *chunks), together
+        self.mesh, self.together, self.accumulate = (*mesh, *chunks), together, accumulate
         self.collective = lru_cache(maxsize=None)(self._collective)
         self.moving = lru_cache(maxsize=None)(self._moving)
         self.contention = lru_cache(maxsize=None)(self._contention)
@@ -199,7 +202,7 @@ class Prices:
         parameter: bool = False,
         cast: Cast | None = None,
     ) -> Price:
-        """One tensor's reshard with its mirror.
+        """One tensor's reshards in a step, with their mirrors.
 
         Args:
             value: the whole tensor.
@@ -217,13 +220,22 @@ class Prices:
             )
         if self.train and regather and (there.communication or cast.there):
             there = there.plus(there.backward)
+        if self.accumulate > 1:
+            there = there.times(self.accumulate)
         if not (self.train and gradient):
             return there
+        back = self.returning(value, have, want, cast, parameter=parameter)
+        waits = parameter and not cast.changes
+        return there.plus(back if waits or self.accumulate == 1 else back.times(self.accumulate))
+
+    def returning(self, value: torch.Tensor, have: Layout, want: Want, cast: Cast, *, parameter: bool = False) -> Price:
+        """The mirror of one tensor's reshard, once: how its gradient comes back."""
+        shape = tuple(value.shape)
         back = self.moving(shape, cast.reduced.itemsize, want.gradient, gradient_of(have), parameter)
         if cast.back:
             seconds = self.casting(self._part(shape, want.gradient), cast.used, cast.reduced)
             back = back.plus(self._price(0.0, seconds, self._nothing()))
-        return there.plus(back.backward)
+        return back.backward
 
     def casting(self, elements: Any, source: torch.dtype, target: torch.dtype) -> Any:
         """Seconds of casting so many elements from one dtype to another: the bytes read and written."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from autotp.costs.price import Price
 from autotp.plans.planned_operator import Predicted
@@ -31,6 +31,14 @@ class Pass:
     contended_activations: float = 0.0
     contended_parameters: float = 0.0
     levels: tuple[float, ...] = ()
+
+    def and_so_often(self, other: Pass, times: float) -> Pass:
+        """With another pass, so many times."""
+        *mine, levels = astuple(self)
+        *its, others = astuple(other)
+        sums = (one + times * more for one, more in zip(mine, its, strict=True))
+        occupied = (one + times * more for one, more in itertools.zip_longest(levels, others, fillvalue=0.0))
+        return Pass(*sums, tuple(occupied))  # type: ignore[call-arg]
 
     def plus(self, figures: Sequence[float], *, parameter: bool) -> Pass:
         """With a pass of a `Price` more, which moves a parameter or its gradient, or something else."""
@@ -62,6 +70,8 @@ class Sums:
         depth: operators with a weight.
         chunks: in how many chunks this is done; 1 for none.
         hidden: seconds of activations' communication that other chunks hide, in both passes.
+        accumulate: how many micro-batches the step has; the passes are of all of them together.
+        reductions: what of the backward pass the last of several micro-batches does alone.
     """
 
     forward: Pass
@@ -69,6 +79,8 @@ class Sums:
     depth: int
     chunks: int = 1
     hidden: float = 0.0
+    accumulate: int = 1
+    reductions: Pass = Pass()
 
     @property
     def compute(self) -> float:
@@ -91,11 +103,17 @@ class Sums:
         return self.activations + self.parameters
 
     @property
-    def sides(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Of either pass: seconds if the processors limit it, and if each level of the network does."""
+    def sides(self) -> tuple[tuple[float, ...], ...]:
+        """Of either pass: seconds if the processors limit it, and if each level of the network does.
+
+        With several micro-batches: of all forward passes, of all backward passes but the last, and of the last.
+        """
         share = self.hidden / self.activations if self.activations else 0.0
-        first, second = (one.sides(self.depth, self.chunks, share * one.activations) for one in self.passes)
-        return first, second
+        passes = [self.forward, self.backward]
+        if self.accumulate > 1:
+            one = Pass().and_so_often(self.backward.and_so_often(self.reductions, -1), 1 / self.accumulate)
+            passes[1:] = [Pass().and_so_often(one, self.accumulate - 1), one.and_so_often(self.reductions, 1)]
+        return tuple(each.sides(self.depth, self.chunks, share * each.activations) for each in passes)
 
     @property
     def passes(self) -> tuple[Pass, Pass]:
@@ -110,6 +128,11 @@ class Sums:
             forward=self.forward.plus(forward, parameter=parameter),
             backward=self.backward.plus(backward, parameter=parameter),
         )
+
+    def reducing(self, price: Price, times: int = 1) -> Sums:
+        """With so many times something, counted already, that the last micro-batch does alone in its backward pass."""
+        _, backward = price.times(times).passes
+        return replace(self, reductions=self.reductions.plus(backward, parameter=True))
 
     def step(self, hides: bool) -> float:
         """Seconds of a step, its communication hidden behind computing or not."""

@@ -62,6 +62,8 @@ class TensorClasses:
             for sign, other in ((-1, None), (1, (stand, strategy))):
                 for moved in self._moved(value, other):
                     found = found.plus(moved.price, parameter=moved.parameter, times=sign * count)
+                    if moved.reduction is not None:
+                        found = found.reducing(moved.reduction, sign * count)
         return found
 
     def _moved(self, value: Value, other: tuple[fx.Node, Strategy] | None) -> list[Moved]:

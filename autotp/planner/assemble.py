@@ -78,13 +78,14 @@ class _Assembly:
         self.structure, self.prices, self.panelled, self.either = structure, prices, panelled, either
         self.weights = weights
         self.mesh = prices.mesh
+        self.kinds = {weights.forward, weights.backward, weights.reductions}
         self.by_key: dict[object, tuple[np.ndarray, np.ndarray]] = {}
         self.kept: dict[int, np.ndarray] = {}
 
     def run(self, memory_bound: float) -> Assembled:
         nodes = [self.node(node, choice, count) for node, choice, count in self.structure.nodes]
         self.tariffs: dict[tuple[bool, Weight, float], Tariff] = {}
-        for parameter, weight in itertools.product((False, True), {self.weights.forward, self.weights.backward}):
+        for parameter, weight in itertools.product((False, True), self.kinds):
             mine = [edge for edge in self.structure.edges if edge.parameter == parameter]
             sizes = list(dict.fromkeys(_size(edge, d) for edge in mine for d in (edge.cast.used, edge.cast.reduced)))
             found = Tariff.of(sizes, self.mesh, self.pay(parameter, weight)) if sizes else []
@@ -133,7 +134,7 @@ class _Assembly:
             seconds = seconds + (1 - late) * backward.compute * compute
             seconds = seconds + (1 - inner_late) * backward.of(spent, parameter=False)
         seconds = seconds + inner_late * backward.of(spent, parameter=False)
-        return np.where(valid, seconds, np.inf), memory
+        return np.where(valid, self.prices.accumulate * seconds, np.inf), memory
 
     def layouts(self, rest: Rest, pins: Sequence[Requirement]) -> tuple[np.ndarray, np.ndarray]:
         """Where something may rest, and the bytes of its state there."""
@@ -180,6 +181,11 @@ class _Assembly:
                 else:  # kept once for all readers, or once for each way of wanting it
                     least = np.minimum(kept[:, None] / len(edge.uses), edge.count * wanted[None, :])
                     held = self.either * np.where(edge.products & ~edge.saved, least, 0.0)
+        if edge.parameter and edge.trained and prices.train and prices.accumulate > 1:
+            # Sums that are not reduced yet wait beside the gradient that they will be.
+            waiting = (edge.gradients == PARTIAL).any(axis=-1)
+            unreduced = local_elements(shape, edge.gradients, self.mesh) * itemsize
+            memory = memory + np.where(waiting, edge.count * unreduced, 0.0)
         temporary = np.where(regather, wanted, 0.0) if edge.parameter else np.zeros(regather.shape)
         cost = edge.count * self.reshards(edge, regather) + held
         if not self.structure.chosen.family.scatters and not edge.parameter:
@@ -212,19 +218,21 @@ class _Assembly:
             casting = self.prices.casting(local_elements(shape, edge.rows, self.mesh), cast.rests, cast.used)
             return moved + weight.compute * casting[:, None]
 
-        forward, backward = self.weights.forward, self.weights.backward
-        found = there(forward)
+        forward, backward, times = self.weights.forward, self.weights.backward, self.prices.accumulate
+        found = times * there(forward)
         if not self.prices.train:
             return found
         if regather.any():
-            again = found if forward == backward else there(backward)
+            again = found if forward == backward else times * there(backward)
             found = np.where(regather, found + again, found)
         if edge.trained:
             back = np.where(edge.rows == PARTIAL, WHOLE, edge.rows)
-            found = found + seconds(edge.gradients, back, backward, cast.reduced).T
+            if edge.parameter and not cast.changes:  # reduced once, by the last micro-batch
+                return found + seconds(edge.gradients, back, self.weights.reductions, cast.reduced).T
+            found = found + times * seconds(edge.gradients, back, backward, cast.reduced).T
             if cast.back:
                 elements = local_elements(shape, edge.gradients, self.mesh)
-                found = found + backward.compute * self.prices.casting(elements, cast.used, cast.reduced)
+                found = found + times * backward.compute * self.prices.casting(elements, cast.used, cast.reduced)
         return found
 
 

@@ -102,7 +102,14 @@ class Candidates:
     def prices(self, mesh: tuple[int, ...]) -> Prices:
         """Prices on a mesh."""
         options = self.options
-        return Prices(self.topology, mesh, train=options.trains, optimizer=options.optimizer, together=self.together)
+        return Prices(
+            self.topology,
+            mesh,
+            train=options.trains,
+            optimizer=options.optimizer,
+            together=self.together,
+            accumulate=options.accumulate,
+        )
 
 
 def check_batch(assembled: Assembled) -> None:

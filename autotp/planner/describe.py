@@ -104,6 +104,7 @@ def describe_plan(found: Found, sums: Sums, *, hides: bool, **fields: Any) -> Pl
         model_hash=fingerprint(captured),
         optimizer=prices.optimizer,
         precision=captured.precision,
+        accumulate=prices.accumulate,
         **fields,
     )
 

@@ -78,7 +78,8 @@ def _searched(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
     if not contest.candidates.options.hides:
         found = search(EVEN)
         return Outcome(contest, found, found.floor)
-    found, floor = least_step(search, lambda one: one.priced.sums, depth_of(contest.candidates.model), contest.deadline)
+    depth, options = depth_of(contest.candidates.model), contest.candidates.options
+    found, floor = least_step(search, lambda one: one.priced.sums, depth, contest.deadline, options.accumulate)
     return Outcome(contest, found, floor)
 
 

@@ -36,7 +36,11 @@ class Searched:
 
 
 def least_step(
-    search: Callable[[Weights], Searched], sums: Callable[[Found], Sums], depth: int, deadline: float
+    search: Callable[[Weights], Searched],
+    sums: Callable[[Found], Sums],
+    depth: int,
+    deadline: float,
+    accumulate: int = 1,
 ) -> tuple[Searched, float]:
     """The choice with the shortest step, by integer programs over weighted sums, and what no step is below (see
     `costmodel.overlap`).
@@ -46,18 +50,19 @@ def least_step(
         sums: of a choice.
         depth: operators with a weight.
         deadline: on the performance counter, beyond which no other search begins.
+        accumulate: micro-batches of a step.
 
     Returns:
         The best choice of all that were met, and the bound in seconds; what the first search found where nothing fits.
     """
     met: list[tuple[Sums, Searched]] = []
-    shares: Shares = (1.0,), (1.0,)
+    shares: Shares = ((1.0,),) * (2 if accumulate == 1 else 3)
     floor = 0.0
     for _ in range(_ROUNDS):
         if met and time.perf_counter() > deadline:
             break
         try:
-            found = search(overlap.weights(shares, depth))
+            found = search(overlap.weights(shares, depth, accumulate))
         except TimeoutError:
             if not met:
                 raise
@@ -122,6 +127,7 @@ def chunked(priced: Priced, made: Chunked) -> Sums:
         optimizer=prices.optimizer,
         chunks=tuple(made.counts.values()),
         together=prices.together,
+        accumulate=prices.accumulate,
     )
     layouts = {(node, i): layout for node in model.operators for i, layout in enumerate(strategies[node.name].results)}
     rest = (Replicate(),) * len(made.counts)

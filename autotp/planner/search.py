@@ -49,6 +49,7 @@ def plan(
     mode: str = Options.mode,
     memory: float | None = Options.memory,
     optimizer: str = Options.optimizer,
+    accumulate: int = Options.accumulate,
     panels: int | None = Options.panels,
     chunks: Mapping[str, int] | None = Options.chunks,
     schedule: str = Options.schedule,
@@ -63,8 +64,8 @@ def plan(
         model: any module that ``torch.export`` takes, unmodified.
         topology: a ``Topology``, or the name or path of one.
         args, kwargs: example inputs of the global batch; left out, a Hugging Face model's ``dummy_inputs`` serve.
-        strategy, mesh, mode, memory, optimizer, panels, chunks, schedule, constraints: see `autotp.plans.options.Options`.
-        precision, time_limit, recompute: see there.
+        strategy, mesh, mode, memory, optimizer, accumulate, panels, chunks, schedule: see `autotp.plans.options.Options`.
+        constraints, precision, time_limit, recompute: see there.
 
     Returns:
         The best plan that was found; ``Plan.optimal`` and ``Plan.gap`` say how good it is known to be.
@@ -82,6 +83,7 @@ def plan(
         mode=mode,
         memory=memory,
         optimizer=optimizer,
+        accumulate=accumulate,
         panels=panels,
         chunks=chunks,
         schedule=schedule,

@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from autotp.errors import AutotpError
 from autotp.plans.constraints import Constraint, parse
 from autotp.plans.families import Family, family
-from autotp.plans.plan import AXIS_NAMES, Plan, check_chunks, overlapping
+from autotp.plans.plan import AXIS_NAMES, Plan, check_accumulate, check_chunks, overlapping
 from costmodel import Topology
 from costmodel.memory import OPTIMIZERS
 from passes.capture import Precision, policy_of, precision_name
@@ -30,6 +30,9 @@ class Options:
         mode: ``train`` or ``inference``.
         memory: bytes each device may use; by default the device's memory.
         optimizer: which state to count: a key of ``costmodel.memory.OPTIMIZERS``.
+        accumulate: how many micro-batches make a step: gradients of parameters are reduced once, by the last of them (see
+            ``DistributedModule.no_sync``). The example inputs are one micro-batch, of all devices together; predicted are
+            the seconds of a whole step.
         panels: in how many panels every product whose operands are gathered gets them, where that number divides; 1 for
             none. Left out, operands are gathered whole unless the memory bound asks for panels.
         chunks: ``{"batch": 2}``, ``{"rows": 2}`` or both: in how many chunks devices do their work, so that one's
@@ -59,6 +62,7 @@ class Options:
     mode: str = "train"
     memory: float | None = None
     optimizer: str = "adamw"
+    accumulate: int = 1
     panels: int | None = None
     chunks: Mapping[str, int] | None = None
     precision: Precision = None
@@ -79,6 +83,9 @@ class Options:
             raise AutotpError(f"mode {self.mode!r} is unknown; choose 'train' or 'inference'")
         if self.optimizer not in OPTIMIZERS:
             raise AutotpError(f"optimizer {self.optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
+        check_accumulate(self.accumulate)
+        if self.accumulate > 1 and self.mode != "train":
+            raise AutotpError(f"accumulate={self.accumulate}, but mode {self.mode!r} has no gradients; leave it out")
         mesh = self.mesh
         if mesh is not None and (
             not 1 <= len(mesh) <= len(AXIS_NAMES) or any(not isinstance(n, int) or n < 1 for n in mesh)
@@ -126,6 +133,7 @@ class Options:
             mode=plan.mode,
             memory=plan.memory_bound,
             optimizer=plan.optimizer,
+            accumulate=plan.accumulate,
             panels=plan.planning.get("panels", 1),
             chunks=plan.chunks,
             precision=plan.precision,

@@ -28,6 +28,7 @@ __all__ = [
     "Plan",
     "PlannedOperator",
     "Predicted",
+    "check_accumulate",
     "check_chunks",
     "decode_layout",
     "encode_layout",
@@ -54,6 +55,7 @@ class Plan:
         predicted: see ``Predicted``.
         model_hash: identifies the captured graph.
         mode, optimizer: what memory and time were counted for.
+        accumulate: how many micro-batches make the step that ``predicted`` is about; operators' seconds are of all of them.
         memory_bound: bytes allowed on each device.
         chunks: in how many chunks devices do their work, so that one's collectives are under way while another is computed:
             ``batch``, of the whole batch, and ``rows``, of the rows of matrix products that communicate; 1 where not given.
@@ -83,16 +85,18 @@ class Plan:
     whole: Mapping[str, str] = field(default_factory=dict)
     schedule: str = "none"
     constraints: tuple[str, ...] = ()
+    accumulate: int = 1
     planning: Mapping[str, Any] = field(default_factory=dict)
     precision: str | None = None
 
     def __post_init__(self) -> None:
-        """Checks the chunks.
+        """Checks the chunks and the number of micro-batches.
 
         Raises:
             AutotpError: a kind of chunks is unknown, or a number is not positive.
         """
         check_chunks(self.chunks)
+        check_accumulate(self.accumulate)
 
     @property
     def devices(self) -> int:
@@ -235,6 +239,16 @@ def check_chunks(chunks: Mapping[str, int]) -> None:
     for kind, count in chunks.items():
         if kind not in CHUNKS or not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise AutotpError(f"chunks: {kind!r}: {count!r} is wrong; give {' and '.join(CHUNKS)} positive numbers")
+
+
+def check_accumulate(count: int) -> None:
+    """Checks a number of micro-batches.
+
+    Raises:
+        AutotpError: it is not a positive whole number.
+    """
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise AutotpError(f"accumulate={count!r}: give the number of micro-batches that make a step, 1 or more")
 
 
 def overlapping(schedule: str) -> bool:

@@ -67,6 +67,7 @@ class Written:
     whole: dict[str, str]
     schedule: Literal["overlap", "none"]
     constraints: tuple[str, ...]
+    accumulate: _Count
     planning: dict[str, Any]
     layouts: dict[str, tuple[_Placement, ...]]
     operators: tuple[PlannedOperator, ...]

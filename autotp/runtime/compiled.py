@@ -1,16 +1,18 @@
-"""A scheduled pair of graphs, and how autograd sees them: one forward pass and its backward pass."""
+"""A scheduled pair of graphs, and how autograd sees them: one forward pass and its backward pass, and gradients apart."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import bisect
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from autotp.errors import AutotpError
-from autotp.runtime.disjoint import Disjoint
 from passes.overlap import Halves, Overlapped
 from passes.overlap.bucket import Buckets, Enough, Hiding
 from passes.overlap.schedule import Durations, Limits
@@ -18,13 +20,30 @@ from passes.overlap.stage import Faster, Stages
 from passes.world.ops import Parts
 from passes.world.regather import version_of
 
-__all__ = ["Compiled", "Overlap", "Plain", "Runner"]
+__all__ = ["Compiled", "Disjoint", "Overlap", "Plain", "Program", "Runner"]
 
 #: Runs one of the two graphs: a list of its inputs, which it empties -> its outputs.
 Runner = Callable[[list[Any]], Sequence[Any]]
 
 
 Plain = Callable[[int, Sequence[Parts]], Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A variant of a sharded graph.
+
+    Attributes:
+        graph: it.
+        waiting: name -> a tensor, or ``Parts``, like it, of the values that it returns behind the outputs, to which
+            gradients come from elsewhere too.
+        take: gives such a value's gradients, of each device of this process, when a backward pass begins; none: there is
+            none.
+    """
+
+    graph: fx.GraphModule
+    waiting: Mapping[str, Any]
+    take: Callable[[str], Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +87,17 @@ class Compiled:
     without: Callable[[frozenset[int]], Runner]
     plain: Plain
 
-    def __call__(self, seed: int, inputs: Sequence[Any]) -> list[Any]:
+    def __call__(self, seed: int, inputs: Sequence[Any], program: Program | None = None) -> list[Any]:
         """The outputs of the sharded graph; gradients flow to the trained inputs.
 
         Args:
             seed: for random operators.
             inputs: of the sharded graph; each a tensor, or ``Parts``.
+            program: what the graphs were made of, if it is no ordinary step.
         """
         hosted = next((len(value) for value in inputs if isinstance(value, Parts)), 0)
         flat = [part for value in inputs for part in value] if hosted else inputs
-        return _grouped(_Pass.apply(self, seed, hosted, *flat), hosted)
+        return _grouped(_Pass.apply(self, seed, hosted, program, *flat), hosted)
 
 
 def _grouped(flat: Sequence[Any], hosted: int) -> list[Any]:
@@ -91,10 +111,12 @@ class _Pass(torch.autograd.Function):
     """One forward pass, and its backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, compiled: Compiled, seed: int, hosted: int, *inputs: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, compiled: Compiled, seed: int, hosted: int, program: Program | None, *inputs: Tensor
+    ) -> tuple[Any, ...]:
         joint = compiled.graphs.joint
         results = list(compiled.forward([*_grouped(inputs, hosted), seed]))
-        ctx.compiled, ctx.seed, ctx.hosted = compiled, seed, hosted
+        ctx.compiled, ctx.seed, ctx.hosted, ctx.program = compiled, seed, hosted, program
         ctx.inputs, ctx.versions = inputs, [version_of(tensor) for tensor in inputs]
         outputs, saved = results[: joint.outputs], results[joint.outputs :]
         given = {id(tensor) for tensor in inputs}
@@ -122,9 +144,11 @@ class _Pass(torch.autograd.Function):
         joint, hosted = ctx.compiled.graphs.joint, ctx.hosted
         count = max(hosted, 1)
         if torch.is_grad_enabled():
-            return None, None, None, *_differentiable(ctx, gradients)
+            return None, None, None, None, *_differentiable(ctx, gradients)
         mine = [gradients[i * count + d] for i in joint.tangents for d in range(count)]
-        missing = frozenset(i for i in range(len(joint.tangents)) if mine[i * count] is None)
+        for name in joint.waiting:
+            mine += ctx.program.take(name) or [None] * count
+        missing = frozenset(i for i in range(len(mine) // count) if mine[i * count] is None)
         run = ctx.compiled.without(missing) if missing else ctx.compiled.backward
         flat = [None if gradient is None else gradient.resolve_conj().resolve_neg().contiguous() for gradient in mine]
         disjoint = Disjoint(gradient for gradient in flat if gradient is not None)
@@ -139,7 +163,7 @@ class _Pass(torch.autograd.Function):
                 continue
             for d, part in enumerate(gradient if isinstance(gradient, Parts) else [gradient]):
                 found[i * count + d] = disjoint.own(part)
-        return None, None, None, *found
+        return None, None, None, None, *found
 
 
 def _freed(ctx: Any) -> bool:
@@ -173,3 +197,39 @@ def _differentiable(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor
     for i, gradient in zip(wanted, made, strict=True):
         found[i] = gradient
     return found
+
+
+class Disjoint:
+    """Memory that tensors have taken: what changes one of several in place must leave the others as they are.
+
+    Several may lie in one storage, as those do that travelled together. Between a tensor's first and last element all
+    counts as its own.
+
+    Args:
+        taken: tensors whose memory is nobody else's.
+    """
+
+    def __init__(self, taken: Iterable[Tensor] = ()) -> None:
+        # Tensors may go meanwhile; while a weak reference is kept, no other storage is taken for theirs.
+        self._spans: dict[StorageWeakRef, list[tuple[int, int]]] = defaultdict(list)
+        for tensor in taken:
+            self._take(tensor)
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """The tensor, which takes its memory, or a copy of it where another has taken some."""
+        return tensor if self._take(tensor) else tensor.clone()
+
+    def _take(self, tensor: Tensor) -> bool:
+        """Takes a tensor's memory, unless another has some of it."""
+        if tensor.numel() == 0:
+            return True
+        first = tensor.storage_offset()
+        last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        size = tensor.element_size()  # views may be of other dtypes
+        span = int(first) * size, int(last + 1) * size
+        spans = self._spans[StorageWeakRef(tensor.untyped_storage())]
+        place = bisect.bisect_left(spans, span)
+        if (place and spans[place - 1][1] > span[0]) or (place < len(spans) and spans[place][0] < span[1]):
+            return False
+        spans.insert(place, span)
+        return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.fx.graph import PythonCode
 
 from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
+from autotp.runtime.accumulation import Accumulating, Accumulation
 from autotp.runtime.compiled import Overlap
 from autotp.runtime.modes import OneMode, different_otherwise, plain_attributes, training_only
 from autotp.runtime.output_guard import guard, made_of
@@ -34,12 +35,22 @@ __all__ = ["DistributedModule"]
 _WORLD = "autotp_world"
 #: What a `DistributedModule` has besides the model's state and its class's attributes.
 _OWN = (
-    *("_captured", "_different", "_graph", "_made_apart", "_made_of", "_overlapping", "_owners", "_resting"),
+    *(
+        "_accumulation",
+        "_captured",
+        "_different",
+        "_graph",
+        "_made_apart",
+        "_made_of",
+        "_overlapping",
+        "_owners",
+        "_resting",
+    ),
     *("_sharded", "_signature", "meta", "plan"),
 )
 
 
-class DistributedModule(OneMode, fx.GraphModule):
+class DistributedModule(Accumulating, OneMode, fx.GraphModule):
     """This device's part of a model.
 
     Parameters are ``DTensor`` under the model's own names, so optimizers, ``clip_grad_norm_`` and whole state dicts work as
@@ -108,6 +119,7 @@ class DistributedModule(OneMode, fx.GraphModule):
         self._made_apart = {i: others - through.get(i, frozenset()) for i, others in self._made_of.items()}
         self._resting = {name: layouts[fqn] for name, fqn in captured.parameters.items()}
         self._plain = plain_attributes(model)
+        self._accumulation = Accumulation(rewritten.graph_module, captured.parameters, world)
         self._overlapping = None if how is None else Schedules(rewritten.graph_module, world, how, JobAgreement())
 
     def recompile(self) -> PythonCode:
@@ -123,24 +135,27 @@ class DistributedModule(OneMode, fx.GraphModule):
         captured = self._captured
         inputs = self._signature.flatten(args, kwargs)
         parameters = self._own_parameters()
-        world = self.get_submodule(_WORLD)
-        results = self._overlapping.run(self._values(parameters, inputs)) if self._overlapping is not None else None
+        accumulation, world, results = self._accumulation, self.get_submodule(_WORLD), None
+        values = self._values(parameters, inputs) if self._overlapping is not None or accumulation.defers else {}
+        if self._overlapping is not None:
+            results = accumulation.scheduled(self._overlapping, values, parameters)
         scheduled = results is not None
-        if results is None and torch.is_grad_enabled():
-            with Regather(world):  # type: ignore[arg-type]
-                results = self._sharded(*inputs)  # type: ignore[operator]
-        elif results is None:
-            results = self._sharded(*inputs)  # type: ignore[operator]
+        if results is None:
+            with Regather(world) if torch.is_grad_enabled() else nullcontext():  # type: ignore[arg-type]
+                results = accumulation.inner(values, parameters) if accumulation.defers else self._sharded(*inputs)  # type: ignore[operator]
         with torch.no_grad():
             for name, value in zip(captured.mutations, results[captured.outputs :], strict=True):
                 self.get_buffer(captured.buffers[name]).copy_(value)
         outputs = list(results[: captured.outputs])
         guard(outputs, self._made_of if scheduled else self._made_apart)
+        if accumulation.used and accumulation.syncing:
+            accumulation.watch(outputs, functools.partial(self._parts, parameters))
         return captured.signature.unflatten(outputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
         """A module of the same plan with parameters and buffers of its own; it shares the groups and the schedules."""
         made: Any = DistributedModule.__new__(DistributedModule)
+        memo[id(self._accumulation)] = self._accumulation.anew()
         shared = (self.get_submodule(_WORLD), self._captured, self._signature, self._overlapping, self.plan)
         memo |= {id(each): each for each in shared} | {id(self): made}
         for parameter in self.parameters():  # without its gradient, as torch copies a parameter
@@ -202,15 +217,19 @@ class DistributedModule(OneMode, fx.GraphModule):
             finally:
                 found.update(before)
 
-    def _values(self, parameters: Mapping[str, Any], inputs: Sequence[Any]) -> dict[str, Tensor]:
-        """This device's part of what each placeholder of the sharded graph stands for."""
-        captured = self._captured
+    def _parts(self, parameters: Mapping[str, Any], disjoint: bool = False) -> dict[str, Tensor]:
+        """This device's parts of the parameters; their gradients become the parameters'."""
         values: dict[str, Tensor] = {name: parameter._local_tensor for name, parameter in parameters.items()}
         trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
         if trained and torch.is_grad_enabled():
-            names = tuple(captured.parameters[name] for name in trained)
-            parts = local_parts(names, [parameters[name] for name in trained])
+            names = tuple(self._captured.parameters[name] for name in trained)
+            parts = local_parts(names, [parameters[name] for name in trained], disjoint=disjoint)
             values |= dict(zip(trained, parts, strict=True))
+        return values
+
+    def _values(self, parameters: Mapping[str, Any], inputs: Sequence[Any]) -> dict[str, Tensor]:
+        """This device's part of what each placeholder of the sharded graph stands for."""
+        captured, values = self._captured, self._parts(parameters, disjoint=True)
         # What the step updates may be saved for the backward pass as it was.
         for name in captured.buffers:
             owner, own = self._owners[name]

@@ -38,6 +38,7 @@ def parallelize(
     mode: str = Options.mode,
     memory: float | None = Options.memory,
     optimizer: str = Options.optimizer,
+    accumulate: int = Options.accumulate,
     panels: int | None = Options.panels,
     chunks: Mapping[str, int] | None = Options.chunks,
     inputs: str = "global",
@@ -56,7 +57,7 @@ def parallelize(
         topology: the machine; by default ``Topology.local()``.
         args, kwargs: example inputs of the global batch, the same on every rank.
         plan: a plan made before; left out, one is made with the options that follow.
-        strategy, mesh, mode, memory, optimizer, panels, chunks, constraints, recompute, precision: see
+        strategy, mesh, mode, memory, optimizer, accumulate, panels, chunks, constraints, recompute, precision: see
             `autotp.plans.options.Options`.
         inputs: what each call is given: ``global``, the whole batch on every rank, or ``local``, this rank's part of it
             (dim 0, split by the mesh axes that the plan splits the batch over). Outputs are whole either way.
@@ -76,6 +77,10 @@ def parallelize(
         raise AutotpError(f"inputs={inputs!r} is unknown; choose 'global' or 'local'")
     if schedule is not None:
         overlapping(schedule)
+    if plan is not None and accumulate not in (Options.accumulate, plan.accumulate):
+        raise AutotpError(
+            f"accumulate={accumulate!r}, but the plan is for {plan.accumulate}: leave accumulate out, or make another plan"
+        )
     _join()
     captured, problem, options = None, None, None
     try:
@@ -86,6 +91,7 @@ def parallelize(
                 mode=mode,
                 memory=memory,
                 optimizer=optimizer,
+                accumulate=accumulate,
                 panels=panels,
                 chunks=chunks,
                 schedule=schedule or Options.schedule,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from autotp.errors import AutotpError
-from autotp.runtime.compiled import Compiled, Overlap, Plain, Runner
+from autotp.runtime.compiled import Compiled, Overlap, Plain, Program, Runner
 from autotp.runtime.interpreter import Lockstep, execute
 from autotp.runtime.strides import Arranged, as_traced
 from passes.overlap import Halves, Overlapped, halves
@@ -185,8 +185,13 @@ class Schedules:
         self.known: dict[Hashable, Compiled | None] = {}
         self.cast = False  # said already
 
-    def run(self, values: Mapping[str, Any]) -> Sequence[Any] | None:
-        """The sharded graph's outputs for these values of its placeholders; None if it is to run as it is."""
+    def run(self, values: Mapping[str, Any], program: Program | None = None) -> Sequence[Any] | None:
+        """The sharded graph's outputs for these values of its placeholders; None if it is to run as it is.
+
+        Args:
+            values: of the placeholders.
+            program: what is run instead of the graph of an ordinary step; it may have inputs of its own.
+        """
         firsts = [_first(value) for value in values.values()]
         if any(torch.is_autocast_enabled(device) for device in {tensor.device.type for tensor in firsts}):
             if not self.cast:
@@ -194,37 +199,41 @@ class Schedules:
             self.cast = True
             return None  # what is cast where depends on the context of each call
         trained = _trained_among(values)
-        key = trained, tuple((tensor.dtype, tensor.stride()) for tensor in firsts)
+        graph = self.sharded if program is None else program.graph
+        key = graph, trained, tuple((tensor.dtype, tensor.stride()) for tensor in firsts)
         if key not in self.known:
-            self.known[key] = self._compiled(values, trained)
+            self.known[key] = self._compiled(program, values, trained)
         found = self.known[key]
         if found is None:
             return None
         seed = self.world.next_seed() if self.draws else 0
-        return found(seed, [values[name] for name in found.graphs.joint.inputs])
+        return found(seed, [values[name] for name in found.graphs.joint.inputs], program)
 
-    def _compiled(self, values: Mapping[str, Any], trained: frozenset[str]) -> Compiled | None:
+    def _compiled(self, program: Program | None, values: Mapping[str, Any], trained: frozenset[str]) -> Compiled | None:
         """The scheduled graphs for such values; None, in every process, where there are none: the graph runs as it is."""
         devices = self.world.hosted[:1] if self.even else self.world.hosted
         lockstep = any(isinstance(value, Parts) for value in values.values())
+        sharded = self.sharded if program is None else program.graph
+        waiting = {} if program is None else dict(program.waiting)
 
         def make() -> Traced:
             mesh, given = self.world.mesh_shape, dict(values)
             return {
-                at: halves(self.sharded, mesh, at, part_of(given, index), trained).choices()
+                at: halves(sharded, mesh, at, part_of(given, index), trained, part_of(waiting, index)).choices()
                 for index, at in enumerate(devices)
             }
 
         try:
-            return _scheduled(make, self.world, self.how, self.agreement, self._plain, lockstep=lockstep)
+            plain = functools.partial(self._plain, sharded)
+            return _scheduled(make, self.world, self.how, self.agreement, plain, lockstep=lockstep)
         except NoOrder as error:
             _log.warning("no overlap of computing and communicating: %s", error)
             return None
 
-    def _plain(self, seed: int, inputs: Sequence[Parts]) -> Sequence[Any]:
-        names = (str(node.target) for node in self.sharded.graph.nodes if node.op == "placeholder")
+    def _plain(self, sharded: fx.GraphModule, seed: int, inputs: Sequence[Parts]) -> Sequence[Any]:
+        names = (str(node.target) for node in sharded.graph.nodes if node.op == "placeholder")
         with self.world.seeds.repeating(seed):
-            return execute(self.sharded, self.world, dict(zip(names, inputs, strict=True)))
+            return execute(sharded, self.world, dict(zip(names, inputs, strict=True)))
 
 
 def _trained_among(inputs: Mapping[str, Any]) -> frozenset[str]:

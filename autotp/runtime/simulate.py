@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
+from autotp.runtime.accumulation import Accumulating, Accumulation
 from autotp.runtime.compiled import Compiled, Overlap
 from autotp.runtime.durations import how_to_run
 from autotp.runtime.interpreter import execute
@@ -60,7 +61,7 @@ def simulate(
     return Simulated(model, rewrite(model, plan, args, kwargs), world or LocalWorld(plan.mesh_shape), how)
 
 
-class Simulated(OneMode):
+class Simulated(Accumulating, OneMode):
     """A model whose forward and backward pass run as the devices of a plan would run them.
 
     Attributes:
@@ -89,6 +90,8 @@ class Simulated(OneMode):
         self.__dict__["_compiled"] = {} if schedules is None else schedules.known
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         place_constants(rewritten.graph_module.graph, device)
+        parameters = rewritten.captured.parameters
+        self.__dict__["_accumulation"] = Accumulation(rewritten.graph_module, parameters, world)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own signature and output structure; inputs are the global batch."""
@@ -98,15 +101,27 @@ class Simulated(OneMode):
         captured, resting = self.rewritten.captured, self.rewritten.resting
         whole = captured.values(self, args, kwargs)
         parts = {name: distribute(name, tensor, resting(name), self.world) for name, tensor in whole.items()}
-        outputs = self._schedules.run(parts) if self._schedules is not None else None
-        if outputs is None:
+        accumulation, outputs = self._accumulation, None
+        parameters = {name: whole[name] for name in captured.parameters}
+        if self._schedules is not None:
+            outputs = accumulation.scheduled(self._schedules, parts, parameters)
+        if outputs is None and accumulation.defers:
+            outputs = accumulation.inner(parts, parameters)
+        elif outputs is None:
             outputs = execute(self.rewritten.graph_module, self.world, parts)
         for name, new in zip(captured.mutations, outputs[captured.outputs :], strict=True):
             with torch.no_grad():
                 whole[name].copy_(assemble([p.detach() for p in new], whole[name].shape, resting(name), self.world))
         results = [collect(leaf) if isinstance(leaf, Parts) else leaf for leaf in outputs[: captured.outputs]]
         guard(results, self._made_of)
+        if accumulation.used and accumulation.syncing:
+            accumulation.watch(results, functools.partial(self._parameter_parts, whole))
         return captured.signature.unflatten(results)
+
+    def _parameter_parts(self, whole: Mapping[str, Tensor]) -> dict[str, Parts]:
+        """Every device's parts of the parameters alone."""
+        resting = self.rewritten.resting
+        return {n: distribute(n, whole[n], resting(n), self.world) for n in self.rewritten.captured.parameters}
 
 
 @functools.cache

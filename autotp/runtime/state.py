@@ -93,9 +93,15 @@ def local_part(parameter: Tensor, name: str) -> Tensor:
     return _LocalParts.apply((name,), False, parameter)[0]
 
 
-def local_parts(names: tuple[str, ...], parameters: Sequence[Any]) -> tuple[Tensor, ...]:
-    """``local_part`` of all parameters of a step whose gradients share no memory (see `autotp.runtime.disjoint`)."""
-    return _LocalParts.apply(names, True, *parameters)
+def local_parts(names: tuple[str, ...], parameters: Sequence[Any], *, disjoint: bool) -> tuple[Tensor, ...]:
+    """``local_part`` of all parameters of a step.
+
+    Args:
+        names: the parameters'.
+        parameters: of the module.
+        disjoint: whether their gradients share no memory (see `autotp.runtime.compiled.Disjoint`).
+    """
+    return _LocalParts.apply(names, disjoint, *parameters)
 
 
 class _LocalParts(torch.autograd.Function):

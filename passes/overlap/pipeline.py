@@ -152,7 +152,7 @@ class Halves:
         """
         forward = fx.Graph()
         forward.output(())
-        backward = pruned(self.cut.backward, len(self.joint.tangents), missing)
+        backward = pruned(self.cut.backward, len(self.joint.tangents) + len(self.joint.waiting), missing)
         return replace(self, cut=replace(self.cut, forward=forward, backward=backward))
 
     def buckets(self, enough: Enough | None, hiding: Hiding | None = None) -> tuple[Buckets, Buckets]:
@@ -197,6 +197,7 @@ def halves(
     at: tuple[int, ...],
     inputs: Mapping[str, Tensor],
     trained: frozenset[str],
+    waiting: Mapping[str, Tensor] | None = None,
 ) -> Halves:
     """The forward and backward graph of the device at ``at``.
 
@@ -206,6 +207,7 @@ def halves(
         at: the device's coordinates.
         inputs: placeholder -> a tensor like this device's part of it.
         trained: placeholders whose gradients are wanted; none: the backward graph is empty.
+        waiting: see ``passes.overlap.trace.trace``.
 
     Raises:
         Untraceable: see ``passes.overlap.trace.trace``.
@@ -213,7 +215,7 @@ def halves(
     device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
     if worthwhile(sharded):
         sharded = channels_last(sharded, functools.partial(quicker, device))
-    joint = trace(sharded, mesh, at, inputs, trained)
+    joint = trace(sharded, mesh, at, inputs, trained, waiting)
     dump("traced, forward and backward", joint.graph)
     parts = cut(joint)
     dump("cut, forward", parts.forward)

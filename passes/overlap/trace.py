@@ -100,7 +100,8 @@ class Joint:
         regathered: positions of the parameters that are gathered before use, and again for the backward pass.
         outputs: how many outputs the sharded graph has.
         tangents: positions of the outputs that have a gradient.
-        reached: per gradient, from which of ``tangents``, by their numbers, autograd comes to its input.
+        reached: per gradient, from which of ``tangents`` and ``waiting``, by their numbers, autograd comes to its input.
+        waiting: names of the values inside that have a gradient from elsewhere; it is given behind those of the outputs.
     """
 
     graph: fx.Graph
@@ -111,6 +112,7 @@ class Joint:
     outputs: int
     tangents: tuple[int, ...]
     reached: tuple[frozenset[int], ...]
+    waiting: tuple[str, ...] = ()
 
 
 def trace(
@@ -119,6 +121,7 @@ def trace(
     at: tuple[int, ...],
     inputs: Mapping[str, Tensor],
     trained: frozenset[str],
+    waiting: Mapping[str, Tensor] | None = None,
 ) -> Joint:
     """Traces a sharded graph for the device at ``at``.
 
@@ -128,6 +131,8 @@ def trace(
         at: the device's coordinates.
         inputs: placeholder -> a tensor of the shape, dtype and device of this device's part; only that is read.
         trained: placeholders whose gradients are wanted; none of them: the graph is the forward pass alone.
+        waiting: name -> a tensor like it, of the values that the graph returns behind its outputs, to which gradients come
+            from elsewhere too (see ``passes.sharding.deferral.Deferred.last``).
 
     Raises:
         Untraceable: the graph reads values while it runs, or draws random numbers in a way that is not known here.
@@ -136,6 +141,8 @@ def trace(
     wanted = tuple(i for i, name in enumerate(names) if name in trained)
     world = _TracedWorld(mesh, at)
     tangents: list[int] = []
+    inside = dict(waiting or {})
+    awaited: list[str] = []
     reached: list[frozenset[int]] = [frozenset()] * len(wanted)
 
     # Outputs are whole, so their gradients' shapes are known before the graph has run.
@@ -144,16 +151,21 @@ def trace(
 
     def joint(*flat: Tensor) -> list[Any]:
         values, seed, gradients = flat[: len(names)], flat[len(names)], flat[len(names) + 1 :]
+        gradients, others = gradients[: len(floating)], dict(zip(inside, gradients[len(floating) :], strict=True))
         with torch.set_grad_enabled(bool(wanted)):
             live = [v.detach().requires_grad_(i in wanted) for i, v in enumerate(values)]
             world.seed_value = seed
             outputs = list(fx.Interpreter(sharded).run(*live))  # marks of nodes come along, hooks of the module do not
+            cuts = dict(zip(inside, outputs[len(outputs) - len(inside) :], strict=True))
+            del outputs[len(outputs) - len(inside) :]
             found: Sequence[Any] = ()
             tangents[:] = [i for i in floating if outputs[i].requires_grad]
+            awaited[:] = [name for name, value in cuts.items() if value.requires_grad]
             if tangents:
-                ends = [outputs[i] for i in tangents]
+                ends = [*(outputs[i] for i in tangents), *(cuts[name] for name in awaited)]
                 reached[:] = _reached(ends, [live[i] for i in wanted])
                 given = [gradients[floating.index(i)].to(outputs[i].dtype) for i in tangents]
+                given += [others[name].to(cuts[name].dtype) for name in awaited]
                 found = torch.autograd.grad(ends, [live[i] for i in wanted], given, allow_unused=True)
         return [*(o.detach() if isinstance(o, Tensor) else o for o in outputs), *found]
 
@@ -167,6 +179,7 @@ def trace(
             parts = [_like(inputs[name]) for name in names]
             seed = torch.empty((), dtype=torch.int64)
             values = [note_of(output).values[i] for i in floating]
+            values += inside.values()
             flat = [*parts, seed, *(torch.empty(v.shape, dtype=v.dtype, device=parts[0].device) for v in values)]
             module = make_fx(joint)(*flat)
             if any(_mutates(node) for node in module.graph.nodes):
@@ -187,14 +200,15 @@ def trace(
     finally:
         sharded.world = previous
     spare = [n for n in module.graph.nodes if n.op == "placeholder"][len(names) + 1 :]
-    for i, node in zip(floating, spare, strict=True):
-        if i not in tangents:
+    for end, node in zip((*floating, *inside), spare, strict=True):
+        if end not in tangents and end not in awaited:
             module.graph.erase_node(node)
     _tidy(module.graph)
     regathered = tuple(names.index(name) for name in _gathered(sharded) if name in names)
     constants = {str(n.target): getattr(module, str(n.target)) for n in module.graph.nodes if n.op == "get_attr"}
     outputs = len(note_of(output).values)
-    return Joint(module.graph, constants, names, wanted, regathered, outputs, tuple(tangents), tuple(reached))
+    ends = tuple(tangents), tuple(reached), tuple(awaited)
+    return Joint(module.graph, constants, names, wanted, regathered, outputs, *ends)
 
 
 def _device(tensors: Iterable[Tensor]) -> AbstractContextManager[Any]:
@@ -229,7 +243,8 @@ def _like(tensor: Tensor) -> Tensor:
 
 def _gathered(sharded: fx.GraphModule) -> list[str]:
     """Names of the placeholders that `passes.world.ops.gather` reads."""
-    return [str(n.args[1].target) for n in sharded.graph.nodes if n.target is ops.gather]  # type: ignore[union-attr]
+    sources: Iterable[Any] = (node.args[1] for node in sharded.graph.nodes if node.target is ops.gather)
+    return [str((n.args[0] if n.target is ops.ending else n).target) for n in sources]
 
 
 def _mutates(node: fx.Node) -> bool:

@@ -24,10 +24,12 @@ __all__ = [
     "all_reduce",
     "all_sum",
     "chunked",
+    "ending",
     "gather",
     "hosted",
     "in_one_format",
     "is_hosted",
+    "mirror",
     "next_seed",
     "offset",
     "part_of",
@@ -222,6 +224,43 @@ def gather(world: World, value: Any, forward: Sequence[Step], backward: Sequence
 def all_max(world: World, value: Any, axes: tuple[int, ...]) -> Any:
     """The maximum over ``axes``; no gradient (its users subtract it again)."""
     return reshard_chunks(world, [value], (Step("all_reduce", axes),), (), (0,), (0,), "max")[0]
+
+
+class _Ending(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, sink: Tensor) -> Tensor:  # type: ignore[override]
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+        return None, gradient
+
+
+def ending(value: Tensor, sink: Tensor) -> Tensor:
+    """``value``, whose gradient is that of ``sink`` and goes no further; see `passes.sharding.deferral`."""
+    return _Ending.apply(value, sink)
+
+
+class _Mirror(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, world: World, steps: Sequence[Step], likes: Sequence[Tensor], *parts: Tensor
+    ) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.world, ctx.steps = world, steps
+        return tuple(like.detach() for like in likes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, None, None, *ctx.world.run(ctx.steps, gradients)
+
+
+@hosted
+def mirror(world: World, value: Any, like: Any, backward: Sequence[Step]) -> Any:
+    """A reshard's way of the gradient alone: what it gives is shaped as ``like``, and has no numbers of ``value``'s."""
+    several = isinstance(value, Parts)
+    steps = tuple(Step(*s) for s in backward)
+    made = _Mirror.apply(world, steps, list(like) if several else [like], *(value if several else [value]))
+    return Parts(made) if several else made[0]
 
 
 class _InOneFormat(torch.autograd.Function):

@@ -58,6 +58,7 @@ def test_three_steps_on_gpus(torchrun, processes, backend, model, strategy):
         (4, "staged.py"),
         (2, "uneven_chunks.py"),
         (2, "precision.py"),
+        (2, "accumulate.py"),
     ],
 )
 def test_training_scripts_mean_what_they_mean_with_eager_modules(torchrun, processes, program):

@@ -77,6 +77,7 @@ def _plan(plan: Plan, step: float) -> dict[str, Any]:
         "axes": list(plan.mesh_axes[: len(plan.mesh_shape)]),
         "mode": plan.mode,
         "optimizer": plan.optimizer,
+        "accumulate": plan.accumulate,
         "schedule": plan.schedule,
         "chunks": dict(plan.chunks),
         "constraints": list(plan.constraints),

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotp.runtime.disjoint import Disjoint
+from autotp.runtime.compiled import Disjoint
 
 
 def views(storage):

@@ -1,0 +1,228 @@
+"""Gradients of several micro-batches that are reduced once: ``no_sync()`` of what ``parallelize`` and ``simulate`` give.
+
+In a step under ``no_sync()`` gradients end where a reduction would begin (`passes.sharding.deferral`): in tensors that are
+leaves for autograd, which adds up there what several backward passes bring. The first pass outside reduces the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autotp.errors import AutotpError
+from autotp.runtime.compiled import Program
+from autotp.runtime.interpreter import execute
+from autotp.runtime.schedules import Schedules
+from passes.layouts.layout import take
+from passes.sharding.deferral import Cut, Deferred, defer
+from passes.world.ops import Parts
+from passes.world.world import World
+
+__all__ = ["Accumulating", "Accumulation"]
+
+
+class Accumulation:
+    """What the inner steps of an accumulated step leave behind, on the devices of this process.
+
+    Args:
+        sharded: the graph of a step.
+        parameters: placeholder -> the parameter's name.
+        world: that the graph runs in.
+    """
+
+    def __init__(self, sharded: fx.GraphModule, parameters: Mapping[str, str], world: World) -> None:
+        self.sharded, self.parameters, self.world = sharded, parameters, world
+        self.syncing = True
+        self.used = False
+        self._sinks: dict[str, list[Tensor]] = {}
+        self._versions: Mapping[str, int] = {}
+
+    @cached_property
+    def deferred(self) -> Deferred:
+        """The graphs of inner steps."""
+        made = defer(self.sharded, self.parameters)
+        made.inner.world = made.last.world = made.mirrors.world = self.world
+        return made
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are gradients that are not reduced yet."""
+        return any(sink.grad is not None for sinks in self._sinks.values() for sink in sinks)
+
+    @property
+    def defers(self) -> bool:
+        """Whether the pass that begins runs the graph of inner steps: it is one, or comes after some."""
+        return torch.is_grad_enabled() and (not self.syncing or self.waiting)
+
+    def anew(self) -> Accumulation:
+        """For another module of the same graph, whose gradients are its own."""
+        return Accumulation(self.sharded, self.parameters, self.world)
+
+    def drop(self) -> None:
+        """Forgets the gradients that are not reduced yet."""
+        for sinks in self._sinks.values():
+            for sink in sinks:
+                sink.grad = None
+
+    def scheduled(
+        self, schedules: Schedules, values: Mapping[str, Any], parameters: Mapping[str, Tensor]
+    ) -> Sequence[Any] | None:
+        """The outputs of the pass that begins, by scheduled graphs; None if these cannot be.
+
+        Args:
+            schedules: of the sharded graph.
+            values, parameters: see ``values``.
+        """
+        if not self.defers:
+            return schedules.run(values)
+        ending = self.values(values, parameters)
+        if not self.syncing:
+            return schedules.run(ending, Program(self.deferred.inner, {}, self.take))
+        sinks = {cut.name: ending[cut.name] for cut in self.deferred.cuts}
+        return schedules.run(values, Program(self.deferred.last, sinks, self.take))
+
+    def inner(self, values: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> Sequence[Any]:
+        """The outputs of an inner step, as autograd runs it; see ``values``."""
+        graph, ending = self.deferred.inner, self.values(values, parameters)
+        if any(isinstance(value, Parts) for value in ending.values()):
+            return execute(graph, self.world, ending)
+        return graph(*_in_order(graph, ending))
+
+    def take(self, name: str) -> list[Tensor]:
+        """What waits at a cut, on every device of this process; it waits no longer. Empty where nothing does."""
+        sinks = self._sinks[name]
+        found = [sink.grad for sink in sinks]
+        for sink in sinks:
+            sink.grad = None
+        if all(gradient is None for gradient in found):
+            return []
+        return [
+            torch.zeros_like(s, memory_format=torch.contiguous_format) if g is None else g
+            for g, s in zip(found, sinks, strict=True)
+        ]
+
+    def values(self, values: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The inputs of the graph of inner steps, from those of the sharded graph.
+
+        Args:
+            values: placeholder of the sharded graph -> its value, a tensor or ``Parts``.
+            parameters: placeholder -> the parameter, as it is outside.
+
+        Raises:
+            AutotpError: parameters were changed, and gradients for what they were are not reduced yet.
+        """
+        self.used = True
+        versions = {name: parameter._version for name, parameter in parameters.items()}
+        if self.waiting:
+            changed = [self.parameters[name] for name, version in versions.items() if version != self._versions.get(name)]
+            if changed:
+                more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
+                raise AutotpError(
+                    f"parameters were changed while gradients of steps under no_sync() wait to be reduced: "
+                    f"{', '.join(changed[:4])}{more}. Run the "
+                    "last forward and backward pass of an accumulated step outside no_sync(), before optimizer.step(); or "
+                    "drop these gradients by the module's zero_grad()"
+                )
+        self._versions = versions
+        found = {name: _detached(value) if name in self.parameters else value for name, value in values.items()}
+        return found | {cut.name: self._sink(cut, values) for cut in self.deferred.cuts}
+
+    def _sink(self, cut: Cut, values: Mapping[str, Any]) -> Any:
+        """The leaves that take a cut's gradient: of the right shape, but without memory."""
+        first = values[cut.parameters[0]]
+        parts = list(first) if isinstance(first, Parts) else [first]
+        if cut.name not in self._sinks:
+            shapes = [part.shape for part in parts]
+            if cut.layout is not None:
+                whole, mesh = torch.empty(cut.value.shape, device="meta"), self.world.mesh_shape
+                layout = cut.layout[: len(mesh)]  # chunks come behind, and do not tell these values apart
+                shapes = [take(whole, layout, mesh, at).shape for at in self.world.hosted]
+            like = parts[0].new_empty((), dtype=cut.value.dtype)
+            self._sinks[cut.name] = [like.detach().expand(shape) for shape in shapes]
+        trained = any(_requires_grad(values[name]) for name in cut.parameters)
+        sinks = [sink.requires_grad_(trained) for sink in self._sinks[cut.name]]
+        return Parts(sinks) if isinstance(first, Parts) else sinks[0]
+
+    def watch(self, outputs: Sequence[Any], values: Callable[[], Mapping[str, Any]]) -> None:
+        """Lets a backward pass from any of these outputs reduce, when it is over, all that waits then.
+
+        Args:
+            outputs: of a pass that is no inner step.
+            values: gives placeholder -> the parameter's part, whose gradients go on to the parameter.
+        """
+
+        def begun(_: Any) -> None:
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.reduce(values))  # type: ignore[attr-defined]
+
+        for node in {output.grad_fn for output in outputs if isinstance(output, Tensor) and output.grad_fn is not None}:
+            node.register_prehook(begun)
+
+    def reduce(self, values: Callable[[], Mapping[str, Any]]) -> None:
+        """Reduces the gradients that wait, which the parameters' own gradients then have.
+
+        Args:
+            values: see ``watch``.
+        """
+        if not self.waiting:
+            return
+        with torch.enable_grad():  # which is off at the end of a backward pass
+            mirrors, given = self.deferred.mirrors, dict(values())
+        hosted = any(isinstance(value, Parts) for value in given.values())
+        for cut in self.deferred.cuts:
+            sinks = self._sinks[cut.name]
+            given[cut.name] = Parts(sink.detach() for sink in sinks) if hosted else sinks[0].detach()
+        with torch.enable_grad():
+            found = execute(mirrors, self.world, given) if hosted else mirrors(*_in_order(mirrors, given))
+        ends, gradients = [], []
+        for cut, value in zip(self.deferred.cuts, found, strict=True):
+            for part, sink in zip(value if hosted else [value], self._sinks[cut.name], strict=True):
+                if sink.grad is not None and part.requires_grad:
+                    ends.append(part)
+                    gradients.append(sink.grad)
+                sink.grad = None
+        torch.autograd.backward(ends, gradients)
+
+
+def _in_order(module: fx.GraphModule, values: Mapping[str, Any]) -> list[Any]:
+    """The values of a graph's placeholders, as it takes them."""
+    return [values[str(node.target)] for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def _detached(value: Any) -> Any:
+    return Parts(part.detach() for part in value) if isinstance(value, Parts) else value.detach()
+
+
+def _requires_grad(value: Any) -> bool:
+    return bool((value[0] if isinstance(value, Parts) else value).requires_grad)
+
+
+class Accumulating(nn.Module):
+    """A module whose gradients may wait to be reduced."""
+
+    _accumulation: Accumulation
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leaves the gradients of forward passes in this context unreduced, as ``DistributedDataParallel.no_sync`` does.
+
+        They are summed on each device, in the layouts in which operators give them, until the backward pass of a forward
+        pass outside this context: that reduces the sum of all. Parameters' ``.grad`` stay as they are until then, and have
+        the total after it. The last micro-batch must therefore run outside, before ``optimizer.step()``; to change
+        parameters earlier is an error in the next pass. ``optimizer.zero_grad()`` does not know of sums that wait, and
+        keeps them; this module's ``zero_grad()`` drops them. ``torch.autograd.grad`` sees no parameter here.
+        """
+        before, self._accumulation.syncing = self._accumulation.syncing, False
+        try:
+            yield
+        finally:
+            self._accumulation.syncing = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As a module's own; gradients that wait to be reduced are dropped too."""
+        self._accumulation.drop()
+        super().zero_grad(set_to_none)
