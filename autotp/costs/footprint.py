@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -21,20 +21,15 @@ from torch import fx
 
 from autotp.costs.moment import Moment, Turn
 from autotp.costs.priced import Priced
+from autotp.costs.storages import CAST, Key, Storages, casts
 from passes.graph import cast_of, note_of
 from passes.layouts.layout import Layout
 from passes.layouts.reshard import COMMUNICATING, steps
 from passes.rules.factors import Value, value_of
-from passes.rules.shapes import operands_of, results_of
-from passes.rules.table import kept_besides, rule_of, saved_by
+from passes.rules.table import kept_besides, saved_by
 from passes.strategies.strategy import Strategy, Want, gradient_of, whole_layout
 
 __all__ = ["Footprint"]
-
-Key = tuple[Value, Layout]
-
-#: As the number of a parameter's result: what it is cast to.
-_CAST = 1
 
 
 class Footprint:
@@ -50,8 +45,8 @@ class Footprint:
         self.panels, self.again = priced.panels, priced.again
         model, prices = priced.model, priced.prices
         self.parameters = model.captured.parameters
-        self.operands = {node: operands_of(node) for node in model.operators}
-        self.results = {node: results_of(node) for node in model.operators}
+        self.storages = Storages(priced)
+        self.operands, self.results = self.storages.operands, self.storages.results
         self.whole = whole_layout(len(prices.mesh))
         self.sizes: dict[tuple, float] = {}
         self.live: dict[Key, float] = {}
@@ -60,7 +55,6 @@ class Footprint:
         self.held: dict[Moment, float] = {}
         self.watched = math.inf
         self.worst: list[tuple[str, str, float]] = []
-        self.roots: dict[Value, Value] = {}
         self.saved: dict[fx.Node, set[Key]] = defaultdict(set)
         self.holders: dict[Key, int] = defaultdict(int)
         self.inputs: dict[fx.Node, set[Key]] = {}
@@ -71,7 +65,7 @@ class Footprint:
         """Bytes at the worst moment, under ``zero_grad()`` as it is by default (gradients dropped)."""
         self.state()
         nodes = list(self.model.operators)
-        self.last = self.readers(nodes)
+        self.last = self.storages.last
         leaves = {value_of(leaf) for leaf in self.model.outputs}
         ends: dict[fx.Node, list[Key]] = defaultdict(list)
         for key, node in self.last.items():
@@ -183,49 +177,13 @@ class Footprint:
         """Whether a tensor is made in the step."""
         return value[0].op != "placeholder"
 
-    def key(self, value: Value, layout: Layout) -> Key:
-        """The storage that holds a tensor in a layout: where nothing moved, that of the tensor it is a view of.
-
-        What a parameter is cast to is a tensor of its own, beside what rests.
-        """
-        if _casts(value):
-            return (value[0], _CAST), layout
-        root = self.roots.get(value, value)
-        return (root, self.layouts[root]) if layout == self.layouts[value] else (value, layout)
-
-    def readers(self, nodes: Sequence[fx.Node]) -> dict[Key, fx.Node]:
-        """The last operator to read each storage; a reshard reads when the first who wants its result does."""
-        last: dict[Key, fx.Node] = {}
-        for node in nodes:
-            for operand, want in zip(self.operands[node], self.strategies[node.name].wants, strict=True):
-                value = value_of(operand)
-                key = self.key(value, want.layout)
-                if key not in last and want.layout != self.layouts[value]:
-                    last[self.key(value, self.layouts[value])] = node
-                last[key] = node
-            self.alias(node)
-            for i, layout in enumerate(self.strategies[node.name].results):
-                last.setdefault(self.key((node, i), layout), node)
-        return last
-
-    def alias(self, node: fx.Node) -> None:
-        """A view has the storage of what it views, unless that moved."""
-        table, operands = rule_of(node), self.operands[node]
-        if table is None or not table.view or not operands or not _is_view(node, operands[0]):
-            return
-        value, want = value_of(operands[0]), self.strategies[node.name].wants[0].layout
-        if want == self.layouts[value]:
-            root = self.roots.get(value, value)
-            for i in range(len(self.results[node])):
-                self.roots[node, i] = root
-
     def forward(self, node: fx.Node) -> None:
         """Runs an operator: what it gathers, what it returns, what is kept of it."""
         strategy = self.strategies[node.name]
         gathered, passing = [], 0.0
         for operand, want in zip(self.operands[node], strategy.wants, strict=True):
             value = value_of(operand)
-            key = self.key(value, want.layout)
+            key = self.storages.key(value, want.layout)
             size = self.bytes(operand.meta["val"], want.layout)
             if key in self.live:
                 continue
@@ -236,7 +194,7 @@ class Footprint:
             if value[0].name in self.parameters:
                 gathered.append(key)
         for i, result in enumerate(self.results[node]):
-            if (node, i) not in self.roots:
+            if (node, i) not in self.storages.roots:
                 self.take(((node, i), strategy.results[i]), self.bytes(result, strategy.results[i]))
         self.reach(passing)
         for key in gathered:
@@ -248,10 +206,12 @@ class Footprint:
     def save(self, node: fx.Node, strategy: Strategy, saves: str) -> None:
         """Remembers what the backward pass of an operator needs, and what it takes to run it again."""
         keys = set()
-        if node in self.model.recomputed and (node, 0) not in self.roots:
+        if node in self.model.recomputed and (node, 0) not in self.storages.roots:
             wanted = zip(self.operands[node], strategy.wants, strict=True)
             read = [
-                self.key(value_of(operand), want.layout) for operand, want in wanted if self.temporary(value_of(operand))
+                self.storages.key(value_of(operand), want.layout)
+                for operand, want in wanted
+                if self.temporary(value_of(operand))
             ]
             self.inputs[node] = set(read)
         if saves == "operands":
@@ -260,9 +220,9 @@ class Footprint:
                 if value[0].op == "placeholder" or not operand.meta["val"].dtype.is_floating_point:
                     continue
                 layout = self.layouts[value] if (value, node) in self.again else want.layout
-                keys.add(self.key(value, layout))
+                keys.add(self.storages.key(value, layout))
         elif saves == "result":
-            keys = {self.key((node, i), layout) for i, layout in enumerate(strategy.results)}
+            keys = {self.storages.key((node, i), layout) for i, layout in enumerate(strategy.results)}
         bound, besides = self.model.operators[node].rule, kept_besides(node)
         if bound is not None and besides and strategy.axes(*bound.inner):
             key = (node, -1), strategy.wants[0].layout
@@ -281,7 +241,7 @@ class Footprint:
         value, layout = key
         node = value[0]
         if layout != self.layouts.get(value, layout):
-            own = self.key(value, self.layouts[value])
+            own = self.storages.key(value, self.layouts[value])
             self.restore(own)
             self.take(key, self.bytes(self.model.named[value].meta["val"], layout))
             self.release([own], 0)
@@ -290,7 +250,7 @@ class Footprint:
         for each in inputs:
             self.restore(each)
         for operand, want in zip(self.operands[node], strategy.wants, strict=True):
-            moved = want.layout != self.layouts[value_of(operand)] or _casts(value_of(operand))
+            moved = want.layout != self.layouts[value_of(operand)] or casts(value_of(operand))
             if operand.name in self.parameters and moved:
                 passing += self.bytes(operand.meta["val"], want.layout) / self.panels.get(node.name, 1)
         made = [((node, i), layout) for i, layout in enumerate(strategy.results)]
@@ -337,17 +297,17 @@ class Footprint:
                 self.restore(key)
         for operand, want in zip(self.operands[node], strategy.wants, strict=True):
             value = value_of(operand)
-            moved = want.layout != self.layouts[value] or _casts(value)
+            moved = want.layout != self.layouts[value] or casts(value)
             if moved and (value[0].name in self.parameters or (value, node) in self.again):
                 passing += self.bytes(operand.meta["val"], want.layout) / self.panels.get(node.name, 1)
         self.total += passing
-        if mine[0] in self.roots:  # the gradient of a view is a view of the gradient
+        if mine[0] in self.storages.roots:  # the gradient of a view is a view of the gradient
             for value in mine:
                 self.fall(value)
         for operand, want in zip(self.operands[node], strategy.wants, strict=True):
             if value_of(operand) in self.model.trained:
                 value = value_of(operand)
-                arrives = value if note_of(value[0]).cast is None else (value[0], _CAST)
+                arrives = value if note_of(value[0]).cast is None else (value[0], CAST)
                 self.grow(arrives, want.gradient, operand.meta["val"])
         self.total -= passing
         for value in mine:
@@ -361,7 +321,7 @@ class Footprint:
         """All of a tensor's gradient comes to the layout of the tensor itself, and to the dtype in which it rests."""
         own = gradient_of(self.layouts[value])
         if (cast := note_of(value[0]).cast) is not None:
-            for layout, size in self.gradients.pop((value[0], _CAST), {}).items():
+            for layout, size in self.gradients.pop((value[0], CAST), {}).items():
                 self.reach(self.bytes(tensor, layout, cast.reduced) if cast.back else 0.0)
                 self.grow(value, own, tensor, cast.rests)
                 self.total -= size
@@ -369,17 +329,3 @@ class Footprint:
         for layout in [found for found in self.gradients[value] if found != own]:
             self.grow(value, own, tensor)
             self.total -= self.gradients[value].pop(layout)
-
-
-def _casts(value: Value) -> bool:
-    """Whether it is a parameter that is cast before it is moved or used."""
-    return value[0].op == "placeholder" and cast_of(value[0]).there
-
-
-def _is_view(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether a result of a view operator shares its operand's storage: a reshape of what was permuted copies."""
-    source, result = operand.meta["val"], results_of(node)[0]
-    rule = rule_of(node)
-    if rule is None or not rule.copies:
-        return True
-    return source.numel() == result.numel() and (source.is_contiguous() or source.stride()[-1:] == result.stride()[-1:])

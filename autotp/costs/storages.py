@@ -1,0 +1,86 @@
+"""The storages of a plan's step: which tensors share one, and which operator reads each last."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autotp.costs.priced import Priced
+from passes.graph import cast_of
+from passes.layouts.layout import Layout
+from passes.rules.factors import Value, value_of
+from passes.rules.shapes import operands_of, results_of
+from passes.rules.table import rule_of
+
+__all__ = ["CAST", "Key", "Storages", "casts"]
+
+#: A tensor in a layout.
+Key = tuple[Value, Layout]
+#: As the number of a parameter's result: what it is cast to.
+CAST = 1
+
+
+class Storages:
+    """What lies where.
+
+    Attributes:
+        operands, results: of every operator.
+        roots: a view's result -> the tensor whose storage it has.
+        last: storage -> the last operator of the forward pass to read it.
+    """
+
+    def __init__(self, priced: Priced) -> None:
+        self.strategies, self.layouts = priced.strategies, priced.layouts
+        self.operands = {node: operands_of(node) for node in priced.model.operators}
+        self.results = {node: results_of(node) for node in priced.model.operators}
+        self.roots: dict[Value, Value] = {}
+        self.last = self._readers()
+
+    def key(self, value: Value, layout: Layout) -> Key:
+        """The storage that holds a tensor in a layout: where nothing moved, that of the tensor it is a view of.
+
+        What a parameter is cast to is a tensor of its own, beside what rests.
+        """
+        if casts(value):
+            return (value[0], CAST), layout
+        root = self.roots.get(value, value)
+        return (root, self.layouts[root]) if layout == self.layouts[value] else (value, layout)
+
+    def _readers(self) -> dict[Key, fx.Node]:
+        """The last operator to read each storage; a reshard reads when the first who wants its result does."""
+        last: dict[Key, fx.Node] = {}
+        for node in self.operands:
+            for operand, want in zip(self.operands[node], self.strategies[node.name].wants, strict=True):
+                value = value_of(operand)
+                key = self.key(value, want.layout)
+                if key not in last and want.layout != self.layouts[value]:
+                    last[self.key(value, self.layouts[value])] = node
+                last[key] = node
+            self._alias(node)
+            for i, layout in enumerate(self.strategies[node.name].results):
+                last.setdefault(self.key((node, i), layout), node)
+        return last
+
+    def _alias(self, node: fx.Node) -> None:
+        """A view has the storage of what it views, unless that moved."""
+        table, operands = rule_of(node), self.operands[node]
+        if table is None or not table.view or not operands or not _is_view(node, operands[0]):
+            return
+        value, want = value_of(operands[0]), self.strategies[node.name].wants[0].layout
+        if want == self.layouts[value]:
+            root = self.roots.get(value, value)
+            for i in range(len(self.results[node])):
+                self.roots[node, i] = root
+
+
+def casts(value: Value) -> bool:
+    """Whether it is a parameter that is cast before it is moved or used."""
+    return value[0].op == "placeholder" and cast_of(value[0]).there
+
+
+def _is_view(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether a result of a view operator shares its operand's storage: a reshape of what was permuted copies."""
+    source, result = operand.meta["val"], results_of(node)[0]
+    rule = rule_of(node)
+    if rule is None or not rule.copies:
+        return True
+    return source.numel() == result.numel() and (source.is_contiguous() or source.stride()[-1:] == result.stride()[-1:])
