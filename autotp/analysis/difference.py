@@ -79,6 +79,7 @@ def difference(first: Plan, second: Plan) -> Difference:
         "mode": (first.mode, second.mode),
         "optimizer": (first.optimizer, second.optimizer),
         "accumulate": (str(first.accumulate), str(second.accumulate)),
+        "recomputed": (f"{len(first.recomputed)} operators", f"{len(second.recomputed)} operators"),
     }
     predicted = {name: (getattr(first.predicted, name), getattr(second.predicted, name)) for name in _FIGURES}
     mine, other = first.parameters, second.parameters
@@ -106,7 +107,7 @@ def difference(first: Plan, second: Plan) -> Difference:
 
 
 def _decided(operator: PlannedOperator) -> tuple[object, ...]:
-    return operator.strategy, operator.layouts, operator.panels
+    return operator.strategy, operator.layouts, operator.panels, operator.recomputed
 
 
 def _mesh(plan: Plan) -> str:

@@ -190,7 +190,8 @@ def _cells(row: FoldedOperator, layouts: bool) -> list[str]:
         str(len(row.operators)),
         "[yellow]no rule[/]" if operator.replicated else escape(operator.scheme),
         (escape(_strategy(operator.strategy)) or "[dim]–[/]")
-        + (f", {operator.panels} panels" if operator.panels > 1 else ""),
+        + (f", {operator.panels} panels" if operator.panels > 1 else "")
+        + (", recomputed" if operator.recomputed else ""),
     ]
     if layouts:
         cells.append(escape(", ".join(operator.layouts)))

@@ -227,7 +227,7 @@ class Schedules:
             plain = functools.partial(self._plain, sharded)
             return _scheduled(make, self.world, self.how, self.agreement, plain, lockstep=lockstep)
         except NoOrder as error:
-            _log.warning("no overlap of computing and communicating: %s", error)
+            _log.warning("no overlap of computing and communicating, and nothing is recomputed: %s", error)
             return None
 
     def _plain(self, sharded: fx.GraphModule, seed: int, inputs: Sequence[Parts]) -> Sequence[Any]:
