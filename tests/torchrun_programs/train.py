@@ -21,14 +21,16 @@ def close(got, want, scale, name):
     assert error <= 1e-9 * scale, f"{name}: off by {error:.3g} at scale {scale:.3g}"
 
 
-def main(name, strategy, mesh, panels, backend, device):
+def main(name, strategy, mesh, panels, backend, device, recompute):
     dist.init_process_group(backend)
     with float64_mode():
         plain, args, kwargs = double(MODELS[name])
         model, _, _ = double(MODELS[name])
         plain, model = plain.to(device), model.to(device)
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
-        parallel = autotp.parallelize(model, None, args, kwargs, strategy=strategy, mesh=mesh, panels=panels)
+        options = {"strategy": strategy, "mesh": mesh, "panels": panels, "recompute": recompute}
+        parallel = autotp.parallelize(model, None, args, kwargs, **options)
+        assert bool(parallel.plan.recomputed) == (recompute != "none")
         assert isinstance(parallel, torch.fx.GraphModule)
         assert panels is None or sum(op.panels == panels for op in parallel.plan.operators) >= 2
         assert dist.get_world_size() == 1 or any(op.scheme != "replicated" for op in parallel.plan.operators)
@@ -68,4 +70,5 @@ if __name__ == "__main__":
     parser.add_argument("panels", type=int, nargs="?")
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--recompute", default="none")
     main(**vars(parser.parse_args()))

@@ -12,17 +12,17 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize(
-    ("processes", "model", "strategy", "mesh"),
+    ("processes", "model", "strategy", "mesh", "recompute"),
     [
-        (2, "llama", "zero3", "2"),
-        (2, "unet", "megatron-1d", "2"),
-        (4, "llama", "megatron-sp", "2x2"),
-        (4, "unet", "tensor3d", "2x2"),
-        (8, "llama", "3d", "2x2x2"),
+        (2, "llama", "zero3", "2", "full"),
+        (2, "unet", "megatron-1d", "2", "selective"),
+        (4, "llama", "megatron-sp", "2x2", "full"),
+        (4, "unet", "tensor3d", "2x2", "none"),
+        (8, "llama", "3d", "2x2x2", "none"),
     ],
 )
-def test_three_steps_equal_one_device(torchrun, processes, model, strategy, mesh):
-    done = torchrun(processes, "train.py", model, strategy, mesh)
+def test_three_steps_equal_one_device(torchrun, processes, model, strategy, mesh, recompute):
+    done = torchrun(processes, "train.py", model, strategy, mesh, "--recompute", recompute)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "exact" in done.stdout
 
