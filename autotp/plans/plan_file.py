@@ -21,7 +21,7 @@ from passes.sharding.chunk import CHUNKS
 __all__ = ["AS_WRITTEN", "FORMAT", "Written", "decode_layout", "encode_layout", "read"]
 
 #: Version of the JSON form; plans of another version are refused.
-FORMAT: Final = 3
+FORMAT: Final = 4
 
 
 def _one_of(names: Collection[str], name: str) -> str:
@@ -49,7 +49,7 @@ class Written:
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
-    format: Literal[3]
+    format: Literal[4]
     hash: str
     strategy: str
     mesh_shape: tuple[_Count, ...]
@@ -71,7 +71,7 @@ class Written:
     planning: dict[str, Any]
     layouts: dict[str, tuple[_Placement, ...]]
     operators: tuple[PlannedOperator, ...]
-    precision: str | None = None
+    precision: str | None
 
 
 #: The keys that a plan has as they are.
@@ -103,7 +103,7 @@ def read(text: str, source: str) -> Written:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         older = type(found) is int and found < FORMAT
         why = (
-            ": an earlier version of autotp wrote this plan, and the names of operators have changed since" if older else ""
+            ": an earlier version of autotp wrote this plan, and what a plan says has changed since" if older else ""
         )
         raise AutotpError(f"{source}: key 'format' is {found!r}, expected {FORMAT}{why}; make the plan again")
     try:

@@ -73,12 +73,14 @@ class _Growing:
         self.steps: list[Step] = []
         self.env: dict[str, Any] = {"torch": torch, "self": SimpleNamespace()}
         self.count = 0
+        self.noise: set[str] = set()  # results of random operators, which nothing but a product with 0 reads
 
     # values
 
     def tensors(self) -> list[str]:
         """Names of all tensors so far, leaves too."""
         names = [leaf.name for leaf in self.leaves] + [step.result for step in self.steps if not step.writes]
+        names = [name for name in names if name not in self.noise]
         return [name for name in names if isinstance(self.value(name), Tensor)]
 
     def value(self, name: str) -> Any:
@@ -207,18 +209,21 @@ class _Growing:
         given = [*first, *map(self.supplied, args[len(first) :])]
         if name.startswith(_UNDIFFERENTIABLE):
             given = [self.emit(".detach", a) if isinstance(a, Ref) else a for a in given]
+        random_one = any(kind in name for kind in _RANDOM)
         found = self.emit(_call(name), *given, **kwargs)
+        self.noise |= {found.name} if random_one else set()
         value = self.value(found.name)
         if turned and isinstance(value, (list, tuple)) and isinstance(value[0], Tensor):
             found = self.emit("[]", found, 0)
             value = self.value(found.name)
         if turned and isinstance(value, Tensor) and value.dim() > max(turned):
             found = self.emit(".transpose", found, *turned)
+            self.noise |= {found.name} if random_one else set()
         if isinstance(value, (list, tuple)):
             for i, tensor in enumerate(value):
                 if isinstance(tensor, Tensor):
                     self.emit("[]", found, i)
-        elif any(kind in name for kind in _RANDOM):
+        elif random_one:
             self.emit("torch.ops.aten.mul.Scalar", found, 0.0)
 
     def turning(self, args: list[Any]) -> tuple[int, int] | None:

@@ -161,10 +161,19 @@ def _example(
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        copy = leaf.detach().to("meta") if meta and not leaf.is_meta else leaf.detach().clone()
+        copy = leaf.detach().to("meta") if meta and not leaf.is_meta else _as_it_lies(leaf.detach())
         return copy.requires_grad_(leaf.requires_grad)
 
     return tree_map(own, tuple(args)), tree_map(own, dict(kwargs or {}))
+
+
+def _as_it_lies(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, 0 as well, since these decide what ``contiguous`` and ``reshape`` copy."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return tensor.clone()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = tensor.as_strided((span,), (1,), tensor.storage_offset()).clone()
+    return memory.as_strided(tensor.shape, tensor.stride())
 
 
 def _check_tying(model: Any) -> None:

@@ -6,12 +6,12 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from passes.capture.builder import Builder, CaptureError, operator_name, outer_order
 from passes.graph import arguments_of, where
 
-__all__ = ["PERMUTES", "RESHAPES", "SPLITS", "put_back", "refuse_unsure"]
+__all__ = ["PERMUTES", "RESHAPES", "SPLITS", "as_computed", "put_back", "refuse_unsure"]
 
 aten = torch.ops.aten
 #: Kernels with contiguous results on CPU, where torch's fake ones have their operand's strides.
@@ -91,18 +91,27 @@ def put_back(build: Builder, view: fx.Node, source: fx.Node, new: fx.Node, like:
     )
 
 
-def refuse_unsure(node: fx.Node, written: fx.Node, root: fx.Node, value: Tensor) -> None:
+def as_computed(target: Any, value: Any) -> Any:
+    """The fake result of an operator, with the strides of its kernel's."""
+    if target not in _CONTIGUOUS_ON_CPU or value.device.type != "cpu":
+        return value
+    last = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
+    return value if last and target is aten.batch_norm.default else value.contiguous()
+
+
+def refuse_unsure(node: fx.Node, written: fx.Node, root: fx.Node) -> None:
     """Refuses a write to what may be a copy in the model, as ``torch.export`` takes a kernel's strides for others.
 
     Args:
         node: the write.
         written: what it writes to.
-        root: the node whose memory that is, as the fake tensors have it; its fake value is ``value``.
+        root: the node whose memory that is, as far as can be told.
 
     Raises:
         CaptureError: see above.
     """
-    if root.target not in _CONTIGUOUS_ON_CPU or value.device.type != "cpu" or value.is_contiguous():
+    value = root.meta["val"]
+    if as_computed(root.target, value) is value:
         return
     if len(root.users) > 1 or written is not root:
         raise CaptureError(

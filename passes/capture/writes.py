@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from passes.capture.builder import Builder, CaptureError, operator_name
 from passes.capture.functional import batch_norm_train
-from passes.capture.view_writes import RESHAPES, put_back, refuse_unsure
+from passes.capture.view_writes import RESHAPES, as_computed, put_back, refuse_unsure
 from passes.graph import arguments_of, differentiable, note_of, where
 
 __all__ = ["functionalise"]
@@ -179,7 +179,7 @@ class _Functionaliser:
 
     def call(self, node: fx.Node) -> None:
         shadow_args, shadow_kwargs = map_arg((node.args, node.kwargs), self.shadows.__getitem__)
-        self.shadows[node] = self.build.run(node.target, shadow_args, shadow_kwargs)
+        self.shadows[node] = as_computed(node.target, self.build.run(node.target, shadow_args, shadow_kwargs))
         args, kwargs = map_arg((node.args, node.kwargs), self.current)
         if isinstance(node.target, torch._ops.OpOverload):
             if node.target is aten.batch_norm.default:
@@ -242,7 +242,7 @@ class _Functionaliser:
         written = arguments_of(node, node.args, dict(node.kwargs))[where_to[0]]
         if len(where_to) != 1 or reshapes or not isinstance(written, fx.Node):
             raise CaptureError(f"{where(node)}: {target} cannot be made out-of-place; use an out-of-place operator")
-        refuse_unsure(node, written, root := self.values[written].root, self.shadows[root])
+        refuse_unsure(node, written, self.values[written].root)
         before = self.current(written)
         old = before.meta["val"]
         kwargs = {name: value for name, value in kwargs.items() if name != where_to[0]}

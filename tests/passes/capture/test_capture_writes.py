@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from capturing import check, image, program, targets
+from capturing import check, compare, image, program, targets
 from torch import nn
 
-from passes.capture import CaptureError
+from passes.capture import CaptureError, capture
 
 
 def _add(self: Any, y: torch.Tensor) -> Any:
@@ -236,3 +236,28 @@ def test_a_write_to_what_only_a_real_kernel_lays_out_anew_is_refused() -> None:
     with pytest.raises(CaptureError, match="log_sigmoid.*clone"):
         check(program(copied), image(4, 8))
     check(program(lambda self, y: nn.functional.logsigmoid(y).mul_(2)), image(4, 8))
+
+
+def test_inputs_keep_their_strides() -> None:
+    """A copy of an expanded input has other strides, and what is contiguous then is not in the model."""
+
+    class Expanded(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.transpose(0, 2).to(torch.float32).transpose(0, 2)
+            y.contiguous()[:, :, 1:5].sub_(1)
+            return y
+
+    model, x = Expanded(), torch.randn(1, 2, 8).double().expand(8, 2, 8)
+    compare(model, (x,), {}, capture(model, (x,)))
+
+
+def test_a_write_to_what_only_a_real_kernel_makes_contiguous_is_refused() -> None:
+    """Here ``contiguous`` copies the fake result, and gives the real one itself."""
+
+    def written(self: Any, y: torch.Tensor) -> Any:
+        y = nn.functional.logsigmoid(y.t())
+        y.contiguous()[:, 1:3].mul_(2)
+        return y * 1
+
+    with pytest.raises(CaptureError, match="log_sigmoid"):
+        check(program(written), image(4, 8))
