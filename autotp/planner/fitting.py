@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -52,15 +53,24 @@ def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome
         return _searched(contest if asked == "none" else contest.of(_recomputing(model, asked)), meshes)
     contests = [contest, *(contest.of(_recomputing(model, way)) for way in _WAYS)]
     outcomes: list[Outcome] = []
+    begun = time.perf_counter()
     for one in contests:
-        with suppress(TimeoutError):
-            outcomes.append(_searched(replace(one, thorough=False), meshes))
-        if outcomes and not outcomes[0].contest.short:
+        now, fits = time.perf_counter(), any(outcome.found.best is not None for outcome in outcomes)
+        # What can only improve on a plan may take as long as it took to find one.
+        deadline = min(contest.deadline, now + (now - begun)) if fits else contest.deadline
+        if fits and now > contest.deadline:
             break
+        with suppress(TimeoutError):
+            outcomes.append(_searched(replace(one, thorough=False, deadline=deadline), meshes))
+        if outcomes and not outcomes[0].contest.short:
+            return outcomes[0]
     best = min(outcomes, key=Outcome.step, default=None)
     if best is None or best.found.best is None:  # of all ways, the second takes the least memory
         return _searched(contests[1], meshes)
-    return replace(best, floor=min(outcome.floor for outcome in outcomes))
+    proven = [outcome.floor for outcome in outcomes if outcome.found.best is not None]
+    if len(proven) < len(contests):  # where no plan was found, there may be one; it takes longer than with ample memory
+        proven.append(_searched(replace(contest, memory=math.inf, allowed=math.inf), meshes).floor)
+    return replace(best, floor=min(*proven, best.step()[1]))
 
 
 def _recomputing(model: Model, way: str | Sequence[str]) -> Model:
@@ -122,7 +132,7 @@ def _fitting_by_sum(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tupl
         used = contest.best.memory
         if used <= contest.allowed:
             return contest, Searched(contest.best, floor, used)
-        if left:
+        if left and time.perf_counter() < contest.deadline:
             contest = contest.anew(contest.memory - (used - contest.allowed))
             contest.run(meshes)
     return contest, Searched(None, floor, used)

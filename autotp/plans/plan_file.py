@@ -102,9 +102,7 @@ def read(text: str, source: str) -> Written:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         older = type(found) is int and found < FORMAT
-        why = (
-            ": an earlier version of autotp wrote this plan, and what a plan says has changed since" if older else ""
-        )
+        why = ": an earlier version of autotp wrote this plan, and what a plan says has changed since" if older else ""
         raise AutotpError(f"{source}: key 'format' is {found!r}, expected {FORMAT}{why}; make the plan again")
     try:
         return _adapter().validate_json(text)
