@@ -70,7 +70,7 @@ class ProcessWorld(World):
         """See ``World.all_gather``."""
         if self._pairwise(parts[0], (axis,)):
             return self._everybodys(parts[0], (axis,))
-        part = _as_bytes(parts[0].contiguous())
+        part = _as_bytes(_in_memory(parts[0]))
         result = part.new_empty((self.mesh_shape[axis], *part.shape))
         group = self._process_groups[(axis,)]
         work = dist.all_gather_single(result.view(-1), part.view(-1), group=group, async_op=True)
@@ -78,7 +78,7 @@ class ProcessWorld(World):
 
     def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.reduce_scatter``."""
-        part = parts[0].contiguous()
+        part = _in_memory(parts[0])
         group = self._process_groups[(axis,)]
         if dist.get_backend(group) == "gloo":  # whose own is an all_reduce: twice the bytes, and more latency
             return self.all_to_all([part], axis).then(lambda given: [reduced(given[0])])
@@ -91,7 +91,7 @@ class ProcessWorld(World):
         return self._exchanged(parts[0], (axis,))
 
     def _exchanged(self, parts: Tensor, axes: tuple[int, ...]) -> Pending:
-        part = _as_bytes(parts.contiguous())
+        part = _as_bytes(_in_memory(parts))
         result = torch.empty_like(part)
         work = dist.all_to_all_single(result.view(-1), part.view(-1), group=self._process_groups[axes], async_op=True)
         return Pending([result.view(parts.dtype)], work, part)
@@ -119,6 +119,11 @@ def _let_go(world: weakref.ref[ProcessWorld], mesh: weakref.ref[DeviceMesh]) -> 
     if known is not None:
         for each in (known, getattr(known, "_root_mesh", None)):
             getattr(each, "_pg_registry", {}).clear()
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """A tensor without gaps. Some zeros that autograd makes (the gradient of ``sgn``) have no memory at all."""
+    return tensor.clone() if tensor._is_zerotensor() else tensor.contiguous()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
