@@ -63,7 +63,8 @@ def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome
         with suppress(TimeoutError):
             outcomes.append(_searched(replace(one, thorough=False, deadline=deadline), meshes))
         if outcomes and not outcomes[0].contest.short:
-            return outcomes[0]
+            # Where memory is no obstacle but nothing was found, recomputing does not help.
+            return outcomes[0] if outcomes[0].found.best is not None else _searched(contest, meshes)
     best = min(outcomes, key=Outcome.step, default=None)
     if best is None or best.found.best is None:  # of all ways, the second takes the least memory
         return _searched(contests[1], meshes)
