@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from autotp.costs.model import Model, depth_of
+from autotp.costs.model import depth_of
 from autotp.costs.recompute import recomputed_by
 from autotp.planner.assemble import EVEN
 from autotp.planner.contest import Contest
@@ -20,8 +20,9 @@ __all__ = ["Outcome", "best_of_ways"]
 
 _TIGHTER = 5  # programs with ever less memory
 _HOPE = 1.3
-#: Ways to recompute that are tried where memory is short.
-_WAYS = ("full", "selective")
+#: Ways to recompute, in the order in which they are tried: more than the first where memory is short.
+_WAYS = ("none", "full", "selective")
+_LEAST = "full"  # of all ways, it takes the least memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,33 +50,35 @@ def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome
     options = contest.candidates.options
     model = contest.candidates.model
     asked = options.recompute if options.trains else "none"
+
+    def recomputing(way: str | Sequence[str]) -> Contest:
+        """Made when its turn comes: with ample memory nothing but the first way is asked for."""
+        if way == "none":
+            return contest
+        return contest.of(folded(replace(model, recomputed=recomputed_by(model, way))))
+
     if asked != "auto":
-        return _searched(contest if asked == "none" else contest.of(_recomputing(model, asked)), meshes)
-    contests = [contest, *(contest.of(_recomputing(model, way)) for way in _WAYS)]
+        return _searched(recomputing(asked), meshes)
     outcomes: list[Outcome] = []
     begun = time.perf_counter()
-    for one in contests:
+    for way in _WAYS:
         now, fits = time.perf_counter(), any(outcome.found.best is not None for outcome in outcomes)
         # What can only improve on a plan may take as long as it took to find one.
         deadline = min(contest.deadline, now + (now - begun)) if fits else contest.deadline
         if fits and now > contest.deadline:
             break
         with suppress(TimeoutError):
-            outcomes.append(_searched(replace(one, thorough=False, deadline=deadline), meshes))
+            outcomes.append(_searched(replace(recomputing(way), thorough=False, deadline=deadline), meshes))
         if outcomes and not outcomes[0].contest.short:
             # Where memory is no obstacle but nothing was found, recomputing does not help.
             return outcomes[0] if outcomes[0].found.best is not None else _searched(contest, meshes)
     best = min(outcomes, key=Outcome.step, default=None)
-    if best is None or best.found.best is None:  # of all ways, the second takes the least memory
-        return _searched(contests[1], meshes)
+    if best is None or best.found.best is None:
+        return _searched(recomputing(_LEAST), meshes)
     proven = [outcome.floor for outcome in outcomes if outcome.found.best is not None]
-    if len(proven) < len(contests):  # where no plan was found, there may be one; it takes longer than with ample memory
+    if len(proven) < len(_WAYS):  # where no plan was found, there may be one; it takes longer than with ample memory
         proven.append(_searched(replace(contest, memory=math.inf, allowed=math.inf), meshes).floor)
     return replace(best, floor=min(*proven, best.step()[1]))
-
-
-def _recomputing(model: Model, way: str | Sequence[str]) -> Model:
-    return folded(replace(model, recomputed=recomputed_by(model, way)))
 
 
 def _searched(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
@@ -133,7 +136,8 @@ def _fitting_by_sum(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tupl
         used = contest.best.memory
         if used <= contest.allowed:
             return contest, Searched(contest.best, floor, used)
-        if left and time.perf_counter() < contest.deadline:
-            contest = contest.anew(contest.memory - (used - contest.allowed))
-            contest.run(meshes)
+        if not left or time.perf_counter() > contest.deadline:
+            break
+        contest = contest.anew(contest.memory - (used - contest.allowed))
+        contest.run(meshes)
     return contest, Searched(None, floor, used)
