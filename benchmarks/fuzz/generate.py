@@ -80,8 +80,7 @@ class _Growing:
     def tensors(self) -> list[str]:
         """Names of all tensors so far, leaves too."""
         names = [leaf.name for leaf in self.leaves] + [step.result for step in self.steps if not step.writes]
-        names = [name for name in names if name not in self.noise]
-        return [name for name in names if isinstance(self.value(name), Tensor)]
+        return [name for name in names if name not in self.noise and isinstance(self.value(name), Tensor)]
 
     def value(self, name: str) -> Any:
         return self.env.get(name, getattr(self.env["self"], name, None))
@@ -209,21 +208,19 @@ class _Growing:
         given = [*first, *map(self.supplied, args[len(first) :])]
         if name.startswith(_UNDIFFERENTIABLE):
             given = [self.emit(".detach", a) if isinstance(a, Ref) else a for a in given]
-        random_one = any(kind in name for kind in _RANDOM)
-        found = self.emit(_call(name), *given, **kwargs)
-        self.noise |= {found.name} if random_one else set()
+        raw = found = self.emit(_call(name), *given, **kwargs)
         value = self.value(found.name)
         if turned and isinstance(value, (list, tuple)) and isinstance(value[0], Tensor):
             found = self.emit("[]", found, 0)
             value = self.value(found.name)
         if turned and isinstance(value, Tensor) and value.dim() > max(turned):
             found = self.emit(".transpose", found, *turned)
-            self.noise |= {found.name} if random_one else set()
         if isinstance(value, (list, tuple)):
             for i, tensor in enumerate(value):
                 if isinstance(tensor, Tensor):
                     self.emit("[]", found, i)
-        elif random_one:
+        elif any(kind in name for kind in _RANDOM):
+            self.noise |= {raw.name, found.name}
             self.emit("torch.ops.aten.mul.Scalar", found, 0.0)
 
     def turning(self, args: list[Any]) -> tuple[int, int] | None:
