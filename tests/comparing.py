@@ -16,3 +16,12 @@ def loss_of(output):
 def close(got, want, scale, name):
     error = (got.detach().double() - want.detach().double()).abs().max().item() if want.numel() else 0.0
     assert error <= 1e-9 * max(scale, 1e-300), f"{name}: off by {error:.3g} at scale {scale:.3g}"
+
+
+def proven_least(plan, least, seed):
+    """Whether a plan says that it is optimal; its step and gap must agree with the least step of an exhaustive search."""
+    step = plan.predicted.step_seconds
+    assert step >= least * (1 - 1e-9), seed
+    assert step * (1 - plan.gap) <= least * (1 + 1e-9), seed
+    assert not plan.optimal or abs(step - least) <= 1e-9 * least, seed
+    return plan.optimal
