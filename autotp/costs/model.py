@@ -30,6 +30,7 @@ class Model:
         pins: what constraints ask of operators and parameters.
         recomputed: operator that the backward pass runs again -> whether it repeats the collectives that bring its results
             into other layouts.
+        undecided: operator that the planner may have run again, with all collectives -> the last operator of its block.
     """
 
     captured: Captured
@@ -38,6 +39,7 @@ class Model:
     trained: frozenset[Value]
     pins: Mapping[fx.Node, tuple[Requirement, ...]] = field(default_factory=dict)
     recomputed: Mapping[fx.Node, bool] = field(default_factory=dict)
+    undecided: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
 
     @property
     def parameter_bytes(self) -> float:
@@ -80,17 +82,17 @@ class Model:
 
     def read_again(self, node: fx.Node, recomputed: bool) -> list[Value]:
         """The tensors, made in the step, that the backward pass reads for an operator's gradient, or to recompute it."""
-        found: list[Value] = []
-        saves = saved_by(node) if node in self.differentiated else ""
-        for operand in operands_of(node):
-            value = value_of(operand)
-            if value[0].op != "placeholder" and (
-                recomputed or (saves == "operands" and operand.meta["val"].dtype.is_floating_point)
-            ):
-                found.append(value)
-        if saves == "result":
+        found = [value_of(operand) for operand in operands_of(node) if self.reads_again(node, operand, recomputed)]
+        if node in self.differentiated and saved_by(node) == "result":
             found += [(node, i) for i in range(len(results_of(node)))]
         return found
+
+    def reads_again(self, node: fx.Node, operand: fx.Node, recomputed: bool) -> bool:
+        """Whether an operand is made in the step, and the backward pass reads it; see ``read_again``."""
+        if value_of(operand)[0].op == "placeholder":
+            return False
+        saves = node in self.differentiated and saved_by(node) == "operands"
+        return recomputed or (saves and operand.meta["val"].dtype.is_floating_point)
 
 
 def trained_values(captured: Captured, operators: Mapping[fx.Node, Operator]) -> frozenset[Value]:

@@ -8,7 +8,8 @@ gradient's formula uses, or that is needed to recompute another.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -20,7 +21,7 @@ from passes.rules.factors import value_of
 from passes.rules.shapes import operands_of
 from passes.rules.table import rule_of
 
-__all__ = ["recomputed_by"]
+__all__ = ["decided", "recomputed_by", "undecided"]
 
 _BLOCK = re.compile(r"^(?:.*?\.)?\d+(?=\.|$)")  # the outermost element of a list of modules
 
@@ -50,15 +51,32 @@ def recomputed_by(model: Model, way: str | Sequence[str]) -> Mapping[fx.Node, bo
             raise AutotpError(
                 f"recompute={way}: {names} draw random numbers that cannot be repeated; leave their modules out"
             )
-        leaving = {
-            value[0]
-            for value, uses in model.readers.items()
-            for user, _ in uses
-            if blocks.get(user) != blocks.get(value[0])
-        }
-        chosen = {node: True for node in blocks if node not in leaving and node.name not in fresh}
+        chosen = dict.fromkeys(_inside(model, blocks), True)
     _keep_what_is_shown(nodes, chosen)
     return _needed(model, chosen)
+
+
+def undecided(model: Model) -> Model:
+    """The model where the planner decides: of everything that ``full`` recomputes, what is kept after all."""
+    blocks = _blocks(list(model.operators), "full")
+    last = {block: node for node, block in blocks.items()}
+    return replace(model, undecided={node: last[blocks[node]] for node in _inside(model, blocks)})
+
+
+def decided(model: Model, again: Collection[fx.Node]) -> Model:
+    """The model where so many of the undecided operators are run again, as far as the backward pass reads them."""
+    chosen = dict.fromkeys(again, True)
+    _keep_what_is_shown(list(model.operators), chosen)
+    return replace(model, recomputed=_needed(model, chosen), undecided={})
+
+
+def _inside(model: Model, blocks: Mapping[fx.Node, str]) -> list[fx.Node]:
+    """Operators whose results do not leave their blocks, and can be made again."""
+    fresh = set(undrawn(model.captured.graph_module.graph))
+    leaving = {
+        value[0] for value, uses in model.readers.items() for user, _ in uses if blocks.get(user) != blocks.get(value[0])
+    }
+    return [node for node in blocks if node not in leaving and node.name not in fresh]
 
 
 def _dear(model: Model, node: fx.Node) -> bool:

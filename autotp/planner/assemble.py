@@ -16,7 +16,7 @@ from torch import fx
 
 from autotp.costs.prices import Prices
 from autotp.planner.ilp import Node, Problem, Tensor, Use
-from autotp.planner.structure import Choice, Edge, Rest, Structure
+from autotp.planner.structure import Choice, Edge, Needs, Rest, Structure
 from autotp.plans.constraints import Requirement
 from costmodel.overlap import Weight, Weights
 from passes.layouts.codes import PARTIAL, WHOLE, decode, fitting, local_elements, restoring
@@ -44,8 +44,23 @@ class Assembled:
         """The strategy of an operator, or the layout of a placeholder, that a row stands for."""
         choice = self.structure.nodes[self.structure.index[node]][1]
         if isinstance(choice, Choice):
-            return choice.space.strategy(row)
+            return choice.space.strategy(row % len(choice.space.serves))
         return whole_layout(len(self.mesh)) if choice is None else decode(choice.rows[row], self.mesh)
+
+    def strategies(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """What a choice chooses, whatever is run again."""
+        rows = zip(self.structure.nodes, choice, strict=True)
+        return tuple(row % len(c.space.serves) if isinstance(c, Choice) else row for (_, c, _), row in rows)
+
+    def joined(self, choice: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+        """The strategies of one choice, where what the other runs again is."""
+        own, pairs = self.strategies(choice), zip(self.structure.nodes, self.strategies(other), other, strict=True)
+        return tuple(mine + row - its for mine, ((_, _, _), its, row) in zip(own, pairs, strict=True))
+
+    def again(self, choice: Sequence[int]) -> set[fx.Node]:
+        """The operators, of those that stand for others, that a choice runs again of what was undecided."""
+        rows = zip(self.structure.nodes, choice, strict=True)
+        return {node for (node, made, _), row in rows if isinstance(made, Choice) and made.again[row]}
 
 
 def assemble(
@@ -91,6 +106,7 @@ class _Assembly:
             found = Tariff.of(sizes, self.mesh, self.pay(parameter, weight)) if sizes else []
             self.tariffs |= {(parameter, weight, size): tariff for size, tariff in zip(sizes, found, strict=True)}
         tensors = [self.tensor(edge) for edge in self.structure.edges]
+        tensors += [self.needed(edge, edge.needs) for edge in self.structure.edges if edge.needs is not None]
         for index, memory in self.kept.items():
             nodes[index] = Node(nodes[index].name, nodes[index].cost, nodes[index].memory + memory)
         return Assembled(Problem(tuple(nodes), tuple(tensors), memory_bound), self.structure, self.mesh)
@@ -130,11 +146,13 @@ class _Assembly:
         forward, backward = self.weights.forward, self.weights.backward
         seconds = ((1 - late) * forward.compute + late * backward.compute) * compute
         seconds = seconds + (1 - inner_late) * forward.of(spent, parameter=False)
+        again = (1 - late) * backward.compute * compute + (1 - inner_late) * backward.of(spent, parameter=False)
         if choice.recomputed and self.prices.train:
-            seconds = seconds + (1 - late) * backward.compute * compute
-            seconds = seconds + (1 - inner_late) * backward.of(spent, parameter=False)
+            seconds = seconds + again
         seconds = seconds + inner_late * backward.of(spent, parameter=False)
-        return np.where(valid, self.prices.accumulate * seconds, np.inf), memory
+        if choice.undecided:
+            seconds = np.concatenate([seconds, seconds + again])
+        return np.where(choice.twice(valid), self.prices.accumulate * seconds, np.inf), choice.twice(memory)
 
     def layouts(self, rest: Rest, pins: Sequence[Requirement]) -> tuple[np.ndarray, np.ndarray]:
         """Where something may rest, and the bytes of its state there."""
@@ -194,6 +212,16 @@ class _Assembly:
         uses = tuple(Use(index, want) for index, want in edge.uses)
         return Tensor(edge.name, edge.producer, edge.have, uses, cost, memory, temporary)
 
+    def needed(self, edge: Edge, needs: Needs) -> Tensor:
+        """How a tensor that is made again comes to those whose gradients, or who themselves made again, read it."""
+        rows, columns = len(edge.rows), len(edge.wants)
+        cost = np.zeros((2 * rows, columns))
+        cost[rows:] = edge.count * self.prices.accumulate * self.there(edge, self.weights.backward)
+        if self.panelled:  # what products read comes in panels, once more anyway
+            cost[:, edge.products & ~edge.saved] = 0.0
+        uses = tuple(Use(index, want) for index, want in needs.uses)
+        return Tensor(edge.name, edge.producer, needs.have, uses, cost, np.zeros(columns), np.zeros(cost.shape))
+
     def pay(self, parameter: bool, weight: Weight) -> Collective:
         """What collectives of a pass cost, weighted, that move a parameter, or something else."""
         prices = self.prices
@@ -203,33 +231,37 @@ class _Assembly:
 
         return seconds
 
+    def moving(
+        self, edge: Edge, have: np.ndarray, want: np.ndarray, weight: Weight, dtype: torch.dtype
+    ) -> np.ndarray:
+        """Weighted seconds from layouts to layouts."""
+        tariff, pay = self.tariffs[edge.parameter, weight, _size(edge, dtype)], self.pay(edge.parameter, weight)
+        shape = tuple(edge.value.shape)
+        return self.structure.pricer.seconds(shape, dtype.itemsize, have, want, self.mesh, tariff, pay)
+
+    def there(self, edge: Edge, weight: Weight) -> np.ndarray:
+        """Weighted seconds from every layout that a tensor has to every one wanted, once."""
+        moved, cast = self.moving(edge, edge.rows, edge.wants, weight, edge.cast.used), edge.cast
+        if not cast.there:
+            return moved
+        elements = local_elements(tuple(edge.value.shape), edge.rows, self.mesh)
+        return moved + weight.compute * self.prices.casting(elements, cast.rests, cast.used)[:, None]
+
     def reshards(self, edge: Edge, regather: np.ndarray) -> np.ndarray:
         """Weighted seconds from every layout that a tensor has to every one wanted, with the gradient's way back."""
-        pricer, shape, cast = self.structure.pricer, tuple(edge.value.shape), edge.cast
-
-        def seconds(have: np.ndarray, want: np.ndarray, weight: Weight, dtype: torch.dtype) -> np.ndarray:
-            tariff = self.tariffs[edge.parameter, weight, _size(edge, dtype)]
-            return pricer.seconds(shape, dtype.itemsize, have, want, self.mesh, tariff, self.pay(edge.parameter, weight))
-
-        def there(weight: Weight) -> np.ndarray:
-            moved = seconds(edge.rows, edge.wants, weight, cast.used)
-            if not cast.there:
-                return moved
-            casting = self.prices.casting(local_elements(shape, edge.rows, self.mesh), cast.rests, cast.used)
-            return moved + weight.compute * casting[:, None]
-
+        shape, cast = tuple(edge.value.shape), edge.cast
         forward, backward, times = self.weights.forward, self.weights.backward, self.prices.accumulate
-        found = times * there(forward)
+        found = times * self.there(edge, forward)
         if not self.prices.train:
             return found
         if regather.any():
-            again = found if forward == backward else times * there(backward)
+            again = found if forward == backward else times * self.there(edge, backward)
             found = np.where(regather, found + again, found)
         if edge.trained:
             back = np.where(edge.rows == PARTIAL, WHOLE, edge.rows)
             if edge.parameter and not cast.changes:  # reduced once, by the last micro-batch
-                return found + seconds(edge.gradients, back, self.weights.reductions, cast.reduced).T
-            found = found + times * seconds(edge.gradients, back, backward, cast.reduced).T
+                return found + self.moving(edge, edge.gradients, back, self.weights.reductions, cast.reduced).T
+            found = found + times * self.moving(edge, edge.gradients, back, backward, cast.reduced).T
             if cast.back:
                 elements = local_elements(shape, edge.gradients, self.mesh)
                 found = found + times * backward.compute * self.prices.casting(elements, cast.used, cast.reduced)

@@ -24,7 +24,6 @@ from autotp.planner.candidates import Candidate, Candidates, check_batch
 from autotp.planner.describe import Found
 from autotp.planner.ilp import (
     Infeasible,
-    Problem,
     Pruned,
     Solution,
     cheapest,
@@ -194,9 +193,9 @@ class Contest:
         panels = self.candidates.options.panels
         candidate, price = Candidate(mesh, restriction, panels), self.prices.get(panels or 1, 0.0)
         try:
-            _, bound = self._ask(
+            _, bound = self.ask(
                 candidate,
-                lambda p: glance(p, cutoff=self.cutoff, price=price),
+                lambda a: glance(a.problem, cutoff=self.cutoff, price=price),
                 either=price if panels is None else None,
             )
         except BatchError as error:
@@ -207,10 +206,10 @@ class Contest:
     def _look(self, candidate: Candidate) -> bool:
         """A bound for a candidate, and perhaps a choice; whether panels might do better."""
         try:
-            assembled, found = self._ask(
+            assembled, found = self.ask(
                 candidate,
-                lambda p: estimate(
-                    p, time_limit=self._left(), cutoff=self.cutoff, price=self.prices.get(candidate.panels, 0.0)
+                lambda a: estimate(
+                    a.problem, time_limit=self._left(), cutoff=self.cutoff, price=self.prices.get(candidate.panels, 0.0)
                 ),
             )
         except BatchError as error:
@@ -235,12 +234,13 @@ class Contest:
     def _settle(self, entry: Open) -> float:
         """Solves a candidate exactly; seconds that it is not below."""
 
-        def ask(problem: Problem) -> Solution | Pruned:
+        def ask(assembled: Assembled) -> Solution | Pruned:
+            problem = assembled.problem
             if self.best is None or not entry.price:
                 return solve(problem, time_limit=self._left(), cutoff=self.cutoff, need=False, trusted=True)
             return settle(problem, time_limit=self._left(), cutoff=self.cutoff, price=entry.price, floor=entry.bound)
 
-        assembled, found = self._ask(entry.candidate, ask)
+        assembled, found = self.ask(entry.candidate, ask)
         if not isinstance(found, Solution):
             return math.inf
         fits = self._offer(entry.candidate, assembled, found)
@@ -284,7 +284,7 @@ class Contest:
     def _least_of(self, candidate: Candidate, known: float) -> Least | None:
         """The choice of a candidate that takes the least memory, unless that is far above what is known."""
         try:
-            assembled, start = self._ask(candidate, cheapest)
+            assembled, start = self.ask(candidate, lambda a: cheapest(a.problem))
         except BatchError as error:
             self.indivisible = error
             return None
@@ -299,10 +299,10 @@ class Contest:
 
         return Least(candidate, assembled, moments, smallest(problem, moments, held, start, deadline, known))
 
-    def _ask(
-        self, candidate: Candidate, ask: Callable[[Problem], T], *, either: float | None = None
+    def ask(
+        self, candidate: Candidate, ask: Callable[[Assembled], T], *, either: float | None = None
     ) -> tuple[Assembled, T | None]:
-        """What a solver says of a candidate; None when nothing fits.
+        """A candidate's program, and what a solver says of it; None when nothing fits.
 
         A family that only all-reduces may have no way to hand a partial sum on; then it may scatter after all.
         """
@@ -310,7 +310,7 @@ class Contest:
         check_batch(assembled)
         begun = time.perf_counter()
         try:
-            return assembled, ask(assembled.problem)
+            return assembled, ask(assembled)
         except Infeasible as error:
             self.needed = min(self.needed, error.needed_memory)
             if assembled.structure.chosen.family.scatters or math.isfinite(error.needed_memory):
@@ -318,7 +318,7 @@ class Contest:
         finally:
             self.solving += time.perf_counter() - begun
         self.loosened.add(candidate)
-        return self._ask(candidate, ask, either=either)
+        return self.ask(candidate, ask, either=either)
 
     def _assemble(self, candidate: Candidate, memory: float, either: float | None = None) -> Assembled:
         begun = time.perf_counter()

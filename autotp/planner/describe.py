@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -12,12 +12,15 @@ from typing import Any, Literal
 from torch import fx
 
 from autotp.costs.footprint import Footprint
+from autotp.costs.model import Model
 from autotp.costs.moment import Moment
 from autotp.costs.panels import choose_panels
 from autotp.costs.priced import Priced
 from autotp.costs.prices import Prices
+from autotp.costs.recompute import decided
 from autotp.costs.step import Sums
 from autotp.planner.assemble import Assembled
+from autotp.planner.folding import folded
 from autotp.planner.ilp import Solution
 from autotp.plans.plan import AXIS_NAMES, Plan, PlannedOperator, fingerprint
 from autotp.plans.schemes import scheme
@@ -42,17 +45,42 @@ class Found:
         solution: its optimum.
         prices: of the mesh.
         panels: panels of each product: a number, None for the fastest; 1 for none.
+        layers: of operators that were undecided and stand for several, the share, of the first ones, that is run again as
+            ``other`` says and not as the solution does.
+        other: operators that are run again in those.
     """
 
     assembled: Assembled
     solution: Solution
     prices: Prices
     panels: int | None = 1
+    layers: float = 0.0
+    other: Set[fx.Node] = frozenset()
+
+    @cached_property
+    def model(self) -> Model:
+        """The model with what is run again."""
+        model = self.assembled.structure.model
+        if not model.undecided:
+            return model
+        mine = self.assembled.again(self.solution.choice)
+        if not self.layers:
+            return decided(model, [node for node, stand in model.stands.items() if stand in mine])
+        copies = Counter(model.stands.values())
+        met: Counter[fx.Node] = Counter()
+        again = []
+        for node in model.undecided:
+            stand = model.stands[node]
+            first = met[stand] < round(self.layers * copies[stand])
+            met[stand] += 1
+            if stand in (self.other if first else mine):
+                again.append(node)
+        return folded(decided(model, again))
 
     @cached_property
     def priced(self) -> Priced:
         """Its strategies with their prices, and the panels of its products."""
-        model, prices = self.assembled.structure.model, self.prices
+        model, prices = self.model, self.prices
         strategies = {node.name: self._chosen(node) for node in model.operators}
         given = model.captured.graph_module.graph.find_nodes(op="placeholder")
         resting = {node.name: self._chosen(node) for node in given if node.name in model.captured.parameters}

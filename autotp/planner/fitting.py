@@ -5,23 +5,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from autotp.costs.model import depth_of
-from autotp.costs.recompute import recomputed_by
+from autotp.costs.recompute import recomputed_by, undecided
 from autotp.planner.assemble import EVEN
 from autotp.planner.contest import Contest
 from autotp.planner.folding import folded
 from autotp.planner.least_step import Searched, least_step
+from autotp.planner.squeeze import squeeze
 from costmodel.overlap import Weights
 
 __all__ = ["Outcome", "best_of_ways"]
 
 _TIGHTER = 5  # programs with ever less memory
 _HOPE = 1.3
-#: Ways to recompute, in the order in which they are tried: more than the first where memory is short.
-_WAYS = ("none", "full", "selective")
 _LEAST = "full"  # of all ways, it takes the least memory
 
 
@@ -33,13 +31,6 @@ class Outcome:
     found: Searched
     floor: float
 
-    def step(self) -> tuple[bool, float]:
-        """What makes one better: whether nothing fits; and then the bytes that it takes, or the seconds of a step."""
-        best = self.found.best
-        if best is None:
-            return True, self.found.used
-        return False, best.priced.sums.step(self.contest.candidates.options.hides)
-
 
 def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
     """The best plan over meshes and ways to recompute; recomputing is tried where memory is short.
@@ -47,46 +38,31 @@ def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome
     Raises:
         TimeoutError: when the time passed before any plan was found.
     """
-    options = contest.candidates.options
-    model = contest.candidates.model
+    options, model = contest.candidates.options, contest.candidates.model
     asked = options.recompute if options.trains else "none"
-
-    def recomputing(way: str | Sequence[str]) -> Contest:
-        """Made when its turn comes: with ample memory nothing but the first way is asked for."""
-        if way == "none":
-            return contest
-        return contest.of(folded(replace(model, recomputed=recomputed_by(model, way))))
-
     if asked != "auto":
-        return _searched(recomputing(asked), meshes)
-    outcomes: list[Outcome] = []
-    begun = time.perf_counter()
-    for way in _WAYS:
-        now, fits = time.perf_counter(), any(outcome.found.best is not None for outcome in outcomes)
-        # What can only improve on a plan may take as long as it took to find one.
-        deadline = min(contest.deadline, now + (now - begun)) if fits else contest.deadline
-        if fits and now > contest.deadline:
-            break
-        with suppress(TimeoutError):
-            outcomes.append(_searched(replace(recomputing(way), thorough=False, deadline=deadline), meshes))
-        if outcomes and not outcomes[0].contest.short:
-            # Where memory is no obstacle but nothing was found, recomputing does not help.
-            return outcomes[0] if outcomes[0].found.best is not None else _searched(contest, meshes)
-    best = min(outcomes, key=Outcome.step, default=None)
-    if best is None or best.found.best is None:
-        return _searched(recomputing(_LEAST), meshes)
-    proven = [outcome.floor for outcome in outcomes if outcome.found.best is not None]
-    if len(proven) < len(_WAYS):  # where no plan was found, there may be one; it takes longer than with ample memory
-        proven.append(_searched(replace(contest, memory=math.inf, allowed=math.inf), meshes).floor)
-    return replace(best, floor=min(*proven, best.step()[1]))
+        way = recomputed_by(model, asked)
+        return _searched(contest.of(folded(replace(model, recomputed=way))) if way else contest, meshes)
+    open_model = undecided(model)
+    if not open_model.undecided:
+        return _searched(contest, meshes)
+    ample = _searched(contest, meshes, quick=True)
+    if not ample.contest.short:
+        return ample
+    short = contest.of(folded(open_model))
+    found = squeeze(short, meshes, ample.found.best)
+    if found.best is None:
+        return _searched(contest.of(folded(replace(model, recomputed=recomputed_by(model, _LEAST)))), meshes)
+    return Outcome(short, Searched(found.best, found.floor, found.used), found.floor)
 
 
-def _searched(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
+def _searched(contest: Contest, meshes: Sequence[tuple[int, ...]], quick: bool = False) -> Outcome:
+    """The best plan over meshes; if ``quick``, only if it fits whatever memory the program counts."""
     bound = contest.allowed
 
     def search(weights: Weights) -> Searched:
         nonlocal contest
-        contest, found = fitting(contest.anew(bound, weights), meshes)
+        contest, found = (_ample if quick else fitting)(contest.anew(math.inf if quick else bound, weights), meshes)
         return found
 
     if not contest.candidates.options.hides:
@@ -95,6 +71,14 @@ def _searched(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
     depth, options = depth_of(contest.candidates.model), contest.candidates.options
     found, floor = least_step(search, lambda one: one.priced.sums, depth, contest.deadline, options.accumulate)
     return Outcome(contest, found, floor)
+
+
+def _ample(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contest, Searched]:
+    """The best plan of all, if it fits."""
+    contest.run(meshes)
+    best = contest.best
+    contest.short |= best is None or best.memory > contest.allowed
+    return contest, Searched(None if contest.short else best, contest.bound, 0.0)
 
 
 def fitting(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contest, Searched]:

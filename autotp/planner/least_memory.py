@@ -24,7 +24,7 @@ from autotp.planner.ilp import Problem, cheapest, evaluate
 from autotp.planner.moments import Moments
 from autotp.planner.shares import next_shares
 
-__all__ = ["Smallest", "quicker", "smallest"]
+__all__ = ["Smallest", "dearer", "quicker", "smallest"]
 
 Choice = tuple[int, ...]
 
@@ -72,7 +72,7 @@ def smallest(
         program = moments.program(weights)
         news = False
         for share in _TRADES:
-            choice = cheapest(_dearer(program, problem, share * unit))
+            choice = cheapest(dearer(program, problem, share * unit))
             if choice in met:
                 continue
             if share == _TRADES[0]:
@@ -88,7 +88,7 @@ def smallest(
                 seen.append(worst)
         if not news or time.perf_counter() > deadline:
             break
-        (shares,), _ = next_shares([([held.get(moment, 0.0) for moment in seen],) for held in met.values()])
+        (shares,) = next_shares([([held.get(moment, 0.0) for moment in seen],) for held in met.values()]).shares
     return best
 
 
@@ -108,7 +108,7 @@ def quicker(
     best, low, high = least.choice, 0.0, seconds(least.choice) / least.used
     for _ in range(_PRICES):
         price = high if not low else (low * high) ** 0.5
-        choice = cheapest(_dearer(problem, program, price))
+        choice = cheapest(dearer(problem, program, price))
         if fits(choice):
             high = price if low else price / 8
             best = min(best, choice, key=seconds)
@@ -117,7 +117,7 @@ def quicker(
     return best
 
 
-def _dearer(problem: Problem, program: Problem, price: float) -> Problem:
+def dearer(problem: Problem, program: Problem, price: float) -> Problem:
     """The costs of one program with so many times those of another."""
     nodes = tuple(replace(n, cost=n.cost + price * m.cost) for n, m in zip(problem.nodes, program.nodes, strict=True))
     return Problem(nodes, (*problem.tensors, *(replace(t, cost=price * t.cost) for t in program.tensors)))

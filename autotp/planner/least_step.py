@@ -73,10 +73,10 @@ def least_step(
             break
         floor = max(floor, found.floor)
         met.append((sums(found.best), found))
-        following, ceiling = next_shares([each.sides for each, _ in met])
-        if min(each.step(hides=True) for each, _ in met) <= floor * (1 + 1e-9) or ceiling <= floor * (1 + 1e-6):
+        following = next_shares([each.sides for each, _ in met])
+        if min(each.step(hides=True) for each, _ in met) <= floor * (1 + 1e-9) or following.value <= floor * (1 + 1e-6):
             break
-        shares = following
+        shares = following.shares
     best = min(met, key=lambda each: each[0].step(hides=True))
     return best[1], min(floor, best[0].step(hides=True))
 

@@ -9,6 +9,7 @@ several readers at different times, the tables are close and not exact: footprin
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,10 @@ _PANELS = 4  # of an operand that is gathered in panels, about one in so many is
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """One use of a tensor: when, and what of it is kept for the reader's backward pass: nothing, it, or it as it rests."""
+    """One use of a tensor: when, and what of it is kept for the reader's backward pass: nothing, it, or it as it rests.
+
+    ``saves`` is whether it ever is: where the planner decides, that depends on the choice.
+    """
 
     at: int
     saves: bool
@@ -47,9 +51,13 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class _Life:
-    """When one tensor is made (before all operators: -1), whether its producer keeps it or it is a view; who reads it."""
+    """When one tensor is made (before all operators: -1), whether its producer keeps it or it is a view; who reads it.
+
+    ``until`` is the last operator of the block in whose backward pass it may be made again.
+    """
 
     made: int
+    until: int
     kept: bool
     view: bool
     last: int
@@ -73,6 +81,8 @@ class Moments:
         self.order = {node: at for at, node in enumerate(self.model.operators)}
         self.readers = self._readers()
         self.lives = [_counted([self._life(value) for value in edge.copies]) for edge in self.structure.edges]
+        numbers = itertools.count(len(self.lives))
+        self.needs = [number if edge.needs is None else next(numbers) for number, edge in enumerate(self.structure.edges)]
         self.known: dict[Moment, Tables] = {}
         self.allowed = [np.where(np.isfinite(t.cost), 0.0, np.inf) for t in assembled.problem.tensors]
 
@@ -109,7 +119,7 @@ class Moments:
         for (number, uses), table in tensors.items():
             tensor = self.assembled.problem.tensors[number]
             wants = {int(tensor.uses[use].want[choice[tensor.uses[use].node]]) for use in uses}
-            total += float(table[int(tensor.have[choice[tensor.producer]]), list(wants)].sum())
+            total += float(table[int(tensor.have[choice[tensor.producer]]), sorted(wants - {-1})].sum())
         return total
 
     def tables(self, moment: Moment) -> Tables:
@@ -131,7 +141,7 @@ class Moments:
         return nodes, tensors
 
     def _tables(self, moment: Moment) -> Tables:
-        tables = _Sum(self.structure.edges, self.prices)
+        tables = _Sum(self.structure.edges, self.prices, self.needs)
         for number, (edge, lives) in enumerate(zip(self.structure.edges, self.lives, strict=True)):
             for life, count in lives.items():
                 if edge.parameter:
@@ -154,6 +164,7 @@ class Moments:
         ends = len(self.order)
         return _Life(
             made=self.order.get(producer, -1),
+            until=self.order.get(self.model.undecided.get(producer, producer), -1),
             kept=producer in self.order
             and saved_by(producer) == "result"
             and value in self.model.trained
@@ -180,16 +191,18 @@ class Moments:
     def _reader(self, value: Value, user: fx.Node, position: int) -> _Reader:
         if user not in self.order:
             return _Reader(len(self.order), False, False, False)
-        saves = self.prices.train and value in self.model.saved[user] and value[0] not in self.model.recomputed
+        saves = value[0] not in self.model.recomputed and (
+            value in self.model.saved[user] or user in self.model.undecided and value[0].op != "placeholder"
+        )
         data = self.panelled and data_position(user) == position
-        return _Reader(self.order[user], saves, data, position == 0 and self._is_view(user))
+        return _Reader(self.order[user], saves and self.prices.train, data, position == 0 and self._is_view(user))
 
 
 class _Sum:
     """Tables in the making."""
 
-    def __init__(self, edges: Sequence[Edge], prices: Prices) -> None:
-        self.prices = prices
+    def __init__(self, edges: Sequence[Edge], prices: Prices, needs: Sequence[int]) -> None:
+        self.prices, self.needs = prices, needs
         self.nodes: dict[int, np.ndarray] = {}
         self.tensors: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
         self.sizes = [self._sizes(edge) for edge in edges]
@@ -203,9 +216,12 @@ class _Sum:
         stays = (edge.rows[:, None, :] == edge.wants[None, :, :]).all(axis=-1) & (not cast.there)
         return own, wanted, back, stays
 
-    def own(self, edge: Edge, sizes: np.ndarray) -> None:
-        """Bytes that a tensor takes by how it is made, or rests."""
-        self.nodes[edge.producer] = self.nodes.get(edge.producer, 0.0) + sizes[edge.have]
+    def own(self, edge: Edge, sizes: np.ndarray, again: bool = True) -> None:
+        """Bytes that a tensor takes by how it is made, or rests; and where it is made again, if it is there then."""
+        mine = sizes[edge.have]
+        if not again and edge.needs is not None:
+            mine = np.where(edge.needs.have < len(sizes), mine, 0.0)
+        self.nodes[edge.producer] = self.nodes.get(edge.producer, 0.0) + mine
 
     def held(self, number: int, uses: Sequence[int], table: np.ndarray) -> None:
         """Bytes that a tensor takes by how these uses want it, once for those that want it alike."""
@@ -242,17 +258,24 @@ class _Sum:
                 self.own(edge, count * own)
             return
         in_use = forward and life.made <= at <= life.last
-        whole = given or life.returned or in_use or life.kept
+        there = given or life.returned or in_use
+        whole = there or life.kept
+        back = not forward and at <= life.until  # made again by now
         if whole and not given and not life.view:
-            self.own(edge, count * own)
+            self.own(edge, count * own, again=there or back)
         moved = np.where(stays, 0.0, wanted[None, :])
         kept = moved if whole else np.broadcast_to(wanted[None, :], stays.shape)
         saved = [use for use, r in readers if r.saves and not r.panelled and r.at <= at]
         rests = [use for use, r in readers if r.saves and r.panelled and r.at <= at]
-        self.held(number, saved, count * kept)
+        if edge.needs is not None:
+            kept = np.concatenate([kept, kept if back else np.zeros_like(kept)])
+        self.held(self.needs[number], saved, count * kept)
         if rests and not whole:
-            if saved:
-                self.held(number, rests, count * np.where(stays, 0.0, own[:, None]))
+            resting = np.where(stays, 0.0, own[:, None])
+            if edge.needs is not None:
+                resting = np.concatenate([resting, resting if back else np.zeros_like(resting)])
+            if saved or edge.needs is not None:
+                self.held(self.needs[number], rests, count * resting)
             else:  # kept once, however many want it
                 self.own(edge, count * own)
         panels = [use for use, r in readers if r.at == at and r.panelled]

@@ -56,6 +56,7 @@ def plan(
     constraints: Sequence[str] | Mapping[str, str] = Options.constraints,
     precision: Precision = Options.precision,
     time_limit: float = Options.time_limit,
+    gap: float = Options.gap,
     recompute: str | Sequence[str] = Options.recompute,
 ) -> Plan:
     """Plans how ``model`` runs on ``topology``. Needs no process group and no device; the model may be on ``meta``.
@@ -65,7 +66,7 @@ def plan(
         topology: a ``Topology``, or the name or path of one.
         args, kwargs: example inputs of the global batch; left out, a Hugging Face model's ``dummy_inputs`` serve.
         strategy, mesh, mode, memory, optimizer, accumulate, panels, chunks, schedule: see `autotp.plans.options.Options`.
-        constraints, precision, time_limit, recompute: see there.
+        constraints, precision, time_limit, gap, recompute: see there.
 
     Returns:
         The best plan that was found; ``Plan.optimal`` and ``Plan.gap`` say how good it is known to be.
@@ -90,6 +91,7 @@ def plan(
         constraints=constraints,
         precision=precision,
         time_limit=time_limit,
+        gap=gap,
         recompute=recompute,
     )
     return plan_model(model, topology, args, kwargs, options)

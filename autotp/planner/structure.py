@@ -40,6 +40,8 @@ class Choice:
         gradient: gradients flow through it.
         saves: its results are kept for the backward pass.
         recomputed: the backward pass runs it again.
+        undecided: whether it does is to be chosen: behind the strategies that keep its results stand the same ones again,
+            which do not.
         best: only the strategies of the highest score are the family's.
         score: per strategy.
     """
@@ -49,8 +51,19 @@ class Choice:
     gradient: bool
     saves: bool
     recomputed: bool
+    undecided: bool
     best: bool
     score: np.ndarray
+
+    def twice(self, per_strategy: np.ndarray) -> np.ndarray:
+        """What does not depend on whether results are kept, for all that may be chosen."""
+        return np.concatenate([per_strategy, per_strategy]) if self.undecided else per_strategy
+
+    @property
+    def again(self) -> np.ndarray:
+        """Of all that may be chosen: whether it runs the operator again."""
+        never = np.zeros(len(self.space.serves), bool)
+        return np.concatenate([never, ~never]) if self.undecided else never
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +86,20 @@ class Rest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Needs:
+    """What the backward pass needs of a tensor, where the planner decides what is kept.
+
+    Attributes:
+        have: per choice of the producer, a row of ``Edge.rows``, or, if it is made again, of the same rows behind them.
+        uses: of every reader, per choice, the column of ``Edge.wants`` that its gradient, or running it again, reads; -1:
+            none.
+    """
+
+    have: np.ndarray
+    uses: tuple[tuple[int, np.ndarray], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Edge:
     """A tensor between its producer and its readers.
 
@@ -92,6 +119,7 @@ class Edge:
         trained: a gradient comes back.
         keeps: what readers save of it is an activation's, which is kept.
         repeats: what readers save of it is brought to them once more in the backward pass.
+        needs: what readers save of it, where that depends on what is recomputed.
     """
 
     name: str
@@ -110,6 +138,7 @@ class Edge:
     trained: bool
     keeps: bool
     repeats: bool
+    needs: Needs | None
 
     @property
     def count(self) -> int:
@@ -199,8 +228,8 @@ class _Builder:
         parameters = frozenset(self.captured.parameters)
         weight = any(value_of(n)[0].name in parameters for n in operands_of(node))
         gradient = node in self.model.differentiated
-        recomputed = node in self.model.recomputed
-        key = signature(operator, parameters), weight, gradient, recomputed
+        recomputed, undecided = node in self.model.recomputed, node in self.model.undecided
+        key = signature(operator, parameters), weight, gradient, recomputed, undecided
         if key not in self.by_key:
             table, chosen = rule_of(node), self.chosen
             found = space(operator, self.axes, lambda axis, factor: chosen.allows(operator, axis, factor))
@@ -209,7 +238,7 @@ class _Builder:
             score = np.array(
                 [chosen.score(operator, found.assignment(s)) for s in range(len(found.serves))] if best else []
             )
-            self.by_key[key] = Choice(found, flop_of(node), gradient, saves, recomputed, best, score)
+            self.by_key[key] = Choice(found, flop_of(node), gradient, saves, recomputed, undecided, best, score)
         return self.by_key[key]
 
     def wanted_parameters(self) -> dict[fx.Node, list[np.ndarray]]:
@@ -270,14 +299,14 @@ class _Builder:
         trained = (producer, result) in self.model.trained
         made = self.nodes[self.index[producer]][1]
         rows, wants = _Registry(self.axes), _Registry(self.axes)
-        have = rows.add(made.space.results[result] if isinstance(made, Choice) else made.rows)  # type: ignore[union-attr]
+        have = rows.add(made.twice(made.space.results[result]) if isinstance(made, Choice) else made.rows)  # type: ignore[union-attr]
         found: list[tuple[int, np.ndarray]] = []
         saved: list[np.ndarray] = []
         products: list[np.ndarray] = []
         for user, position in uses:
             choice = self.nodes[self.index[user]][1]
             if isinstance(choice, Choice):
-                layouts, gradients = choice.space.wants[position], choice.space.gradients[position]
+                layouts, gradients = map(choice.twice, (choice.space.wants[position], choice.space.gradients[position]))
             else:
                 layouts = gradients = self.whole
             gradients = gradients if trained else np.full_like(gradients, WHOLE)
@@ -309,4 +338,24 @@ class _Builder:
             trained=trained,
             keeps=real and producer not in self.model.recomputed,
             repeats=real and self.model.recomputed.get(producer, False),
+            needs=self.needs(made, have, [(user, position, want) for (user, position), (_, want) in zip(uses, found)]),
         )
+
+    def needs(
+        self, made: Choice | Rest | None, have: np.ndarray, uses: Sequence[tuple[fx.Node, int, np.ndarray]]
+    ) -> Needs | None:
+        """What is needed of what is made so; None where nothing is undecided."""
+        if not isinstance(made, Choice) or not (made.undecided or any(u in self.model.undecided for u, *_ in uses)):
+            return None
+        read = []
+        for user, position, want in uses:
+            choice = self.nodes[self.index[user]][1]
+            if isinstance(choice, Choice):
+                operand = operands_of(user)[position]
+                needed = self.model.reads_again(user, operand, choice.recomputed)
+                again = choice.again & self.model.reads_again(user, operand, recomputed=True)
+                want = np.where(again | needed, want, -1)
+            else:
+                want = np.full_like(want, -1)
+            read.append((self.index[user], want))
+        return Needs(have + np.where(made.again, have.max() + 1, 0), tuple(read))

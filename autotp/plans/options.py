@@ -46,6 +46,8 @@ class Options:
         constraints: layouts that parameters, operators, inputs or outputs must have, such as
             ``"lm_head.weight=Shard(0)@x"`` (see `autotp.plans.constraints`).
         time_limit: seconds for the solver, over all meshes.
+        gap: the share of a step by which a plan may be slower than what is proven to be impossible for the search to end
+            there, where memory is short and operators are recomputed.
         recompute: which results are not kept for the backward pass, which computes them again: ``auto``, as the planner
             decides (none while memory is ample), ``none``, ``selective`` (all but those of matrix products, lookups in
             weights, and collectives), ``full`` (all inside repeated blocks but what leaves them, as with
@@ -69,6 +71,7 @@ class Options:
     schedule: str = "overlap"
     constraints: Sequence[str] | Mapping[str, str] = ()
     time_limit: float = 120.0
+    gap: float = 1e-3
     recompute: str | Sequence[str] = "auto"
 
     def __post_init__(self) -> None:
@@ -92,6 +95,8 @@ class Options:
         ):
             raise AutotpError(f"mesh {tuple(mesh)}: give 1 to {len(AXIS_NAMES)} positive sizes")
         overlapping(self.schedule)
+        if not 0 <= self.gap < 1:
+            raise AutotpError(f"gap {self.gap!r}: give a share of the step from 0 to below 1, such as 0.001")
         _check_recompute(self.recompute)
         policy_of(self.precision)
         if not isinstance(self.strategy, Family):

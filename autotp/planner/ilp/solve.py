@@ -148,6 +148,16 @@ def cheapest(problem: Problem, *, time_limit: float = 60.0) -> tuple[int, ...]:
     return found.choice
 
 
+def least(problem: Problem, *, cutoff: float, time_limit: float) -> tuple[float, tuple[int, ...] | None]:
+    """What no assignment costs less than, and the cheapest one, whatever memory it takes, if that costs less than the cutoff.
+
+    Raises:
+        Infeasible: the layouts admit no assignment.
+    """
+    found = unbounded(problem, Settings(time.monotonic() + time_limit, cutoff=cutoff))
+    return found.bound, found.choice if found.value < cutoff else None
+
+
 def unbounded(problem: Problem, settings: Settings) -> Search:
     """The problem without its memory bound: everything about bytes is dropped, and nodes are eliminated
     exactly. With a cutoff, bounds are tried first, on the problem as it is and after cheap eliminations.

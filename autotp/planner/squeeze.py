@@ -1,0 +1,234 @@
+"""The fastest plan whose memory fits at every moment of a step, with what it keeps and what it makes again.
+
+Seconds and bytes are weighted alike: of each pass the share of whatever limits it (`autotp.planner.least_step`), and of
+every moment at which memory is short, a price of its bytes. Whatever the shares mu and the prices are,
+
+    step  >=  min over choices  sum of mu * sides  +  sum over moments of price * (bytes - bound)              (1)
+
+holds for every plan that fits, also for one that treats layers differently which the program decides alike: the minimum is
+a sum over layers. The right side is an integer program without a bound on memory, over strategies, layouts and what is made
+again; its maximum over shares and prices is found by cutting planes, which every choice met adds one to. At the maximum, a
+mixture of choices has that value and fits on average. The plan mixes them too: the first layers, which the backward pass
+reaches last, are treated as one choice says, and the rest as the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from autotp.costs.model import depth_of
+from autotp.costs.moment import Moment
+from autotp.errors import BatchError
+from autotp.planner.assemble import Assembled
+from autotp.planner.candidates import Candidate
+from autotp.planner.contest import Contest
+from autotp.planner.describe import Found
+from autotp.planner.ilp import least
+from autotp.planner.least_memory import dearer
+from autotp.planner.moments import Moments
+from autotp.planner.shares import Multipliers, Shares, next_shares
+from costmodel import overlap
+
+__all__ = ["Squeezed", "squeeze"]
+
+_log = logging.getLogger("autotp.plan")
+_ROUNDS = 24
+_FIRST = 0.1  # of a step: what all of the memory may cost at first
+_FAR = 3.0  # by which factor the next price may differ from the best one
+_MOMENT = 0.1  # seconds that a solver gets beyond the deadline
+_TRIES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Squeezed:
+    """The best plan met that fits, seconds that none is below (proven), and the least bytes of all that were met."""
+
+    best: Found | None
+    floor: float
+    used: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Met:
+    """A choice with what limits its passes, in seconds, and what it holds, in bytes."""
+
+    found: Found
+    sides: tuple[tuple[float, ...], ...]
+    step: float
+
+    @property
+    def held(self) -> Mapping[Moment, float]:
+        return self.found.held
+
+
+def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | None) -> Squeezed:
+    """The fastest plan that fits, on any mesh.
+
+    Args:
+        contest: of a model with undecided operators.
+        meshes: to look at.
+        best: a plan that fits, if one is known.
+    """
+    search = _Squeeze(contest)
+    if best is not None:
+        search.best = search.met(best)
+    panels = contest.candidates.panels[0]
+    floors = [search.on(Candidate(*pair, panels)) for pair in contest.candidates.restrictions(meshes)]
+    step = math.inf if search.best is None else search.best.step
+    floor = min([step, *floors])
+    if search.best is None:
+        return Squeezed(None, floor, search.used)
+    found = search.best.found
+    return Squeezed(replace(found, solution=replace(found.solution, seconds=step, bound=floor)), floor, found.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """Shares of what limits each pass, and prices of bytes at moments, at which (1) is evaluated."""
+
+    shares: Shares = ()
+    prices: Mapping[Moment, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Squeeze:
+    """A search over meshes; each begins at the point where the bound of the one before was best."""
+
+    contest: Contest
+    best: _Met | None = None
+    used: float = math.inf
+    point: _Point = _Point()
+
+    @property
+    def room(self) -> float:
+        return self.contest.allowed
+
+    @property
+    def good(self) -> float:
+        """Seconds that a plan has to be below to be of interest."""
+        return math.inf if self.best is None else self.best.step * (1 - self.contest.candidates.options.gap)
+
+    def met(self, found: Found) -> _Met:
+        options, sums = self.contest.candidates.options, found.priced.sums
+        step = sums.step(options.hides)
+        return _Met(found, sums.sides if options.hides else ((step,),), step)
+
+    def on(self, candidate: Candidate) -> float:
+        """Looks for a better plan on a mesh; seconds that none of its plans is below."""
+        lines: dict[tuple[int, ...], _Met] = {}
+        moments: Moments | None = None
+        floor, point, within = -math.inf, self.point, self.contest.candidates.options.gap / 4
+        mixture: Sequence[float] = ()
+        for _ in range(_ROUNDS):
+            if lines and time.perf_counter() > self.contest.deadline:
+                break
+            try:
+                solved = self.solve(candidate, point, moments)
+            except BatchError as error:
+                self.contest.indivisible = error
+                return math.inf
+            if solved is None:
+                return math.inf
+            assembled, moments, value, choice = solved
+            if value > floor:
+                floor, self.point = value, point
+            if floor >= self.good or choice is None:
+                break
+            if choice not in lines:
+                lines[choice] = self.offer(self.contest.candidates.found(candidate, assembled, choice))
+            point, following = self.follow(list(lines.values()))
+            mixture = following.mixture
+            if following.value * (1 - within) <= floor:
+                break
+        if floor < self.good:
+            self.mix(candidate, list(lines.values()), mixture, floor)
+        _log.debug("mesh %s: at least %.4g s", "x".join(map(str, candidate.mesh)), floor)
+        return floor
+
+    def solve(
+        self, candidate: Candidate, point: _Point, moments: Moments | None
+    ) -> tuple[Assembled, Moments, float, tuple[int, ...] | None] | None:
+        """The least sum (1) and its choice, unless that is not below what is of interest; None where layouts admit none."""
+        candidates = self.contest.candidates
+        options, depth = candidates.options, depth_of(candidates.model)
+        shares = point.shares or ((1.0,),) * (2 if options.accumulate == 1 else 3)
+        weights = overlap.weights(shares, depth, options.accumulate) if options.hides else None
+        self.contest = self.contest.anew(math.inf, weights)
+        spent = sum(point.prices.values()) * self.room
+
+        def ask(assembled: Assembled) -> tuple[Moments, float, tuple[int, ...] | None]:
+            known = moments or Moments(assembled, candidates.prices(candidate.mesh), candidate.panels != 1)
+            program = dearer(replace(assembled.problem, memory_bound=math.inf), known.program(point.prices), 1.0)
+            left = max(_MOMENT, self.contest.deadline - time.perf_counter())
+            value, choice = least(program, cutoff=self.good + spent, time_limit=left)
+            return known, value - spent, choice
+
+        assembled, answer = self.contest.ask(candidate, ask)
+        return None if answer is None else (assembled, *answer)
+
+    def offer(self, found: Found) -> _Met:
+        one = self.met(found)
+        self.used = min(self.used, found.memory)
+        if found.memory <= self.room and (self.best is None or one.step < self.best.step):
+            self.best = one
+        return one
+
+    def follow(self, lines: Sequence[_Met]) -> tuple[_Point, Multipliers]:
+        """Where the bound may be greatest, as far as the choices met tell, not far from where it was best."""
+        centre = self.point.prices
+        seen = dict.fromkeys((*centre, *(max(one.held, key=one.held.__getitem__) for one in lines)))
+        first = _FIRST * min(one.step for one in lines) / self.room
+        found = next_shares(
+            [one.sides for one in lines],
+            [[one.held.get(moment, 0.0) - self.room for moment in seen] for one in lines],
+            [(centre.get(moment, 0.0) / _FAR, max(first, _FAR * centre.get(moment, 0.0))) for moment in seen],
+        )
+        return _Point(found.shares, dict(zip(seen, found.prices, strict=True))), found
+
+    def mix(self, candidate: Candidate, lines: Sequence[_Met], parts: Sequence[float], floor: float) -> None:
+        """Mixes the choices of a mixture, where layers are alike, to plans that fit."""
+        copies = Counter(self.contest.candidates.model.stands.values())
+        layers = max((copies[node] for node in self.contest.candidates.model.undecided), default=1)
+        mixed = sorted(zip(parts, lines, strict=False), key=lambda pair: -pair[0])
+        two = sorted((one for part, one in mixed[:2] if part > 0), key=lambda one: -one.found.memory)
+        if layers == 1 or len(two) < 2:
+            return
+        for base in two:
+            more, less = (self.like(candidate, base, one) for one in two)
+            self.between(more, less, layers)
+            if floor >= self.good:
+                return
+
+    def like(self, candidate: Candidate, base: _Met, other: _Met) -> _Met:
+        """A choice with the strategies of one, which makes again what the other does."""
+        assembled, choice = base.found.assembled, other.found.solution.choice
+        joined = assembled.joined(base.found.solution.choice, choice)
+        return other if joined == choice else self.offer(self.contest.candidates.found(candidate, assembled, joined))
+
+    def between(self, more: _Met, less: _Met, layers: int) -> None:
+        """Looks for the fewest of the first layers that have to be treated as in the plan that takes less memory."""
+        over = [
+            (held - self.room) / (held - less.held.get(moment, 0.0))
+            for moment, held in more.held.items()
+            if held > max(self.room, less.held.get(moment, 0.0))
+        ]
+        count = math.ceil(layers * max(over, default=0.0) - 1e-9)
+        other = frozenset(less.found.assembled.again(less.found.solution.choice))
+        fine = (less.step - more.step) / layers < self.contest.candidates.options.gap / 4 * more.step
+        fitting = False
+        for _ in range(_TRIES):
+            if not 0 < count < layers:
+                return
+            if self.offer(replace(more.found, layers=count / layers, other=other)).found.memory <= self.room:
+                if fine:
+                    return
+                fitting, count = True, count - 1
+            elif fitting:
+                return
+            else:
+                count += 1
