@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
+import torch
 from torch import Tensor, fx
 
 from autotp.plans.constraints import Requirement
@@ -15,7 +16,7 @@ from passes.rules.factors import Operator, Value, value_of
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of, saved_by
 
-__all__ = ["Model", "depth_of", "trained_values"]
+__all__ = ["Model", "depth_of", "shown_by", "trained_values"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +31,8 @@ class Model:
         pins: what constraints ask of operators and parameters.
         recomputed: operator that the backward pass runs again -> whether it repeats the collectives that bring its results
             into other layouts.
-        undecided: operator that the planner may have run again, with all collectives -> the last operator of its block.
+        undecided: operator that the planner may have run again, with all collectives -> the last operator of its block;
+            views among them are run again if and only if what they show is.
     """
 
     captured: Captured
@@ -93,6 +95,29 @@ class Model:
             return False
         saves = node in self.differentiated and saved_by(node) == "operands"
         return recomputed or (saves and operand.meta["val"].dtype.is_floating_point)
+
+
+def shown_by(node: fx.Node) -> Value | None:
+    """The tensor whose memory a view shows, where nothing has to move; None if the operator is no view.
+
+    A reshape of what was permuted or expanded is none where it has to copy.
+    """
+    rule, operands = rule_of(node), operands_of(node)
+    if rule is None or not rule.view or not operands:
+        return None
+    source, result = operands[0].meta["val"], results_of(node)[0]
+    shows = not rule.copies or _viewable(tuple(source.shape), source.stride(), tuple(result.shape))
+    return value_of(operands[0]) if shows else None
+
+
+@lru_cache(maxsize=4096)
+def _viewable(shape: tuple[int, ...], stride: tuple[int, ...], into: tuple[int, ...]) -> bool:
+    """Whether a reshape is a view."""
+    try:
+        torch.empty_strided(shape, stride, device="meta").view(into)
+    except RuntimeError:
+        return False
+    return True
 
 
 def trained_values(captured: Captured, operators: Mapping[fx.Node, Operator]) -> frozenset[Value]:

@@ -13,11 +13,10 @@ from dataclasses import replace
 
 from torch import fx
 
-from autotp.costs.model import Model
+from autotp.costs.model import Model, shown_by
 from autotp.errors import AutotpError
 from passes.graph import note_of
 from passes.overlap.trace import undrawn
-from passes.rules.factors import value_of
 from passes.rules.shapes import operands_of
 from passes.rules.table import rule_of
 
@@ -60,7 +59,12 @@ def undecided(model: Model) -> Model:
     """The model where the planner decides: of everything that ``full`` recomputes, what is kept after all."""
     blocks = _blocks(list(model.operators), "full")
     last = {block: node for node, block in blocks.items()}
-    return replace(model, undecided={node: last[blocks[node]] for node in _inside(model, blocks)})
+    found: dict[fx.Node, fx.Node] = {}
+    for node in _inside(model, blocks):
+        shown = shown_by(node)
+        if shown is None or shown[0] in found:
+            found[node] = last[blocks[node]]
+    return replace(model, undecided=found)
 
 
 def decided(model: Model, again: Collection[fx.Node]) -> Model:
@@ -105,9 +109,9 @@ def _blocks(nodes: Sequence[fx.Node], way: str | Sequence[str]) -> dict[fx.Node,
 def _keep_what_is_shown(nodes: Sequence[fx.Node], chosen: dict[fx.Node, bool]) -> None:
     """A view that is kept holds the memory of what it shows, which is kept with it."""
     for node in reversed(nodes):
-        rule = rule_of(node)
-        if rule is not None and rule.view and node not in chosen and operands_of(node):
-            chosen.pop(value_of(operands_of(node)[0])[0], None)
+        shown = shown_by(node)
+        if shown is not None and node not in chosen:
+            chosen.pop(shown[0], None)
 
 
 def _needed(model: Model, chosen: Mapping[fx.Node, bool]) -> dict[fx.Node, bool]:

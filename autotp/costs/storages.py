@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import fx
 
+from autotp.costs.model import shown_by
 from autotp.costs.priced import Priced
 from passes.graph import cast_of
 from passes.layouts.layout import Layout
 from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of, results_of
-from passes.rules.table import rule_of
 
 __all__ = ["CAST", "Key", "Storages", "casts"]
 
@@ -62,11 +62,8 @@ class Storages:
 
     def _alias(self, node: fx.Node) -> None:
         """A view has the storage of what it views, unless that moved."""
-        table, operands = rule_of(node), self.operands[node]
-        if table is None or not table.view or not operands or not _is_view(node, operands[0]):
-            return
-        value, want = value_of(operands[0]), self.strategies[node.name].wants[0].layout
-        if want == self.layouts[value]:
+        value = shown_by(node)
+        if value is not None and self.strategies[node.name].wants[0].layout == self.layouts[value]:
             root = self.roots.get(value, value)
             for i in range(len(self.results[node])):
                 self.roots[node, i] = root
@@ -75,12 +72,3 @@ class Storages:
 def casts(value: Value) -> bool:
     """Whether it is a parameter that is cast before it is moved or used."""
     return value[0].op == "placeholder" and cast_of(value[0]).there
-
-
-def _is_view(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether a result of a view operator shares its operand's storage: a reshape of what was permuted copies."""
-    source, result = operand.meta["val"], results_of(node)[0]
-    rule = rule_of(node)
-    if rule is None or not rule.copies:
-        return True
-    return source.numel() == result.numel() and (source.is_contiguous() or source.stride()[-1:] == result.stride()[-1:])

@@ -26,7 +26,7 @@ from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import kept_besides
 from passes.strategies.strategy import Strategy, whole_layout
 
-__all__ = ["EVEN", "Assembled", "assemble"]
+__all__ = ["EVEN", "Assembled", "assemble", "kept_inside"]
 
 #: Nothing is hidden: a second is a second.
 EVEN = Weights()
@@ -86,6 +86,18 @@ def assemble(
     return _Assembly(structure, prices, panelled, either, weights).run(memory_bound)
 
 
+def kept_inside(choice: Choice, mesh: tuple[int, ...]) -> np.ndarray:
+    """Bytes that an operator's strategies keep for the backward pass besides operands and results, ``[S]``."""
+    operator = choice.space.operator
+    besides = kept_besides(operator.node)
+    if operator.rule is None or not besides or not choice.gradient:
+        return np.zeros(len(choice.space.serves))
+    inside = choice.space.axes_of(operator.rule.inner).any(axis=-1)
+    first = operands_of(operator.node)[0].meta["val"]
+    size = local_elements(tuple(first.shape), choice.space.wants[0], mesh) * first.element_size()
+    return np.where(inside, besides * size, 0.0)
+
+
 class _Assembly:
     def __init__(
         self, structure: Structure, prices: Prices, panelled: bool, either: float | None, weights: Weights
@@ -107,6 +119,9 @@ class _Assembly:
             self.tariffs |= {(parameter, weight, size): tariff for size, tariff in zip(sizes, found, strict=True)}
         tensors = [self.tensor(edge) for edge in self.structure.edges]
         tensors += [self.needed(edge, edge.needs) for edge in self.structure.edges if edge.needs is not None]
+        tensors += [
+            self.alike(edge, view) for edge in self.structure.edges if edge.needs is not None for view in edge.needs.views
+        ]
         for index, memory in self.kept.items():
             nodes[index] = Node(nodes[index].name, nodes[index].cost, nodes[index].memory + memory)
         return Assembled(Problem(tuple(nodes), tuple(tensors), memory_bound), self.structure, self.mesh)
@@ -135,13 +150,8 @@ class _Assembly:
         if choice.saves and self.prices.train:
             for tensor, rows in zip(results_of(choice.space.operator.node), choice.space.results, strict=True):
                 memory += local_elements(tuple(tensor.shape), rows, self.mesh) * tensor.element_size()
-        operator = choice.space.operator
-        besides = kept_besides(operator.node)
-        if operator.rule is not None and besides and choice.gradient and not choice.recomputed and self.prices.train:
-            inside = choice.space.axes_of(operator.rule.inner).any(axis=-1)
-            first = operands_of(operator.node)[0].meta["val"]
-            size = local_elements(tuple(first.shape), choice.space.wants[0], self.mesh) * first.element_size()
-            memory += np.where(inside, besides * size, 0.0)
+        if not choice.recomputed and self.prices.train:
+            memory += kept_inside(choice, self.mesh)
         late, inner_late = self.prices.behind(choice.space.operator.node, gradient=choice.gradient)
         forward, backward = self.weights.forward, self.weights.backward
         seconds = ((1 - late) * forward.compute + late * backward.compute) * compute
@@ -222,6 +232,14 @@ class _Assembly:
         uses = tuple(Use(index, want) for index, want in needs.uses)
         return Tensor(edge.name, edge.producer, needs.have, uses, cost, np.zeros(columns), np.zeros(cost.shape))
 
+    def alike(self, edge: Edge, view: int) -> Tensor:
+        """A view is made again if and only if what it shows is."""
+        (_, made, _), (_, shown, _) = self.structure.nodes[view], self.structure.nodes[edge.producer]
+        assert isinstance(made, Choice) and isinstance(shown, Choice)
+        cost = np.where(np.eye(2, dtype=bool), 0.0, np.inf)
+        uses = (Use(view, made.again.astype(np.int64)),)
+        return Tensor(edge.name, edge.producer, shown.again.astype(np.int64), uses, cost, np.zeros(2), np.zeros((2, 2)))
+
     def pay(self, parameter: bool, weight: Weight) -> Collective:
         """What collectives of a pass cost, weighted, that move a parameter, or something else."""
         prices = self.prices
@@ -231,9 +249,7 @@ class _Assembly:
 
         return seconds
 
-    def moving(
-        self, edge: Edge, have: np.ndarray, want: np.ndarray, weight: Weight, dtype: torch.dtype
-    ) -> np.ndarray:
+    def moving(self, edge: Edge, have: np.ndarray, want: np.ndarray, weight: Weight, dtype: torch.dtype) -> np.ndarray:
         """Weighted seconds from layouts to layouts."""
         tariff, pay = self.tariffs[edge.parameter, weight, _size(edge, dtype)], self.pay(edge.parameter, weight)
         shape = tuple(edge.value.shape)

@@ -20,7 +20,6 @@ __all__ = ["Outcome", "best_of_ways"]
 
 _TIGHTER = 5  # programs with ever less memory
 _HOPE = 1.3
-_LEAST = "full"  # of all ways, it takes the least memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +51,8 @@ def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome
     short = contest.of(folded(open_model))
     found = squeeze(short, meshes, ample.found.best)
     if found.best is None:
-        return _searched(contest.of(folded(replace(model, recomputed=recomputed_by(model, _LEAST)))), meshes)
-    return Outcome(short, Searched(found.best, found.floor, found.used), found.floor)
+        found = _with_least(short, meshes, 0.0)
+    return Outcome(short, found, found.floor)
 
 
 def _searched(contest: Contest, meshes: Sequence[tuple[int, ...]], quick: bool = False) -> Outcome:
@@ -98,13 +97,18 @@ def fitting(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contes
         return contest, Searched(contest.fastest_within(least), 0.0, least.used)
     if found.best is not None or not contest.thorough:
         return contest, found
-    least = contest.least(meshes)
-    if least is None or least.used > contest.allowed:
-        return contest, replace(found, used=math.inf if least is None else least.used)
-    best = contest.fastest_within(least)
     free = contest.anew(math.inf)
     free.run(meshes)
-    return contest, Searched(best, min(free.bound, best.solution.seconds), best.memory)
+    return contest, _with_least(contest, meshes, free.bound)
+
+
+def _with_least(contest: Contest, meshes: Sequence[tuple[int, ...]], floor: float) -> Searched:
+    """The plan with the least memory, or a faster one that is met on the way from it, if it fits."""
+    least = contest.least(meshes)
+    if least is None or least.used > contest.allowed:
+        return Searched(None, floor, math.inf if least is None else least.used)
+    best = contest.fastest_within(least)
+    return Searched(best, min(floor, best.solution.seconds), best.memory)
 
 
 def _fitting_by_sum(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contest, Searched]:

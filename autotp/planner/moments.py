@@ -17,15 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
+from autotp.costs.model import shown_by
 from autotp.costs.moment import Moment, Turn
 from autotp.costs.prices import Prices
-from autotp.planner.assemble import Assembled
+from autotp.planner.assemble import Assembled, kept_inside
 from autotp.planner.ilp import Node, Problem, Tensor, Use
-from autotp.planner.structure import Edge
+from autotp.planner.structure import Choice, Edge
 from passes.layouts.codes import local_elements
 from passes.rules.factors import Value
-from passes.rules.shapes import operands_of
-from passes.rules.table import rule_of, saved_by
+from passes.rules.table import saved_by
 from passes.sharding.panel import data_position
 
 __all__ = ["Moments"]
@@ -40,26 +40,31 @@ _PANELS = 4  # of an operand that is gathered in panels, about one in so many is
 class _Reader:
     """One use of a tensor: when, and what of it is kept for the reader's backward pass: nothing, it, or it as it rests.
 
-    ``saves`` is whether it ever is: where the planner decides, that depends on the choice.
+    ``saves`` is whether it ever is: where the planner decides, that depends on the choice. ``flows``: a gradient
+    comes back. ``ends``: it is an output of the model.
     """
 
     at: int
     saves: bool
     panelled: bool
     view: bool
+    flows: bool
+    ends: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Life:
     """When one tensor is made (before all operators: -1), whether its producer keeps it or it is a view; who reads it.
 
-    ``until`` is the last operator of the block in whose backward pass it may be made again.
+    ``until`` is the last operator of the block in whose backward pass it may be made again. ``alone``: of the names of its
+    storage, which are views, it is the one that counts.
     """
 
     made: int
     until: int
     kept: bool
     view: bool
+    alone: bool
     last: int
     returned: bool
     readers: tuple[_Reader, ...]
@@ -83,7 +88,8 @@ class Moments:
         self.lives = [_counted([self._life(value) for value in edge.copies]) for edge in self.structure.edges]
         numbers = itertools.count(len(self.lives))
         self.needs = [number if edge.needs is None else next(numbers) for number, edge in enumerate(self.structure.edges)]
-        self.known: dict[Moment, Tables] = {}
+        self.inside = self._inside()
+        self.known: dict[tuple[Moment, bool], Tables] = {}
         self.allowed = [np.where(np.isfinite(t.cost), 0.0, np.inf) for t in assembled.problem.tensors]
 
     @property
@@ -94,9 +100,9 @@ class Moments:
             [Moment(last, Turn.BACKWARD), Moment(0, Turn.BACKWARD)] if self.prices.train else [Moment(last, Turn.FORWARD)]
         )
 
-    def program(self, shares: Mapping[Moment, float]) -> Problem:
-        """The integer program whose seconds are the bytes that moments hold, weighted."""
-        nodes, tensors = self._weighted(shares)
+    def program(self, shares: Mapping[Moment, float], surely: bool = False) -> Problem:
+        """The integer program whose seconds are the bytes that moments hold, or hold at least, weighted."""
+        nodes, tensors = self._weighted(shares, surely)
         problem = self.assembled.problem
         made = tuple(
             Node(n.name, np.where(np.isfinite(n.cost), nodes.get(i, 0.0), np.inf), np.zeros(len(n.cost)))
@@ -112,9 +118,9 @@ class Moments:
                     found.append(_tensor(tensor, held, np.broadcast_to(table, tensor.cost.shape)))
         return Problem(made, tuple(found))
 
-    def bytes(self, moment: Moment, choice: Sequence[int]) -> float:
-        """What a choice holds at a moment, as the tables have it."""
-        nodes, tensors = self.tables(moment)
+    def bytes(self, moment: Moment, choice: Sequence[int], surely: bool = False) -> float:
+        """What a choice holds at a moment, or holds at least, as the tables have it."""
+        nodes, tensors = self.tables(moment, surely)
         total = sum(float(table[choice[node]]) for node, table in nodes.items())
         for (number, uses), table in tensors.items():
             tensor = self.assembled.problem.tensors[number]
@@ -122,33 +128,50 @@ class Moments:
             total += float(table[int(tensor.have[choice[tensor.producer]]), sorted(wants - {-1})].sum())
         return total
 
-    def tables(self, moment: Moment) -> Tables:
-        """Bytes held at a moment."""
-        if moment not in self.known:
-            self.known[moment] = self._tables(moment)
-        return self.known[moment]
+    def tables(self, moment: Moment, surely: bool = False) -> Tables:
+        """Bytes held at a moment, or held at least: for bounds."""
+        if (moment, surely) not in self.known:
+            self.known[moment, surely] = self._tables(moment, surely)
+        return self.known[moment, surely]
 
-    def _weighted(self, shares: Mapping[Moment, float]) -> Tables:
+    def _weighted(self, shares: Mapping[Moment, float], surely: bool) -> Tables:
         nodes: dict[int, np.ndarray] = {}
         tensors: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
         for moment, share in shares.items():
             if share > 0:
-                mine, held = self.tables(moment)
+                mine, held = self.tables(moment, surely)
                 for node, table in mine.items():
                     nodes[node] = nodes.get(node, 0.0) + share * table
                 for key, table in held.items():
                     tensors[key] = tensors.get(key, 0.0) + share * table
         return nodes, tensors
 
-    def _tables(self, moment: Moment) -> Tables:
+    def _tables(self, moment: Moment, surely: bool) -> Tables:
         tables = _Sum(self.structure.edges, self.prices, self.needs)
         for number, (edge, lives) in enumerate(zip(self.structure.edges, self.lives, strict=True)):
             for life, count in lives.items():
                 if edge.parameter:
-                    tables.parameter(number, edge, life, count, moment, self.panelled)
+                    tables.parameter(number, edge, life, count, moment, self.panelled, surely)
+                elif surely:
+                    tables.least(number, edge, life, count, moment)
                 else:
                     tables.activation(number, edge, life, count, moment)
+        for number, (at, kept) in self.inside:
+            if at <= moment.at and self.prices.train:
+                tables.nodes[number] = tables.nodes.get(number, 0.0) + kept
         return tables.nodes, tables.tensors
+
+    def _inside(self) -> list[tuple[int, tuple[int, np.ndarray]]]:
+        """Of every operator that keeps more than operands and results: its node, when it runs, and bytes by strategy."""
+        found = []
+        for node, at in self.order.items():
+            number = self.structure.index[self.model.stands.get(node, node)]
+            choice = self.structure.nodes[number][1]
+            assert isinstance(choice, Choice)
+            kept = choice.twice(kept_inside(choice, self.prices.mesh)) * ~choice.again
+            if kept.any() and node not in self.model.recomputed:
+                found.append((number, (at, kept)))
+        return found
 
     def _readers(self) -> dict[Value, list[tuple[fx.Node, int]]]:
         """In the order of the uses of the tensor that stands for it."""
@@ -169,7 +192,8 @@ class Moments:
             and saved_by(producer) == "result"
             and value in self.model.trained
             and producer not in self.model.recomputed,
-            view=producer in self.order and self._is_view(producer),
+            view=shown_by(producer) is not None,
+            alone=self._alone(value),
             last=self._last(value),
             returned=any(reader.at == ends for reader in readers),
             readers=readers,
@@ -180,22 +204,35 @@ class Moments:
         last = self.order.get(value[0], -1)
         for user, position in self.readers.get(value, ()):
             last = max(last, self.order.get(user, -1))
-            if position == 0 and user in self.order and self._is_view(user):
+            if position == 0 and shown_by(user) == value:
                 last = max(last, self._last((user, 0)))
         return last
 
-    def _is_view(self, node: fx.Node) -> bool:
-        rule = rule_of(node)
-        return rule is not None and rule.view and bool(operands_of(node))
+    def _alone(self, value: Value) -> bool:
+        """Whether, of all names of a storage, this is the one that most readers save, gradients first."""
+        root = value
+        while (shown := shown_by(root[0])) is not None:
+            root = shown
+        if root[0].op == "placeholder":
+            return False
+        best, most, names = root, (-1, -1), [root]
+        for name in names:
+            readers = self.readers.get(name, ())
+            gradients = sum(user in self.order and name in self.model.saved[user] for user, _ in readers)
+            saves = gradients, sum(user in self.model.undecided and shown_by(user) != name for user, _ in readers)
+            best, most = (name, saves) if saves > most else (best, most)
+            names += [(user, 0) for user, position in readers if position == 0 and shown_by(user) == name]
+        return value == best
 
     def _reader(self, value: Value, user: fx.Node, position: int) -> _Reader:
         if user not in self.order:
-            return _Reader(len(self.order), False, False, False)
+            return _Reader(len(self.order), False, False, False, True, True)
         saves = value[0] not in self.model.recomputed and (
             value in self.model.saved[user] or user in self.model.undecided and value[0].op != "placeholder"
         )
         data = self.panelled and data_position(user) == position
-        return _Reader(self.order[user], saves and self.prices.train, data, position == 0 and self._is_view(user))
+        view, flows = position == 0 and shown_by(user) == value, user in self.model.differentiated
+        return _Reader(self.order[user], saves and self.prices.train, data, view, flows, False)
 
 
 class _Sum:
@@ -229,7 +266,9 @@ class _Sum:
             key = number, tuple(uses)
             self.tensors[key] = self.tensors.get(key, 0.0) + table
 
-    def parameter(self, number: int, edge: Edge, life: _Life, count: int, moment: Moment, panelled: bool) -> None:
+    def parameter(
+        self, number: int, edge: Edge, life: _Life, count: int, moment: Moment, panelled: bool, surely: bool
+    ) -> None:
         """Its state, what it is gathered to, and its gradient from its last reader's turn on."""
         own, wanted, back, stays = self.sizes[number]
         trained = edge.trained and self.prices.train
@@ -239,7 +278,7 @@ class _Sum:
         self.own(edge, count * (state - (own if self.prices.train else 0.0) + (own if come else 0.0)))
         moved = np.where(stays, 0.0, wanted[None, :] / (_PANELS if panelled else 1))
         now = [use for use, reader in enumerate(life.readers) if reader.at == moment.at]
-        if forward:
+        if forward and not surely:
             begun = any(reader.at <= moment.at for reader in life.readers)
             later = [use for use, reader in enumerate(life.readers) if reader.at >= moment.at]
             self.held(number, later if begun else [], count * moved)
@@ -290,6 +329,42 @@ class _Sum:
         if not forward and edge.trained and not given:
             self.gradient(number, edge, life, count, moment)
 
+    def least(self, number: int, edge: Edge, life: _Life, count: int, moment: Moment) -> None:
+        """What there is of a tensor in any case, however many names a storage has, and whenever it is made again."""
+        own, wanted, back, stays = self.sizes[number]
+        if life.made < 0:
+            self.own(edge, count * own)
+        if not 0 <= life.made <= moment.at:
+            return
+        kept = np.where(stays, 0.0, wanted[None, :])
+        if life.returned and moment.turn is not Turn.FORWARD:
+            if not life.view and moment.at >= min((r.at for r in life.readers if r.saves), default=0):
+                self.own(edge, count * own)
+            if edge.trained and life.made < moment.at:
+                self.held(
+                    number,
+                    [use for use, r in enumerate(life.readers) if r.ends],
+                    np.broadcast_to(count * back, stays.shape),
+                )
+        elif life.alone:
+            if life.kept and not life.view:
+                self.own(edge, count * own, again=False)
+            else:
+                kept = np.broadcast_to(wanted[None, :], stays.shape)
+        kept = count * kept / _alike(edge.wants)
+        if edge.needs is not None:
+            kept = np.concatenate([kept, np.zeros_like(kept)])
+        self.held(
+            self.needs[number],
+            [u for u, r in enumerate(life.readers) if r.saves and not r.panelled and r.at <= moment.at],
+            kept,
+        )
+        if moment.turn is Turn.BACKWARD and edge.trained:
+            now = [use for use, r in enumerate(life.readers) if r.at == moment.at and r.flows]
+            self.held(number, now, np.broadcast_to(count * back / _alike(edge.gradients), stays.shape))
+            if life.made == moment.at and not life.view and any(r.flows for r in life.readers):
+                self.own(edge, count * own)
+
     def gradient(self, number: int, edge: Edge, life: _Life, count: int, moment: Moment) -> None:
         """In the layouts in which readers return it, until all of it comes to that of the tensor."""
         own, _, back, stays = self.sizes[number]
@@ -303,6 +378,11 @@ class _Sum:
             self.held(number, later, count * np.where(stays & (back[None, :] == own[:, None]), every, every + own[:, None]))
         elif not life.view:
             self.own(edge, count * own)
+
+
+def _alike(rows: np.ndarray) -> np.ndarray:
+    """How many rows each is equal to."""
+    return np.asarray((rows[:, None, :] == rows[None, :, :]).all(axis=-1).sum(axis=1))
 
 
 def _tensor(tensor: Tensor, uses: tuple[Use, ...], cost: np.ndarray) -> Tensor:

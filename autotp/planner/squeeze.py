@@ -30,27 +30,21 @@ from autotp.planner.contest import Contest
 from autotp.planner.describe import Found
 from autotp.planner.ilp import least
 from autotp.planner.least_memory import dearer
+from autotp.planner.least_step import Searched
 from autotp.planner.moments import Moments
 from autotp.planner.shares import Multipliers, Shares, next_shares
 from costmodel import overlap
 
-__all__ = ["Squeezed", "squeeze"]
+__all__ = ["squeeze"]
 
 _log = logging.getLogger("autotp.plan")
 _ROUNDS = 24
 _FIRST = 0.1  # of a step: what all of the memory may cost at first
 _FAR = 3.0  # by which factor the next price may differ from the best one
+_SAME = 1e-6  # relative; less is no difference
+_HOPELESS = 1e3  # times the fastest choice met: a step that no plan has, so that none fits
 _MOMENT = 0.1  # seconds that a solver gets beyond the deadline
 _TRIES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Squeezed:
-    """The best plan met that fits, seconds that none is below (proven), and the least bytes of all that were met."""
-
-    best: Found | None
-    floor: float
-    used: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +60,7 @@ class _Met:
         return self.found.held
 
 
-def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | None) -> Squeezed:
+def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | None) -> Searched:
     """The fastest plan that fits, on any mesh.
 
     Args:
@@ -82,9 +76,9 @@ def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | N
     step = math.inf if search.best is None else search.best.step
     floor = min([step, *floors])
     if search.best is None:
-        return Squeezed(None, floor, search.used)
+        return Searched(None, floor, search.used)
     found = search.best.found
-    return Squeezed(replace(found, solution=replace(found.solution, seconds=step, bound=floor)), floor, found.memory)
+    return Searched(replace(found, solution=replace(found.solution, seconds=step, bound=floor)), floor, found.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,40 +114,56 @@ class _Squeeze:
 
     def on(self, candidate: Candidate) -> float:
         """Looks for a better plan on a mesh; seconds that none of its plans is below."""
-        lines: dict[tuple[int, ...], _Met] = {}
         moments: Moments | None = None
-        floor, point, within = -math.inf, self.point, self.contest.candidates.options.gap / 4
+        try:
+            first = self.solve(candidate, self.point, moments, surely=True)
+        except BatchError as error:
+            self.contest.indivisible = error
+            return math.inf
+        if first is None:
+            return math.inf
+        _, moments, floor, _ = first
+        if floor < self.good:
+            self.steer(candidate, moments)
+            last = self.solve(candidate, self.point, moments, surely=True)
+            floor = floor if last is None else max(floor, last[2])
+        _log.debug("mesh %s: at least %.4g s", "x".join(map(str, candidate.mesh)), floor)
+        return floor
+
+    def steer(self, candidate: Candidate, moments: Moments) -> None:
+        """Meets choices at ever better points, and mixes them."""
+        lines: dict[tuple[int, ...], _Met] = {}
+        high, point, within = -math.inf, self.point, self.contest.candidates.options.gap / 4
         mixture: Sequence[float] = ()
         for _ in range(_ROUNDS):
             if lines and time.perf_counter() > self.contest.deadline:
                 break
-            try:
-                solved = self.solve(candidate, point, moments)
-            except BatchError as error:
-                self.contest.indivisible = error
-                return math.inf
-            if solved is None:
-                return math.inf
-            assembled, moments, value, choice = solved
-            if value > floor:
-                floor, self.point = value, point
-            if floor >= self.good or choice is None:
+            solved = self.solve(candidate, point, moments)
+            if solved is None or solved[3] is None:
+                break
+            assembled, _, value, choice = solved
+            new = value > high * (1 + _SAME)
+            if new:
+                high, self.point = value, point
+            if lines and high > _HOPELESS * min(one.step for one in lines.values()):
+                break
+            if choice in lines and not new:
                 break
             if choice not in lines:
                 lines[choice] = self.offer(self.contest.candidates.found(candidate, assembled, choice))
             point, following = self.follow(list(lines.values()))
             mixture = following.mixture
-            if following.value * (1 - within) <= floor:
+            if following.value * (1 - within) <= high:
                 break
-        if floor < self.good:
-            self.mix(candidate, list(lines.values()), mixture, floor)
-        _log.debug("mesh %s: at least %.4g s", "x".join(map(str, candidate.mesh)), floor)
-        return floor
+        self.mix(candidate, list(lines.values()), mixture, high)
 
     def solve(
-        self, candidate: Candidate, point: _Point, moments: Moments | None
+        self, candidate: Candidate, point: _Point, moments: Moments | None, *, surely: bool = False
     ) -> tuple[Assembled, Moments, float, tuple[int, ...] | None] | None:
-        """The least sum (1) and its choice, unless that is not below what is of interest; None where layouts admit none."""
+        """The least sum (1) and its choice, unless that is not below what is of interest; None where layouts admit none.
+
+        Only with what choices hold ``surely`` is the sum a bound.
+        """
         candidates = self.contest.candidates
         options, depth = candidates.options, depth_of(candidates.model)
         shares = point.shares or ((1.0,),) * (2 if options.accumulate == 1 else 3)
@@ -163,7 +173,7 @@ class _Squeeze:
 
         def ask(assembled: Assembled) -> tuple[Moments, float, tuple[int, ...] | None]:
             known = moments or Moments(assembled, candidates.prices(candidate.mesh), candidate.panels != 1)
-            program = dearer(replace(assembled.problem, memory_bound=math.inf), known.program(point.prices), 1.0)
+            program = dearer(replace(assembled.problem, memory_bound=math.inf), known.program(point.prices, surely), 1.0)
             left = max(_MOMENT, self.contest.deadline - time.perf_counter())
             value, choice = least(program, cutoff=self.good + spent, time_limit=left)
             return known, value - spent, choice

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from autotp.costs.model import Model
+from autotp.costs.model import Model, shown_by
 from autotp.planner.folding import signature
 from autotp.plans.families import Restriction
 from passes.graph import Cast, cast_of
@@ -93,10 +93,12 @@ class Needs:
         have: per choice of the producer, a row of ``Edge.rows``, or, if it is made again, of the same rows behind them.
         uses: of every reader, per choice, the column of ``Edge.wants`` that its gradient, or running it again, reads; -1:
             none.
+        views: readers that show it, and are made again if and only if it is.
     """
 
     have: np.ndarray
     uses: tuple[tuple[int, np.ndarray], ...]
+    views: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -338,7 +340,9 @@ class _Builder:
             trained=trained,
             keeps=real and producer not in self.model.recomputed,
             repeats=real and self.model.recomputed.get(producer, False),
-            needs=self.needs(made, have, [(user, position, want) for (user, position), (_, want) in zip(uses, found)]),
+            needs=self.needs(
+                made, have, [(user, position, want) for (user, position), (_, want) in zip(uses, found, strict=True)]
+            ),
         )
 
     def needs(
@@ -358,4 +362,5 @@ class _Builder:
             else:
                 want = np.full_like(want, -1)
             read.append((self.index[user], want))
-        return Needs(have + np.where(made.again, have.max() + 1, 0), tuple(read))
+        views = {self.index[u] for u, position, _ in uses if position == 0 and u in self.model.undecided and shown_by(u)}
+        return Needs(have + np.where(made.again, have.max() + 1, 0), tuple(read), tuple(views))
