@@ -126,7 +126,7 @@ def check_batch(assembled: Assembled) -> None:
     for (_, choice, _), node in zip(built.nodes, assembled.problem.nodes, strict=True):
         if isinstance(choice, Choice):
             batch = frozenset(f.name for f in choice.space.operator.factors.values() if f.role == "batch")
-            if (choice.twice(choice.space.axes_of(batch)[:, axes].all(axis=-1)) & np.isfinite(node.cost)).any():
+            if (choice.twice(np.asarray(choice.space.axes_of(batch)[:, axes].all(axis=-1))) & np.isfinite(node.cost)).any():
                 return
     ways = math.prod(mesh[a] for a in axes)
     shapes = {

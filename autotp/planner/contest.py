@@ -133,7 +133,7 @@ class Contest:
     def admits(self, meshes: Sequence[tuple[int, ...]]) -> bool:
         """Whether there is a choice at all on some mesh, as far as layouts and a bound of its memory tell."""
         for candidate in self.candidates.over(meshes):
-            problem = self._assemble(candidate, math.inf).problem
+            problem = self.anew(math.inf).assemble(candidate).problem
             with suppress(Infeasible):
                 if least_memory(problem, sweeps=5) <= self.allowed:
                     return True
@@ -271,7 +271,7 @@ class Contest:
 
     def fastest_within(self, least: Least) -> Found:
         """The best plan met on the way from the one with the least memory, which fits, to faster ones."""
-        assembled = self._assemble(least.candidate, math.inf)
+        assembled = self.anew(math.inf).assemble(least.candidate)
         choice = quicker(
             assembled.problem,
             least.moments,
@@ -306,7 +306,7 @@ class Contest:
 
         A family that only all-reduces may have no way to hand a partial sum on; then it may scatter after all.
         """
-        assembled = self._assemble(candidate, self.memory, either)
+        assembled = self.assemble(candidate, either=either)
         check_batch(assembled)
         begun = time.perf_counter()
         try:
@@ -320,10 +320,11 @@ class Contest:
         self.loosened.add(candidate)
         return self.ask(candidate, ask, either=either)
 
-    def _assemble(self, candidate: Candidate, memory: float, either: float | None = None) -> Assembled:
+    def assemble(self, candidate: Candidate, *, either: float | None = None) -> Assembled:
+        """A candidate's integer program."""
         begun = time.perf_counter()
         scatters = candidate in self.loosened
-        assembled = self.candidates.assemble(candidate, memory, weights=self.weights, either=either, scatters=scatters)
+        assembled = self.candidates.assemble(candidate, self.memory, weights=self.weights, either=either, scatters=scatters)
         self.assembling += time.perf_counter() - begun
         return assembled
 

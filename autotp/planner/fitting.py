@@ -11,7 +11,7 @@ from autotp.costs.model import depth_of
 from autotp.costs.recompute import recomputed_by, undecided
 from autotp.planner.assemble import EVEN
 from autotp.planner.contest import Contest
-from autotp.planner.folding import folded
+from autotp.planner.folding import apart, folded
 from autotp.planner.least_step import Searched, least_step
 from autotp.planner.squeeze import squeeze
 from costmodel.overlap import Weights
@@ -20,6 +20,7 @@ __all__ = ["Outcome", "best_of_ways"]
 
 _TIGHTER = 5  # programs with ever less memory
 _HOPE = 1.3
+_FEW = 80  # operators of a model whose layers are decided one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome
     ample = _searched(contest, meshes, quick=True)
     if not ample.contest.short:
         return ample
-    short = contest.of(folded(open_model))
+    short = contest.of(folded(open_model) if len(model.operators) > _FEW else replace(open_model, stands=apart(model)))
     found = squeeze(short, meshes, ample.found.best)
     if found.best is None:
         found = _with_least(short, meshes, 0.0)

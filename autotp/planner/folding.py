@@ -18,7 +18,7 @@ from passes.graph import note_of
 from passes.rules.factors import Operator
 from passes.rules.shapes import operands_of, results_of
 
-__all__ = ["fold", "folded", "signature"]
+__all__ = ["apart", "fold", "folded", "signature"]
 
 _LONGEST_PERIOD = 4096
 _LEAST_SAVING = 6
@@ -29,6 +29,11 @@ def folded(model: Model) -> Model:
     pins, again = model.pins, model.recomputed
     marks = {node: (pins.get(node, ()), again.get(node)) for node in (*pins, *again)}
     return replace(model, stands=fold(model.operators, frozenset(model.captured.parameters), marks))
+
+
+def apart(model: Model) -> dict[fx.Node, fx.Node]:
+    """Nothing stands for anything else."""
+    return {node: node for node in model.stands}
 
 
 def fold(

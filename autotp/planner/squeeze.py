@@ -21,6 +21,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from autotp.costs.model import depth_of
 from autotp.costs.moment import Moment
 from autotp.errors import BatchError
@@ -28,7 +30,7 @@ from autotp.planner.assemble import Assembled
 from autotp.planner.candidates import Candidate
 from autotp.planner.contest import Contest
 from autotp.planner.describe import Found
-from autotp.planner.ilp import least
+from autotp.planner.ilp import Problem, least, minimax, promising
 from autotp.planner.least_memory import dearer
 from autotp.planner.least_step import Searched
 from autotp.planner.moments import Moments
@@ -43,6 +45,7 @@ _FIRST = 0.1  # of a step: what all of the memory may cost at first
 _FAR = 3.0  # by which factor the next price may differ from the best one
 _SAME = 1e-6  # relative; less is no difference
 _HOPELESS = 1e3  # times the fastest choice met: a step that no plan has, so that none fits
+_SMALL = 4000  # choices of all nodes together that a solver gets
 _MOMENT = 0.1  # seconds that a solver gets beyond the deadline
 _TRIES = 4
 
@@ -107,6 +110,13 @@ class _Squeeze:
         """Seconds that a plan has to be below to be of interest."""
         return math.inf if self.best is None else self.best.step * (1 - self.contest.candidates.options.gap)
 
+    @property
+    def layers(self) -> int:
+        """How many operators one of them decides for, at most."""
+        model = self.contest.candidates.model
+        copies = Counter(model.stands.values())
+        return max((copies[node] for node in model.undecided), default=1)
+
     def met(self, found: Found) -> _Met:
         options, sums = self.contest.candidates.options, found.priced.sums
         step = sums.step(options.hides)
@@ -127,6 +137,8 @@ class _Squeeze:
             self.steer(candidate, moments)
             last = self.solve(candidate, self.point, moments, surely=True)
             floor = floor if last is None else max(floor, last[2])
+        if floor < self.good and self.layers == 1:
+            floor = max(floor, self.close(candidate, moments))
         _log.debug("mesh %s: at least %.4g s", "x".join(map(str, candidate.mesh)), floor)
         return floor
 
@@ -139,9 +151,11 @@ class _Squeeze:
             if lines and time.perf_counter() > self.contest.deadline:
                 break
             solved = self.solve(candidate, point, moments)
-            if solved is None or solved[3] is None:
+            if solved is None:
                 break
             assembled, _, value, choice = solved
+            if choice is None:
+                break
             new = value > high * (1 + _SAME)
             if new:
                 high, self.point = value, point
@@ -157,6 +171,58 @@ class _Squeeze:
                 break
         self.mix(candidate, list(lines.values()), mixture, high)
 
+    def close(self, candidate: Candidate, moments: Moments) -> float:
+        """Settles a small program exactly; seconds that none of its plans is below."""
+        assembled = self.at(self.point).assemble(candidate)
+        answer = self.weighed(assembled, self.point, moments, surely=True)
+        spent = sum(self.point.prices.values()) * self.room
+        alive = (
+            promising(answer, self.good + spent)
+            if math.isfinite(self.good)
+            else [np.isfinite(n.cost) for n in answer.nodes]
+        )
+        if sum(int(mask.sum()) for mask in alive) > _SMALL:
+            return 0.0
+        groups = self.forms(candidate)
+        seen = dict.fromkeys((*moments.usual, *self.point.prices), True)  # whether by what choices hold surely
+        excluded: list[tuple[int, ...]] = []
+        floor = 0.0
+        for _ in range(_ROUNDS):
+            left = self.contest.deadline - time.perf_counter()
+            if left < _MOMENT:
+                break
+            bounded = [(moments.program({moment: 1.0}, surely), self.room) for moment, surely in seen.items()]
+            bound, choice = minimax(groups, bounded, alive, excluded, time_limit=left)
+            if all(seen.values()):
+                floor = max(floor, bound)
+            if choice is None or bound >= self.good:
+                break
+            one = self.offer(self.contest.candidates.found(candidate, assembled, choice))
+            worst = max(one.held, key=one.held.__getitem__)
+            if one.held[worst] <= self.room:
+                break
+            if seen.get(worst) is False:
+                excluded.append(choice)
+            seen[worst] = worst not in seen
+        return floor
+
+    def forms(self, candidate: Candidate) -> list[list[Problem]]:
+        """Of every pass of a step the programs that say how long each of what may limit it takes."""
+        options, depth = self.contest.candidates.options, depth_of(self.contest.candidates.model)
+        if not options.hides:
+            return [[self.contest.anew(math.inf).assemble(candidate).problem]]
+        passes, sides = 2 if options.accumulate == 1 else 3, 1 + len(self.contest.candidates.topology.levels)
+        found = []
+        for one in range(passes):
+            weights = [
+                overlap.weights(
+                    [np.eye(sides)[side] * (other == one) for other in range(passes)], depth, options.accumulate
+                )
+                for side in range(sides)
+            ]
+            found.append([self.contest.anew(math.inf, weight).assemble(candidate).problem for weight in weights])
+        return found
+
     def solve(
         self, candidate: Candidate, point: _Point, moments: Moments | None, *, surely: bool = False
     ) -> tuple[Assembled, Moments, float, tuple[int, ...] | None] | None:
@@ -164,22 +230,32 @@ class _Squeeze:
 
         Only with what choices hold ``surely`` is the sum a bound.
         """
-        candidates = self.contest.candidates
-        options, depth = candidates.options, depth_of(candidates.model)
+        spent = sum(point.prices.values()) * self.room
+        left = max(_MOMENT, self.contest.deadline - time.perf_counter())
+
+        def ask(assembled: Assembled) -> tuple[Moments, float, tuple[int, ...] | None]:
+            known = moments or self.moments(candidate, assembled)
+            value, choice = least(self.weighed(assembled, point, known, surely), cutoff=self.good + spent, time_limit=left)
+            return known, value - spent, choice
+
+        assembled, answer = self.at(point).ask(candidate, ask)
+        return None if answer is None else (assembled, *answer)
+
+    def at(self, point: _Point) -> Contest:
+        """The contest whose seconds are weighted as at a point."""
+        options, depth = self.contest.candidates.options, depth_of(self.contest.candidates.model)
         shares = point.shares or ((1.0,),) * (2 if options.accumulate == 1 else 3)
         weights = overlap.weights(shares, depth, options.accumulate) if options.hides else None
         self.contest = self.contest.anew(math.inf, weights)
-        spent = sum(point.prices.values()) * self.room
+        return self.contest
 
-        def ask(assembled: Assembled) -> tuple[Moments, float, tuple[int, ...] | None]:
-            known = moments or Moments(assembled, candidates.prices(candidate.mesh), candidate.panels != 1)
-            program = dearer(replace(assembled.problem, memory_bound=math.inf), known.program(point.prices, surely), 1.0)
-            left = max(_MOMENT, self.contest.deadline - time.perf_counter())
-            value, choice = least(program, cutoff=self.good + spent, time_limit=left)
-            return known, value - spent, choice
+    def moments(self, candidate: Candidate, assembled: Assembled) -> Moments:
+        """Of a mesh's steps."""
+        return Moments(assembled, self.contest.candidates.prices(candidate.mesh), candidate.panels != 1)
 
-        assembled, answer = self.contest.ask(candidate, ask)
-        return None if answer is None else (assembled, *answer)
+    def weighed(self, assembled: Assembled, point: _Point, moments: Moments, surely: bool) -> Problem:
+        """The sum (1), but for the bounds."""
+        return dearer(replace(assembled.problem, memory_bound=math.inf), moments.program(point.prices, surely), 1.0)
 
     def offer(self, found: Found) -> _Met:
         one = self.met(found)
@@ -202,15 +278,13 @@ class _Squeeze:
 
     def mix(self, candidate: Candidate, lines: Sequence[_Met], parts: Sequence[float], floor: float) -> None:
         """Mixes the choices of a mixture, where layers are alike, to plans that fit."""
-        copies = Counter(self.contest.candidates.model.stands.values())
-        layers = max((copies[node] for node in self.contest.candidates.model.undecided), default=1)
         mixed = sorted(zip(parts, lines, strict=False), key=lambda pair: -pair[0])
         two = sorted((one for part, one in mixed[:2] if part > 0), key=lambda one: -one.found.memory)
-        if layers == 1 or len(two) < 2:
+        if self.layers == 1 or len(two) < 2:
             return
         for base in two:
             more, less = (self.like(candidate, base, one) for one in two)
-            self.between(more, less, layers)
+            self.between(more, less, self.layers)
             if floor >= self.good:
                 return
 

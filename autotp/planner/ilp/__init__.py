@@ -38,6 +38,7 @@ this one takes 28.3 s, over all 36 programs of 60 plans that were not settled by
 """
 
 from autotp.planner.ilp.estimate import Estimate, estimate, glance
+from autotp.planner.ilp.minimax import minimax
 from autotp.planner.ilp.problem import Evaluation, Node, Problem, Tensor, Use, evaluate
 from autotp.planner.ilp.solve import (
     NO_LAYOUT,
@@ -47,6 +48,7 @@ from autotp.planner.ilp.solve import (
     cheapest,
     least,
     least_memory,
+    promising,
     settle,
     solution_at,
     solve,
@@ -69,6 +71,8 @@ __all__ = [
     "glance",
     "least",
     "least_memory",
+    "minimax",
+    "promising",
     "settle",
     "solution_at",
     "solve",

@@ -149,7 +149,7 @@ def cheapest(problem: Problem, *, time_limit: float = 60.0) -> tuple[int, ...]:
 
 
 def least(problem: Problem, *, cutoff: float, time_limit: float) -> tuple[float, tuple[int, ...] | None]:
-    """What no assignment costs less than, and the cheapest one, whatever memory it takes, if that costs less than the cutoff.
+    """What no assignment costs less than; and the cheapest one, whatever memory it takes, if it costs less than the cutoff.
 
     Raises:
         Infeasible: the layouts admit no assignment.
@@ -203,6 +203,20 @@ def _raise_bound(problem: Problem, masks: list[np.ndarray], cutoff: float) -> fl
     for mask, floor in zip(masks, floors, strict=True):
         mask &= floor < cutoff
     return dual.bound()
+
+
+def promising(problem: Problem, cutoff: float, *, sweeps: int = 10) -> list[np.ndarray]:
+    """Of every node the choices that may be part of an assignment, whatever memory it takes, that costs less."""
+    masks = [np.isfinite(node.cost) for node in problem.nodes]
+    if not consistent(problem, masks):
+        raise Infeasible(NO_LAYOUT, math.inf)
+    dual = Dual(replace(problem, memory_bound=math.inf), cutoff)
+    for _ in range(sweeps):
+        floors = dual.sweep()
+        dual.rebalance()
+        for mask, floor in zip(masks, floors, strict=True):
+            mask &= floor < cutoff
+    return masks
 
 
 def least_memory(problem: Problem, *, time_limit: float = 60.0, sweeps: int | None = None) -> float:

@@ -89,13 +89,13 @@ def contest(memory: float) -> Contest:
 @pytest.mark.parametrize("mesh", [(4,), pytest.param((2, 2), marks=pytest.mark.exact)])
 def test_one_relaxation_bounds_plans_with_and_without_panels(mesh):
     restriction = family("auto").restrictions(len(mesh))[0]
-    roomy = solve(contest(math.inf)._assemble(Candidate(mesh, restriction, 1), math.inf).problem)
+    roomy = solve(contest(math.inf).assemble(Candidate(mesh, restriction, 1)).problem)
     compared = 0
     for share in (0.5, 0.7, 0.9) if len(mesh) == 1 else (0.9,):
         held = contest(share * roomy.memory)
         seconds, prices = [], [1e-10, 1e-9]
         for panels in (1, None):
-            problem = held._assemble(Candidate(mesh, restriction, panels), held.memory).problem
+            problem = held.assemble(Candidate(mesh, restriction, panels)).problem
             try:
                 found = solve(problem)
             except Infeasible:
@@ -103,7 +103,7 @@ def test_one_relaxation_bounds_plans_with_and_without_panels(mesh):
             seconds.append(found.seconds)
             prices.append(found.price)
         for price in prices:
-            either = held._assemble(Candidate(mesh, restriction, None), held.memory, either=price).problem
+            either = held.assemble(Candidate(mesh, restriction, None), either=price).problem
             assert glance(either, cutoff=10 * roomy.seconds, price=price) <= min(seconds, default=math.inf) * (1 + 1e-9)
             compared += bool(seconds)
     assert compared >= (3 if len(mesh) == 1 else 1)
