@@ -1,0 +1,216 @@
+"""Tables of bytes: what operators, parameters and tensors hold at one moment of a step, by strategies and layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autotp.costs.moment import Moment, Turn
+from autotp.costs.prices import Prices
+from autotp.planner.structure import Edge
+from passes.layouts.codes import local_elements
+
+__all__ = ["Life", "Reader", "Tables", "Ledger"]
+
+#: Bytes by node and strategy, and by (tensor, those of its uses that hold it) and (have, want).
+Tables = tuple[dict[int, np.ndarray], dict[tuple[int, tuple[int, ...]], np.ndarray]]
+
+_PANELS = 4  # of an operand that is gathered in panels, about one in so many is there at once
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """One use of a tensor: when, and what of it is kept for the reader's backward pass: nothing, it, or it as it rests.
+
+    ``saves`` is whether it ever is: where the planner decides, that depends on the choice. ``gradient``: the reader's
+    gradient needs it in any case. ``until``: the last operator whose gradient needs a result of the reader, which, if it is
+    made again, is there by then. ``flows``: a gradient comes back. ``ends``: it is an output of the model.
+    """
+
+    at: int
+    saves: bool
+    gradient: bool
+    until: int
+    panelled: bool
+    view: bool
+    flows: bool
+    ends: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """When one tensor is made (before all operators: -1), whether its producer keeps it or it is a view; who reads it.
+
+    ``until`` is the last operator of the block in whose backward pass it may be made again. ``alone``: of the names of its
+    storage, which are views, it is the one that counts.
+    """
+
+    made: int
+    until: int
+    kept: bool
+    view: bool
+    alone: bool
+    last: int
+    returned: bool
+    readers: tuple[Reader, ...]
+
+
+class Ledger:
+    """The tables of one moment while they are filled."""
+
+    def __init__(self, edges: Sequence[Edge], prices: Prices, needs: Sequence[int]) -> None:
+        self.prices, self.needs = prices, needs
+        self.nodes: dict[int, np.ndarray] = {}
+        self.tensors: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
+        self.sizes = [self._sizes(edge) for edge in edges]
+
+    def _sizes(self, edge: Edge) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Bytes as it is, as it is wanted, of the gradient that a reader returns; and where nothing has to move."""
+        shape, cast, mesh = tuple(edge.value.shape), edge.cast, self.prices.mesh
+        own = local_elements(shape, edge.rows, mesh) * cast.rests.itemsize
+        wanted = local_elements(shape, edge.wants, mesh) * cast.used.itemsize
+        back = local_elements(shape, edge.gradients, mesh) * (cast.used.itemsize + cast.back * cast.reduced.itemsize)
+        stays = (edge.rows[:, None, :] == edge.wants[None, :, :]).all(axis=-1) & (not cast.there)
+        return own, wanted, back, stays
+
+    def own(self, edge: Edge, sizes: np.ndarray, again: bool = True) -> None:
+        """Bytes that a tensor takes by how it is made, or rests; and where it is made again, if it is there then."""
+        mine = sizes[edge.have]
+        if not again and edge.needs is not None:
+            mine = np.where(edge.needs.have < len(sizes), mine, 0.0)
+        self.nodes[edge.producer] = self.nodes.get(edge.producer, 0.0) + mine
+
+    def held(self, number: int, uses: Sequence[int], table: np.ndarray) -> None:
+        """Bytes that a tensor takes by how these uses want it, once for those that want it alike."""
+        if uses:
+            key = number, tuple(uses)
+            self.tensors[key] = self.tensors.get(key, 0.0) + table
+
+    def parameter(
+        self, number: int, edge: Edge, life: Life, count: int, moment: Moment, panelled: bool, surely: bool
+    ) -> None:
+        """Its state, what it is gathered to, and its gradient from its last reader's turn on."""
+        own, wanted, back, stays = self.sizes[number]
+        trained = edge.trained and self.prices.train
+        state = self.prices.states(own / edge.cast.rests.itemsize, edge.cast.rests.itemsize)
+        forward = moment.turn is Turn.FORWARD
+        come = trained and not forward and moment.at < max(reader.at for reader in life.readers)
+        self.own(edge, count * (state - (own if self.prices.train else 0.0) + (own if come else 0.0)))
+        moved = np.where(stays, 0.0, wanted[None, :] / (_PANELS if panelled else 1))
+        now = [use for use, reader in enumerate(life.readers) if reader.at == moment.at]
+        if forward and not surely:
+            begun = any(reader.at <= moment.at for reader in life.readers)
+            later = [use for use, reader in enumerate(life.readers) if reader.at >= moment.at]
+            self.held(number, later if begun else [], count * moved)
+        elif moment.turn is Turn.BACKWARD:
+            self.held(number, now, count * (moved + back[None, :] if trained else moved))
+
+    def activation(self, number: int, edge: Edge, life: Life, count: int, moment: Moment) -> None:
+        """The tensor, copies of it, and its gradient."""
+        own, wanted, _, stays = self.sizes[number]
+        at, readers, forward = moment.at, list(enumerate(life.readers)), moment.turn is Turn.FORWARD
+        given = life.made < 0
+        if given:
+            self.own(edge, count * own)
+        elif life.made > at:
+            if not forward and life.returned and not life.view:
+                self.own(edge, count * own)
+            return
+        in_use = forward and life.made <= at <= life.last
+        there = given or life.returned or in_use
+        whole = there or life.kept
+        back = not forward and at <= life.until  # made again by now
+        if whole and not given and not life.view:
+            self.own(edge, count * own, again=there or back)
+        moved = np.where(stays, 0.0, wanted[None, :])
+        kept = moved if whole else np.broadcast_to(wanted[None, :], stays.shape)
+        saved = [use for use, r in readers if r.saves and not r.panelled and r.at <= at]
+        rests = [use for use, r in readers if r.saves and r.panelled and r.at <= at]
+        if edge.needs is not None:
+            again = [use for use in saved if life.readers[use].at == at]
+            again += [len(readers) + use for use in saved if life.readers[use].at < at]
+            self.held(self.needs[number], again if back else [], count * np.concatenate([np.zeros_like(kept), kept]))
+            kept = np.concatenate([kept, np.zeros_like(kept)])
+        self.held(self.needs[number], saved, count * kept)
+        if rests and not whole:
+            resting = np.where(stays, 0.0, own[:, None])
+            if edge.needs is not None:
+                resting = np.concatenate([resting, resting if back else np.zeros_like(resting)])
+            if saved or edge.needs is not None:
+                self.held(self.needs[number], rests, count * resting)
+            else:  # kept once, however many want it
+                self.own(edge, count * own)
+        panels = [use for use, r in readers if r.at == at and r.panelled]
+        if forward:
+            now = [use for use, r in readers if r.at == at and not r.saves and not r.panelled]
+            self.held(number, now, count * moved)
+            # The result of a view is a storage of its own only where the operand had to move.
+            views = [use for use, r in readers if r.view and r.at <= at <= life.last]
+            self.held(number, views, count * moved)
+        if moment.turn is not Turn.ARRIVAL:
+            self.held(number, panels, count * moved / _PANELS)
+        if not forward and edge.trained and not given:
+            self.gradient(number, edge, life, count, moment)
+
+    def least(self, number: int, edge: Edge, life: Life, count: int, moment: Moment) -> None:
+        """What there is of a tensor in any case, however many names a storage has, and whenever it is made again."""
+        own, wanted, back, stays = self.sizes[number]
+        if life.made < 0:
+            self.own(edge, count * own)
+        if not 0 <= life.made <= moment.at:
+            return
+        kept = np.where(stays, 0.0, wanted[None, :])
+        if life.returned and moment.turn is not Turn.FORWARD:
+            if not life.view and moment.at >= min((r.at for r in life.readers if r.saves), default=0):
+                self.own(edge, count * own)
+            if edge.trained and life.made < moment.at:
+                self.held(
+                    number,
+                    [use for use, r in enumerate(life.readers) if r.ends],
+                    np.broadcast_to(count * back, stays.shape),
+                )
+        elif life.alone:
+            if life.kept and not life.view:
+                self.own(edge, count * own, again=False)
+            else:
+                kept = np.broadcast_to(wanted[None, :], stays.shape)
+        kept = count * kept / _alike(edge.wants)
+        saved = [use for use, r in enumerate(life.readers) if r.saves and not r.panelled and r.at <= moment.at]
+        if edge.needs is not None:
+            come = moment.at + (moment.turn is not Turn.BACKWARD)
+            again = [use for use in saved if life.readers[use].gradient and life.readers[use].at == come]
+            again += [
+                len(life.readers) + use
+                for use in saved
+                if life.readers[use].gradient and life.readers[use].at < moment.at and come <= life.readers[use].until
+            ]
+            again = again if moment.turn is not Turn.FORWARD else []
+            self.held(self.needs[number], again, np.concatenate([np.zeros_like(kept), kept]))
+            kept = np.concatenate([kept, np.zeros_like(kept)])
+        self.held(self.needs[number], saved, kept)
+        if moment.turn is Turn.BACKWARD and edge.trained:
+            now = [use for use, r in enumerate(life.readers) if r.at == moment.at and r.flows]
+            self.held(number, now, np.broadcast_to(count * back / _alike(edge.gradients), stays.shape))
+            if life.made == moment.at and not life.view and any(r.flows for r in life.readers):
+                self.own(edge, count * own)
+
+    def gradient(self, number: int, edge: Edge, life: Life, count: int, moment: Moment) -> None:
+        """In the layouts in which readers return it, until all of it comes to that of the tensor."""
+        own, _, back, stays = self.sizes[number]
+        every = np.broadcast_to(back[None, :], stays.shape)
+        later = [use for use, r in enumerate(life.readers) if r.at > moment.at]
+        if life.made < moment.at:
+            self.held(number, later, count * every)
+            if moment.turn is Turn.BACKWARD:  # beside what is there, to be added to it
+                self.held(number, [use for use, r in enumerate(life.readers) if r.at == moment.at], count * every)
+        elif moment.turn is Turn.ARRIVAL:
+            self.held(number, later, count * np.where(stays & (back[None, :] == own[:, None]), every, every + own[:, None]))
+        elif not life.view:
+            self.own(edge, count * own)
+
+
+def _alike(rows: np.ndarray) -> np.ndarray:
+    """How many rows each is equal to."""
+    return np.asarray((rows[:, None, :] == rows[None, :, :]).all(axis=-1).sum(axis=1))
