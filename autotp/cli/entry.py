@@ -127,6 +127,9 @@ def _plan(
         str,
         typer.Option(help="What the backward pass computes again: auto, none, selective, full, or modules: h.0,h.1."),
     ] = str(Options.recompute),
+    gap: Annotated[
+        float, typer.Option(help="The share of a step that a search for what to recompute may leave unproven.")
+    ] = Options.gap,
     pin: Annotated[
         list[str] | None,
         typer.Option(help="A layout that something must have, such as lm_head.weight=Shard(0)@x; may be given again."),
@@ -154,6 +157,7 @@ def _plan(
         schedule=schedule,
         constraints=pin or (),
         recompute=recompute if recompute in RECOMPUTE else recompute.split(","),
+        gap=gap,
     )
     with working(f"building {model}"):
         module, args, kwargs = load_model(model, machine.devices)

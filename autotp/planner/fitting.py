@@ -20,7 +20,7 @@ __all__ = ["Outcome", "best_of_ways"]
 
 _TIGHTER = 5  # programs with ever less memory
 _HOPE = 1.3
-_FEW = 80  # operators of a model whose layers are decided one by one
+_FEW = 40  # operators of a model whose layers are decided one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome
     short = contest.of(folded(open_model) if len(model.operators) > _FEW else replace(open_model, stands=apart(model)))
     found = squeeze(short, meshes, ample.found.best)
     if found.best is None:
-        found = _with_least(short, meshes, 0.0)
+        found = _with_least(short, meshes, found.floor)
     return Outcome(short, found, found.floor)
 
 

@@ -46,6 +46,7 @@ _FAR = 3.0  # by which factor the next price may differ from the best one
 _SAME = 1e-6  # relative; less is no difference
 _HOPELESS = 1e3  # times the fastest choice met: a step that no plan has, so that none fits
 _SMALL = 4000  # choices of all nodes together that a solver gets
+_SETTLING = 3.0  # seconds for the exact search of a small program
 _MOMENT = 0.1  # seconds that a solver gets beyond the deadline
 _TRIES = 4
 
@@ -77,7 +78,7 @@ def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | N
     panels = contest.candidates.panels[0]
     floors = [search.on(Candidate(*pair, panels)) for pair in contest.candidates.restrictions(meshes)]
     step = math.inf if search.best is None else search.best.step
-    floor = min([step, *floors])
+    floor = max(0.0, min([step, *floors]))
     if search.best is None:
         return Searched(None, floor, search.used)
     found = search.best.found
@@ -167,7 +168,7 @@ class _Squeeze:
                 lines[choice] = self.offer(self.contest.candidates.found(candidate, assembled, choice))
             point, following = self.follow(list(lines.values()))
             mixture = following.mixture
-            if following.value * (1 - within) <= high:
+            if following.value * (1 - within) <= high and self.best is not None:
                 break
         self.mix(candidate, list(lines.values()), mixture, high)
 
@@ -183,17 +184,35 @@ class _Squeeze:
         )
         if sum(int(mask.sum()) for mask in alive) > _SMALL:
             return 0.0
-        groups = self.forms(candidate)
-        seen = dict.fromkeys((*moments.usual, *self.point.prices), True)  # whether by what choices hold surely
-        excluded: list[tuple[int, ...]] = []
-        floor = 0.0
-        for _ in range(_ROUNDS):
-            left = self.contest.deadline - time.perf_counter()
-            if left < _MOMENT:
+        groups, floor = self.forms(candidate), 0.0
+        for sharp in (True, False):
+            floor = max(floor, self.settle(candidate, assembled, moments, groups, alive, sharp=sharp))
+            if floor >= self.good:
                 break
-            bounded = [(moments.program({moment: 1.0}, surely), self.room) for moment, surely in seen.items()]
+        return floor
+
+    def settle(
+        self,
+        candidate: Candidate,
+        assembled: Assembled,
+        moments: Moments,
+        groups: Sequence[Sequence[Problem]],
+        alive: Sequence[np.ndarray],
+        *,
+        sharp: bool,
+    ) -> float:
+        """The fastest choice that fits, and seconds that none is below.
+
+        Choices that do not fit are left out one by one, or, if ``sharp``, by all that tables know of their worst moments,
+        which may leave out more.
+        """
+        surely = dict.fromkeys((*moments.usual, *self.point.prices), True)
+        excluded: list[tuple[int, ...]] = []
+        floor, deadline = 0.0, min(self.contest.deadline, time.perf_counter() + _SETTLING)
+        while (left := deadline - time.perf_counter()) > 0:
+            bounded = [(moments.program({moment: 1.0}, each), self.room) for moment, each in surely.items()]
             bound, choice = minimax(groups, bounded, alive, excluded, time_limit=left)
-            if all(seen.values()):
+            if all(surely.values()):
                 floor = max(floor, bound)
             if choice is None or bound >= self.good:
                 break
@@ -201,9 +220,9 @@ class _Squeeze:
             worst = max(one.held, key=one.held.__getitem__)
             if one.held[worst] <= self.room:
                 break
-            if seen.get(worst) is False:
+            if not sharp or surely.get(worst) is False:
                 excluded.append(choice)
-            seen[worst] = worst not in seen
+            surely[worst] = not sharp or worst not in surely
         return floor
 
     def forms(self, candidate: Candidate) -> list[list[Problem]]:

@@ -67,7 +67,7 @@ def minimax(
             program.model.add_linear_constraint(mathopt.fast_sum(taken) <= len(taken) - 1)
     program.model.minimize(mathopt.fast_sum(thetas))
     parameters = mathopt.SolveParameters(time_limit=datetime.timedelta(seconds=time_limit), relative_gap_tolerance=gap)
-    result = mathopt.solve(program.model, mathopt.SolverType.HIGHS, params=parameters)
+    result = mathopt.solve(program.model, mathopt.SolverType.GSCIP, params=parameters)
     if result.termination.reason is mathopt.TerminationReason.INFEASIBLE:
         return math.inf, None
     bound = max(0.0, result.dual_bound()) / scale

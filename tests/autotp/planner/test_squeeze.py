@@ -1,0 +1,206 @@
+"""What the planner recomputes where memory is short: the optimum, its proof, and plans whose layers differ."""
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from comparing import close
+from models import MODELS
+from torch import nn
+from torch.nn import functional as F
+
+import autotp
+from autotp.costs.footprint import Footprint
+from autotp.costs.priced import Priced
+from autotp.costs.recompute import decided, undecided
+from autotp.planner import plan_captured, prepare
+from autotp.planner.candidates import Candidate, Candidates
+from autotp.planner.folding import folded
+from autotp.planner.ilp import cheapest
+from autotp.planner.moments import Moments
+from autotp.planner.structure import Choice
+from autotp.plans.options import Options
+from benchmarks.models import Transformer
+from passes.capture import capture
+from passes.graph import note_of
+
+
+class RandomBlock(nn.Module):
+    """A few operators around a residual."""
+
+    def __init__(self, rng, width):
+        super().__init__()
+        self.kinds = [rng.choice(["linear", "gelu", "norm", "tanh", "times"]) for _ in range(rng.randint(2, 5))]
+        make = {"linear": lambda: nn.Linear(width, width), "norm": lambda: nn.LayerNorm(width)}
+        self.layers = nn.ModuleList(make.get(kind, nn.Identity)() for kind in self.kinds)
+
+    def forward(self, x):
+        y = x
+        for kind, layer in zip(self.kinds, self.layers, strict=True):
+            other = {"gelu": F.gelu, "tanh": torch.tanh, "times": lambda y: y * x}
+            y = other.get(kind, layer)(y)
+        return x + y
+
+
+class RandomBlocks(nn.Module):
+    def __init__(self, seed, width=16):
+        super().__init__()
+        rng = random.Random(seed)
+        self.blocks = nn.ModuleList(RandomBlock(rng, width) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return (x**2).mean()
+
+
+def everything(captured, topology, options):
+    """(seconds, bytes) of all that may be recomputed on one device, where every operator has one strategy."""
+    model = prepare(captured)
+    candidates = Candidates(model, topology, options, model.parameter_bytes if options.hides else 0.0)
+    (restriction,) = candidates.options.family.restrictions(1)
+    assembled = candidates.assemble(Candidate((1,), restriction, 1), math.inf)
+    strategies = {node.name: assembled.chosen(model.stands[node], 0) for node in model.operators}
+    found = []
+    open_model = undecided(model)
+    for count in range(len(open_model.undecided) + 1):
+        for some in itertools.combinations(open_model.undecided, count):
+            again = replace(decided(open_model, some), stands={node: node for node in model.stands})
+            priced = Priced.of(again, candidates.prices((1,)), strategies, {}, {}, [])
+            found.append((priced.sums.step(options.hides), Footprint(priced).run()))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_optimum_is_that_of_an_exhaustive_search_at_every_moment(seed):
+    torch.manual_seed(seed)
+    captured = capture(RandomBlocks(seed), (torch.randn(64 * (1 + seed % 3), 16),))
+    topology = autotp.Topology.load("dgx-h100").resized(1)
+    options = Options("data", mesh=(1,), schedule=("none", "overlap")[seed % 2], gap=0.0)
+    every = everything(captured, topology, options)
+    low, high = (least(taken for _, taken in every) for least in (min, max))
+    for share in (0.0, 0.3, 0.7):
+        bound = low + share * (high - low)
+        best = min(seconds for seconds, taken in every if taken <= bound)
+        plan = plan_captured(captured, topology, replace(options, memory=bound))
+        assert plan.predicted.step_seconds == pytest.approx(best, rel=1e-9)
+        assert plan.predicted.memory_bytes <= bound
+        assert plan.gap <= 1e-6, "and it is proven"
+
+
+@pytest.mark.parametrize("name", ["llama", "resnet", "gpt2"])
+def test_a_bound_counts_no_more_than_what_is_held(name):
+    """The tables of bounds are compared with footprints of choices drawn at random, at all sorts of moments."""
+    model, args, kwargs = MODELS[name]()
+    rng = np.random.default_rng(0)
+    prepared = folded(undecided(prepare(capture(model, args, kwargs))))
+    candidates = Candidates(prepared, autotp.Topology.load("dgx-h100").resized(4), Options(schedule="none"), 0.0)
+    close = []
+    for mesh in ((4,), (2, 2)):
+        (restriction,) = candidates.options.family.restrictions(len(mesh))
+        candidate = Candidate(mesh, restriction, 1)
+        assembled = candidates.assemble(candidate, math.inf)
+        moments = Moments(assembled, candidates.prices(mesh), False)
+        for _ in range(3):
+            nodes = tuple(
+                replace(n, cost=np.where(np.isfinite(n.cost), rng.random(n.cost.shape), math.inf))
+                for n in assembled.problem.nodes
+            )
+            tensors = tuple(
+                replace(t, cost=np.where(np.isfinite(t.cost), rng.random(t.cost.shape) / 5, math.inf))
+                for t in assembled.problem.tensors
+            )
+            choice = cheapest(replace(assembled.problem, nodes=nodes, tensors=tensors))
+            found = candidates.found(candidate, assembled, choice)
+            # What is run again in vain holds nothing, whatever its tables say; no optimum does that.
+            choice = tuple(
+                row % len(made.space.serves) if isinstance(made, Choice) and node not in found.model.recomputed else row
+                for (node, made, _), row in zip(assembled.structure.nodes, choice, strict=True)
+            )
+            held = candidates.found(candidate, assembled, choice).held
+            worst = sorted(held, key=held.__getitem__)[-3:]
+            for moment in (*worst, *(list(held)[i] for i in rng.integers(len(held), size=12))):
+                assert moments.bytes(moment, choice, surely=True) <= held[moment] * (1 + 1e-9), (mesh, moment)
+            close.append(moments.bytes(worst[-1], choice, surely=True) / held[worst[-1]])
+    assert max(close) > 0.75, "and they are no trivial bounds"
+
+
+class Deep(nn.Module):
+    """Layers that are alike, and a loss."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return (x**2).mean()
+
+
+@pytest.mark.parametrize(("mesh", "schedule"), [((4,), "overlap"), ((2, 2), "none")])
+def test_no_way_for_all_layers_is_faster_and_gradients_are_exact(mesh, schedule):
+    torch.manual_seed(0)
+    model, x = Deep(6).double(), torch.randn(8, 32, 32, dtype=torch.float64)
+    captured, topology = capture(model, (x,)), autotp.Topology.load("dgx-h100").resized(4)
+
+    def planned(**asked):
+        return plan_captured(captured, topology, Options(mesh=mesh, schedule=schedule, **asked))
+
+    ways = [planned(recompute=way) for way in ("none", "selective", "full")]
+    most, least = (extreme(plan.predicted.memory_bytes for plan in ways) for extreme in (max, min))
+    for share in (0.8, 0.2):
+        bound = least + share * (most - least)
+        plan = planned(memory=bound)
+        assert plan.predicted.memory_bytes <= bound
+        fitting = [way.predicted.step_seconds for way in ways if way.predicted.memory_bytes <= bound]
+        assert plan.predicted.step_seconds <= min(fitting) * (1 + 1e-9)
+        assert plan.predicted.step_seconds * (1 - plan.gap) <= min(fitting), "no bound is above a plan that fits"
+    expected = torch.autograd.grad(model(x), list(model.parameters()))
+    autotp.simulate(model, plan, (x,), schedule=schedule)(x).backward()
+    for (name, parameter), gradient in zip(model.named_parameters(), expected, strict=True):
+        close(parameter.grad, gradient, max(1.0, gradient.abs().max().item()), name)
+
+
+def test_the_first_of_layers_that_are_alike_may_keep_less():
+    captured, topology = capture(Deep(6), (torch.randn(8, 32, 32),)), autotp.Topology.load("dgx-h100").resized(4)
+    prepared = folded(undecided(prepare(captured)))
+    candidates = Candidates(prepared, topology, Options(schedule="none"), 0.0)
+    (restriction,) = candidates.options.family.restrictions(1)
+    candidate = Candidate((4,), restriction, 1)
+    assembled = candidates.assemble(candidate, math.inf)
+    kept = cheapest(assembled.problem)
+    again = tuple(
+        row + len(made.space.serves) if isinstance(made, Choice) and made.undecided else row
+        for (_, made, _), row in zip(assembled.structure.nodes, kept, strict=True)
+    )
+    none, full = (candidates.found(candidate, assembled, choice) for choice in (kept, again))
+    before = none
+    for layers in (0.5, 1.0):
+        found = replace(none, layers=layers, other=frozenset(assembled.again(again)))
+        modules = {".".join(note_of(node).module.split(".")[:2]) for node in found.model.recomputed}
+        assert modules == {f"layers.{i}" for i in range(round(6 * layers))}
+        assert found.memory < before.memory
+        assert found.priced.sums.step(hides=False) > before.priced.sums.step(hides=False)
+        before = found
+    assert before.memory == full.memory
+    assert before.priced.sums.step(hides=False) == pytest.approx(full.priced.sums.step(hides=False), rel=1e-12)
+
+
+def test_a_wider_gap_ends_the_search_earlier_and_is_kept():
+    model, args = Transformer(4, 64, 4), (torch.zeros(8, 32, 64),)
+    captured, topology = capture(model, args), autotp.Topology.load("dgx-h100").resized(4)
+    none, full = (
+        plan_captured(captured, topology, Options(mesh=(4,), recompute=way)).predicted.memory_bytes
+        for way in ("none", "full")
+    )
+    options = Options(mesh=(4,), memory=(none + full) / 2)
+    narrow, wide = (plan_captured(captured, topology, replace(options, gap=gap)) for gap in (1e-3, 0.2))
+    assert wide.gap <= 0.2
+    assert narrow.predicted.step_seconds <= wide.predicted.step_seconds * (1 + 1e-9)
+    with pytest.raises(autotp.AutotpError, match="gap 1.5: give a share of the step from 0 to below 1"):
+        Options(gap=1.5)
