@@ -136,7 +136,9 @@ class _Pass(torch.autograd.Function):
                 flat.append(part)
         ctx.mark_non_differentiable(*fixed)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*(part for value in saved for part in (value if isinstance(value, Parts) else [value])))
+        kept = [part for value in saved for part in (value if isinstance(value, Parts) else [value] * max(hosted, 1))]
+        ctx.numbers = {i: part for i, part in enumerate(kept) if not isinstance(part, Tensor)}  # the seed
+        ctx.save_for_backward(*(None if i in ctx.numbers else part for i, part in enumerate(kept)))
         return tuple(flat)
 
     @staticmethod
@@ -152,11 +154,12 @@ class _Pass(torch.autograd.Function):
         run = ctx.compiled.without(missing) if missing else ctx.compiled.backward
         flat = [None if gradient is None else gradient.resolve_conj().resolve_neg().contiguous() for gradient in mine]
         disjoint = Disjoint(gradient for gradient in flat if gradient is not None)
-        values = [*_grouped(ctx.saved_tensors, hosted), *_grouped(flat, hosted)]
+        kept = [ctx.numbers.get(i, tensor) for i, tensor in enumerate(ctx.saved_tensors)]
+        values = [*_grouped(kept, hosted), *_grouped(flat, hosted)]
         ctx.maybe_clear_saved_tensors()
         if _freed(ctx):
             ctx.inputs = ()
-        del mine, flat
+        del mine, flat, kept
         found: list[Any] = [None] * (len(joint.inputs) * count)
         for i, gradient, reached in zip(joint.trained, run(values), joint.reached, strict=True):
             if gradient is None or reached <= missing:
