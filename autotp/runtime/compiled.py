@@ -136,9 +136,9 @@ class _Pass(torch.autograd.Function):
                 flat.append(part)
         ctx.mark_non_differentiable(*fixed)
         ctx.set_materialize_grads(False)
-        kept = [part for value in saved for part in (value if isinstance(value, Parts) else [value] * max(hosted, 1))]
-        ctx.numbers = {i: part for i, part in enumerate(kept) if not isinstance(part, Tensor)}  # the seed
-        ctx.save_for_backward(*(None if i in ctx.numbers else part for i, part in enumerate(kept)))
+        ctx.numbers = {place: value for place, value in enumerate(saved) if isinstance(value, int)}  # seeds, to draw again
+        kept = [value for place, value in enumerate(saved) if place not in ctx.numbers]
+        ctx.save_for_backward(*(part for value in kept for part in (value if isinstance(value, Parts) else [value])))
         return tuple(flat)
 
     @staticmethod
@@ -154,12 +154,14 @@ class _Pass(torch.autograd.Function):
         run = ctx.compiled.without(missing) if missing else ctx.compiled.backward
         flat = [None if gradient is None else gradient.resolve_conj().resolve_neg().contiguous() for gradient in mine]
         disjoint = Disjoint(gradient for gradient in flat if gradient is not None)
-        kept = [ctx.numbers.get(i, tensor) for i, tensor in enumerate(ctx.saved_tensors)]
-        values = [*_grouped(kept, hosted), *_grouped(flat, hosted)]
+        values = _grouped(ctx.saved_tensors, hosted)
+        for place, number in ctx.numbers.items():
+            values.insert(place, number)
+        values += _grouped(flat, hosted)
         ctx.maybe_clear_saved_tensors()
         if _freed(ctx):
             ctx.inputs = ()
-        del mine, flat, kept
+        del mine, flat
         found: list[Any] = [None] * (len(joint.inputs) * count)
         for i, gradient, reached in zip(joint.trained, run(values), joint.reached, strict=True):
             if gradient is None or reached <= missing:
