@@ -20,7 +20,7 @@ from passes.overlap.trace import undrawn
 from passes.rules.shapes import operands_of
 from passes.rules.table import rule_of
 
-__all__ = ["decided", "recomputed_by", "undecided"]
+__all__ = ["decided", "keeping", "recomputed_by", "undecided"]
 
 _BLOCK = re.compile(r"^(?:.*?\.)?\d+(?=\.|$)")  # the outermost element of a list of modules
 
@@ -79,6 +79,13 @@ def decided(model: Model, again: Collection[fx.Node]) -> Model:
     chosen = dict.fromkeys(again, True) | dict(model.recomputed)
     _keep_what_is_shown(list(model.operators), chosen)
     return replace(model, recomputed=_needed(model, chosen), undecided={})
+
+
+def keeping(model: Model, nodes: Collection[fx.Node]) -> Model:
+    """The model that keeps some of what it recomputes, and then whatever it recomputes for their sake alone."""
+    chosen = {node: repeats for node, repeats in model.recomputed.items() if node not in nodes}
+    _keep_what_is_shown(list(model.operators), chosen)
+    return replace(model, recomputed=_needed(model, chosen))
 
 
 def _inside(model: Model, blocks: Mapping[fx.Node, str]) -> list[fx.Node]:
