@@ -173,8 +173,8 @@ def trained(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
     ``gpt``: a GPT-2 of 4 layers of width 256 over 8 sequences of 128; ``deep``: 8 layers of width
     256 over 8 sequences of 256; ``wide``: 8 layers of width 1024 over 8 sequences of 32. ``llama``: as ``gpt``, of a Llama
     with grouped queries. ``decoder``: `Decoder` of the dims of ``deep``. ``unet``: `Denoiser` of width 64 over 8 images.
-    With more to hold between the passes: ``xl``, `Decoder` of two layers as wide as GPT-2 XL's over 8 sequences of 256, which
-    takes some ten seconds; ``unet-wide``, ``unet`` over images of four times the pixels.
+    With more to hold between the passes: ``xl``, `Decoder` of two layers as wide as GPT-2 XL's over 8 sequences of 256,
+    which takes some ten seconds; ``unet-wide``, ``unet`` over images of four times the pixels.
     """
     torch.manual_seed(0)
     if name in _GPTS:
