@@ -1,4 +1,4 @@
-"""Whether anything that `auto` contains is ever predicted faster: python -m benchmarks.settings [--write] (half an hour)
+"""Whether anything that `auto` contains is ever predicted faster: python -m benchmarks.settings [--write] (two hours)
 
 60 settings: six models, five machines, and memory that is ample or short. In each, `auto` and every family are planned as
 they are by default, with overlap, chunks and recomputation; where `auto` is slower than a family, that is told.
