@@ -157,7 +157,7 @@ def drawn(frontiers: Sequence[Frontier]) -> str:
         for axes, frontier in zip(panels.flat, frontiers, strict=False):
             predicted = [point.plan.predicted for point in frontier.points]
             line = [one.memory_bytes / 1e6 for one in predicted], [one.step_seconds for one in predicted]
-            axes.plot(*line, drawstyle="steps-post", marker=".", label="predicted")
+            axes.plot(*line, drawstyle="steps-pre", marker=".", label="predicted")
             for kind, mark in (("plan", "o"), (PLAIN, "s"), (CHECKPOINT, "D"), ("budget", "^")):
                 some = [figures for name, figures in frontier.measured.items() if name.startswith(kind)]
                 label = {"plan": "plans, measured", "budget": "activation_memory_budget"}.get(kind, kind)
