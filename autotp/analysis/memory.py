@@ -104,9 +104,10 @@ class _Watched(Footprint):
         super().reach(passing)
         if self.now.turn is not Turn.FORWARD:
             self.between = self.between or self.total
-        if self.total + passing >= self.wanted.get(self.now, float("inf")) * (1 - 1e-12):
+        most = self.held[self.now]
+        if most >= self.wanted.get(self.now, float("inf")) * (1 - 1e-12):
             del self.wanted[self.now]
-            self.seen[self.now] = self.holding(passing)
+            self.seen[self.now] = self.holding(most - self.total)
 
     def holding(self, passing: float) -> list[tuple[str, str, float]]:
         held = super().holding(passing)
