@@ -69,8 +69,6 @@ def peak(step: Callable[[], Any], model: nn.Module, args: Sequence[Tensor]) -> f
         watch.add(tensor)
     with watch:
         step()
-        watch.reset()
-        step()
     found = torch.tensor(float(watch.peak), dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.item()
