@@ -33,7 +33,10 @@ from benchmarks.tables import command, machine, table
 from costmodel import Topology
 from passes.capture import Captured, capture
 
-MODELS = ("xl", "unet-wide")
+MODELS = {
+    "xl": "`xl` has 2 layers of the widths of GPT-2 XL (1,600 wide, 25 heads) and 8 sequences of 256 tokens.",
+    "unet-wide": "`unet-wide` is a U-Net of width 64 with 8 images of 64 × 64.",
+}
 PROCESSES = (1, 2)
 #: Of what a plan without recomputation holds.
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
@@ -177,7 +180,8 @@ def rows(frontier: Frontier) -> list[list[str]]:
     """A row for every plan, and for every other way."""
     where = f"{frontier.model}, {frontier.processes}"
     found = []
-    for point in frontier.points:
+    distinct = {point.plan.hash: point for point in reversed(frontier.points)}  # by the most memory that it is the best for
+    for point in reversed(distinct.values()):
         size, seconds = frontier.measured.get(point.name, (0.0, 0.0))
         predicted, again = point.plan.predicted, len(point.plan.recomputed)
         found.append(
@@ -202,6 +206,7 @@ def report(frontiers: Sequence[Frontier]) -> tuple[str, dict[str, str]]:
     """The page, and its picture."""
     lines = [f"- {one.model}, {one.processes}: {way}" for one in frontiers for way in behind(one)]
     said = "\n".join(lines) or "- none"
+    models = "\n".join(said for name, said in MODELS.items() if any(one.model == name for one in frontiers))
     header = ["model, processes", "way", "recomputed", "predicted MB", "measured MB", "predicted s", "measured s"]
     text = f"""# Memory against speed
 
@@ -215,8 +220,7 @@ tensors of a process, with parameters and gradients, without an optimizer. Besid
 AOTAutograd's partitioner with `torch._functorch.config.activation_memory_budget` from 1 to 0, with the kernels of
 eager mode. All take turns in one run; times are medians.
 
-`xl` has 2 layers of the widths of GPT-2 XL (1,600 wide, 25 heads) and 8 sequences of 256 tokens, `unet-wide` is a U-Net of
-width 64 with 8 images of 64 × 64.
+{models}
 
 ![Seconds of a step against bytes](images/frontier.svg)
 
@@ -229,7 +233,7 @@ Ways that are faster than every measured plan that takes no more memory, or take
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", nargs="*", default=MODELS)
+    parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--processes", nargs="*", type=int, default=PROCESSES)
     parser.add_argument("--rounds", type=int, default=2)
 
