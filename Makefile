@@ -44,7 +44,7 @@ exact: $(STAMP)
 	$(BIN)/python -m pytest -m exact
 
 tables: $(STAMP)
-	for name in volumes rediscovery lower_bound trends memory planning_time planning_scale walkthrough; do $(BIN)/python -m benchmarks.$$name --write || exit 1; done
+	for name in volumes rediscovery lower_bound trends memory planning_time planning_scale canonical walkthrough; do $(BIN)/python -m benchmarks.$$name --write || exit 1; done
 
 predictions: $(STAMP)
 	$(BIN)/python -m benchmarks.predictions --write

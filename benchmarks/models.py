@@ -173,6 +173,8 @@ def trained(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
     ``gpt``: a GPT-2 of 4 layers of width 256 over 8 sequences of 128; ``deep``: 8 layers of width
     256 over 8 sequences of 256; ``wide``: 8 layers of width 1024 over 8 sequences of 32. ``llama``: as ``gpt``, of a Llama
     with grouped queries. ``decoder``: `Decoder` of the dims of ``deep``. ``unet``: `Denoiser` of width 64 over 8 images.
+    With more to hold between the passes: ``xl``, `Decoder` of two layers as wide as GPT-2 XL's over 8 sequences of 256,
+    which takes some ten seconds; ``unet-wide``, ``unet`` over images of four times the pixels.
     """
     torch.manual_seed(0)
     if name in _GPTS:
@@ -187,12 +189,15 @@ def trained(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
     if name == "decoder":
         layers, width, tokens = _GPTS["deep"]
         return Decoder(layers, width, 8, 512, tokens), (torch.randint(0, 512, (8, tokens)),)
-    if name == "unet":
-        return Denoiser(64, 8), (torch.randn(8, 4, 32, 32), torch.randn(8, 4, 32, 32))
+    if name == "xl":
+        return Decoder(2, 1600, 25, 512, 256), (torch.randint(0, 512, (8, 256)),)
+    if name in ("unet", "unet-wide"):
+        side = 32 if name == "unet" else 64
+        return Denoiser(64, 8), (torch.randn(8, 4, side, side), torch.randn(8, 4, side, side))
     if name == "llama":
         config = transformers.LlamaConfig(
             num_hidden_layers=4, hidden_size=256, intermediate_size=768, num_attention_heads=8, num_key_value_heads=4,
             vocab_size=512, max_position_embeddings=128, use_cache=False,
         )  # fmt: skip
         return Loss(transformers.LlamaForCausalLM(config)), (torch.randint(0, 512, (8, 128)),)
-    raise ValueError(f"no model is called {name!r}; choose {', '.join(_GPTS)}, decoder, llama or unet")
+    raise ValueError(f"no model is called {name!r}; choose {', '.join(_GPTS)}, decoder, xl, llama, unet or unet-wide")

@@ -60,7 +60,7 @@ GALLERY = {
     ),
     "explain-memory": (
         f"autotp explain --memory --plan fixed.json {SPEC}",
-        "The contents of a device's memory at the peak of a step.",
+        "The contents of a device's memory at the peak of a step, and how much is held along the step.",
     ),
     "diff": ("autotp diff there.json fixed.json", "The differences between two plans, and their cost."),
     "verify": (

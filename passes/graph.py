@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 __all__ = [
     "RECOMPUTE",
     "Cast",
+    "Checkpoint",
     "Note",
     "above",
     "annotate",
@@ -62,6 +63,18 @@ class Cast(NamedTuple):
         return self.used != self.reduced
 
 
+class Checkpoint(NamedTuple):
+    """What ``torch.utils.checkpoint`` says of an operator of a model.
+
+    Attributes:
+        number: of the outermost call of a checkpointed function that runs it, in the order of calls; 0 outside of all.
+        kept: the policy of a selective checkpoint keeps its results.
+    """
+
+    number: int = 0
+    kept: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
     """What passes leave on a node for later ones, beside torch's own ``node.meta``.
@@ -69,6 +82,7 @@ class Note:
     Attributes:
         module, source: path of the model's module that made the node, and the line.
         grad: whether gradients were on where it ran (while capturing).
+        checkpoint: the model's own, if it ran in one.
         cast: of a parameter that rests in another dtype than its readers see, or whose gradient is summed in another.
         operator: the captured operator whose results it has (in sharded graphs, as all that follows but the last line).
         tensor: the captured tensor that it brings into another layout, or checks.
@@ -84,6 +98,7 @@ class Note:
     module: str = ""
     source: str | None = None
     grad: bool = True
+    checkpoint: Checkpoint = Checkpoint()
     cast: Cast | None = None
     operator: str = ""
     tensor: str = ""

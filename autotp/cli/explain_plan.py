@@ -1,21 +1,20 @@
-"""``autotp explain`` for a plan: one operator's strategy, or what takes the memory."""
+"""``autotp explain`` for a plan: one operator's strategy, or what takes the memory, and what recomputing saves of it."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from autotp.analysis.explain import Explanation, explain_operator, priced_plan
+from autotp.analysis import memory
+from autotp.analysis.explain import Explanation, explain_operator
 from autotp.analysis.inspection import Reshard
+from autotp.analysis.memory import MemoryUse, Position
 from autotp.cli.arguments import load_model, working
 from autotp.cli.render import bytes_of, place_of, show, time_of
-from autotp.costs.footprint import Footprint
 from autotp.plans.plan import Plan
 from costmodel import Topology
 from passes.capture import Captured, capture
@@ -23,6 +22,15 @@ from passes.capture import Captured, capture
 __all__ = ["captured_for", "explain_memory", "explain_node"]
 
 _SHOWN = 20
+_COLUMNS, _ROWS = 64, 6  # of the curve
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_MOMENTS = 12
+#: What is told of the moments of the backward pass: heading -> kinds.
+_KINDS = {
+    "kept": ("saved for the backward pass",),
+    "made again": ("made again",),
+    "gradients": ("gradient of a parameter", "gradient in use"),
+}
 
 
 def captured_for(plan: Plan, model: str) -> Captured:
@@ -103,24 +111,76 @@ def _alternatives(found: Explanation) -> RenderableType:
 
 
 def explain_memory(plan: Path, model: str, *, as_json: bool) -> None:
-    """Prints the contents of a device's memory at the peak of a step."""
+    """Prints what a device's memory holds at the worst moment and along a step, and what recomputing saves and costs."""
     loaded = Plan.load(plan)
     with working("walking through a step"):
-        entries = Footprint(priced_plan(captured_for(loaded, model), loaded)).explain()
-    said: list[dict[str, Any]] = [{"kind": kind, "name": name, "bytes": size} for kind, name, size in entries]
-    kinds: dict[str, float] = defaultdict(float)
-    for kind, _, size in entries:
-        kinds[kind] += size
-    total = sum(kinds.values())
+        found = memory.explain_memory(captured_for(loaded, model), loaded)
+    held = [{"kind": kind, "name": name, "bytes": size} for kind, name, size in found.held]
+    show(asdict(found) | {"held": held}, _memory(found), as_json)
+
+
+def _memory(found: MemoryUse) -> RenderableType:
+    worst = found.curve[found.worst]
     table = Table("held at the worst moment", "bytes", "share", header_style="bold")
-    for kind, size in sorted(kinds.items(), key=lambda entry: -entry[1]):
-        table.add_row(kind, bytes_of(size), f"{size / total:.1%}")
-    table.add_row("[bold]all[/]", bytes_of(total), "")
+    for kind, size in sorted(worst.kinds.items(), key=lambda entry: -entry[1]):
+        table.add_row(kind, bytes_of(size), f"{size / found.peak_bytes:.1%}")
+    table.add_row("[bold]all[/]", bytes_of(found.peak_bytes), "")
     largest = Table("largest", "what", "bytes", header_style="bold")
-    for kind, name, size in entries[:_SHOWN]:
+    for kind, name, size in found.held[:_SHOWN]:
         largest.add_row(escape(name), kind, bytes_of(size))
-    shown = Group(f"allowed: {bytes_of(loaded.memory_bound)}", table, largest)
-    show({"peak_bytes": sum(size for *_, size in entries), "held": said}, shown, as_json)
+    head = f"allowed: {bytes_of(found.allowed)}; worst at the {_pass(worst)} pass of {escape(worst.operator)}"
+    parts: list[RenderableType] = [head, table, largest, _curve(found), _along(found)]
+    if found.recomputed:
+        parts.append(_recomputed(found))
+    return Group(*parts)
+
+
+def _pass(position: Position) -> str:
+    return "backward" if position.backward else "forward"
+
+
+def _curve(found: MemoryUse) -> RenderableType:
+    """The bytes held along a step, as a chart from the least to the most."""
+    step = -(-len(found.curve) // _COLUMNS)
+    columns = [found.curve[begin : begin + step] for begin in range(0, len(found.curve), step)]
+    tops = [max(one.bytes for one in column) for column in columns]
+    least, most = min(tops), max(tops)
+    heights = [round((top - least) / ((most - least) or 1.0) * (8 * _ROWS - 1)) + 1 for top in tops]
+    rows = ["".join(_BLOCKS[max(0, min(8, height - 8 * row))] for height in heights) for row in reversed(range(_ROWS))]
+    ahead = sum(not column[-1].backward for column in columns)
+    labels = ["" for _ in rows]
+    labels[0], labels[-1] = bytes_of(most), bytes_of(least)
+    lines = [f"{label:>9} {row}" for label, row in zip(labels, rows, strict=True)]
+    axis = f"{'':>9} {'forward'.ljust(ahead)[:ahead]}{'backward' if ahead < len(columns) else ''}"
+    return "\n".join(["", "[bold]held along a step[/]", *lines, axis, ""])
+
+
+def _along(found: MemoryUse) -> RenderableType:
+    """What is held at some moments of the backward pass."""
+    behind = [place for place, one in enumerate(found.curve) if one.backward]
+    some = {behind[len(behind) * row // _MOMENTS] for row in range(_MOMENTS)} if behind else set()
+    table = Table("at the backward pass of", header_style="bold")
+    for heading in ("all", *_KINDS, "other"):
+        table.add_column(heading)
+    for place in sorted(some | ({found.worst} & set(behind))):
+        one = found.curve[place]
+        sizes = [sum(one.kinds.get(kind, 0.0) for kind in kinds) for kinds in _KINDS.values()]
+        style = "bold" if place == found.worst else None
+        table.add_row(escape(one.operator), *map(bytes_of, (one.bytes, *sizes, one.bytes - sum(sizes))), style=style)
+    return table
+
+
+def _recomputed(found: MemoryUse) -> RenderableType:
+    table = Table("computed again", "operator", "saved", "at the worst moment", "work", "step", header_style="bold")
+    for one in found.recomputed[:_SHOWN]:
+        name = escape(one.name) + (f" and {one.copies - 1} like it" if one.copies > 1 else "")
+        what = f"{escape(one.target)} {place_of(one.module, one.source)}"
+        figures = bytes_of(one.saved_bytes), bytes_of(one.peak_bytes), time_of(one.seconds), time_of(one.step_seconds)
+        table.add_row(name, what, *figures)
+    left = len(found.recomputed) - _SHOWN
+    more = f"; {left} more with --json" if left > 0 else ""
+    said = f"each compared with the plan that keeps it: bytes held less, and seconds more{more}"
+    return Group(table, f"[dim]{said}[/]")
 
 
 def _more(seconds: float, step: float) -> str:

@@ -20,12 +20,12 @@ from passes.overlap.trace import undrawn
 from passes.rules.shapes import operands_of
 from passes.rules.table import rule_of
 
-__all__ = ["decided", "recomputed_by", "undecided"]
+__all__ = ["decided", "keeping", "recomputed_by", "undecided"]
 
 _BLOCK = re.compile(r"^(?:.*?\.)?\d+(?=\.|$)")  # the outermost element of a list of modules
 
 
-def recomputed_by(model: Model, way: str | Sequence[str]) -> Mapping[fx.Node, bool]:
+def recomputed_by(model: Model, way: str | Sequence[str], checkpoints: bool = False) -> Mapping[fx.Node, bool]:
     """What is recomputed -> whether the collectives that bring it into other layouts are repeated.
 
     Args:
@@ -33,17 +33,20 @@ def recomputed_by(model: Model, way: str | Sequence[str]) -> Mapping[fx.Node, bo
         way: ``none``; ``selective``, all but matrix products, lookups in weights and what collectives bring; ``full``, all
             inside repeated blocks (elements of lists of modules; children of the model, where there are no lists) but the
             results that leave them; or names of modules that are such blocks.
+        checkpoints: besides, what the model's own ``torch.utils.checkpoint`` says.
 
     Raises:
         AutotpError: a name is no module's, or some operator in one draws random numbers that cannot be repeated.
     """
-    if way == "none":
-        return {}
     nodes = list(model.operators)
+    own = _checkpoints(nodes) if checkpoints else {}
+    if way == "none" and not own:
+        return {}
     fresh = set(undrawn(model.captured.graph_module.graph))
+    chosen: dict[fx.Node, bool] = {}
     if way == "selective":
         chosen = {node: False for node in nodes if not _dear(model, node) and node.name not in fresh}
-    else:
+    elif way != "none":
         blocks = _blocks(nodes, way)
         if not isinstance(way, str) and (drawn := [n.name for n in blocks if n.name in fresh]):
             names = ", ".join(drawn)
@@ -51,27 +54,38 @@ def recomputed_by(model: Model, way: str | Sequence[str]) -> Mapping[fx.Node, bo
                 f"recompute={way}: {names} draw random numbers that cannot be repeated; leave their modules out"
             )
         chosen = dict.fromkeys(_inside(model, blocks), True)
+    chosen |= {node: True for node in _inside(model, own) if not note_of(node).checkpoint.kept}
     _keep_what_is_shown(nodes, chosen)
     return _needed(model, chosen)
 
 
 def undecided(model: Model) -> Model:
-    """The model where the planner decides: of everything that ``full`` recomputes, what is kept after all."""
+    """The model where the planner decides: of everything that ``full`` recomputes, what is kept after all.
+
+    What the model recomputes already stays so.
+    """
     blocks = _blocks(list(model.operators), "full")
     last = {block: node for node, block in blocks.items()}
     found: dict[fx.Node, fx.Node] = {}
     for node in _inside(model, blocks):
         shown = shown_by(node)
-        if shown is None or shown[0] in found:
+        if node not in model.recomputed and (shown is None or shown[0] in found or shown[0] in model.recomputed):
             found[node] = last[blocks[node]]
     return replace(model, undecided=found)
 
 
 def decided(model: Model, again: Collection[fx.Node]) -> Model:
     """The model where so many of the undecided operators are run again, as far as the backward pass reads them."""
-    chosen = dict.fromkeys(again, True)
+    chosen = dict.fromkeys(again, True) | dict(model.recomputed)
     _keep_what_is_shown(list(model.operators), chosen)
     return replace(model, recomputed=_needed(model, chosen), undecided={})
+
+
+def keeping(model: Model, nodes: Collection[fx.Node]) -> Model:
+    """The model that keeps some of what it recomputes, and then whatever it recomputes for their sake alone."""
+    chosen = {node: repeats for node, repeats in model.recomputed.items() if node not in nodes}
+    _keep_what_is_shown(list(model.operators), chosen)
+    return replace(model, recomputed=_needed(model, chosen))
 
 
 def _inside(model: Model, blocks: Mapping[fx.Node, str]) -> list[fx.Node]:
@@ -81,6 +95,12 @@ def _inside(model: Model, blocks: Mapping[fx.Node, str]) -> list[fx.Node]:
         value[0] for value, uses in model.readers.items() for user, _ in uses if blocks.get(user) != blocks.get(value[0])
     }
     return [node for node in blocks if node not in leaving and node.name not in fresh]
+
+
+def _checkpoints(nodes: Sequence[fx.Node]) -> dict[fx.Node, str]:
+    """The call of a checkpointed function of every operator that ran in one."""
+    numbers = {node: note_of(node).checkpoint.number for node in nodes}
+    return {node: str(number) for node, number in numbers.items() if number}
 
 
 def _dear(model: Model, node: fx.Node) -> bool:

@@ -40,9 +40,12 @@ def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome
     """
     options, model = contest.candidates.options, contest.candidates.model
     asked = options.recompute if options.trains else "none"
+    way = recomputed_by(model, "none" if asked == "auto" else asked, checkpoints=asked == "auto")
+    if way:
+        model = replace(model, recomputed=way)
+        contest = contest.of(folded(model))
     if asked != "auto":
-        way = recomputed_by(model, asked)
-        return _searched(contest.of(folded(replace(model, recomputed=way))) if way else contest, meshes)
+        return _searched(contest, meshes)
     open_model = undecided(model)
     if not open_model.undecided:
         return _searched(contest, meshes)

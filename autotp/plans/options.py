@@ -49,9 +49,10 @@ class Options:
         gap: the share of a step by which a plan may be slower than what is proven to be impossible for the search to end
             there, where memory is short and operators are recomputed.
         recompute: which results are not kept for the backward pass, which computes them again: ``auto``, as the planner
-            decides (none while memory is ample), ``none``, ``selective`` (all but those of matrix products, lookups in
-            weights, and collectives), ``full`` (all inside repeated blocks but what leaves them, as with
-            ``torch.utils.checkpoint`` around every block), or names of modules, which are such blocks.
+            decides (while memory is ample, only what the model's own ``torch.utils.checkpoint`` says), ``none``,
+            ``selective`` (all but those of matrix products, lookups in weights, and collectives), ``full`` (all inside
+            repeated blocks but what leaves them, as with ``torch.utils.checkpoint`` around every block), or names of
+            modules, which are such blocks.
 
     Raises:
         AutotpError: an option is wrong; names the choices.

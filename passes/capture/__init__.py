@@ -2,7 +2,8 @@
 
 In comes any ``torch.nn.Module`` with an example call; nothing of it is run. Out goes a graph of out-of-place operators with
 the names of its parameters and buffers and the signature of its call. `export` calls the others in this order: functions
-with gradients of their own become operators (`autograd_functions`), ``vmap`` is done (`vmaps`), regions are inlined
+with gradients of their own become operators (`autograd_functions`), what the model itself checkpoints is marked
+(`checkpoints`), ``vmap`` is done (`vmaps`), regions are inlined
 (`regions`), writes become values (`writes`, `view_writes`, `functional`), and every operator gets one spelling
 (`canonical`, `canonical_views`). Under a precision, the model is captured as it runs with parameters cast (`precision`).
 """

@@ -24,6 +24,7 @@ from torch.utils._pytree import PyTree, tree_flatten, tree_leaves, tree_map, tre
 from torch.utils.checkpoint import CheckpointFunction
 
 from costmodel.errors import AutotpError
+from passes.capture.checkpoints import Regions
 
 __all__ = ["Lost", "kept_whole"]
 
@@ -103,6 +104,16 @@ class _NoDraws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _checkpointed(regions: Regions, run: Callable, given: Sequence[Any]) -> Any:
+    """What a reentrant checkpoint runs; like torch's, it has no gradients where none of what it is given has one."""
+    regions.begin()
+    try:
+        with torch.set_grad_enabled(any(isinstance(one, Tensor) and one.requires_grad for one in given)):
+            return run(*given)
+    finally:
+        regions.end()
+
+
 #: Every call that a captured graph may name.
 _CALLS: dict[str, _Call] = {}
 
@@ -122,8 +133,11 @@ _LIBRARY.impl("function", lambda operands, name: _CALLS[name](operands), "Compos
 
 
 @contextmanager
-def kept_whole() -> Iterator[None]:
+def kept_whole(regions: Regions) -> Iterator[None]:
     """Within it, functions with gradients of their own are one operator each, and hooks on gradients are refused.
+
+    Args:
+        regions: are told of reentrant checkpoints.
 
     Raises:
         Lost: within it, where a captured graph would lose something that changes gradients.
@@ -136,7 +150,7 @@ def kept_whole() -> Iterator[None]:
         call = _Call(apply, cls, args)
         if cls is CheckpointFunction:  # runs it without gradients, and again with them
             run, _, *given = args
-            return run(*given)
+            return _checkpointed(regions, run, given)
         if cls.__module__.partition(".")[0] == "torch" or _HERE not in call.leaves:
             return apply(*args, **kwargs)
         if any(callable(leaf) for leaf in call.leaves):

@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from costmodel.errors import AutotpError
+from passes.capture.checkpoints import checkpoint_of
 from passes.graph import Note, annotate, note_of, where
 
 __all__ = ["Builder", "CaptureError", "operator_name", "outer_order"]
@@ -120,7 +121,8 @@ class Builder:
         node.meta = {k: v for k, v in like.meta.items() if k != "tensor_meta"}
         node.meta["val"] = value
         if note_of(node) == Note():
-            annotate(node, module=_module(like.meta.get("nn_module_stack")), source=_origin(like.meta.get("stack_trace")))
+            module, source = _module(like.meta.get("nn_module_stack")), _origin(like.meta.get("stack_trace"))
+            annotate(node, module=module, source=source, checkpoint=checkpoint_of(like))
         for leaf in tree_leaves(value):
             sizes = leaf.shape if isinstance(leaf, Tensor) else [leaf]
             if any(isinstance(s, torch.SymInt | torch.SymFloat | torch.SymBool) for s in sizes):

@@ -21,6 +21,7 @@ from costmodel.errors import AutotpError
 from passes.capture.autograd_functions import Lost, kept_whole
 from passes.capture.builder import CaptureError
 from passes.capture.canonical import normalise
+from passes.capture.checkpoints import marked
 from passes.capture.precision import Precision, cast_parameters, check_dtypes, policy_of, precision_name, under
 from passes.capture.regions import inline_regions
 from passes.capture.signature import CallSignature, bind
@@ -201,7 +202,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 "remove it, or register hooks on gradients at the distributed module"
             )
     try:
-        with torch.enable_grad(), kept_whole():
+        with torch.enable_grad(), marked() as regions, kept_whole(regions):
             return torch.export.export(model, args, kwargs, strict=False)
     except Lost as error:
         raise CaptureError(f"{type(model).__name__}: {error}") from error

@@ -59,6 +59,7 @@ def test_three_steps_on_gpus(torchrun, processes, backend, model, strategy):
         (2, "uneven_chunks.py"),
         (2, "precision.py"),
         (2, "accumulate.py"),
+        (2, "checkpoints.py"),
     ],
 )
 def test_training_scripts_mean_what_they_mean_with_eager_modules(torchrun, processes, program):

@@ -12,6 +12,7 @@ from torch import fx
 
 from autotp.analysis.explain import Explainer, Explanation
 from autotp.analysis.inspection import reshard_steps
+from autotp.analysis.memory import MemoryUse, memory_use
 from autotp.analysis.trace import lanes
 from autotp.costs.priced import Priced
 from autotp.plans.plan import Plan
@@ -24,6 +25,8 @@ __all__ = ["content"]
 
 #: Other strategies told of each operator.
 ALTERNATIVES = 3
+#: The largest tensors at the worst moment.
+_LARGEST = 50
 
 
 def content(
@@ -65,6 +68,7 @@ def content(
         "operators": operators,
         "parameters": [[name, layout] for name, layout in plan.parameters.items()],
         "costs": _costs(plan, explainer.priced),
+        "memory": _memory(memory_use(explainer.priced, plan)),
         "timeline": _timeline(events),
     }
 
@@ -140,6 +144,23 @@ def _costs(plan: Plan, priced: Priced) -> list[dict[str, Any]]:
     keys = ("what", "kind", "axes", "hidden", "times", "seconds", "bytes")
     found = [dict(zip(keys, (*key, *figures), strict=True)) for key, figures in sums.items()]
     return sorted((one for one in found if one["seconds"]), key=lambda one: -one["seconds"])
+
+
+def _memory(use: MemoryUse) -> dict[str, Any]:
+    """The curve as ``[operator, backward, bytes, bytes of each kind]``; kinds that are there throughout are the lowest."""
+    least = {kind: min(one.kinds.get(kind, 0.0) for one in use.curve) for one in use.curve for kind in one.kinds}
+    kinds = sorted(least, key=lambda kind: -least[kind])
+    curve = [
+        [one.operator, int(one.backward), one.bytes, [one.kinds.get(kind, 0.0) for kind in kinds]] for one in use.curve
+    ]
+    return {
+        "peak": use.peak_bytes,
+        "worst": use.worst,
+        "kinds": kinds,
+        "curve": curve,
+        "held": use.held[:_LARGEST],
+        "recomputed": [asdict(one) for one in use.recomputed],
+    }
 
 
 def _timeline(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

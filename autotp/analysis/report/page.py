@@ -16,7 +16,7 @@ from costmodel.files import write_atomically
 __all__ = ["page", "save_report"]
 
 #: In the order in which they build on each other.
-SCRIPTS = ("base", "list", "detail", "modules", "graph", "operators", "machine", "timeline", "costs", "main")
+SCRIPTS = ("base", "list", "detail", "modules", "graph", "operators", "machine", "timeline", "costs", "memory", "main")
 
 
 def page(contents: Mapping[str, Any]) -> str:

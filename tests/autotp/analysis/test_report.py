@@ -70,6 +70,18 @@ def test_its_timeline_is_the_schedule(planned, contents):
     assert "all_reduce" in contents["timeline"]["names"]
 
 
+def test_its_memory_is_the_plans(planned, contents):
+    _, _, plan = planned
+    memory = contents["memory"]
+    assert memory["peak"] == pytest.approx(plan.predicted.memory_bytes, rel=1e-6)
+    sizes = [size for _, _, size, _ in memory["curve"]]
+    assert max(sizes) == sizes[memory["worst"]] == pytest.approx(memory["peak"], rel=1e-9)
+    for _, _, size, kinds in memory["curve"]:
+        assert sum(kinds) == pytest.approx(size, rel=1e-9) and len(kinds) == len(memory["kinds"])
+    turns = [backward for _, backward, *_ in memory["curve"]]
+    assert turns == sorted(turns) and {0, 1} == set(turns)
+
+
 def test_a_page_is_one_file_and_holds_any_text(contents):
     hostile = {**contents, "title": "</script><script>alert(1)</script> {{script}}"}
     text = page(hostile)
@@ -165,6 +177,13 @@ def test_in_a_browser(opened, planned, contents):
     # the other views
     tab.click("[data-tab=Costs]")
     assert "all_reduce" in tab.text_content("section:not([hidden])")
+    tab.click("[data-tab=Memory]")
+    told = tab.text_content("section:not([hidden])")
+    assert tab.evaluate("() => bytes(DATA.memory.peak)") in told and "Computed again" in told
+    drawn = tab.locator("svg[data-curve=memory]")
+    assert drawn.locator("polygon").count() == len(contents["memory"]["kinds"])
+    drawn.hover()
+    assert "pass of" in tab.text_content(".memory > .dim")
     tab.click("[data-tab=Machine]")
     assert tab.locator("section:not([hidden]) .device").count() == 4
     tab.click("[data-tab=Schedule]")

@@ -55,7 +55,7 @@ function operatorsView() {
 
 const VIEWS = [
   ["Graph", true, graphView], ["Operators", true, operatorsView], ["Costs", false, () => [costs.view()]],
-  ["Schedule", false, () => [timeline.view()]], ["Machine", false, () => [machine.view()]],
+  ["Memory", false, () => [memory.view()]], ["Schedule", false, () => [timeline.view()]], ["Machine", false, () => [machine.view()]],
 ];
 
 function open(number) {

@@ -1,0 +1,234 @@
+"""Whether anything that `auto` contains is ever predicted faster: python -m benchmarks.settings [--write] (two hours)
+
+60 settings: six models, five machines, and memory that is ample or short. In each, `auto` and every family are planned as
+they are by default, with overlap, chunks and recomputation; where `auto` is slower than a family, that is told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from autotp import FAMILIES, BatchError, MemoryBoundError, Plan
+from autotp.planner import plan_captured
+from autotp.plans.families import family
+from autotp.plans.options import Options
+from benchmarks.models import Denoiser, Loss, chain, gpt
+from benchmarks.tables import command, machine, table
+from costmodel import Topology
+from passes.capture import Captured, capture
+
+__all__ = ["MACHINES", "MODELS", "Outcome", "behind", "contained", "outcomes"]
+
+#: Of the memory of the plan that is the fastest of all with ample memory.
+SHORT = 0.6
+_SLACK = 1.01  # over the least memory that there is a plan for
+_EQUAL = 1e-9
+
+Model = Callable[[int], tuple[nn.Module, tuple[torch.Tensor, ...]]]
+
+
+def _llama(batch: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    config = transformers.LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=32000, max_position_embeddings=2048, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Loss(transformers.LlamaForCausalLM(config).to(torch.bfloat16))
+        return model, (torch.zeros(batch, 2048, dtype=torch.long),)
+
+
+def _vit(batch: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    config = transformers.ViTConfig(
+        hidden_size=1024, num_hidden_layers=4, num_attention_heads=16, intermediate_size=4096, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.ViTModel(config, add_pooling_layer=False).to(torch.bfloat16)
+        return model, (torch.zeros(batch, 3, 224, 224, dtype=torch.bfloat16),)
+
+
+def _unet(batch: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    with torch.device("meta"):
+        images = torch.zeros(batch, 4, 64, 64, dtype=torch.bfloat16)
+        return Denoiser(256, 32).to(torch.bfloat16), (images, images.clone())
+
+
+#: In words -> of a batch.
+MODELS: Mapping[str, Model] = {
+    "GPT 4 × 5120": lambda batch: gpt(4, 5120, 40, 50304, batch, 2048),
+    "GPT 4 × 1024": lambda batch: gpt(4, 1024, 16, 32000, batch, 1024),
+    "Llama 4 × 4096": _llama,
+    "ViT 4 × 1024": _vit,
+    "U-Net 256": _unet,
+    "perceptron 4096, 16384": lambda batch: chain(2, 4096, 16384, batch, 512),
+}
+#: In words -> the machine. A device has four samples of the batch.
+MACHINES: Mapping[str, Topology] = {
+    "4 × ethernet-25g": Topology.load("ethernet-25g").resized(4),
+    "8 × dgx-h100": Topology.load("dgx-h100").resized(8),
+    "16 flat": Topology.flat(16),
+    "32 × dgx-a100": Topology.load("dgx-a100").resized(32),
+    "64 × dgx-h100": Topology.load("dgx-h100").resized(64),
+}
+_SAMPLES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What was planned for a model on a machine with so much memory: family -> the plan; None: no plan fits."""
+
+    model: str
+    machine: str
+    memory: str
+    plans: Mapping[str, Plan | None]
+
+    @property
+    def auto(self) -> float:
+        """Seconds of a step of `auto`."""
+        return _seconds(self.plans["auto"])
+
+    @property
+    def best(self) -> tuple[str, float]:
+        """The fastest family, and the seconds of its step."""
+        return min(((name, _seconds(plan)) for name, plan in self.plans.items() if name != "auto"), key=lambda one: one[1])
+
+
+def _seconds(plan: Plan | None) -> float:
+    return float("inf") if plan is None else plan.predicted.step_seconds
+
+
+def outcomes(
+    model: str, machine: str, memories: Sequence[str] = ("ample", "short"), families: Sequence[str] = tuple(FAMILIES)
+) -> list[Outcome]:
+    """`auto` and every family on one machine, with ample memory and with little."""
+    topology = MACHINES[machine]
+    module, args = MODELS[model](_SAMPLES * topology.devices)
+    captured = capture(module, args)
+
+    def plans(memory: float) -> dict[str, Plan | None]:
+        return {name: _plan(captured, topology, name, memory) for name in dict.fromkeys(("auto", *families))}
+
+    ample = plans(float("inf"))
+    found = [Outcome(model, machine, "ample", ample)]
+    if "short" in memories:
+        auto = ample["auto"]
+        assert auto is not None, "memory without an end holds any plan"
+        found.append(Outcome(model, machine, "short", plans(_short(captured, topology, auto.predicted.memory_bytes))))
+    return [one for one in found if one.memory in memories]
+
+
+def _plan(captured: Captured, topology: Topology, name: str, memory: float) -> Plan | None:
+    try:
+        plan = plan_captured(captured, topology, Options(name, memory=memory))
+    except (BatchError, MemoryBoundError):
+        return None
+    return plan if len(plan.mesh_shape) >= family(name).least else None
+
+
+def _short(captured: Captured, topology: Topology, whole: float) -> float:
+    """Less memory than the fastest plan takes, but enough for some plan."""
+    try:
+        plan_captured(captured, topology, Options("auto", memory=SHORT * whole))
+    except MemoryBoundError as error:
+        return _SLACK * error.needed
+    return SHORT * whole
+
+
+def behind(found: Sequence[Outcome]) -> list[str]:
+    """Where `auto` is slower than a family, in words."""
+    said = []
+    for one in found:
+        for name, plan in one.plans.items():
+            if one.auto > _seconds(plan) * (1 + _EQUAL):
+                by = one.auto / _seconds(plan) - 1
+                said.append(
+                    f"{one.model}, {one.machine}, memory {one.memory}: {name} is faster, auto takes {by:.3%} longer"
+                )
+    return said
+
+
+def contained(captured: Captured, plan: Plan) -> Plan:
+    """What `auto` makes of a plan's choices, all of them pinned: its own plan, if the plan is in its space.
+
+    Raises:
+        ConstraintError: it is not.
+    """
+    pins = [
+        f"{op.name}="
+        + " ".join(f"{factor or '-'}@{axis}" for axis, factor in zip(plan.mesh_axes, op.assignment, strict=False))
+        for op in plan.operators
+    ]
+    pins += [f"{name}={layout}" for name, layout in _resting(plan).items()]
+    return plan_captured(
+        captured,
+        plan.topology,
+        Options("auto", mesh=plan.mesh_shape, memory=plan.memory_bound, chunks=plan.chunks, constraints=pins),
+    )
+
+
+def _resting(plan: Plan) -> dict[str, str]:
+    axes = plan.mesh_axes
+    return {
+        name: " ".join(
+            f"{'R' if p.is_replicate() else f'S({p.dim})'}@{axis}"  # type: ignore[attr-defined]
+            for p, axis in zip(layout, axes, strict=False)
+        )
+        for name, layout in plan.layouts.items()
+    }
+
+
+def report(found: Sequence[Outcome]) -> str:
+    """The page."""
+    rows = []
+    for one in found:
+        name, seconds = one.best
+        auto = one.plans["auto"]
+        again = f"{len(auto.recomputed)} of {len(auto.operators)}" if auto is not None else "–"
+        gap = f"{auto.gap:.2%}" if auto is not None else "–"
+        ratio = f"{one.auto / seconds - 1:+.2%}" if seconds < float("inf") else "none fits"
+        steps = f"{one.auto * 1e3:.2f}", f"{seconds * 1e3:.2f}" if seconds < float("inf") else "–"
+        rows.append(
+            [one.model, one.machine, one.memory, *steps, name if seconds < float("inf") else "–", ratio, gap, again]
+        )
+    slower = behind(found)
+    said = "\n".join(f"- {line}" for line in slower) or "In no setting is a family faster."
+    header = ["model", "machine", "memory", "auto ms", "best family ms", "it is", "auto against it", "gap", "recomputed"]
+    return f"""# auto and the families
+
+Generated by `python -m benchmarks.settings --write` on {machine()}.
+
+The predicted step of `auto` and of the fastest of the {len(FAMILIES) - 1} families, in {len(found)} settings: models in
+bfloat16 with AdamW and {_SAMPLES} samples a device, with overlap, chunks and recomputation as they are by default. *Ample*
+is memory without a limit; *short* is {SHORT:.0%} of what the fastest plan of all takes, or just enough for some plan.
+
+{said}
+
+{table(header, rows)}"""
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", nargs="*", default=list(MODELS), help="some of the models")
+    parser.add_argument("--machines", nargs="*", default=list(MACHINES), help="some of the machines")
+
+
+def make(models: Sequence[str], machines: Sequence[str], **_: Any) -> str:
+    """The predicted step of `auto` against every family."""
+    found: list[Outcome] = []
+    for model in models:
+        for name in machines:
+            new = outcomes(model, name)
+            found += new
+            print(f"{model}, {name}: done", *behind(new), sep="\n  ", file=sys.stderr)
+    return report(found)
+
+
+if __name__ == "__main__":
+    command("settings", "settings.md", make, options)

@@ -1,0 +1,113 @@
+"""Which operators a model's ``torch.utils.checkpoint`` runs again in the backward pass.
+
+``torch.export`` runs a checkpointed function as any other and keeps no trace of it. While a model is captured, `marked`
+leaves on every node that is traced in one the number of the call, which `checkpoint_of` reads when the node is described.
+Models that were exported before have checkpoints as an operator with a graph of its own; it is run as the function that it
+was.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import fx
+from torch._higher_order_ops.wrap import TagActivationCheckpoint
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
+
+from passes.graph import Checkpoint
+
+__all__ = ["Regions", "checkpoint_of", "marked"]
+
+_KEY = "checkpoint"  # in torch's ``node.meta["custom"]``, which export hands on
+_SAVED = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+
+class _Begun(NamedTuple):
+    """A call of a checkpointed function that is being traced: its number, the graph, and the node before it."""
+
+    number: int
+    graph: fx.Graph | None
+    last: fx.Node | None
+
+
+class Regions:
+    """The calls of checkpointed functions in one capture."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._open: list[_Begun] = []
+
+    def begin(self) -> None:
+        """A checkpointed function begins."""
+        mode = get_proxy_mode()
+        graph = mode.tracer.graph if mode is not None else None
+        self._open.append(_Begun(next(self._numbers), graph, _last(graph)))
+
+    def end(self) -> None:
+        """The function that began last ends: what was traced since then is its part."""
+        begun = self._open.pop()
+        node = _last(begun.graph)
+        while node is not None and node is not begun.last and node.op != "root":
+            _mark(node, Checkpoint(begun.number, checkpoint_of(node).kept))
+            node = node.prev
+
+    def asks(self, policy: Callable) -> Callable:
+        """The policy of a selective checkpoint, which leaves what it says on the operator that it is asked about."""
+
+        def asked(context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+            answer = policy(context, function, *args, **kwargs)
+            node = _last(self._open[-1].graph) if self._open else None
+            if node is not None and answer in _SAVED:
+                _mark(node, Checkpoint(self._open[-1].number, kept=True))
+            return answer
+
+        return asked
+
+
+def _last(graph: fx.Graph | None) -> fx.Node | None:
+    return None if graph is None else graph._root.prev
+
+
+def _mark(node: fx.Node, found: Checkpoint) -> None:
+    node.meta["custom"] = {**node.meta.get("custom", {}), _KEY: found}
+
+
+def checkpoint_of(node: fx.Node) -> Checkpoint:
+    """In which call of a checkpointed function an exported node was traced."""
+    return (node.meta.get("custom") or {}).get(_KEY, Checkpoint())
+
+
+@contextmanager
+def marked() -> Iterator[Regions]:
+    """Within it, nodes that are traced in checkpointed functions are marked; reentrant ones call `Regions` themselves."""
+    regions = Regions()
+    hook, frame = checkpoint._checkpoint_hook, checkpoint._CheckpointFrame
+    caching = checkpoint._CachingTorchDispatchMode
+    made, saves, tagged = caching.__init__, frame.save_inputs, TagActivationCheckpoint.__call__
+
+    def asking(self: Any, policy: Callable, *args: Any, **kwargs: Any) -> None:
+        made(self, regions.asks(policy), *args, **kwargs)
+
+    def run(self: Any, function: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        chosen = function.meta.get("_checkpoint_context_fn", checkpoint.noop_context_fn)
+        return checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=chosen)
+
+    # What all checkpoints that are not reentrant come to, wherever a model has ``checkpoint`` from. Nothing is saved for a
+    # backward pass: torch's hooks would, and an outer checkpoint's make export take the inner one for a no_grad block.
+    hook.__enter__ = lambda self: regions.begin()  # type: ignore[method-assign]
+    hook.__exit__ = lambda self, *error: regions.end()  # type: ignore[method-assign]
+    frame.save_inputs = lambda self, *args: None  # type: ignore[method-assign]
+    caching.__init__ = asking  # type: ignore[method-assign, assignment]
+    TagActivationCheckpoint.__call__ = run  # type: ignore[method-assign, assignment]
+    try:
+        yield regions
+    finally:
+        del hook.__enter__, hook.__exit__
+        frame.save_inputs = saves  # type: ignore[method-assign]
+        caching.__init__ = made  # type: ignore[method-assign]
+        TagActivationCheckpoint.__call__ = tagged  # type: ignore[method-assign]

@@ -1,0 +1,46 @@
+"""The plans of families are in the space of `auto`, and what is said of them."""
+
+import dataclasses
+
+import pytest
+
+from autotp import FAMILIES
+from benchmarks.settings import MACHINES, MODELS, behind, contained, outcomes, report
+from passes.capture import capture
+
+QUICK = (("GPT 4 × 1024", "8 × dgx-h100"), ("perceptron 4096, 16384", "4 × ethernet-25g"))
+
+
+@pytest.mark.parametrize(("model", "machine"), QUICK)
+def test_every_family_is_inside_auto(model, machine):
+    """Pinned to a family's choices, `auto` finds the same step: the family's plan is one of its own."""
+    (found,) = outcomes(model, machine, ["ample"])
+    captured = capture(*MODELS[model](4 * MACHINES[machine].devices))
+    some = 0
+    for name, plan in found.plans.items():
+        if plan is None:
+            continue
+        same = contained(captured, plan)
+        assert same.predicted.step_seconds == pytest.approx(plan.predicted.step_seconds, rel=1e-9), name
+        assert same.predicted.memory_bytes == pytest.approx(plan.predicted.memory_bytes, rel=1e-9), name
+        some += 1
+    assert some >= len(FAMILIES) // 2
+    assert found.auto <= found.best[1] * (1 + found.plans["auto"].gap + 1e-9)
+
+
+def test_what_is_slower_is_told():
+    found = outcomes("perceptron 4096, 16384", "4 × ethernet-25g", ["ample", "short"], ["data", "zero3"])
+    assert [one.memory for one in found] == ["ample", "short"]
+    short = found[1].plans
+    assert (
+        short["auto"] is not None and short["auto"].predicted.memory_bytes < found[0].plans["auto"].predicted.memory_bytes
+    )
+    best = next(plan for plan in found[0].plans.values())
+    worse = dataclasses.replace(best, predicted=dataclasses.replace(best.predicted, step_seconds=1.0))
+    told = behind([dataclasses.replace(found[0], plans={"auto": worse, "data": best})])
+    assert len(told) == 1 and "data is faster" in told[0]
+    assert told[0] in report([dataclasses.replace(found[0], plans={"auto": worse, "data": best})])
+
+
+def test_there_are_sixty():
+    assert len(MODELS) * len(MACHINES) * 2 == 60
