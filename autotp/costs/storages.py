@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
 from torch import fx
 
 from autotp.costs.priced import Priced
@@ -24,7 +27,7 @@ class Storages:
 
     Attributes:
         operands, results: of every operator.
-        roots: a view's result -> the tensor whose storage it has.
+        roots: a view's result -> the storage that it has.
         last: storage -> the last operator of the forward pass to read it.
     """
 
@@ -32,7 +35,7 @@ class Storages:
         self.strategies, self.layouts = priced.strategies, priced.layouts
         self.operands = {node: operands_of(node) for node in priced.model.operators}
         self.results = {node: results_of(node) for node in priced.model.operators}
-        self.roots: dict[Value, Value] = {}
+        self.roots: dict[Value, Key] = {}
         self.last = self._readers()
 
     def key(self, value: Value, layout: Layout) -> Key:
@@ -42,8 +45,7 @@ class Storages:
         """
         if casts(value):
             return (value[0], CAST), layout
-        root = self.roots.get(value, value)
-        return (root, self.layouts[root]) if layout == self.layouts[value] else (value, layout)
+        return self.roots.get(value, (value, layout)) if layout == self.layouts[value] else (value, layout)
 
     def _readers(self) -> dict[Key, fx.Node]:
         """The last operator to read each storage; a reshard reads when the first who wants its result does."""
@@ -61,15 +63,13 @@ class Storages:
         return last
 
     def _alias(self, node: fx.Node) -> None:
-        """A view has the storage of what it views, unless that moved."""
+        """A view has the storage of what it views, where that is."""
         table, operands = rule_of(node), self.operands[node]
         if table is None or not table.view or not operands or not _is_view(node, operands[0]):
             return
-        value, want = value_of(operands[0]), self.strategies[node.name].wants[0].layout
-        if want == self.layouts[value]:
-            root = self.roots.get(value, value)
-            for i in range(len(self.results[node])):
-                self.roots[node, i] = root
+        root = self.key(value_of(operands[0]), self.strategies[node.name].wants[0].layout)
+        for i in range(len(self.results[node])):
+            self.roots[node, i] = root
 
 
 def casts(value: Value) -> bool:
@@ -79,8 +79,17 @@ def casts(value: Value) -> bool:
 
 def _is_view(node: fx.Node, operand: fx.Node) -> bool:
     """Whether a result of a view operator shares its operand's storage: a reshape of what was permuted copies."""
-    source, result = operand.meta["val"], results_of(node)[0]
-    rule = rule_of(node)
+    source, rule = operand.meta["val"], rule_of(node)
     if rule is None or not rule.copies:
         return True
-    return source.numel() == result.numel() and (source.is_contiguous() or source.stride()[-1:] == result.stride()[-1:])
+    return _viewable(tuple(source.shape), tuple(source.stride()), tuple(results_of(node)[0].shape))
+
+
+@functools.lru_cache(maxsize=10_000)
+def _viewable(shape: tuple[int, ...], strides: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a tensor that lies in memory by such strides can be seen in another shape without a copy."""
+    try:
+        torch.empty_strided(shape, strides, device="meta").view(wanted)
+    except RuntimeError:
+        return False
+    return True
