@@ -136,7 +136,9 @@ class _Pass(torch.autograd.Function):
                 flat.append(part)
         ctx.mark_non_differentiable(*fixed)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*(part for value in saved for part in (value if isinstance(value, Parts) else [value])))
+        ctx.numbers = {place: value for place, value in enumerate(saved) if isinstance(value, int)}  # seeds, to draw again
+        kept = [value for place, value in enumerate(saved) if place not in ctx.numbers]
+        ctx.save_for_backward(*(part for value in kept for part in (value if isinstance(value, Parts) else [value])))
         return tuple(flat)
 
     @staticmethod
@@ -152,7 +154,10 @@ class _Pass(torch.autograd.Function):
         run = ctx.compiled.without(missing) if missing else ctx.compiled.backward
         flat = [None if gradient is None else gradient.resolve_conj().resolve_neg().contiguous() for gradient in mine]
         disjoint = Disjoint(gradient for gradient in flat if gradient is not None)
-        values = [*_grouped(ctx.saved_tensors, hosted), *_grouped(flat, hosted)]
+        values = _grouped(ctx.saved_tensors, hosted)
+        for place, number in ctx.numbers.items():
+            values.insert(place, number)
+        values += _grouped(flat, hosted)
         ctx.maybe_clear_saved_tensors()
         if _freed(ctx):
             ctx.inputs = ()
