@@ -308,28 +308,33 @@ class Footprint:
                 self.done(key, needs)
             return
         self.now = self.now._replace(turn=Turn.BACKWARD)
-        for key in reads:
-            self.restore(key, needs)
-        self.reach(passing + self.parts(node, working(node)))
-        rule, result = rule_of(node), self.results[node][0]
+        spans = needs.spans(node) if self.traced else dict.fromkeys(reads, (0, len(self.operands[node]) - 1))
+        passing += self.parts(node, working(node))
+        self.reach(passing)
         for position, (operand, want) in enumerate(zip(self.operands[node], strategy.wants, strict=True)):
-            value, tensor = value_of(operand), operand.meta["val"]
-            if value not in self.model.trained:
-                continue
-            size, source = self.bytes(tensor, want.gradient), None
-            if rule is not None and (rule.hands_on or rule.view) and tensor.numel() == result.numel() and len(mine) == 1:
-                source = mine[0], None
-            elif tensor.numel() < result.numel() and rule is not None and rule.saves == "others" and rule.product is None:
-                self.reach(passing + self.bytes(result, strategy.results[0]))
-            self.gradients.arrive(self.slot(value, want), size, source)
-            self.reach(passing)
+            for key in [key for key, (since, _) in spans.items() if since == position]:
+                self.restore(key, needs)
+            if value_of(operand) in self.model.trained:
+                self.returned(node, position, want, passing)
+            for key in [key for key, (_, until) in spans.items() if until == position]:
+                self.done(key, needs)
         for value in mine:
             self.gradients.fall((value, None))
-        for key in reads:
-            self.done(key, needs)
         for value, want in self.firsts[node]:
             if want is not None and (value, want) in self.gradients:
                 self.bring(value, want)
+
+    def returned(self, node: fx.Node, position: int, want: Want, passing: float) -> None:
+        """An operator's gradient of an operand arrives."""
+        tensor, result, rule = self.operands[node][position].meta["val"], self.results[node][0], rule_of(node)
+        source = None
+        if rule is not None and (rule.hands_on or rule.view) and tensor.numel() == result.numel() and len(self.results[node]) == 1:
+            source = (node, 0), None
+        elif tensor.numel() < result.numel() and rule is not None and rule.saves == "others" and rule.flop is None:
+            self.reach(passing + self.bytes(result, self.strategies[node.name].results[0]))  # what is then summed
+        slot = self.slot(value_of(self.operands[node][position]), want)
+        self.gradients.arrive(slot, self.bytes(tensor, want.gradient), source)
+        self.reach(passing)
 
     def bring(self, value: Value, want: Want) -> None:
         """A gradient, returned as it is wanted, comes to the layout of its tensor, and to the dtype in which it rests."""

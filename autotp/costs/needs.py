@@ -9,6 +9,7 @@ this comes to is not kept, whatever was asked to be recomputed: of sums over dev
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from torch import fx
 
@@ -17,6 +18,7 @@ from autotp.costs.storages import CAST, Key, Storages, casts
 from autotp.costs.transit import gathers, travels
 from passes.rules.factors import value_of
 from passes.rules.kept import kept, kept_lowered
+from passes.rules.table import rule_of
 
 __all__ = ["BESIDES", "Needs"]
 
@@ -59,6 +61,9 @@ class Needs:
         else:
             found = kept(node, [value_of(operand) in self.model.trained for operand in operands])
         keys = {self._operand(node, position) for position in found.operands}
+        if copy := self._laid_out(node, found.operands):
+            keys.remove(self._operand(node, 0))
+            found = found._replace(besides=(*found.besides, copy))
         if found.results:
             keys |= {self.storages.key((node, i), layout) for i, layout in enumerate(strategy.results)}
         if found.besides:
@@ -75,6 +80,27 @@ class Needs:
         if node.name in self.priced.panels and value[0].name in self.parameters:
             return None
         return self.storages.key(value, want.layout)
+
+    def _laid_out(self, node: fx.Node, read: Sequence[int]) -> tuple[int, float] | None:
+        """The copy of an input of the model that a convolution reads with its channels last."""
+        rule, operands = rule_of(node), self.storages.operands[node]
+        if rule is None or rule.channels_last is None or 0 not in read or operands[0].op != "placeholder":
+            return None
+        have, want = self.priced.layouts[operands[0], 0], self.priced.strategies[node.name].wants[0].layout
+        return (0, float(operands[0].meta["val"].element_size())) if have == want else None
+
+    def spans(self, node: fx.Node) -> dict[Key, tuple[int, int]]:
+        """Storage -> the first and the last of an operator's operands, whose gradients are made in order, that reads it."""
+        rule, operands, last = rule_of(node), self.storages.operands[node], len(self.storages.operands[node]) - 1
+        found = dict.fromkeys(self.reads.get(node, ()), (0, last))
+        if rule is None or rule.saves != "others" or rule.kind == "convolution":
+            return found
+        trained = [i for i, n in enumerate(operands) if i not in rule.additive and value_of(n) in self.model.trained]
+        for key in found:
+            mine = {i for i in range(len(operands)) if self._operand(node, i) == key}
+            readers = [i for i in trained if mine - {i}]
+            found[key] = min(readers, default=0), max(readers, default=last)
+        return found
 
     def _resolve(self, keys: tuple[Key, ...]) -> None:
         """Counts a reading of storages, and what it takes to have them."""
