@@ -35,6 +35,8 @@ from passes.strategies.strategy import Strategy, Want, gradient_of, whole_layout
 
 __all__ = ["Footprint"]
 
+#: The share of what is held that a schedule may hold besides: what is gathered early, and messages of several tensors.
+OVERLAP = 0.03
 #: A tensor and, where its gradient has to move, how those want it that return it.
 Slot = tuple[Value, Want | None]
 
@@ -56,6 +58,7 @@ class Footprint:
         self.operands, self.results = self.storages.operands, self.storages.results
         self.whole = whole_layout(len(self.mesh))
         self.traced = self.prices.together > 0 or bool(self.model.recomputed)
+        self.spare = OVERLAP if priced.prices.together > 0 else 0.0
         self.sizes: dict[tuple, float] = {}
         self.live: dict[Key, float] = {}
         self.stored = self.peak = 0.0
@@ -143,6 +146,7 @@ class Footprint:
 
     def reach(self, passing: float = 0.0) -> None:
         """Looks whether this moment, with bytes that pass, is the worst yet."""
+        passing += self.spare * (self.total + passing)
         self.peak = max(self.peak, self.total + passing)
         self.held[self.now] = max(self.held.get(self.now, 0.0), self.total + passing)
         if self.total + passing >= self.watched:
@@ -173,7 +177,7 @@ class Footprint:
             kind = "gradient of a parameter" if node.name in self.parameters else "gradient in use"
             found.append((kind, self.parameters.get(node.name, node.name), size))
         rest = self.total + passing - sum(size for *_, size in found)
-        return [*found, ("in passing", "", rest)] if rest > 0.5 else found
+        return [*found, ("in passing, and for overlap", "", rest)] if rest > 0.5 else found
 
     def drop(self, key: Key) -> None:
         """A storage goes."""

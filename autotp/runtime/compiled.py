@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autotp.errors import AutotpError
 from passes.overlap import Halves, Overlapped
 from passes.overlap.bucket import Buckets, Enough, Hiding
-from passes.overlap.schedule import Durations, Limits
+from passes.overlap.memory import peak
+from passes.overlap.schedule import Durations, Limits, Slot, schedule
 from passes.overlap.stage import Faster, Stages
+from passes.overlap.trace import Joint
 from passes.world.ops import Parts
 from passes.world.regather import version_of
 
@@ -56,6 +58,8 @@ class Overlap:
         limits: of the schedule.
         faster: see `passes.overlap.stage.stages`; None: every all_reduce is one collective.
         hiding: see `passes.overlap.bucket.buckets`.
+        smaller: what takes the place of ``enough`` and ``hiding``, one after the other, where messages take too much memory.
+        room: of what is traced: bytes that either graph may hold at once; None: there is no limit.
     """
 
     durations: Durations | None = None
@@ -63,11 +67,52 @@ class Overlap:
     limits: Limits = Limits()
     faster: Faster | None = None
     hiding: Hiding | None = None
+    smaller: Sequence[tuple[Enough | None, Hiding | None]] = ()
+    room: Callable[[Joint], float] | None = None
 
     def decided(self, found: Halves) -> tuple[tuple[Buckets, Buckets], tuple[Stages, Stages]]:
-        """Which collectives of traced graphs are merged, and which then go in stages."""
-        chosen = found.buckets(self.enough, self.hiding)
-        return chosen, found.stages(chosen, self.faster)
+        """Which collectives of traced graphs are merged, and which then go in stages.
+
+        In either graph, they are the largest messages with which a schedule holds no more than it may.
+        """
+        chosen: list[Buckets] = [(), ()]
+        open_ = {0, 1}
+        for enough, hiding in ((self.enough, self.hiding), *self.smaller):
+            merged = found.buckets(enough, hiding)
+            for half in open_:
+                chosen[half] = merged[half]
+            if not any(chosen[half] for half in open_) or self.room is None or self.durations is None:
+                break
+            made = found.overlapped(merged, found.stages(merged, self.faster))
+            room = self.room(made.joint)
+            open_ -= {half for half in open_ if peak(*_run(made, self.slots(made), half)) <= room}
+            if not open_:
+                break
+        pair = chosen[0], chosen[1]
+        return pair, found.stages(pair, self.faster)
+
+    def slots(self, made: Overlapped) -> tuple[list[Slot], list[Slot]]:
+        """When each node of either graph is to run: in the order of autograd where any other would hold too much."""
+        assert self.durations is not None, "nothing to schedule by"
+        slots = made.slots(self.durations, self.limits)
+        if self.room is None:
+            return slots
+        room, orders = self.room(made.joint), made.slots(self.durations, replace(self.limits, collectives=0))
+        kept = []
+        for half, graph in enumerate((made.forward, made.backward)):
+            found, least = slots[half], peak(*_run(made, orders, half))
+            for slack in (min(self.limits.slack, max(0.0, room / least - 1)) if least else 0.0, 0.0):
+                if peak(graph, [slot.node for slot in found]) <= room:
+                    break
+                found = schedule(graph, self.durations, replace(self.limits, slack=slack))
+            fits = peak(graph, [slot.node for slot in found]) <= max(room, least)
+            kept.append(found if fits else orders[half])
+        return kept[0], kept[1]
+
+
+def _run(made: Overlapped, slots: tuple[Sequence[Slot], Sequence[Slot]], half: int) -> tuple[fx.Graph, list[fx.Node]]:
+    """One of two graphs, and the order in which it runs."""
+    return (made.forward, made.backward)[half], [slot.node for slot in slots[half]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,8 +124,7 @@ def _scheduled(
     if how.durations is None:
         orders = first.first_orders
     else:
-        durations = how.durations
-        orders = agreement.decided(lambda: first.orders(first.slots(durations, how.limits)))
+        orders = agreement.decided(lambda: first.orders(how.slots(first)))
     _log.info("%d and %d nodes scheduled, forward and backward", *map(len, orders))
     modules = zip(*(each.modules(orders, world) for each in graphs.values()), strict=True)
     forward, backward = (_in_lockstep(half, world) if lockstep else Arranged(*half) for half in modules)
