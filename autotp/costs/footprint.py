@@ -68,6 +68,7 @@ class Footprint:
         self.worst: list[tuple[str, str, float]] = []
         self.resident: set[Key] = set()
         self.gradients = Gradients(self.reach)
+        self.slots: dict[fx.Node, list[Slot]] = {}
         self.firsts: dict[fx.Node, dict[Slot, None]] = defaultdict(dict)
 
     @property
@@ -291,8 +292,9 @@ class Footprint:
         """Finds the operator after whose turn all have returned their gradients that want a tensor alike."""
         seen: set[Slot] = set()
         for node, operands in self.operands.items():
-            for operand, want in zip(operands, self.strategies[node.name].wants, strict=True):
-                slot = self.slot(value_of(operand), want)
+            wants = self.strategies[node.name].wants
+            self.slots[node] = [self.slot(value_of(o), want) for o, want in zip(operands, wants, strict=True)]
+            for slot in self.slots[node]:
                 if slot not in seen:
                     seen.add(slot)
                     self.firsts[node][slot] = None
@@ -316,12 +318,14 @@ class Footprint:
         passing += self.parts(node, working(node))
         self.reach(passing)
         for position, (operand, want) in enumerate(zip(self.operands[node], strategy.wants, strict=True)):
-            for key in [key for key, (since, _) in spans.items() if since == position]:
-                self.restore(key, needs)
+            for key, (since, _) in spans.items():
+                if since == position:
+                    self.restore(key, needs)
             if value_of(operand) in self.model.trained:
                 self.returned(node, position, want, passing)
-            for key in [key for key, (_, until) in spans.items() if until == position]:
-                self.done(key, needs)
+            for key, (_, until) in spans.items():
+                if until == position:
+                    self.done(key, needs)
         for value in mine:
             self.gradients.fall((value, None))
         for value, want in self.firsts[node]:
@@ -336,8 +340,7 @@ class Footprint:
             source = (node, 0), None
         elif tensor.numel() < result.numel() and rule is not None and rule.saves == "others" and rule.flop is None:
             self.reach(passing + self.bytes(result, self.strategies[node.name].results[0]))  # what is then summed
-        slot = self.slot(value_of(self.operands[node][position]), want)
-        self.gradients.arrive(slot, self.bytes(tensor, want.gradient), source)
+        self.gradients.arrive(self.slots[node][position], self.bytes(tensor, want.gradient), source)
         self.reach(passing)
 
     def bring(self, value: Value, want: Want) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autotp.errors import AutotpError
 from passes.overlap import Halves, Overlapped
 from passes.overlap.bucket import Buckets, Enough, Hiding
-from passes.overlap.memory import peak
+from passes.overlap.inplace import inplace
+from passes.overlap.memory import peak, peak_in
 from passes.overlap.schedule import Durations, Limits, Slot, schedule
 from passes.overlap.stage import Faster, Stages
 from passes.overlap.trace import Joint
@@ -76,43 +78,38 @@ class Overlap:
         In either graph, they are the largest messages with which a schedule holds no more than it may.
         """
         chosen: list[Buckets] = [(), ()]
-        open_ = {0, 1}
+        tight = [0, 1]
         for enough, hiding in ((self.enough, self.hiding), *self.smaller):
             merged = found.buckets(enough, hiding)
-            for half in open_:
+            for half in tight:
                 chosen[half] = merged[half]
-            if not any(chosen[half] for half in open_) or self.room is None or self.durations is None:
+            if self.room is None or not any(chosen[half] for half in tight):
                 break
             made = found.overlapped(merged, found.stages(merged, self.faster))
-            room = self.room(made.joint)
-            open_ -= {half for half in open_ if peak(*_run(made, self.slots(made), half)) <= room}
-            if not open_:
-                break
+            room, graphs = self.room(made.joint), (made.forward, made.backward)
+            for half in tight:
+                inplace(graphs[half])
+            tight = [half for half in tight if peak(graphs[half]) > room]
         pair = chosen[0], chosen[1]
         return pair, found.stages(pair, self.faster)
 
     def slots(self, made: Overlapped) -> tuple[list[Slot], list[Slot]]:
         """When each node of either graph is to run: in the order of autograd where any other would hold too much."""
         assert self.durations is not None, "nothing to schedule by"
-        slots = made.slots(self.durations, self.limits)
-        if self.room is None:
-            return slots
-        room, orders = self.room(made.joint), made.slots(self.durations, replace(self.limits, collectives=0))
-        kept = []
-        for half, graph in enumerate((made.forward, made.backward)):
-            found, least = slots[half], peak(*_run(made, orders, half))
-            for slack in (min(self.limits.slack, max(0.0, room / least - 1)) if least else 0.0, 0.0):
-                if peak(graph, [slot.node for slot in found]) <= room:
-                    break
-                found = schedule(graph, self.durations, replace(self.limits, slack=slack))
-            fits = peak(graph, [slot.node for slot in found]) <= max(room, least)
-            kept.append(found if fits else orders[half])
-        return kept[0], kept[1]
+        room = math.inf if self.room is None else self.room(made.joint)
+        return self._slots(made.forward, self.durations, room), self._slots(made.backward, self.durations, room)
 
-
-def _run(made: Overlapped, slots: tuple[Sequence[Slot], Sequence[Slot]], half: int) -> tuple[fx.Graph, list[fx.Node]]:
-    """One of two graphs, and the order in which it runs."""
-    return (made.forward, made.backward)[half], [slot.node for slot in slots[half]]
+    def _slots(self, graph: fx.Graph, durations: Durations, room: float) -> list[Slot]:
+        found = schedule(graph, durations, self.limits)
+        if math.isinf(room) or peak_in(graph, [slot.node for slot in found]) <= room:
+            return found
+        given = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+        least = peak_in(graph, given)
+        slack = min(self.limits.slack, max(0.0, room / least - 1)) if least else 0.0
+        found = schedule(graph, durations, replace(self.limits, slack=slack))
+        if peak_in(graph, [slot.node for slot in found]) <= max(room, least):
+            return found
+        return schedule(graph, durations, replace(self.limits, collectives=0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,19 +18,24 @@ from passes.overlap.inplace import inplace
 from passes.overlap.launch import launch, local, wait
 from passes.overlap.schedule import reordered
 
-__all__ = ["peak"]
+__all__ = ["peak", "peak_in"]
 
 
-def peak(graph: fx.Graph, order: Iterable[fx.Node]) -> float:
-    """The most bytes that a graph, run in an order, holds at once.
-
-    Args:
-        graph: see ``passes.overlap.launch.launches``; of a backward graph, with what its inputs hold noted.
-        order: of its nodes, placeholders and the output left out.
-    """
+def peak_in(graph: fx.Graph, order: Iterable[fx.Node]) -> float:
+    """`peak` of a graph in another order of its nodes, placeholders and the output left out; it stays as it is."""
     arranged = reordered(graph, order)
     inplace(arranged)
-    nodes = list(arranged.nodes)
+    return peak(arranged)
+
+
+def peak(graph: fx.Graph) -> float:
+    """The most bytes that a graph holds at once.
+
+    Args:
+        graph: as it is to run, after `passes.overlap.inplace`; see ``passes.overlap.launch.launches``. Of a backward graph,
+            what its inputs hold is noted.
+    """
+    nodes = list(graph.nodes)
     roots: dict[fx.Node, fx.Node] = {}
     sizes: dict[fx.Node, float] = {}
     last: dict[fx.Node, fx.Node] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -30,7 +30,11 @@ _log = logging.getLogger("autotp.passes")
 
 def name_of(node: fx.Node) -> str:
     """The key of a node's operator in ``RULES``."""
-    target = node.target
+    return _name(node.target)
+
+
+@lru_cache(maxsize=None)
+def _name(target: Any) -> str:
     if isinstance(target, str):
         return target
     if isinstance(target, torch._ops.OpOverload):
