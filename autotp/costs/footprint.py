@@ -19,26 +19,23 @@ import numpy as np
 import torch
 from torch import fx
 
-from autotp.costs.gradients import Gradients
 from autotp.costs.moment import Moment, Turn
 from autotp.costs.needs import BESIDES, Needs
 from autotp.costs.priced import Priced
+from autotp.costs.returns import Returns
 from autotp.costs.storages import CAST, Key, Storages, casts
 from autotp.costs.transit import in_transit, sums_in_place
 from passes.graph import cast_of
 from passes.layouts.layout import Layout
-from passes.layouts.reshard import COMMUNICATING, steps
-from passes.rules.factors import Value, value_of
+from passes.rules.factors import value_of
 from passes.rules.kept import working
 from passes.rules.table import rule_of
-from passes.strategies.strategy import Strategy, Want, gradient_of, whole_layout
+from passes.strategies.strategy import Strategy, whole_layout
 
 __all__ = ["Footprint"]
 
 #: The share of what is held that a schedule may hold besides: what is gathered early, and messages of several tensors.
-OVERLAP = 0.03
-#: A tensor and, where its gradient has to move, how those want it that return it.
-Slot = tuple[Value, Want | None]
+OVERLAP = 0.025
 
 
 class Footprint:
@@ -67,9 +64,7 @@ class Footprint:
         self.watched = math.inf
         self.worst: list[tuple[str, str, float]] = []
         self.resident: set[Key] = set()
-        self.gradients = Gradients(self.reach)
-        self.slots: dict[fx.Node, list[Slot]] = {}
-        self.firsts: dict[fx.Node, dict[Slot, None]] = defaultdict(dict)
+        self.gradients = Returns(priced, self.operands, self.bytes, self.reach, traced=self.traced)
 
     @property
     def total(self) -> float:
@@ -91,10 +86,9 @@ class Footprint:
             self.now = Moment(at, Turn.FORWARD)
             self.forward(node, ends[node])
         if self.needs is not None:
-            self.wanted()
             for leaf in self.model.outputs:
                 if value_of(leaf) in self.model.trained:
-                    self.gradients.arrive((value_of(leaf), None), self.bytes(leaf.meta["val"], self.whole))
+                    self.gradients.held.arrive((value_of(leaf), None), self.bytes(leaf.meta["val"], self.whole))
             for at, node in reversed(list(enumerate(nodes))):
                 self.now = Moment(at, Turn.ARRIVAL)
                 self.backward(node, self.needs)
@@ -113,23 +107,7 @@ class Footprint:
             self.take(((node, 0), self.layouts[node, 0]), size)
             self.resident.add(((node, 0), self.layouts[node, 0]))
         if self.prices.train and self.prices.accumulate > 1:
-            waiting = {}
-            for node, strategy in ((n, self.strategies[n.name]) for n in self.model.operators):
-                for operand, want in zip(self.operands[node], strategy.wants, strict=True):
-                    value = value_of(operand)
-                    if value[0].name in self.parameters and value in self.model.trained:
-                        layout = self.waiting(value, want, operand.meta["val"])
-                        waiting[value, layout] = self.bytes(operand.meta["val"], layout, cast_of(value[0]).rests)
-            for (value, layout), size in waiting.items():
-                own = layout == gradient_of(self.layouts[value])
-                self.gradients.arrive((value, None) if own else (value, "waits"), size)
-
-    def waiting(self, value: Value, want: Want, tensor: torch.Tensor) -> Layout:
-        """The layout in which a parameter's gradient, wanted so, waits for the last micro-batch."""
-        own = gradient_of(self.layouts[value])
-        mirror = steps(tuple(tensor.shape), want.gradient, own, self.prices.mesh)
-        waits = any(step.kind in COMMUNICATING for step in mirror) and not cast_of(value[0]).changes
-        return want.gradient if waits else own
+            self.gradients.wait()
 
     def bytes(self, value: torch.Tensor, layout: Layout, dtype: torch.dtype | None = None) -> float:
         """Bytes of one device's part of a tensor, in its own dtype or another."""
@@ -173,8 +151,8 @@ class Footprint:
             else:
                 kept = self.needs is not None and self.needs.left[value, layout] > 0
                 found.append(("saved for the backward pass" if kept else "result in use", node.name, size))
-        for slot, size in self.gradients.items():
-            node = slot[0][0]  # type: ignore[index]
+        for slot, size in self.gradients.held.items():
+            node = (slot[1] if isinstance(slot[0], str) else slot[0])[0]  # type: ignore[index]
             kind = "gradient of a parameter" if node.name in self.parameters else "gradient in use"
             found.append((kind, self.parameters.get(node.name, node.name), size))
         rest = self.total + passing - sum(size for *_, size in found)
@@ -192,7 +170,7 @@ class Footprint:
         if leaves and self.traced and sums_in_place(shape, *layouts, self.mesh):
             self.drop(source)
         size = self.bytes(tensor, key[1])
-        extra = in_transit(shape, *layouts, self.mesh, not leaves) * tensor.element_size()
+        extra = float(in_transit(shape, *layouts, self.mesh, not leaves) * tensor.element_size())
         if casts((key[0][0], 0)) and source[1] != key[1]:
             extra += self.bytes(tensor, source[1])  # what rests is cast before it moves
         self.take(key, size)
@@ -288,28 +266,12 @@ class Footprint:
             if not needs.left[key] and key not in self.resident:
                 self.drop(key)
 
-    def wanted(self) -> None:
-        """Finds the operator after whose turn all have returned their gradients that want a tensor alike."""
-        seen: set[Slot] = set()
-        for node, operands in self.operands.items():
-            wants = self.strategies[node.name].wants
-            self.slots[node] = [self.slot(value_of(o), want) for o, want in zip(operands, wants, strict=True)]
-            for slot in self.slots[node]:
-                if slot not in seen:
-                    seen.add(slot)
-                    self.firsts[node][slot] = None
-
-    def slot(self, value: Value, want: Want) -> Slot:
-        """Where an operator's gradient of an operand is added up: with those of others that want it so."""
-        stays = want.layout == self.layouts[value] and want.gradient == gradient_of(self.layouts[value])
-        return value, None if stays and not cast_of(self.model.named[value]).changes else want
-
     def backward(self, node: fx.Node, needs: Needs) -> None:
         """Runs an operator's backward pass, and drops what only that needed."""
-        strategy, passing = self.strategies[node.name], self.panelled(node, self.strategies[node.name])
+        passing = self.panelled(node, self.strategies[node.name])
         mine = [(node, i) for i in range(len(self.results[node])) if (node, i) in self.model.trained]
         reads = needs.reads.get(node, ())
-        if not any((value, None) in self.gradients for value in mine):
+        if not any((value, None) in self.gradients.held for value in mine):
             for key in reads:
                 self.done(key, needs)
             return
@@ -317,43 +279,23 @@ class Footprint:
         spans = needs.spans(node) if self.traced else dict.fromkeys(reads, (0, len(self.operands[node]) - 1))
         passing += self.parts(node, working(node))
         self.reach(passing)
-        for position, (operand, want) in enumerate(zip(self.operands[node], strategy.wants, strict=True)):
+        for position, operand in enumerate(self.operands[node]):
             for key, (since, _) in spans.items():
                 if since == position:
                     self.restore(key, needs)
             if value_of(operand) in self.model.trained:
-                self.returned(node, position, want, passing)
+                self.returned(node, position, passing)
             for key, (_, until) in spans.items():
                 if until == position:
                     self.done(key, needs)
         for value in mine:
-            self.gradients.fall((value, None))
-        for value, want in self.firsts[node]:
-            if want is not None and (value, want) in self.gradients:
-                self.bring(value, want)
+            self.gradients.held.fall((value, None))
+        self.gradients.ended(node)
 
-    def returned(self, node: fx.Node, position: int, want: Want, passing: float) -> None:
+    def returned(self, node: fx.Node, position: int, passing: float) -> None:
         """An operator's gradient of an operand arrives."""
         tensor, result, rule = self.operands[node][position].meta["val"], self.results[node][0], rule_of(node)
-        source = None
-        if rule is not None and (rule.hands_on or rule.view) and tensor.numel() == result.numel() and len(self.results[node]) == 1:
-            source = (node, 0), None
-        elif tensor.numel() < result.numel() and rule is not None and rule.saves == "others" and rule.flop is None:
+        if tensor.numel() < result.numel() and rule is not None and rule.saves == "others" and rule.flop is None:
             self.reach(passing + self.bytes(result, self.strategies[node.name].results[0]))  # what is then summed
-        self.gradients.arrive(self.slots[node][position], self.bytes(tensor, want.gradient), source)
+        self.gradients.arrive(node, position, result, shares=len(self.results[node]) == 1)
         self.reach(passing)
-
-    def bring(self, value: Value, want: Want) -> None:
-        """A gradient, returned as it is wanted, comes to the layout of its tensor, and to the dtype in which it rests."""
-        own, tensor, cast = gradient_of(self.layouts[value]), self.model.named[value].meta["val"], cast_of(self.model.named[value])
-        shape, slot = tuple(tensor.shape), (value, want)
-        if cast.back:
-            self.gradients.move(slot, (value, "reduced"), self.bytes(tensor, want.gradient, cast.reduced))
-            slot = value, "reduced"  # type: ignore[assignment]
-        if own != want.gradient:
-            extra = in_transit(shape, want.gradient, own, self.mesh, False) * cast.reduced.itemsize
-            summed = self.traced and sums_in_place(shape, want.gradient, own, self.mesh)
-            self.gradients.move(slot, (value, "moved"), self.bytes(tensor, own, cast.reduced), extra, in_place=summed)
-            slot = value, "moved"  # type: ignore[assignment]
-        size = self.bytes(tensor, own, cast.rests)
-        self.gradients.move(slot, (value, None), size, in_place=cast.reduced == cast.rests)

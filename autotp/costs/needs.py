@@ -1,9 +1,10 @@
 """What the backward pass keeps of the forward pass, in which layout, and what it makes again from that.
 
-A formula of a gradient reads an operand as its operator did: in the layout in which that wanted it, behind the reshard, which
-operators that want it so share. What is recomputed is not kept, nor what a reshard makes of it that does not communicate, or
-that is repeated; to make it again takes its operator's operands, which are kept or made again themselves. What nothing of
-this comes to is not kept, whatever was asked to be recomputed: of sums over devices, the sum, and not the summands.
+A formula of a gradient reads an operand as its operator did: in the layout in which that wanted it, behind the reshard,
+which operators that want it so share. What is recomputed is not kept, nor what a reshard makes of it that does not
+communicate, or that is repeated; to make it again takes its operator's operands, which are kept or made again themselves.
+What nothing of this comes to is not kept, whatever was asked to be recomputed: of sums over devices, the sum, and not the
+summands.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Needs:
         if found.besides:
             self.besides[node] = found.besides
             keys.add(((node, BESIDES), strategy.results[0]))
-        return tuple(keys - {None})
+        return tuple(key for key in keys if key is not None)
 
     def _operand(self, node: fx.Node, position: int) -> Key | None:
         """The storage of an operand as a gradient's formula reads it; None where panels bring it bit by bit."""
@@ -123,8 +124,8 @@ class Needs:
             return (self.storages.key((node, number), self.priced.layouts[node, number]),)
         if node in self.again:
             return ()
-        operands = range(len(self.storages.operands[node]))
-        self.again[node] = tuple({self._operand(node, position) for position in operands} - {None})
+        found = {self._operand(node, position) for position in range(len(self.storages.operands[node]))}
+        self.again[node] = tuple(key for key in found if key is not None)
         return self.again[node]
 
     def transient(self, key: Key) -> bool:

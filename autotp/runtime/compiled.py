@@ -60,7 +60,7 @@ class Overlap:
         limits: of the schedule.
         faster: see `passes.overlap.stage.stages`; None: every all_reduce is one collective.
         hiding: see `passes.overlap.bucket.buckets`.
-        smaller: what takes the place of ``enough`` and ``hiding``, one after the other, where messages take too much memory.
+        smaller: what takes the place of ``enough`` and ``hiding``, one after the other, where messages hold too much.
         room: of what is traced: bytes that either graph may hold at once; None: there is no limit.
     """
 

@@ -66,7 +66,9 @@ def overlap_of(plan: Plan, *, merge: bool = True) -> Overlap:
         for spare in (share * plan.predicted.memory_bytes for share in (1.0, *_SHARES))
     ]
     (merged, hides), *smaller = ways
-    return Overlap(durations, merged, faster=prices.faster_staged, hiding=hides, smaller=(*smaller, (None, None)), room=room)
+    return Overlap(
+        durations, merged, faster=prices.faster_staged, hiding=hides, smaller=(*smaller, (None, None)), room=room
+    )
 
 
 def room_of(plan: Plan, joint: Joint) -> float:

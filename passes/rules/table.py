@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def name_of(node: fx.Node) -> str:
     return _name(node.target)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _name(target: Any) -> str:
     if isinstance(target, str):
         return target
