@@ -32,7 +32,7 @@ from passes.rules.kept import working
 from passes.rules.table import rule_of
 from passes.strategies.strategy import Strategy, whole_layout
 
-__all__ = ["Footprint"]
+__all__ = ["OVERLAP", "Footprint"]
 
 #: The share of what is held that a schedule may hold besides: what is gathered early, and messages of several tensors.
 OVERLAP = 0.025
