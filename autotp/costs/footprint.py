@@ -170,7 +170,7 @@ class Footprint:
         if leaves and self.traced and sums_in_place(shape, *layouts, self.mesh):
             self.drop(source)
         size = self.bytes(tensor, key[1])
-        extra = float(in_transit(shape, *layouts, self.mesh, not leaves) * tensor.element_size())
+        extra = float(in_transit(shape, *layouts, self.mesh, not leaves, self.traced) * tensor.element_size())
         if casts((key[0][0], 0)) and source[1] != key[1]:
             extra += self.bytes(tensor, source[1])  # what rests is cast before it moves
         self.take(key, size)

@@ -117,7 +117,7 @@ class Returns:
             self.held.move(slot, ("reduced", value), self.size(tensor, want.gradient, cast.reduced))
             slot = "reduced", value  # type: ignore[assignment]
         if own != want.gradient:
-            extra = in_transit(shape, *layouts, self.mesh, False) * cast.reduced.itemsize
+            extra = in_transit(shape, *layouts, self.mesh, False, self.traced) * cast.reduced.itemsize
             summed = self.traced and sums_in_place(shape, *layouts, self.mesh)
             self.held.move(slot, ("moved", value), self.size(tensor, own, cast.reduced), extra, in_place=summed)
             slot = "moved", value  # type: ignore[assignment]

@@ -16,7 +16,9 @@ __all__ = ["gathers", "in_transit", "sums_in_place", "travels"]
 
 
 @lru_cache(maxsize=200_000)
-def in_transit(shape: tuple[int, ...], source: Layout, target: Layout, mesh: tuple[int, ...], stays: bool) -> int:
+def in_transit(
+    shape: tuple[int, ...], source: Layout, target: Layout, mesh: tuple[int, ...], stays: bool, scheduled: bool
+) -> int:
     """The most elements of one device that a change of layout holds at once, beside those of both layouts.
 
     Args:
@@ -24,12 +26,15 @@ def in_transit(shape: tuple[int, ...], source: Layout, target: Layout, mesh: tup
         source, target: layouts.
         mesh: sizes of the axes.
         stays: whether the tensor is held in the first layout until all is done; else it goes when it has been sent.
+        scheduled: whether a traced graph does it; else all that a collective is given is held until it is done.
     """
     found = moves(shape, source, target, mesh)
     if not found:
         return 0
-    held = [each for i, (step, larger) in enumerate(found) for each in _phases(step, larger, mesh, i == 0 and stays)]
     first, last = _sides(found[0].step, found[0].elements, mesh)[0], _sides(found[-1].step, found[-1].elements, mesh)[1]
+    held = list(_phases(*found[0], mesh, stays or not scheduled))
+    for step, larger in found[1:]:
+        held += [each + (first if stays or not scheduled else 0) for each in _phases(step, larger, mesh, not scheduled)]
     return max(0, max(held) - (first + last))
 
 
