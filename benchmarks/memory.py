@@ -34,6 +34,8 @@ SETTINGS: Mapping[str, Sequence[tuple[str, tuple[int, ...]]]] = {
 RECOMPUTE = ("none", "selective", "full", "auto")
 #: With ``auto``, of what is needed when nothing is recomputed.
 SHORT = 0.85
+#: Seconds to search for a plan in.
+LIMIT = 20.0
 STEPS = 2
 
 
@@ -94,7 +96,12 @@ def plans(
         needed = math.inf
         for recompute in RECOMPUTE:
             memory = SHORT * needed if recompute == "auto" else None
-            options: dict[str, Any] = {"recompute": recompute, "precision": precision, "memory": memory}
+            options: dict[str, Any] = {
+                "recompute": recompute,
+                "precision": precision,
+                "memory": memory,
+                "time_limit": LIMIT,
+            }
             try:
                 plan = autotp.plan(model, topology, args, strategy=family, mesh=mesh, **options)
             except AutotpError:

@@ -61,10 +61,15 @@ class Gradients:
     def move(self, slot: Hashable, target: Hashable, size: float, passing: float = 0.0, *, in_place: bool = False) -> None:
         """A gradient goes elsewhere: as a memory of so many bytes, in its own if it can, and with bytes in passing."""
         if in_place and self.held[slot].users == 1:
-            self.arrive(target, size, slot)
-        else:
-            self.reach(size + passing)
-            self.arrive(target, size)
+            self.hand_on(slot, target)
+            return
+        self.reach(size + passing)
+        self.arrive(target, size)
+        self.fall(slot)
+
+    def hand_on(self, slot: Hashable, target: Hashable) -> None:
+        """A gradient goes elsewhere as it is."""
+        self.arrive(target, self.held[slot].size, slot)
         self.fall(slot)
 
     def fall(self, slot: Hashable) -> None:

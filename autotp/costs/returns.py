@@ -121,5 +121,7 @@ class Returns:
             summed = self.traced and sums_in_place(shape, *layouts, self.mesh)
             self.held.move(slot, ("moved", value), self.size(tensor, own, cast.reduced), extra, in_place=summed)
             slot = "moved", value  # type: ignore[assignment]
-        size = self.size(tensor, own, cast.rests)
-        self.held.move(slot, (value, None), size, in_place=cast.reduced == cast.rests)
+        if cast.reduced == cast.rests:
+            self.held.hand_on(slot, (value, None))
+        else:
+            self.held.move(slot, (value, None), self.size(tensor, own, cast.rests))

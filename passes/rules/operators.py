@@ -95,9 +95,8 @@ def kept_by_attention(node: fx.Node) -> list[tuple[int, float]]:
     operands = by.operands_of(node)
     q, k = by.shape_of(operands[0]), by.shape_of(operands[1])
     if by.argument(node, 4, "dropout_p", 0.0):
-        halves = operands[0].meta["val"].element_size() < _SINGLE
         weights = (2 * _SINGLE + 1) * k[-2] / max(1, q[-1])
-        return [(0, _SINGLE + weights), (1, _SINGLE), (2, _SINGLE if halves else 0.0)]
+        return [(0, _SINGLE + weights), (1, _SINGLE), (2, _SINGLE)]
     found = [(0, _SINGLE / max(1, q[-1]))]
     if len(operands) > 3 and operands[3].meta["val"].dtype == torch.bool:
         found.append((3, float(operands[0].meta["val"].element_size())))

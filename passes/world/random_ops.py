@@ -28,7 +28,7 @@ def _dropout(noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:
     if p == 1:
         return x * torch.zeros_like(x)
     kept = noise(x, "bernoulli_", 1 - p) != 0  # a byte for each element, which the backward pass keeps
-    return x * kept * (1 / (1 - p))
+    return x * (1 / (1 - p)) * kept
 
 
 def _alpha_dropout(noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:
