@@ -111,8 +111,7 @@ def prepared(strategy="megatron-1d", mesh=(2,), chunks=None, enough=None, raw=Fa
 def traced(model, args, plan):
     """A traced graph of a plan's first device, cut in two."""
     made = rewrite(model, plan, args)
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    mesh, first = plan.mesh_shape, (0,) * len(plan.mesh_shape)
+    state, mesh, first = dict(model.named_parameters()), plan.mesh_shape, (0,) * len(plan.mesh_shape)
     whole = {name: state[fqn].detach() for name, fqn in made.captured.parameters.items()}
     whole |= dict(zip(made.captured.inputs, args, strict=True))
     parts = {n: take(value, made.sharding.resting.get(n, made.whole), mesh, first) for n, value in whole.items()}

@@ -7,10 +7,10 @@ such as parameters and the forward pass' inputs, is not counted, nor what kernel
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 
 from passes.graph import note_of
 from passes.overlap.aliasing import source_of
@@ -64,6 +64,8 @@ def _memory_of(node: fx.Node) -> fx.Node | None:
     if node.target is launch:
         return node.args[2] if node.args[1] == "all_reduce_" else None  # type: ignore[return-value]
     source = source_of(node)
+    if node.target is operator.getitem and source is not None and source_of(source) is None and source.target is not wait:
+        return None  # of several results that are no views, each has a memory of its own
     if source is None or node.target is not local:
         return source
     before, after = source.meta["val"], node.meta["val"]
@@ -77,7 +79,8 @@ def _size(node: fx.Node) -> float:
     if node.target is launch:
         collective = note_of(node).collective
         return float(collective.meta["val"].nbytes) if collective is not None else 0.0
-    return float(sum(leaf.nbytes for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)))
+    value = node.meta.get("val")
+    return float(value.nbytes) if isinstance(value, Tensor) else 0.0
 
 
 def _read(node: fx.Node) -> list[fx.Node]:

@@ -69,7 +69,7 @@ def test_gradients_share_memory_until_one_is_added_to():
     [
         ("gpt", "megatron-sp", (2, 2), "none"),
         ("gpt", "zero3", (4,), "full"),
-        ("llama", "summa-2d", (2, 2), "selective"),
+        ("gpt", "summa-2d", (2, 2), "selective"),
         ("unet", "tensor3d", (2, 2), "selective"),
         ("vit", "megatron-1d", (2, 2), "none"),
     ],
