@@ -2,6 +2,6 @@
 
 In come a captured model (`model`), a mesh and a topology. Out go prices: of one operator or reshard (`price`, `prices`), of
 a step by what may hide its communication (`step`), of a whole plan (`priced`), of the memory that a device needs (`moment`,
-`storages`, `footprint`), of what is recomputed (`recompute`), of a change (`what_if`), and of products in panels
+`storages`, `transit`, `needs`, `gradients`, `returns`, `footprint`), of what is recomputed (`recompute`), of a change (`what_if`), and of products in panels
 (`panels`). Each file uses only files that are listed before it.
 """

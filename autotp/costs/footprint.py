@@ -1,12 +1,13 @@
 """The most bytes that a device holds at once: a training step walked through, storage by storage.
 
 Parameters, buffers, the inputs and the optimizer's state are there throughout. The forward pass adds what operators
-return, and what reshards bring, and drops both after their last reader, unless a backward pass needs them. The backward
-pass runs the operators in reverse: it drops what was saved, gathers parameters again, and holds the gradient of every
-tensor from its last reader's turn to its producer's. Gradients of parameters stay. What is recomputed is dropped in the
-forward pass, made again when the backward pass first reads it, with what that takes, and held until it is read for the last
-time. Of several micro-batches this is the last one, which begins with the gradients of the others, not reduced. Views own
-no storage. What operators use inside (workspaces) is not known here.
+return, and what reshards bring (`transit`), and drops both after their last reader, unless the backward pass reads them
+(`needs`). That runs the operators in reverse, and holds gradients until they have come to where they belong (`returns`);
+those of parameters stay. What is recomputed, and parameters that are gathered, are made again when they are first read, with
+what that takes, and held until they are read for the last time. Of several micro-batches this is the last one, which begins
+with the gradients of the others, not reduced. Views own no storage. What kernels use inside (workspaces) is not known here.
+
+With overlap a schedule may hold some more (`OVERLAP`), and keeps to that (`passes.overlap.memory`).
 """
 
 from __future__ import annotations
