@@ -8,6 +8,7 @@ such as parameters and the forward pass' inputs, is not counted, nor what kernel
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterable
 
 from torch import Tensor, fx
@@ -38,22 +39,24 @@ def peak(graph: fx.Graph) -> float:
     nodes = list(graph.nodes)
     roots: dict[fx.Node, fx.Node] = {}
     sizes: dict[fx.Node, float] = {}
+    made: dict[fx.Node, float] = defaultdict(float)
     last: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         source = _memory_of(node)
         roots[node] = node if source is None else roots[source]
         sizes[node] = _size(node) if source is None else 0.0
+        made[node.all_input_nodes[0] if node.target is operator.getitem else node] += sizes[node]
         for read in _read(node):
             last[roots[read]] = node
         last.setdefault(roots[node], node)
-    ends: dict[fx.Node, float] = {}
+    ends: dict[fx.Node, float] = defaultdict(float)
     for root, node in last.items():
-        ends[node] = ends.get(node, 0.0) + sizes[root]
+        ends[node] += sizes[root]
     held = most = 0.0
     for node in nodes:
-        held += sizes[node]
+        held += made[node]
         most = max(most, held)
-        held -= ends.get(node, 0.0)
+        held -= ends[node]
     return most
 
 
