@@ -3,9 +3,9 @@
 Parameters, buffers, the inputs and the optimizer's state are there throughout. The forward pass adds what operators
 return, and what reshards bring (`transit`), and drops both after their last reader, unless the backward pass reads them
 (`needs`). That runs the operators in reverse, and holds gradients until they have come to where they belong (`returns`);
-those of parameters stay. What is recomputed, and parameters that are gathered, are made again when they are first read, with
-what that takes, and held until they are read for the last time. Of several micro-batches this is the last one, which begins
-with the gradients of the others, not reduced. Views own no storage. What kernels use inside (workspaces) is not known here.
+those of parameters stay. What is recomputed, and parameters that are gathered, are made again when they are first read,
+with what that takes, and held until they are read for the last time. Of several micro-batches this is the last one, which
+begins with the gradients of the others, not reduced. Views own no storage. Workspaces inside kernels are not known.
 
 With overlap a schedule may hold some more (`OVERLAP`), and keeps to that (`passes.overlap.memory`).
 """
