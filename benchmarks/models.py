@@ -104,6 +104,17 @@ class Loss(nn.Module):
         return self.model(input_ids=tokens, labels=tokens).loss
 
 
+class Classifier(nn.Module):
+    """An image classifier with its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(images).logits, labels)
+
+
 def gpt(
     layers: int, hidden: int, heads: int, vocabulary: int, batch: int, sequence: int
 ) -> tuple[nn.Module, tuple[Tensor]]:
@@ -173,6 +184,7 @@ def trained(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
     ``gpt``: a GPT-2 of 4 layers of width 256 over 8 sequences of 128; ``deep``: 8 layers of width
     256 over 8 sequences of 256; ``wide``: 8 layers of width 1024 over 8 sequences of 32. ``llama``: as ``gpt``, of a Llama
     with grouped queries. ``decoder``: `Decoder` of the dims of ``deep``. ``unet``: `Denoiser` of width 64 over 8 images.
+    ``vit``: a vision transformer of 4 layers of width 128 over 16 images, with dropout.
     With more to hold between the passes: ``xl``, `Decoder` of two layers as wide as GPT-2 XL's over 8 sequences of 256,
     which takes some ten seconds; ``unet-wide``, ``unet`` over images of four times the pixels.
     """
@@ -200,4 +212,13 @@ def trained(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
             vocab_size=512, max_position_embeddings=128, use_cache=False,
         )  # fmt: skip
         return Loss(transformers.LlamaForCausalLM(config)), (torch.randint(0, 512, (8, 128)),)
-    raise ValueError(f"no model is called {name!r}; choose {', '.join(_GPTS)}, decoder, xl, llama, unet or unet-wide")
+    if name == "vit":
+        config = transformers.ViTConfig(
+            num_hidden_layers=4, hidden_size=128, num_attention_heads=8, intermediate_size=512, image_size=64, patch_size=8,
+            hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
+        )  # fmt: skip
+        return Classifier(transformers.ViTForImageClassification(config)), (
+            torch.randn(16, 3, 64, 64),
+            torch.arange(16) % 2,
+        )
+    raise ValueError(f"no model is called {name!r}; choose {', '.join(_GPTS)}, decoder, xl, llama, unet, unet-wide or vit")

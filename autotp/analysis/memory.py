@@ -143,7 +143,8 @@ def memory_use(priced: Priced, plan: Plan) -> MemoryUse:
     held = sorted(watched.seen[list(chosen)[worst]], key=lambda entry: -entry[2])
     hides = plan.schedule == "overlap"
     recomputed = [
-        _recomputation(priced, group, first.between, peak, hides) for group in _groups(priced, first.storages.roots)
+        _recomputation(priced, group, first.between, peak, hides)
+        for group in _groups(priced, {view: root for view, (root, _) in first.storages.roots.items()})
     ]
     recomputed.sort(key=lambda one: -one.saved_bytes)
     return MemoryUse(plan.memory_bound, peak, worst, tuple(held), tuple(curve), tuple(recomputed))

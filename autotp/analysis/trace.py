@@ -97,7 +97,7 @@ def scheduled(captured: Captured, plan: Plan, parameters: Collection[str]) -> tu
     except NoOrder as error:
         raise AutotpError(f"the graph has no schedule: {error}") from error
     assert how.durations is not None
-    return found[places[0]].slots(how.durations, how.limits)
+    return how.slots(found[places[0]])
 
 
 def _parts(rewritten: Rewritten, at: tuple[int, ...]) -> dict[str, Tensor]:

@@ -1,35 +1,42 @@
 """The most bytes that a device holds at once: a training step walked through, storage by storage.
 
 Parameters, buffers, the inputs and the optimizer's state are there throughout. The forward pass adds what operators
-return, and what reshards bring, and drops both after their last reader, unless a backward pass needs them. The backward
-pass runs the operators in reverse: it drops what was saved, gathers parameters again, and holds the gradient of every
-tensor from its last reader's turn to its producer's. Gradients of parameters stay. What is recomputed is dropped in the
-forward pass, made again when the backward pass first reads it, with what that takes, and held until it is read for the last
-time. Of several micro-batches this is the last one, which begins with the gradients of the others, not reduced. Views own
-no storage. What operators use inside (workspaces) is not known here.
+return, and what reshards bring (`transit`), and drops both after their last reader, unless the backward pass reads them
+(`needs`). That runs the operators in reverse, and holds gradients until they have come to where they belong (`returns`);
+those of parameters stay. What is recomputed, and parameters that are gathered, are made again when they are first read,
+with what that takes, and held until they are read for the last time. Of several micro-batches this is the last one, which
+begins with the gradients of the others, not reduced. Views own no storage. Workspaces inside kernels are not known.
+
+With overlap a schedule may hold some more (`OVERLAP`), and keeps to that (`passes.overlap.memory`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import fx
 
 from autotp.costs.moment import Moment, Turn
+from autotp.costs.needs import BESIDES, Needs
 from autotp.costs.priced import Priced
+from autotp.costs.returns import Returns
 from autotp.costs.storages import CAST, Key, Storages, casts
-from passes.graph import cast_of, note_of
+from autotp.costs.transit import in_transit, sums_in_place
+from passes.graph import cast_of
 from passes.layouts.layout import Layout
-from passes.layouts.reshard import COMMUNICATING, steps
-from passes.rules.factors import Value, value_of
-from passes.rules.table import kept_besides, saved_by
-from passes.strategies.strategy import Strategy, Want, gradient_of, whole_layout
+from passes.rules.factors import value_of
+from passes.rules.kept import working
+from passes.rules.table import rule_of
+from passes.strategies.strategy import Strategy, whole_layout
 
-__all__ = ["Footprint"]
+__all__ = ["OVERLAP", "Footprint"]
+
+#: The share of what is held that a schedule may hold besides: what is gathered early, and messages of several tensors.
+OVERLAP = 0.025
 
 
 class Footprint:
@@ -43,47 +50,49 @@ class Footprint:
         self.priced, self.model, self.prices = priced, priced.model, priced.prices
         self.strategies, self.layouts = priced.strategies, priced.layouts
         self.panels, self.again = priced.panels, priced.again
-        model, prices = priced.model, priced.prices
-        self.parameters = model.captured.parameters
+        self.mesh = priced.prices.mesh
+        self.parameters = self.model.captured.parameters
         self.storages = Storages(priced)
         self.operands, self.results = self.storages.operands, self.storages.results
-        self.whole = whole_layout(len(prices.mesh))
+        self.whole = whole_layout(len(self.mesh))
+        self.traced = self.prices.together > 0 or bool(self.model.recomputed)
+        self.spare = OVERLAP if priced.prices.together > 0 else 0.0
         self.sizes: dict[tuple, float] = {}
         self.live: dict[Key, float] = {}
-        self.total = self.peak = 0.0
+        self.stored = self.peak = 0.0
         self.now = Moment(0, Turn.FORWARD)
         self.held: dict[Moment, float] = {}
         self.watched = math.inf
         self.worst: list[tuple[str, str, float]] = []
-        self.saved: dict[fx.Node, set[Key]] = defaultdict(set)
-        self.holders: dict[Key, int] = defaultdict(int)
-        self.inputs: dict[fx.Node, set[Key]] = {}
-        self.besides: dict[fx.Node, tuple[Key, float]] = {}
-        self.gradients: dict[Value, dict[Layout, float]] = defaultdict(dict)
+        self.resident: set[Key] = set()
+        self.gradients = Returns(priced, self.operands, self.bytes, self.reach, traced=self.traced)
+
+    @property
+    def total(self) -> float:
+        """Bytes held now."""
+        return self.stored + self.gradients.total
 
     def run(self) -> float:
         """Bytes at the worst moment, under ``zero_grad()`` as it is by default (gradients dropped)."""
         self.state()
         nodes = list(self.model.operators)
         self.last = self.storages.last
-        leaves = {value_of(leaf) for leaf in self.model.outputs}
+        leaves = {self.storages.key(value_of(leaf), self.layouts[value_of(leaf)]) for leaf in self.model.outputs}
+        self.needs = Needs(self.priced, self.storages) if self.prices.train else None
+        self.staying = self.resident | leaves | (self.needs.kept if self.needs is not None else set())
         ends: dict[fx.Node, list[Key]] = defaultdict(list)
         for key, node in self.last.items():
             ends[node].append(key)
         for at, node in enumerate(nodes):
             self.now = Moment(at, Turn.FORWARD)
-            self.forward(node)
-            for key in ends[node]:
-                idle = not self.holders[key] or self.transient(key)
-                if idle and key[0] not in leaves and self.temporary(key[0]):
-                    self.drop(key)
-        if self.prices.train:
+            self.forward(node, ends[node])
+        if self.needs is not None:
             for leaf in self.model.outputs:
                 if value_of(leaf) in self.model.trained:
-                    self.grow(value_of(leaf), self.whole, leaf.meta["val"])
+                    self.gradients.held.arrive((value_of(leaf), None), self.bytes(leaf.meta["val"], self.whole))
             for at, node in reversed(list(enumerate(nodes))):
                 self.now = Moment(at, Turn.ARRIVAL)
-                self.backward(node)
+                self.backward(node, self.needs)
         return self.peak
 
     def state(self) -> None:
@@ -97,20 +106,9 @@ class Footprint:
                 itemsize = cast_of(node).rests.itemsize
                 size = float(self.prices.states(np.array(size / itemsize), itemsize)) - size
             self.take(((node, 0), self.layouts[node, 0]), size)
+            self.resident.add(((node, 0), self.layouts[node, 0]))
         if self.prices.train and self.prices.accumulate > 1:
-            for node, strategy in ((n, self.strategies[n.name]) for n in self.model.operators):
-                for operand, want in zip(self.operands[node], strategy.wants, strict=True):
-                    value = value_of(operand)
-                    if value[0].name in self.parameters and value in self.model.trained:
-                        tensor = operand.meta["val"]
-                        self.grow(value, self.waiting(value, want, tensor), tensor, cast_of(value[0]).rests)
-
-    def waiting(self, value: Value, want: Want, tensor: torch.Tensor) -> Layout:
-        """The layout in which a parameter's gradient, wanted so, waits for the last micro-batch."""
-        own = gradient_of(self.layouts[value])
-        mirror = steps(tuple(tensor.shape), want.gradient, own, self.prices.mesh)
-        waits = any(step.kind in COMMUNICATING for step in mirror) and not cast_of(value[0]).changes
-        return want.gradient if waits else own
+            self.gradients.wait()
 
     def bytes(self, value: torch.Tensor, layout: Layout, dtype: torch.dtype | None = None) -> float:
         """Bytes of one device's part of a tensor, in its own dtype or another."""
@@ -123,11 +121,12 @@ class Footprint:
         """A storage appears, unless it is there."""
         if key not in self.live:
             self.live[key] = size
-            self.total += size
+            self.stored += size
             self.reach()
 
     def reach(self, passing: float = 0.0) -> None:
         """Looks whether this moment, with bytes that pass, is the worst yet."""
+        passing += self.spare * (self.total + passing)
         self.peak = max(self.peak, self.total + passing)
         self.held[self.now] = max(self.held.get(self.now, 0.0), self.total + passing)
         if self.total + passing >= self.watched:
@@ -151,181 +150,153 @@ class Footprint:
             elif node.op == "placeholder":
                 found.append(("input or buffer", node.name, size))
             else:
-                kept = self.holders.get((value, layout), 0)
+                kept = self.needs is not None and self.needs.left[value, layout] > 0
                 found.append(("saved for the backward pass" if kept else "result in use", node.name, size))
-        for value, gradients in self.gradients.items():
-            name = self.parameters.get(value[0].name, value[0].name)
-            kind = "gradient of a parameter" if value[0].name in self.parameters else "gradient in use"
-            found += [(kind, name, size) for size in gradients.values()]
+        for slot, size in self.gradients.held.items():
+            node = (slot[1] if isinstance(slot[0], str) else slot[0])[0]  # type: ignore[index]
+            kind = "gradient of a parameter" if node.name in self.parameters else "gradient in use"
+            found.append((kind, self.parameters.get(node.name, node.name), size))
         rest = self.total + passing - sum(size for *_, size in found)
-        return [*found, ("in passing", "", rest)] if rest > 0.5 else found
+        return [*found, ("in passing, and for overlap", "", rest)] if rest > 0.5 else found
 
     def drop(self, key: Key) -> None:
         """A storage goes."""
-        self.total -= self.live.pop(key, 0.0)
+        self.stored -= self.live.pop(key, 0.0)
 
-    def transient(self, key: Key) -> bool:
-        """Whether a storage is made again for the backward pass: a result, or its copy in another layout."""
-        value, layout = key
-        repeats = self.model.recomputed.get(value[0])
-        if repeats is None or repeats or value[1] < 0 or layout == self.layouts[value]:
-            return repeats is not None
-        tensor = self.model.named[value].meta["val"]
-        return not self.prices.moving(tuple(tensor.shape), tensor.element_size(), self.layouts[value], layout).communication
+    def move(self, key: Key, source: Key, tensor: torch.Tensor, *, leaves: bool) -> None:
+        """A tensor is brought into another layout; the storage that it is brought from may go when it has been sent."""
+        if key in self.live:
+            return
+        shape, layouts = tuple(tensor.shape), (source[1], key[1])
+        if leaves and self.traced and sums_in_place(shape, *layouts, self.mesh):
+            self.drop(source)
+        size = self.bytes(tensor, key[1])
+        extra = float(in_transit(shape, *layouts, self.mesh, not leaves, self.traced) * tensor.element_size())
+        if casts((key[0][0], 0)) and source[1] != key[1]:
+            extra += self.bytes(tensor, source[1])  # what rests is cast before it moves
+        self.take(key, size)
+        self.reach(extra)
+        if leaves:
+            self.drop(source)
 
-    def temporary(self, value: Value) -> bool:
-        """Whether a tensor is made in the step."""
-        return value[0].op != "placeholder"
-
-    def forward(self, node: fx.Node) -> None:
+    def forward(self, node: fx.Node, ends: Sequence[Key]) -> None:
         """Runs an operator: what it gathers, what it returns, what is kept of it."""
-        strategy = self.strategies[node.name]
-        gathered, passing = [], 0.0
+        strategy, passing = self.strategies[node.name], 0.0
         for operand, want in zip(self.operands[node], strategy.wants, strict=True):
             value = value_of(operand)
-            key = self.storages.key(value, want.layout)
-            size = self.bytes(operand.meta["val"], want.layout)
+            key, own = self.storages.key(value, want.layout), self.storages.key(value, self.layouts[value])
             if key in self.live:
                 continue
             if node.name in self.panels and (value[0].name in self.parameters or (value, node) in self.again):
-                passing += size / self.panels[node.name]
+                passing += self.bytes(operand.meta["val"], want.layout) / self.panels[node.name]
                 continue
-            self.take(key, size)
-            if value[0].name in self.parameters:
-                gathered.append(key)
+            source = ((value[0], 0), self.layouts[value]) if casts(value) else (own[0], self.layouts[value])
+            leaves = own in self.live and self.last[own] is node and own not in self.staying
+            self.move(key, source, operand.meta["val"], leaves=leaves and own == source)
         for i, result in enumerate(self.results[node]):
             if (node, i) not in self.storages.roots:
                 self.take(((node, i), strategy.results[i]), self.bytes(result, strategy.results[i]))
+        if self.needs is not None and node in self.needs.besides:
+            self.beside(node, self.needs)
         self.reach(passing)
-        for key in gathered:
-            if self.last[key] is node:
+        for key in ends:
+            if key not in self.staying:
                 self.drop(key)
-        if self.prices.train:
-            self.save(node, strategy, saved_by(node) if node in self.model.differentiated else "")
 
-    def save(self, node: fx.Node, strategy: Strategy, saves: str) -> None:
-        """Remembers what the backward pass of an operator needs, and what it takes to run it again."""
-        keys = set()
-        if node in self.model.recomputed and (node, 0) not in self.storages.roots:
-            wanted = zip(self.operands[node], strategy.wants, strict=True)
-            read = [
-                self.storages.key(value_of(operand), want.layout)
-                for operand, want in wanted
-                if self.temporary(value_of(operand))
-            ]
-            self.inputs[node] = set(read)
-        if saves == "operands":
-            for operand, want in zip(self.operands[node], strategy.wants, strict=True):
-                value = value_of(operand)
-                if value[0].op == "placeholder" or not operand.meta["val"].dtype.is_floating_point:
-                    continue
-                layout = self.layouts[value] if (value, node) in self.again else want.layout
-                keys.add(self.storages.key(value, layout))
-        elif saves == "result":
-            keys = {self.storages.key((node, i), layout) for i, layout in enumerate(strategy.results)}
-        bound, besides = self.model.operators[node].rule, kept_besides(node)
-        if bound is not None and besides and strategy.axes(*bound.inner):
-            key = (node, -1), strategy.wants[0].layout
-            self.besides[node] = key, besides * self.bytes(self.operands[node][0].meta["val"], strategy.wants[0].layout)
-            if node not in self.model.recomputed:
-                self.take(*self.besides[node])
-            keys.add(key)
-        for key in (*keys, *self.inputs.get(node, ())):
-            self.holders[key] += 1
-        self.saved[node] = keys
+    def beside(self, node: fx.Node, needs: Needs) -> None:
+        """What an operator keeps besides operands and results appears; it stays unless it is made again."""
+        key = (node, BESIDES), self.strategies[node.name].results[0]
+        self.take(key, self.parts(node, needs.besides[node]))
+        if key not in needs.kept and self.now.turn is Turn.FORWARD:
+            self.drop(key)
 
-    def restore(self, key: Key) -> None:
+    def parts(self, node: fx.Node, parts: Iterable[tuple[int, float]]) -> float:
+        """Bytes of tensors that are as large as operands, or as the first result (-1), by bytes for each element."""
+        strategy, found = self.strategies[node.name], 0.0
+        for position, size in parts:
+            tensor = self.results[node][0] if position < 0 else self.operands[node][position].meta["val"]
+            layout = strategy.results[0] if position < 0 else strategy.wants[position].layout
+            found += self.bytes(tensor, layout) / tensor.element_size() * size
+        return found
+
+    def restore(self, key: Key, needs: Needs) -> None:
         """Makes a storage again that the forward pass dropped, by running operators again as far as need be."""
         if key in self.live:
             return
-        value, layout = key
-        node = value[0]
-        if layout != self.layouts.get(value, layout):
-            own = self.storages.key(value, self.layouts[value])
-            self.restore(own)
-            self.take(key, self.bytes(self.model.named[value].meta["val"], layout))
-            self.release([own], 0)
+        (node, number), layout = key
+        if node.op == "placeholder" or (number != BESIDES and layout != self.layouts[node, number]):
+            if node.op == "placeholder":
+                own, tensor = ((node, 0), self.layouts[node, 0]), node.meta["val"]
+            else:
+                own = self.storages.key((node, number), self.layouts[node, number])
+                tensor = self.model.named[node, number].meta["val"]
+                self.restore(own, needs)
+            self.move(key, (own[0], self.layouts[node, 0 if number == CAST else number]), tensor, leaves=False)
+            self.done(own, needs)
             return
-        strategy, inputs, passing = self.strategies[node.name], self.inputs.pop(node, set()), 0.0
+        strategy, inputs = self.strategies[node.name], needs.again[node]
         for each in inputs:
-            self.restore(each)
-        for operand, want in zip(self.operands[node], strategy.wants, strict=True):
-            moved = want.layout != self.layouts[value_of(operand)] or casts(value_of(operand))
-            if operand.name in self.parameters and moved:
-                passing += self.bytes(operand.meta["val"], want.layout) / self.panels.get(node.name, 1)
-        made = [((node, i), layout) for i, layout in enumerate(strategy.results)]
-        for each, result in zip(made, self.results[node], strict=True):
-            self.take(each, self.bytes(result, each[1]))
-        if node in self.besides:
-            self.take(*self.besides[node])
-        self.reach(passing)
-        self.release(inputs)
-        self.release(made, 0)
+            self.restore(each, needs)
+        made = [((node, i), layout) for i, layout in enumerate(strategy.results) if (node, i) not in self.storages.roots]
+        for each in made:
+            self.take(each, self.bytes(self.results[node][each[0][1]], each[1]))
+        if node in needs.besides:
+            self.beside(node, needs)
+        self.reach(self.panelled(node, strategy))
+        for each in inputs:
+            self.done(each, needs)
+        for each in made:
+            if not needs.left[each]:
+                self.drop(each)
 
-    def release(self, keys: Iterable[Key], holders: int = 1) -> None:
-        """Storages have so many holders less; those without any go."""
-        for key in keys:
-            self.holders[key] -= holders
-            if not self.holders[key] and self.temporary(key[0]):
+    def panelled(self, node: fx.Node, strategy: Strategy) -> float:
+        """Bytes of what a product reads in panels."""
+        if node.name not in self.panels:
+            return 0.0
+        wanted = zip(self.operands[node], strategy.wants, strict=True)
+        return sum(
+            self.bytes(operand.meta["val"], want.layout) / self.panels[node.name]
+            for operand, want in wanted
+            if operand.name in self.parameters or (value_of(operand), node) in self.again
+        )
+
+    def done(self, key: Key, needs: Needs) -> None:
+        """A storage has been read once more; it goes when nothing is left to read it."""
+        if key in needs.left:
+            needs.left[key] -= 1
+            if not needs.left[key] and key not in self.resident:
                 self.drop(key)
 
-    def grow(self, value: Value, layout: Layout, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-        """A gradient arrives; a second one is added to the first."""
-        size = self.bytes(tensor, layout, dtype)
-        self.reach(size)
-        if layout not in self.gradients[value]:
-            self.gradients[value][layout] = size
-            self.total += size
-
-    def fall(self, value: Value) -> None:
-        """A tensor's gradient is not needed any more."""
-        self.total -= sum(self.gradients.pop(value, {}).values())
-
-    def backward(self, node: fx.Node) -> None:
+    def backward(self, node: fx.Node, needs: Needs) -> None:
         """Runs an operator's backward pass, and drops what only that needed."""
-        strategy, passing = self.strategies[node.name], 0.0
+        passing = self.panelled(node, self.strategies[node.name])
         mine = [(node, i) for i in range(len(self.results[node])) if (node, i) in self.model.trained]
-        if not mine:
-            self.release(self.inputs.pop(node, ()))
+        reads = needs.reads.get(node, ())
+        if not any((value, None) in self.gradients.held for value in mine):
+            for key in reads:
+                self.done(key, needs)
             return
-        for i, tensor in enumerate(self.results[node]):
-            if (node, i) in self.model.trained:
-                self.bring((node, i), tensor)
         self.now = self.now._replace(turn=Turn.BACKWARD)
-        for key in self.saved[node]:
-            if self.transient(key):
-                self.restore(key)
-        for operand, want in zip(self.operands[node], strategy.wants, strict=True):
-            value = value_of(operand)
-            moved = want.layout != self.layouts[value] or casts(value)
-            if moved and (value[0].name in self.parameters or (value, node) in self.again):
-                passing += self.bytes(operand.meta["val"], want.layout) / self.panels.get(node.name, 1)
-        self.total += passing
-        if mine[0] in self.storages.roots:  # the gradient of a view is a view of the gradient
-            for value in mine:
-                self.fall(value)
-        for operand, want in zip(self.operands[node], strategy.wants, strict=True):
+        spans = needs.spans(node) if self.traced else dict.fromkeys(reads, (0, len(self.operands[node]) - 1))
+        passing += self.parts(node, working(node))
+        self.reach(passing)
+        for position, operand in enumerate(self.operands[node]):
+            for key, (since, _) in spans.items():
+                if since == position:
+                    self.restore(key, needs)
             if value_of(operand) in self.model.trained:
-                value = value_of(operand)
-                arrives = value if note_of(value[0]).cast is None else (value[0], CAST)
-                self.grow(arrives, want.gradient, operand.meta["val"])
-        self.total -= passing
+                self.returned(node, position, passing)
+            for key, (_, until) in spans.items():
+                if until == position:
+                    self.done(key, needs)
         for value in mine:
-            self.fall(value)
-        self.release((*self.saved.pop(node, ()), *self.inputs.pop(node, ())))
-        for operand in self.operands[node]:
-            if operand.name in self.parameters:
-                self.bring((operand, 0), operand.meta["val"])
+            self.gradients.held.fall((value, None))
+        self.gradients.ended(node)
 
-    def bring(self, value: Value, tensor: torch.Tensor) -> None:
-        """All of a tensor's gradient comes to the layout of the tensor itself, and to the dtype in which it rests."""
-        own = gradient_of(self.layouts[value])
-        if (cast := note_of(value[0]).cast) is not None:
-            for layout, size in self.gradients.pop((value[0], CAST), {}).items():
-                self.reach(self.bytes(tensor, layout, cast.reduced) if cast.back else 0.0)
-                self.grow(value, own, tensor, cast.rests)
-                self.total -= size
-            return
-        for layout in [found for found in self.gradients[value] if found != own]:
-            self.grow(value, own, tensor)
-            self.total -= self.gradients[value].pop(layout)
+    def returned(self, node: fx.Node, position: int, passing: float) -> None:
+        """An operator's gradient of an operand arrives."""
+        tensor, result, rule = self.operands[node][position].meta["val"], self.results[node][0], rule_of(node)
+        if tensor.numel() < result.numel() and rule is not None and rule.saves == "others" and rule.flop is None:
+            self.reach(passing + self.bytes(result, self.strategies[node.name].results[0]))  # what is then summed
+        self.gradients.arrive(node, position, result, shares=len(self.results[node]) == 1)
+        self.reach(passing)

@@ -13,8 +13,9 @@ from torch import Tensor, fx
 from autotp.plans.constraints import Requirement
 from passes.capture import Captured
 from passes.rules.factors import Operator, Value, value_of
+from passes.rules.kept import NOTHING, Kept, kept
 from passes.rules.shapes import operands_of, results_of
-from passes.rules.table import rule_of, saved_by
+from passes.rules.table import rule_of
 
 __all__ = ["Model", "depth_of", "shown_by", "trained_values"]
 
@@ -84,17 +85,27 @@ class Model:
 
     def read_again(self, node: fx.Node, recomputed: bool) -> list[Value]:
         """The tensors, made in the step, that the backward pass reads for an operator's gradient, or to recompute it."""
-        found = [value_of(operand) for operand in operands_of(node) if self.reads_again(node, operand, recomputed)]
-        if node in self.differentiated and saved_by(node) == "result":
+        operands = operands_of(node)
+        found = [value_of(n) for position, n in enumerate(operands) if self.reads_again(node, position, recomputed)]
+        if self.kept(node).results or self.kept(node).besides:  # a mask, for one, is made as the results are
             found += [(node, i) for i in range(len(results_of(node)))]
         return found
 
-    def reads_again(self, node: fx.Node, operand: fx.Node, recomputed: bool) -> bool:
+    def reads_again(self, node: fx.Node, position: int, recomputed: bool) -> bool:
         """Whether an operand is made in the step, and the backward pass reads it; see ``read_again``."""
-        if value_of(operand)[0].op == "placeholder":
-            return False
-        saves = node in self.differentiated and saved_by(node) == "operands"
-        return recomputed or (saves and operand.meta["val"].dtype.is_floating_point)
+        made = value_of(operands_of(node)[position])[0].op != "placeholder"
+        return made and (recomputed or position in self.kept(node).operands)
+
+    def kept(self, node: fx.Node) -> Kept:
+        """What the gradients of an operator's operands are made of, where nothing inside it is sharded."""
+        if node not in self._kept:
+            trained = [value_of(operand) in self.trained for operand in operands_of(node)]
+            self._kept[node] = kept(node, trained) if node in self.differentiated else NOTHING
+        return self._kept[node]
+
+    @cached_property
+    def _kept(self) -> dict[fx.Node, Kept]:
+        return {}
 
 
 def shown_by(node: fx.Node) -> Value | None:

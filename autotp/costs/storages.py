@@ -24,7 +24,7 @@ class Storages:
 
     Attributes:
         operands, results: of every operator.
-        roots: a view's result -> the tensor whose storage it has.
+        roots: a view's result -> the storage that it has.
         last: storage -> the last operator of the forward pass to read it.
     """
 
@@ -32,7 +32,7 @@ class Storages:
         self.strategies, self.layouts = priced.strategies, priced.layouts
         self.operands = {node: operands_of(node) for node in priced.model.operators}
         self.results = {node: results_of(node) for node in priced.model.operators}
-        self.roots: dict[Value, Value] = {}
+        self.roots: dict[Value, Key] = {}
         self.last = self._readers()
 
     def key(self, value: Value, layout: Layout) -> Key:
@@ -42,8 +42,7 @@ class Storages:
         """
         if casts(value):
             return (value[0], CAST), layout
-        root = self.roots.get(value, value)
-        return (root, self.layouts[root]) if layout == self.layouts[value] else (value, layout)
+        return self.roots.get(value, (value, layout)) if layout == self.layouts[value] else (value, layout)
 
     def _readers(self) -> dict[Key, fx.Node]:
         """The last operator to read each storage; a reshard reads when the first who wants its result does."""
@@ -61,10 +60,10 @@ class Storages:
         return last
 
     def _alias(self, node: fx.Node) -> None:
-        """A view has the storage of what it views, unless that moved."""
+        """A view has the storage of what it views, where that is."""
         value = shown_by(node)
-        if value is not None and self.strategies[node.name].wants[0].layout == self.layouts[value]:
-            root = self.roots.get(value, value)
+        if value is not None:
+            root = self.key(value, self.strategies[node.name].wants[0].layout)
             for i in range(len(self.results[node])):
                 self.roots[node, i] = root
 

@@ -25,7 +25,6 @@ from autotp.planner.ilp import Node, Problem, Tensor, Use
 from autotp.planner.structure import Choice, Structure
 from autotp.planner.tables import Ledger, Life, Reader, Tables
 from passes.rules.factors import Value
-from passes.rules.table import saved_by
 from passes.sharding.panel import data_position
 
 __all__ = ["Moments"]
@@ -152,7 +151,7 @@ class Moments:
             made=self.order.get(producer, -1),
             until=self.order.get(self.model.undecided.get(producer, producer), -1),
             kept=producer in self.order
-            and saved_by(producer) == "result"
+            and self.model.kept(producer).results
             and value in self.model.trained
             and producer not in self.model.recomputed,
             view=shown_by(producer) is not None,

@@ -23,7 +23,7 @@ from passes.layouts.codes import DIM, INNER, PARTIAL, WHOLE
 from passes.layouts.reshard_matrix import ReshardPricer
 from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of
-from passes.rules.table import flop_of, rule_of, saved_by
+from passes.rules.table import flop_of, rule_of
 from passes.sharding.panel import data_position
 from passes.strategies.space import Space, space
 
@@ -235,7 +235,7 @@ class _Builder:
         if key not in self.by_key:
             table, chosen = rule_of(node), self.chosen
             found = space(operator, self.axes, lambda axis, factor: chosen.allows(operator, axis, factor))
-            saves = saved_by(node) == "result" and gradient and not recomputed
+            saves = self.model.kept(node).results and not recomputed
             best = chosen.prefers(table is not None and table.flop is not None and weight)
             score = np.array(
                 [chosen.score(operator, found.assignment(s)) for s in range(len(found.serves))] if best else []
@@ -314,7 +314,8 @@ class _Builder:
             gradients = gradients if trained else np.full_like(gradients, WHOLE)
             column = wants.add(np.concatenate([layouts, gradients], axis=1))
             found.append((self.index[user], column))
-            if saved_by(user) == "operands" or user in self.model.recomputed:
+            saves = isinstance(choice, Choice) and position in self.model.kept(user).operands
+            if saves or user in self.model.recomputed:
                 product = not parameter and data_position(user) == position
                 (products if product else saved).append(column)
         mask = [np.zeros(len(wants.rows), bool), np.zeros(len(wants.rows), bool)]
@@ -355,9 +356,8 @@ class _Builder:
         for user, position, want in uses:
             choice = self.nodes[self.index[user]][1]
             if isinstance(choice, Choice):
-                operand = operands_of(user)[position]
-                needed = self.model.reads_again(user, operand, choice.recomputed)
-                again = choice.again & self.model.reads_again(user, operand, recomputed=True)
+                needed = self.model.reads_again(user, position, choice.recomputed)
+                again = choice.again & self.model.reads_again(user, position, recomputed=True)
                 want = np.where(again | needed, want, -1)
             else:
                 want = np.full_like(want, -1)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,8 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autotp.errors import AutotpError
 from passes.overlap import Halves, Overlapped
 from passes.overlap.bucket import Buckets, Enough, Hiding
-from passes.overlap.schedule import Durations, Limits
+from passes.overlap.inplace import inplace
+from passes.overlap.memory import peak, peak_in
+from passes.overlap.schedule import Durations, Limits, Slot, schedule
 from passes.overlap.stage import Faster, Stages
+from passes.overlap.trace import Joint
 from passes.world.ops import Parts
 from passes.world.regather import version_of
 
@@ -56,6 +60,8 @@ class Overlap:
         limits: of the schedule.
         faster: see `passes.overlap.stage.stages`; None: every all_reduce is one collective.
         hiding: see `passes.overlap.bucket.buckets`.
+        smaller: what takes the place of ``enough`` and ``hiding``, one after the other, where messages hold too much.
+        room: of what is traced: bytes that either graph may hold at once; None: there is no limit.
     """
 
     durations: Durations | None = None
@@ -63,11 +69,47 @@ class Overlap:
     limits: Limits = Limits()
     faster: Faster | None = None
     hiding: Hiding | None = None
+    smaller: Sequence[tuple[Enough | None, Hiding | None]] = ()
+    room: Callable[[Joint], float] | None = None
 
     def decided(self, found: Halves) -> tuple[tuple[Buckets, Buckets], tuple[Stages, Stages]]:
-        """Which collectives of traced graphs are merged, and which then go in stages."""
-        chosen = found.buckets(self.enough, self.hiding)
-        return chosen, found.stages(chosen, self.faster)
+        """Which collectives of traced graphs are merged, and which then go in stages.
+
+        In either graph, they are the largest messages with which a schedule holds no more than it may.
+        """
+        chosen: list[Buckets] = [(), ()]
+        tight = [0, 1]
+        for enough, hiding in ((self.enough, self.hiding), *self.smaller):
+            merged = found.buckets(enough, hiding)
+            for half in tight:
+                chosen[half] = merged[half]
+            if self.room is None or not any(chosen[half] for half in tight):
+                break
+            made = found.overlapped(merged, found.stages(merged, self.faster))
+            room, graphs = self.room(made.joint), (made.forward, made.backward)
+            for half in tight:
+                inplace(graphs[half])
+            tight = [half for half in tight if peak(graphs[half]) > room]
+        pair = chosen[0], chosen[1]
+        return pair, found.stages(pair, self.faster)
+
+    def slots(self, made: Overlapped) -> tuple[list[Slot], list[Slot]]:
+        """When each node of either graph is to run: in the order of autograd where any other would hold too much."""
+        assert self.durations is not None, "nothing to schedule by"
+        room = math.inf if self.room is None else self.room(made.joint)
+        return self._slots(made.forward, self.durations, room), self._slots(made.backward, self.durations, room)
+
+    def _slots(self, graph: fx.Graph, durations: Durations, room: float) -> list[Slot]:
+        found = schedule(graph, durations, self.limits)
+        if math.isinf(room) or peak_in(graph, [slot.node for slot in found]) <= room:
+            return found
+        given = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+        least = peak_in(graph, given)
+        slack = min(self.limits.slack, max(0.0, room / least - 1)) if least else 0.0
+        found = schedule(graph, durations, replace(self.limits, slack=slack))
+        if peak_in(graph, [slot.node for slot in found]) <= max(room, least):
+            return found
+        return schedule(graph, durations, replace(self.limits, collectives=0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable
@@ -17,12 +18,14 @@ from autotp.costs.prices import Prices
 from autotp.plans.plan import Plan, overlapping
 from autotp.runtime.compiled import Overlap
 from costmodel import compute
+from costmodel.memory import state_bytes
 from costmodel.overlap import LATENCY_SHARE, messages
 from passes.graph import note_of
 from passes.overlap.aliasing import viewing
 from passes.overlap.launch import launch, wait
 from passes.overlap.primitives import COLLECTIVES, axes_of, crop, in_one_format, laid_out, pad, within
 from passes.overlap.schedule import Task
+from passes.overlap.trace import Joint
 from passes.rules.table import kind_of
 
 __all__ = ["enough", "hiding", "how_to_run", "lane_of", "overlap_of", "task_of"]
@@ -30,9 +33,9 @@ __all__ = ["enough", "hiding", "how_to_run", "lane_of", "overlap_of", "task_of"]
 _aten = torch.ops.aten
 #: Collectives are merged up to so many bytes: joining and parting are copies.
 _MOST = 32 * 2**20
-#: ... and to this share of a device's memory that is in use, or this one of all it has, which no device misses.
-_SPARE, _ALWAYS = 0.08, 0.01
 _COPIES = 2
+#: ... or, where that takes too much memory, up to these shares of it.
+_SHARES = (2**-3, 2**-6, 2**-9)
 #: Operators that cost as many FLOP as others, which torch counts.
 _COUNTED_AS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
@@ -55,11 +58,35 @@ def overlap_of(plan: Plan, *, merge: bool = True) -> Overlap:
         merge: whether small collectives are merged.
     """
     prices = Prices(plan.topology, plan.mesh_shape)
-    most = min(plan.memory_bound, plan.topology.device.memory)
-    spare = max(_SPARE * plan.predicted.memory_bytes, _ALWAYS * most)
-    merged = functools.partial(enough, prices=prices, spare=spare) if merge else None
-    hides = functools.partial(hiding, prices=prices, spare=spare)
-    return Overlap(functools.partial(task_of, prices=prices), merged, faster=prices.faster_staged, hiding=hides)
+    durations, room = functools.partial(task_of, prices=prices), functools.partial(room_of, plan)
+    if not merge:
+        return Overlap(durations, faster=prices.faster_staged, room=room)
+    ways = [
+        (functools.partial(enough, prices=prices, spare=spare), functools.partial(hiding, prices=prices, spare=spare))
+        for spare in (share * plan.predicted.memory_bytes for share in (1.0, *_SHARES))
+    ]
+    (merged, hides), *smaller = ways
+    return Overlap(
+        durations, merged, faster=prices.faster_staged, hiding=hides, smaller=(*smaller, (None, None)), room=room
+    )
+
+
+def room_of(plan: Plan, joint: Joint) -> float:
+    """Bytes that a plan leaves to what its forward or backward graph holds: all but what rests.
+
+    Args:
+        plan: says how much a step takes.
+        joint: the graphs' inputs are what rests, parameters with the optimizer's state.
+    """
+    rests = 0.0
+    for number, node in enumerate(itertools.islice(joint.graph.nodes, len(joint.inputs))):
+        value = node.meta["val"]
+        rests += float(value.nbytes)
+        if number in joint.trained:
+            whole = state_bytes(value.numel(), value.element_size(), plan.optimizer)
+            gradients = 1 if plan.accumulate > 1 else 0
+            rests += float(whole) - (2 - gradients) * value.nbytes
+    return plan.predicted.memory_bytes - rests
 
 
 def task_of(node: fx.Node, prices: Prices) -> Task:

@@ -121,11 +121,7 @@ def _scheduled(
     make = functools.cache(make)
     graphs = overlapped(make, how, agreement)
     first = next(iter(graphs.values()))
-    if how.durations is None:
-        orders = first.first_orders
-    else:
-        durations = how.durations
-        orders = agreement.decided(lambda: first.orders(first.slots(durations, how.limits)))
+    orders = first.first_orders if how.durations is None else agreement.decided(lambda: first.orders(how.slots(first)))
     _log.info("%d and %d nodes scheduled, forward and backward", *map(len, orders))
     modules = zip(*(each.modules(orders, world) for each in graphs.values()), strict=True)
     forward, backward = (_in_lockstep(half, world) if lockstep else Arranged(*half) for half in modules)

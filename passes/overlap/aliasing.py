@@ -62,9 +62,9 @@ def held(nodes: list[fx.Node]) -> dict[fx.Node, float]:
     for node in nodes:
         root = node
         while (source := source_of(root)) is not None:
+            if not isinstance(source.meta.get("val"), Tensor) and source_of(source) is None:
+                break  # of several results that are no views, each has a memory of its own
             root = source
-        if not isinstance(root.meta.get("val"), Tensor):  # of several results, each has a memory of its own
-            root = node
         value: Any = root.meta.get("val")
         own = isinstance(value, Tensor) and root.op != "placeholder" and root not in seen
         found[node] = float(value.nbytes) if own else 0.0

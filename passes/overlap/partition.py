@@ -153,7 +153,10 @@ def _needed(
 
 
 def _when_needed(nodes: Sequence[fx.Node], later: set[fx.Node]) -> list[fx.Node]:
-    """The nodes in their order, but what the backward pass does again right before it is first read."""
+    """The nodes in their order, but what the backward pass does again right before it is first read.
+
+    Of several results, each is taken at once: an operator's results are held together until all have been.
+    """
     among, found, seen = set(nodes), [], set()
     for node in nodes:
         pending = [node] if node in later else []
@@ -164,7 +167,8 @@ def _when_needed(nodes: Sequence[fx.Node], later: set[fx.Node]) -> list[fx.Node]
                 pending += missing
                 continue
             pending.pop()
-            if last not in seen:
-                seen.add(last)
-                found.append(last)
+            for made in (last, *(user for user in last.users if user.target is operator.getitem and user in among)):
+                if made not in seen:
+                    seen.add(made)
+                    found.append(made)
     return found + [node for node in nodes if node not in seen]

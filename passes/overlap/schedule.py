@@ -20,7 +20,7 @@ from torch import fx
 
 from passes.graph import note_of
 from passes.overlap.aliasing import source_of
-from passes.overlap.launch import launch, wait
+from passes.overlap.launch import launch, local, wait
 
 __all__ = ["Durations", "Limits", "Slot", "Task", "reordered", "schedule"]
 
@@ -55,7 +55,7 @@ class Limits:
     """What a schedule must keep to.
 
     Attributes:
-        collectives: that may be under way at once in one lane.
+        collectives: that may be under way at once in one lane; 0: the order given is kept, and each is waited for in it.
         slack: a share of the peak of what the order given holds at once. Beyond that and the peak together, nothing is
             launched before its time, and the most urgent goes first only if it fits; what is begun by then may hold more.
     """
@@ -101,6 +101,8 @@ class _Memory:
         self.roots: dict[fx.Node, fx.Node] = {}
         for node in tasks:
             source = node.all_input_nodes[0] if node.target is wait else source_of(node)
+            if node.target is local and tasks[node].bytes:  # which copies
+                source = None
             self.roots[node] = node if source is None else self.roots[source]
         self.left: dict[fx.Node, int] = defaultdict(int)
         for node in tasks:
@@ -200,6 +202,8 @@ class _Scheduler:
 
     def pick(self) -> fx.Node:
         ready = self.ready
+        if not self.limits.collectives:
+            return self.take(*min(((kind, e) for kind in ready for e in ready[kind]), key=lambda each: each[1][1]))
         arrived = [e for e in ready["wait"] if self.done[e[2].all_input_nodes[0]] <= self.now]
         most = self.limits.collectives
         open_ = [e for e in ready["launch"] if self.under_way[self.tasks[e[2]].lane] < most]

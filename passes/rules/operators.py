@@ -16,6 +16,7 @@ from passes.rules.notation import OpRule, instantiate
 from passes.rules.rule import Product
 
 __all__ = [
+    "kept_by_attention",
     "addmm",
     "always",
     "attention",
@@ -33,6 +34,8 @@ __all__ = [
     "product_flop",
     "softmax",
 ]
+
+_SINGLE = 4  # bytes of a float32
 
 
 def product_flop(where: Product) -> Callable[[fx.Node], float]:
@@ -82,6 +85,22 @@ def attention(node: fx.Node) -> OpRule:
         form += ", " + " ".join("1" if n == 1 else name for n, name in zip(mask, names, strict=True))
     shapes = [by.shape_of(n) for n in operands]
     return instantiate(f"{form} -> {lead} s [e]", shapes, [by.shape_of(node)], sizes=sizes)
+
+
+def kept_by_attention(node: fx.Node) -> list[tuple[int, float]]:
+    """A logarithm for each row, and a mask of booleans as numbers; with dropout, all of torch's formula in float32.
+
+    Those are the scaled queries and keys, the values, and the weights before and after the dropout, with its mask.
+    """
+    operands = by.operands_of(node)
+    q, k = by.shape_of(operands[0]), by.shape_of(operands[1])
+    if by.argument(node, 4, "dropout_p", 0.0):
+        weights = (2 * _SINGLE + 1) * k[-2] / max(1, q[-1])
+        return [(0, _SINGLE + weights), (1, _SINGLE), (2, _SINGLE)]
+    found = [(0, _SINGLE / max(1, q[-1]))]
+    if len(operands) > 3 and operands[3].meta["val"].dtype == torch.bool:
+        found.append((3, float(operands[0].meta["val"].element_size())))
+    return found
 
 
 def convolution(node: fx.Node, *, transposed: bool) -> OpRule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +47,13 @@ class Rule:
         product: its operands, where it multiplies matrices.
         statistics: how many numbers per row a lowering reduces over the axes of its inner factors, forward and backward.
         contiguous: factors whose lowering counts positions, so that a device must hold neighbouring ones.
-        saves: what the backward pass keeps: "operands"; "others", each operand for the others' gradients; "result"; "".
-        extra: how many tensors of the first operand's size a lowering over inner axes keeps besides.
+        saves: what the backward pass keeps: "operands"; "others", each operand for the others' gradients; "result"; "all"
+            of these; "copy", something as large as the first operand; "mask", a byte for each element of the result; "".
+        extra: how many tensors of the first operand's size a lowering over inner axes keeps, but one; None: no lowering is
+            over inner axes.
+        rereads: whether one of these is the operand itself, where the lowering computes in its dtype.
+        besides: what the backward pass keeps moreover: (operand, or -1 for the first result; bytes for each element).
+        hands_on: the gradients of its operands, where they have its result's shape, are its result's.
         view: moves no data.
         copies: whether it moves data nevertheless where strides leave it no other way.
         detaches: gives its operand's values, and no gradient back.
@@ -72,7 +77,10 @@ class Rule:
     statistics: tuple[int, int] = (2, 2)
     contiguous: tuple[str, ...] = ()
     saves: str = "operands"
-    extra: int = 0
+    extra: int | None = None
+    rereads: bool = False
+    besides: Callable[[fx.Node], Sequence[tuple[int, float]]] | None = None
+    hands_on: bool = False
     view: bool = False
     copies: bool = False
     detaches: bool = False

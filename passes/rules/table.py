@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -30,7 +30,11 @@ _log = logging.getLogger("autotp.passes")
 
 def name_of(node: fx.Node) -> str:
     """The key of a node's operator in ``RULES``."""
-    target = node.target
+    return _name(node.target)
+
+
+@cache
+def _name(target: Any) -> str:
     if isinstance(target, str):
         return target
     if isinstance(target, torch._ops.OpOverload):
@@ -69,13 +73,13 @@ def draws(node: fx.Node) -> bool:
 
 
 def saved_by(node: fx.Node) -> str:
-    """What the backward pass of a node keeps of it: "operands", "result" or ""."""
+    """What the backward pass of a node keeps of it, nearly: "operands", "result" or ""; see `passes.rules.kept`."""
     rule = rule_of(node) if node.op == "call_function" else None
     if rule is None:
         return ""
     if rule.saves == "others":
         return "operands" if len(by.operands_of(node)) > 1 else ""
-    return rule.saves
+    return {"all": "operands", "copy": "operands", "mask": "result"}.get(rule.saves, rule.saves)
 
 
 def kept_besides(node: fx.Node) -> float:
@@ -84,7 +88,7 @@ def kept_besides(node: fx.Node) -> float:
     What it keeps is in the dtype that it computes in, float32 for halves; so is the operand itself.
     """
     rule = rule_of(node)
-    if rule is None or not rule.extra:
+    if rule is None or rule.extra is None:
         return 0.0
     dtype = by.operands_of(node)[0].meta["val"].dtype
     return (rule.extra + 1) * torch.promote_types(dtype, torch.float32).itemsize / dtype.itemsize - 1
@@ -123,9 +127,10 @@ _UNARY = _words(
 abs acos acosh asin asinh atan atanh bitwise_not ceil celu clamp clamp_min clamp_max cos cosh elu erf erfc exp
 exp2 expm1 floor frac gelu hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu log log10 log1p log2 log_sigmoid
 logical_not mish nan_to_num reciprocal relu relu6 round rsqrt sgn sigmoid sign silu sin sinh softplus sqrt square tan tanh
-threshold trunc pow selu tanhshrink softsign hardshrink softshrink logit erfinv lgamma digamma _to_copy to type_as
+threshold trunc pow selu tanhshrink softsign hardshrink softshrink logit erfinv lgamma digamma
 """
 )
+_CAST = _words("_to_copy to type_as")
 _BINARY = _words(
     """
 atan2 bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ eq ne lt le gt ge fmod remainder floor_divide
@@ -139,10 +144,12 @@ _CASTS = ("dtype", "dtype_layout", "device", "other")
 def _elementwise() -> dict[str, Rule]:
     plain, cheap = Rule(by.elementwise()), Rule(by.elementwise(), saves="result")
     table = {f"aten.{op}.{overload}": plain for op in (*_UNARY, *_BINARY) for overload in (*_OVERLOADS, *_CASTS)}
+    nothing = Rule(by.elementwise(), saves="")
+    table |= {f"aten.{op}.{overload}": nothing for op in _CAST for overload in (*_OVERLOADS, *_CASTS)}
     for op in ("tanh", "sigmoid", "exp", "relu", "sqrt", "rsqrt", "reciprocal"):
         table[f"aten.{op}.default"] = cheap
     for overload in ("Tensor", "Scalar", "default"):
-        table[f"aten.add.{overload}"] = table[f"aten.sub.{overload}"] = Rule(by.broadcast, saves="")
+        table[f"aten.add.{overload}"] = table[f"aten.sub.{overload}"] = Rule(by.broadcast, saves="", hands_on=True)
         table[f"aten.mul.{overload}"] = Rule(by.scaled, saves="others")
         table[f"aten.div.{overload}"] = Rule(by.scaled, saves="others")
     return {name: rule for name, rule in table.items() if _exists(name)}
@@ -161,7 +168,7 @@ _PLAIN, _ADDED = Product(), Product(data=1, weight=2, bias=0)
 
 
 def _product(form: str | Callable[[fx.Node], str | None], additive: tuple[int, ...] = (), where: Product = _PLAIN) -> Rule:
-    return Rule(form, "product", additive=additive, flop=of.product_flop(where), product=where)
+    return Rule(form, "product", additive=additive, flop=of.product_flop(where), product=where, saves="others")
 
 
 def _convolution(order: torch.memory_format | None = None, *, transposed: bool = False) -> Rule:
@@ -172,6 +179,7 @@ def _convolution(order: torch.memory_format | None = None, *, transposed: bool =
         flop=partial(of.convolution_flop, transposed=transposed),
         channels_last=order,
         misreads=of.in_float64,
+        saves="others",
     )
 
 
@@ -180,7 +188,7 @@ def _norm(form: str | Callable[[fx.Node], OpRule | str], **known: Any) -> Rule:
 
 
 def _softmax(lower: Callable[..., Any]) -> Rule:
-    return Rule(of.softmax, "softmax", lower=lower, extra=1, statistics=(2, 1), saves="result")
+    return Rule(of.softmax, "softmax", lower=lower, extra=0, statistics=(2, 1), saves="result")
 
 
 _CONVOLUTION, _TRANSPOSED = _convolution(), _convolution(transposed=True)
@@ -195,7 +203,7 @@ RULES: Mapping[str, Rule] = {
     "aten.bmm.default": _product("b r k, b k c -> b r c"),
     "aten.addmm.default": _product(of.addmm, (0,), _ADDED),
     "aten.baddbmm.default": _product("b r c, b r k, b k c -> b r c", (0,), _ADDED),
-    "aten.einsum.default": Rule(by.einsum, "product", flop=of.einsum_flop),
+    "aten.einsum.default": Rule(by.einsum, "product", flop=of.einsum_flop, saves="others"),
     "aten.conv1d.default": _CONVOLUTION,
     "aten.conv2d.default": _IMAGES,
     "aten.conv3d.default": _VOLUMES,
@@ -206,11 +214,17 @@ RULES: Mapping[str, Rule] = {
     "aten.conv_transpose2d.input": _TRANSPOSED,
     "aten.conv_transpose3d.input": _TRANSPOSED,
     "aten.scaled_dot_product_attention.default": Rule(
-        of.attention, "attention", lower=low.attention, flop=of.attention_flop, contiguous=("s",)
+        of.attention,
+        "attention",
+        lower=low.attention,
+        flop=of.attention_flop,
+        contiguous=("s",),
+        saves="all",
+        besides=of.kept_by_attention,
     ),
     # normalisation, softmax, losses
     "aten.layer_norm.default": _norm(of.layer_norm, lower=low.layer_norm),
-    "aten.rms_norm.default": _norm(of.layer_norm, lower=low.rms_norm, statistics=(1, 1)),
+    "aten.rms_norm.default": _norm(of.layer_norm, lower=low.rms_norm, statistics=(1, 1), rereads=True),
     "aten.group_norm.default": _norm(of.group_norm, lower=low.group_norm, divide={1: "g"}, misreads=of.always),
     "autotp.batch_norm_train.default": _norm(of.batch_norm, inner=("n",), lower=low.batch_norm, misreads=of.always),
     "aten.batch_norm.default": Rule("n c *, c, c, c, c -> n c *", "norm", misreads=of.always),
@@ -222,7 +236,8 @@ RULES: Mapping[str, Rule] = {
         of.cross_entropy,
         "softmax",
         lower=low.cross_entropy,
-        extra=2,
+        extra=0,
+        saves="copy",
         statistics=(3, 0),
         contiguous=("v",),
         bounded={1: "v"},
@@ -290,7 +305,7 @@ RULES: Mapping[str, Rule] = {
     "aten.upsample_bilinear2d.vec": Rule("n c * -> n c *", linear=((0,),), saves=""),
     "aten.upsample_bicubic2d.vec": Rule("n c * -> n c *", linear=((0,),), saves=""),
     # random
-    "aten.dropout.default": Rule(by.elementwise(), saves="result"),
+    "aten.dropout.default": Rule(by.elementwise(), saves="mask"),
     "aten.rand_like.default": Rule(by.elementwise(), saves=""),
     "aten.randn_like.default": Rule(by.elementwise(), saves=""),
     "aten.alpha_dropout.default": Rule(by.elementwise()),

@@ -25,7 +25,10 @@ Noise = Callable[..., Tensor]
 def _dropout(noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:
     if not train or p == 0 or x.numel() == 0:
         return x
-    return x * torch.zeros_like(x) if p == 1 else x * (noise(x, "bernoulli_", 1 - p) / (1 - p))
+    if p == 1:
+        return x * torch.zeros_like(x)
+    kept = noise(x, "bernoulli_", 1 - p) != 0  # a byte for each element, which the backward pass keeps
+    return x * (1 / (1 - p)) * kept
 
 
 def _alpha_dropout(noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import math
 
 import pytest
 import torch
@@ -16,12 +18,12 @@ from benchmarks.models import trained
 
 
 @pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.exact), "unet"])
-def test_predictions_are_within_a_tenth_of_what_a_step_allocates(name):
+def test_without_overlap_predictions_are_what_a_step_allocates(name):
     model, args = trained(name)
     rows = compared(model, args, list(FAMILIES), [(2, 2)])
     assert len(rows) == len(FAMILIES)
     for family, mesh, predicted, found in rows:
-        assert predicted == pytest.approx(found, rel=0.1), (family, mesh)
+        assert predicted == pytest.approx(found, rel=0.04), (family, mesh)
 
 
 def test_a_plan_under_a_memory_bound_keeps_it_when_run():
@@ -31,15 +33,39 @@ def test_a_plan_under_a_memory_bound_keeps_it_when_run():
     bound = 0.85 * free.predicted.memory_bytes
     tight = autotp.plan(model, topology, args, mesh=(2, 2), memory=bound)
     assert tight.predicted.memory_bytes <= bound
-    assert allocated(model, args, tight) <= 1.1 * bound
+    assert allocated(model, args, tight) <= 1.02 * bound
+    assert allocated(model, args, tight, "overlap") <= bound
 
 
-@pytest.mark.parametrize("strategy", ["data", "megatron-1d", "tensor3d"])
-def test_a_schedule_holds_little_more(strategy):
-    model, args = trained("llama")
+CASES = [
+    ("gpt", "zero3", (4,), "none", None),
+    ("gpt", "tensor3d", (2, 2), "full", "bf16-mixed"),
+    ("llama", "megatron-sp", (4,), "selective", None),
+    ("llama", "summa-2d", (2, 2), "none", "bf16-mixed"),
+    ("unet", "tensor3d", (2, 2), "selective", "bf16-mixed"),
+    ("unet", "megatron-sp", (2, 2), "full", None),
+    ("vit", "megatron-1d", (2, 2), "full", "bf16-mixed"),
+    ("vit", "zero3", (4,), "none", None),
+]
+
+
+@pytest.mark.parametrize(("name", "family", "mesh", "recompute", "precision"), CASES)
+def test_no_schedule_holds_more_than_its_plan_says(name, family, mesh, recompute, precision):
+    model, args = trained(name)
+    topology = autotp.Topology.load("dgx-h100").resized(math.prod(mesh))
+    options = {"strategy": family, "mesh": mesh, "recompute": recompute, "precision": precision}
+    plan = autotp.plan(model, topology, args, **options)
+    found = allocated(model, args, plan, "overlap")
+    assert 0.92 * plan.predicted.memory_bytes <= found <= plan.predicted.memory_bytes
+
+
+def test_messages_are_as_large_as_the_memory_of_the_plan_allows():
+    model, args = trained("gpt")
     topology = autotp.Topology.load("dgx-h100").resized(4)
-    plan = autotp.plan(model, topology, args, strategy=strategy, mesh=(2, 2))
-    assert allocated(model, args, plan, "overlap") <= 1.1 * plan.predicted.memory_bytes
+    plan = autotp.plan(model, topology, args, strategy="zero3", mesh=(4,))
+    ample = dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, memory_bytes=1e12))
+    tight, wide = (allocated(model, args, each, "overlap") for each in (plan, ample))
+    assert tight <= plan.predicted.memory_bytes < wide
 
 
 def test_inference_holds_neither_gradients_nor_what_a_backward_pass_needs():

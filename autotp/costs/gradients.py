@@ -1,0 +1,90 @@
+"""The gradients that a backward pass holds: memories that several of them may share.
+
+The gradient of a view, or of what is added to something, is the memory of the result's gradient. A second gradient of the
+same tensor is added to the first: into its memory, if that is nobody else's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+
+__all__ = ["Gradients"]
+
+
+class _Memory:
+    __slots__ = ("size", "users")
+
+    def __init__(self, size: float) -> None:
+        self.size, self.users = size, 0
+
+
+class Gradients:
+    """Gradients by what they are of: a tensor, in whatever layout, or a tensor as some operators want it.
+
+    Args:
+        reach: is told of bytes that are held for a moment, beside ``total``.
+
+    Attributes:
+        total: bytes that are held.
+    """
+
+    def __init__(self, reach: Callable[[float], None]) -> None:
+        self.reach, self.total = reach, 0.0
+        self.held: dict[Hashable, _Memory] = {}
+
+    def __contains__(self, slot: Hashable) -> bool:
+        return slot in self.held
+
+    def items(self) -> Iterator[tuple[Hashable, float]]:
+        """What is held of what; a memory that several share is told once."""
+        seen: set[int] = set()
+        for slot, memory in self.held.items():
+            if id(memory) not in seen:
+                seen.add(id(memory))
+                yield slot, memory.size
+
+    def arrive(self, slot: Hashable, size: float, source: Hashable | None = None) -> None:
+        """A gradient of so many bytes arrives, in the memory of another that is held if ``source`` is given."""
+        memory = _Memory(size) if source is None else self.held[source]
+        self._use(memory)
+        there = self.held.get(slot)
+        if there is None:
+            self.held[slot] = memory
+            return
+        if there.users > 1:  # others read it: the sum has memory of its own
+            result = _Memory(there.size)
+            self._use(result)
+            self.held[slot] = result
+            self._leave(there)
+        self._leave(memory)
+
+    def move(self, slot: Hashable, target: Hashable, size: float, passing: float = 0.0, *, in_place: bool = False) -> None:
+        """A gradient goes elsewhere: as a memory of so many bytes, in its own if it can, and with bytes in passing."""
+        if in_place and self.held[slot].users == 1:
+            self.hand_on(slot, target)
+            return
+        self.reach(size + passing)
+        self.arrive(target, size)
+        self.fall(slot)
+
+    def hand_on(self, slot: Hashable, target: Hashable) -> None:
+        """A gradient goes elsewhere as it is."""
+        self.arrive(target, self.held[slot].size, slot)
+        self.fall(slot)
+
+    def fall(self, slot: Hashable) -> None:
+        """A gradient is not needed any more."""
+        memory = self.held.pop(slot, None)
+        if memory is not None:
+            self._leave(memory)
+
+    def _use(self, memory: _Memory) -> None:
+        if not memory.users:
+            self.total += memory.size
+        memory.users += 1
+        self.reach(0.0)
+
+    def _leave(self, memory: _Memory) -> None:
+        memory.users -= 1
+        if not memory.users:
+            self.total -= memory.size

@@ -1,0 +1,142 @@
+"""What the backward pass keeps of the forward pass, in which layout, and what it makes again from that.
+
+A formula of a gradient reads an operand as its operator did: in the layout in which that wanted it, behind the reshard,
+which operators that want it so share. What is recomputed is not kept, nor what a reshard makes of it that does not
+communicate, or that is repeated; to make it again takes its operator's operands, which are kept or made again themselves.
+What nothing of this comes to is not kept, whatever was asked to be recomputed: of sums over devices, the sum, and not the
+summands.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import fx
+
+from autotp.costs.priced import Priced
+from autotp.costs.storages import CAST, Key, Storages, casts
+from autotp.costs.transit import gathers, travels
+from passes.rules.factors import value_of
+from passes.rules.kept import kept, kept_lowered
+from passes.rules.table import rule_of
+
+__all__ = ["BESIDES", "Needs"]
+
+#: As the number of an operator's result: what is kept besides its operands and results.
+BESIDES = -1
+
+
+class Needs:
+    """What the backward pass of a plan reads.
+
+    Attributes:
+        reads: operator -> the storages that its gradients are made of.
+        again: operator that is run again -> the storages that it reads then.
+        besides: operator -> what it keeps that is no operand or result.
+        kept: the storages that the forward pass leaves.
+        left: storage -> how often the backward pass reads it.
+    """
+
+    def __init__(self, priced: Priced, storages: Storages) -> None:
+        self.priced, self.model, self.storages = priced, priced.model, storages
+        self.mesh = priced.prices.mesh
+        self.parameters = self.model.captured.parameters
+        self.reads: dict[fx.Node, tuple[Key, ...]] = {}
+        self.again: dict[fx.Node, tuple[Key, ...]] = {}
+        self.besides: dict[fx.Node, tuple[tuple[int, float], ...]] = {}
+        self.kept: set[Key] = set()
+        self.left: Counter[Key] = Counter()
+        for node in self.model.operators:
+            if node in self.model.differentiated:
+                self.reads[node] = self._read(node)
+        for node in self.reads:
+            self._resolve(self.reads[node])
+
+    def _read(self, node: fx.Node) -> tuple[Key, ...]:
+        """What an operator's gradients are made of."""
+        strategy, operands = self.priced.strategies[node.name], self.storages.operands[node]
+        rule = self.model.operators[node].rule
+        if rule is not None and strategy.axes(*rule.inner):
+            found = kept_lowered(node)
+        else:
+            found = kept(node, [value_of(operand) in self.model.trained for operand in operands])
+        keys = {self._operand(node, position) for position in found.operands}
+        if copy := self._laid_out(node, found.operands):
+            keys.remove(self._operand(node, 0))
+            found = found._replace(besides=(*found.besides, copy))
+        if found.results:
+            keys |= {self.storages.key((node, i), layout) for i, layout in enumerate(strategy.results)}
+        if found.besides:
+            self.besides[node] = found.besides
+            keys.add(((node, BESIDES), strategy.results[0]))
+        return tuple(key for key in keys if key is not None)
+
+    def _operand(self, node: fx.Node, position: int) -> Key | None:
+        """The storage of an operand as a gradient's formula reads it; None where panels bring it bit by bit."""
+        operand, want = self.storages.operands[node][position], self.priced.strategies[node.name].wants[position]
+        value = value_of(operand)
+        if (value, node) in self.priced.again:
+            return self.storages.key(value, self.priced.layouts[value])
+        if node.name in self.priced.panels and value[0].name in self.parameters:
+            return None
+        return self.storages.key(value, want.layout)
+
+    def _laid_out(self, node: fx.Node, read: Sequence[int]) -> tuple[int, float] | None:
+        """The copy of an input of the model that a convolution reads with its channels last."""
+        rule, operands = rule_of(node), self.storages.operands[node]
+        if rule is None or rule.channels_last is None or 0 not in read or operands[0].op != "placeholder":
+            return None
+        have, want = self.priced.layouts[operands[0], 0], self.priced.strategies[node.name].wants[0].layout
+        return (0, float(operands[0].meta["val"].element_size())) if have == want else None
+
+    def spans(self, node: fx.Node) -> dict[Key, tuple[int, int]]:
+        """Storage -> the first and the last of an operator's operands, whose gradients are made in order, that reads it."""
+        rule, operands, last = rule_of(node), self.storages.operands[node], len(self.storages.operands[node]) - 1
+        found = dict.fromkeys(self.reads.get(node, ()), (0, last))
+        if rule is None or rule.saves != "others" or rule.kind == "convolution":
+            return found
+        trained = [i for i, n in enumerate(operands) if i not in rule.additive and value_of(n) in self.model.trained]
+        for key in found:
+            mine = {i for i in range(len(operands)) if self._operand(node, i) == key}
+            readers = [i for i in trained if mine - {i}]
+            found[key] = min(readers, default=0), max(readers, default=last)
+        return found
+
+    def _resolve(self, keys: tuple[Key, ...]) -> None:
+        """Counts a reading of storages, and what it takes to have them."""
+        pending = list(keys)
+        while pending:
+            key = pending.pop()
+            self.left[key] += 1
+            if self.left[key] == 1:
+                if self.transient(key):
+                    pending += self._sources(key)
+                else:
+                    self.kept.add(key)
+
+    def _sources(self, key: Key) -> tuple[Key, ...]:
+        """What is read to make a storage again; nothing where its operator is run again already."""
+        (node, number), layout = key
+        if node.name in self.parameters:
+            return ()
+        if number != BESIDES and layout != self.priced.layouts[node, number]:
+            return (self.storages.key((node, number), self.priced.layouts[node, number]),)
+        if node in self.again:
+            return ()
+        found = {self._operand(node, position) for position in range(len(self.storages.operands[node]))}
+        self.again[node] = tuple(key for key in found if key is not None)
+        return self.again[node]
+
+    def transient(self, key: Key) -> bool:
+        """Whether a storage is made again for the backward pass: a result, its copy in another layout, a parameter's."""
+        (node, number), layout = key
+        if node.op == "placeholder":
+            if node.name not in self.parameters or number == CAST:
+                return number == CAST and casts((node, 0))
+            return gathers(tuple(node.meta["val"].shape), self.priced.layouts[node, 0], layout, self.mesh)
+        repeats = self.model.recomputed.get(node)
+        if repeats is None or repeats or number == BESIDES or layout == self.priced.layouts[node, number]:
+            return repeats is not None
+        shape = tuple(self.model.named[node, number].meta["val"].shape)
+        return not travels(shape, self.priced.layouts[node, number], layout, self.mesh)

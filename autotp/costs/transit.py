@@ -1,0 +1,81 @@
+"""What is in transit while a tensor goes from one layout to another: copies that collectives take, and their buffers.
+
+A collective that scatters sends blocks that lie one behind the other, and one that gathers gives them so: where another dim
+than the first is split, they are copied on either side. A sum over all devices is left where the summand was.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from passes.layouts.layout import Layout
+from passes.layouts.reshard import COMMUNICATING, Step, moves
+
+__all__ = ["gathers", "in_transit", "sums_in_place", "travels"]
+
+
+@lru_cache(maxsize=200_000)
+def in_transit(
+    shape: tuple[int, ...], source: Layout, target: Layout, mesh: tuple[int, ...], stays: bool, scheduled: bool
+) -> int:
+    """The most elements of one device that a change of layout holds at once, beside those of both layouts.
+
+    Args:
+        shape: of the whole tensor.
+        source, target: layouts.
+        mesh: sizes of the axes.
+        stays: whether the tensor is held in the first layout until all is done; else it goes when it has been sent.
+        scheduled: whether a traced graph does it; else all that a collective is given is held until it is done.
+    """
+    found = moves(shape, source, target, mesh)
+    if not found:
+        return 0
+    first, last = _sides(found[0].step, found[0].elements, mesh)[0], _sides(found[-1].step, found[-1].elements, mesh)[1]
+    held = list(_phases(*found[0], mesh, stays or not scheduled))
+    for step, larger in found[1:]:
+        held += [each + (first if stays or not scheduled else 0) for each in _phases(step, larger, mesh, not scheduled)]
+    return max(0, max(held) - (first + last))
+
+
+def _sides(step: Step, larger: int, mesh: tuple[int, ...]) -> tuple[int, int]:
+    """Elements before and after a step."""
+    smaller = larger // math.prod(mesh[axis] for axis in step.axes)
+    if step.kind == "all_gather":
+        return smaller, larger
+    return (larger, smaller) if step.kind in ("slice", "reduce_scatter") else (larger, larger)
+
+
+def _phases(step: Step, larger: int, mesh: tuple[int, ...], stays: bool) -> list[int]:
+    """Elements held while a step's blocks are put together to be sent, while they are, and while they are put apart."""
+    before, after = _sides(step, larger, mesh)
+    if step.kind == "all_reduce":
+        return [before + (after if stays else 0)]
+    if step.kind in ("slice", "mask"):
+        return [before + after]
+    apart = (step.kind == "reduce_scatter" and (step.dim or step.blocks > 1)) or (
+        step.kind == "all_to_all" and (step.to_dim or step.to_blocks > 1)
+    )
+    joined = step.kind in ("all_gather", "all_to_all") and (step.dim or step.blocks > 1)
+    waits = before if stays else 0
+    sent = before + waits if apart else before
+    return [2 * before if apart else before, sent + after, waits + (2 * after if joined else after)]
+
+
+@lru_cache(maxsize=200_000)
+def travels(shape: tuple[int, ...], source: Layout, target: Layout, mesh: tuple[int, ...]) -> bool:
+    """Whether a change of layout uses the network."""
+    return any(move.step.kind in COMMUNICATING for move in moves(shape, source, target, mesh))
+
+
+@lru_cache(maxsize=200_000)
+def gathers(shape: tuple[int, ...], source: Layout, target: Layout, mesh: tuple[int, ...]) -> bool:
+    """Whether a change of layout brings what others have, so that a parameter is brought again when it is read again."""
+    return any(move.step.kind in ("all_gather", "all_to_all") for move in moves(shape, source, target, mesh))
+
+
+@lru_cache(maxsize=200_000)
+def sums_in_place(shape: tuple[int, ...], source: Layout, target: Layout, mesh: tuple[int, ...]) -> bool:
+    """Whether a change of layout leaves its result in the memory of what it is given."""
+    found = moves(shape, source, target, mesh)
+    return bool(found) and all(move.step.kind == "all_reduce" for move in found)
