@@ -7,7 +7,7 @@ those of parameters stay. What is recomputed, and parameters that are gathered, 
 with what that takes, and held until they are read for the last time. Of several micro-batches this is the last one, which
 begins with the gradients of the others, not reduced. Views own no storage. Workspaces inside kernels are not known.
 
-With overlap a schedule may hold some more (`OVERLAP`), and keeps to that (`passes.overlap.memory`).
+With overlap a schedule may hold some more (`Prices.spare`), and keeps to that (`passes.overlap.memory`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ from passes.rules.kept import working
 from passes.rules.table import rule_of
 from passes.strategies.strategy import Strategy, whole_layout
 
-__all__ = ["OVERLAP", "Footprint"]
-
-#: The share of what is held that a schedule may hold besides: what is gathered early, and messages of several tensors.
-OVERLAP = 0.025
+__all__ = ["Footprint"]
 
 
 class Footprint:
@@ -56,7 +53,7 @@ class Footprint:
         self.operands, self.results = self.storages.operands, self.storages.results
         self.whole = whole_layout(len(self.mesh))
         self.traced = self.prices.together > 0 or bool(self.model.recomputed)
-        self.spare = OVERLAP if priced.prices.together > 0 else 0.0
+        self.spare = priced.prices.spare
         self.sizes: dict[tuple, float] = {}
         self.live: dict[Key, float] = {}
         self.stored = self.peak = 0.0

@@ -28,6 +28,8 @@ __all__ = ["Prices"]
 
 #: An all_reduce goes in stages where it then takes at most this share of its time: there are more messages to wait for.
 _STAGED = 0.95
+#: The share of what is held that a schedule may hold besides: what is gathered early, and messages of several tensors.
+_SPARE = 0.025
 #: Libraries whose collectives processors drive from beginning to end.
 _DRIVEN = ("gloo", "mpi")
 
@@ -68,6 +70,11 @@ class Prices:
         self.shares = lru_cache(maxsize=None)(self._shares)
         self.latency = lru_cache(maxsize=None)(self._latency)
         self.operator = lru_cache(maxsize=None)(self._operator)
+
+    @property
+    def spare(self) -> float:
+        """The share of what is held at a moment that a schedule may hold besides."""
+        return _SPARE if self.together > 0 else 0.0
 
     def _contention(self, kind: str, axes: tuple[int, ...]) -> float:
         """The share of a collective's seconds over ``axes`` that takes the processors' time."""

@@ -15,8 +15,9 @@ import torch
 from torch import fx
 
 from autotp.costs.prices import Prices
+from autotp.planner.choices import Choice, Edge, Needs, Rest
 from autotp.planner.ilp import Node, Problem, Tensor, Use
-from autotp.planner.structure import Choice, Edge, Needs, Rest, Structure
+from autotp.planner.structure import Structure
 from autotp.plans.constraints import Requirement
 from costmodel.overlap import Weight, Weights
 from passes.layouts.codes import PARTIAL, WHOLE, decode, fitting, local_elements, restoring
@@ -26,7 +27,7 @@ from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import kept_besides
 from passes.strategies.strategy import Strategy, whole_layout
 
-__all__ = ["EVEN", "Assembled", "assemble", "kept_inside"]
+__all__ = ["EVEN", "Assembled", "assemble", "kept_inside", "parts_of"]
 
 #: Nothing is hidden: a second is a second.
 EVEN = Weights()
@@ -88,14 +89,26 @@ def assemble(
 
 def kept_inside(choice: Choice, mesh: tuple[int, ...]) -> np.ndarray:
     """Bytes that an operator's strategies keep for the backward pass besides operands and results, ``[S]``."""
-    operator = choice.space.operator
+    space, operator = choice.space, choice.space.operator
+    operands, found = operands_of(operator.node), parts_of(choice, choice.kept.besides, mesh)
     besides = kept_besides(operator.node)
     if operator.rule is None or not besides or not choice.gradient:
-        return np.zeros(len(choice.space.serves))
-    inside = choice.space.axes_of(operator.rule.inner).any(axis=-1)
-    first = operands_of(operator.node)[0].meta["val"]
-    size = local_elements(tuple(first.shape), choice.space.wants[0], mesh) * first.element_size()
-    return np.where(inside, besides * size, 0.0)
+        return found
+    inside = space.axes_of(operator.rule.inner).any(axis=-1)
+    first = operands[0].meta["val"]
+    size = local_elements(tuple(first.shape), space.wants[0], mesh) * first.element_size()
+    return np.where(inside, besides * size, found)
+
+
+def parts_of(choice: Choice, parts: Sequence[tuple[int, float]], mesh: tuple[int, ...]) -> np.ndarray:
+    """Bytes of so many for each element of operands, or (-1) of the first result, of an operator's strategies, ``[S]``."""
+    space, found = choice.space, np.zeros(len(choice.space.serves))
+    for position, size in parts:
+        node = space.operator.node
+        tensor = results_of(node)[0] if position < 0 else operands_of(node)[position].meta["val"]
+        rows = space.results[0] if position < 0 else space.wants[position]
+        found += size * local_elements(tuple(tensor.shape), rows, mesh)
+    return found
 
 
 class _Assembly:

@@ -12,9 +12,10 @@ from autotp.costs.model import Model
 from autotp.costs.prices import Prices
 from autotp.errors import BatchError
 from autotp.planner.assemble import EVEN, Assembled, assemble
+from autotp.planner.choices import Choice
 from autotp.planner.describe import Found
 from autotp.planner.ilp import Solution, solution_at
-from autotp.planner.structure import Choice, Structure, structure
+from autotp.planner.structure import Structure, structure
 from autotp.plans.families import Restriction
 from autotp.plans.options import Options
 from costmodel import Topology

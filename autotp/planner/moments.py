@@ -20,11 +20,13 @@ from torch import fx
 from autotp.costs.model import shown_by
 from autotp.costs.moment import Moment, Turn
 from autotp.costs.prices import Prices
-from autotp.planner.assemble import Assembled, kept_inside
+from autotp.planner.assemble import Assembled, kept_inside, parts_of
+from autotp.planner.choices import Choice
 from autotp.planner.ilp import Node, Problem, Tensor, Use
-from autotp.planner.structure import Choice, Structure
+from autotp.planner.structure import Structure
 from autotp.planner.tables import Ledger, Life, Reader, Tables
 from passes.rules.factors import Value
+from passes.rules.kept import working
 from passes.sharding.panel import data_position
 
 __all__ = ["Moments"]
@@ -88,7 +90,7 @@ class Moments:
             tensor = self.tensors[number]
             wants = {int(tensor.uses[use].want[choice[tensor.uses[use].node]]) for use in uses}
             total += float(table[int(tensor.have[choice[tensor.producer]]), sorted(wants - {-1})].sum())
-        return total
+        return total * (1 + self.prices.spare)
 
     def tables(self, moment: Moment, surely: bool = False) -> Tables:
         """Bytes held at a moment, or held at least: for bounds."""
@@ -102,6 +104,7 @@ class Moments:
         for moment, share in shares.items():
             if share > 0:
                 mine, held = self.tables(moment, surely)
+                share *= 1 + self.prices.spare
                 for node, table in mine.items():
                     nodes[node] = nodes.get(node, 0.0) + share * table
                 for key, table in held.items():
@@ -118,13 +121,14 @@ class Moments:
                     tables.least(number, edge, life, count, moment)
                 else:
                     tables.activation(number, edge, life, count, moment)
-        for number, (at, kept) in self.inside:
+        for number, at, kept, besides in self.inside:
             if at <= moment.at and self.prices.train:
-                tables.nodes[number] = tables.nodes.get(number, 0.0) + kept
+                now = besides if moment == (at, Turn.BACKWARD) else 0.0
+                tables.nodes[number] = tables.nodes.get(number, 0.0) + kept + now
         return tables.nodes, tables.tensors
 
-    def _inside(self) -> list[tuple[int, tuple[int, np.ndarray]]]:
-        """Of every operator that keeps more than operands and results: its node, when it runs, and bytes by strategy."""
+    def _inside(self) -> list[tuple[int, int, np.ndarray, np.ndarray]]:
+        """Of operators that keep more than operands and results: node, when they run, bytes kept and to work with."""
         found = []
         for node, at in self.order.items():
             number = self.structure.index[self.model.stands.get(node, node)]
@@ -132,7 +136,7 @@ class Moments:
             assert isinstance(choice, Choice)
             kept = choice.twice(kept_inside(choice, self.prices.mesh)) * ~choice.again
             if kept.any() and node not in self.model.recomputed:
-                found.append((number, (at, kept)))
+                found.append((number, at, kept, choice.twice(parts_of(choice, working(node), self.prices.mesh))))
         return found
 
     def _readers(self) -> dict[Value, list[tuple[fx.Node, int]]]:
@@ -181,6 +185,7 @@ class Moments:
         for name in names:
             readers = self.readers.get(name, ())
             gradients = sum(user in self.order and name in self.model.saved[user] for user, _ in readers)
+            gradients += name[0] in self.order and self.model.kept(name[0]).results
             saves = gradients, sum(user in self.model.undecided and shown_by(user) != name for user, _ in readers)
             best, most = (name, saves) if saves > most else (best, most)
             names += [(user, 0) for user, position in readers if position == 0 and shown_by(user) == name]

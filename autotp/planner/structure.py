@@ -12,140 +12,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from torch import fx
 
 from autotp.costs.model import Model, shown_by
+from autotp.planner.choices import Choice, Edge, Needs, Rest
 from autotp.planner.folding import signature
 from autotp.plans.families import Restriction
-from passes.graph import Cast, cast_of
+from passes.graph import cast_of
 from passes.layouts.codes import DIM, INNER, PARTIAL, WHOLE
 from passes.layouts.reshard_matrix import ReshardPricer
 from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of
 from passes.rules.table import flop_of, rule_of
 from passes.sharding.panel import data_position
-from passes.strategies.space import Space, space
+from passes.strategies.space import space
 
-__all__ = ["Choice", "Edge", "Rest", "Structure", "structure"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Choice:
-    """The strategies of operators that are alike.
-
-    Attributes:
-        space: of one of them.
-        flop: of the whole operator, forward.
-        gradient: gradients flow through it.
-        saves: its results are kept for the backward pass.
-        recomputed: the backward pass runs it again.
-        undecided: whether it does is to be chosen: behind the strategies that keep its results stand the same ones again,
-            which do not.
-        best: only the strategies of the highest score are the family's.
-        score: per strategy.
-    """
-
-    space: Space
-    flop: float
-    gradient: bool
-    saves: bool
-    recomputed: bool
-    undecided: bool
-    best: bool
-    score: np.ndarray
-
-    def twice(self, per_strategy: np.ndarray) -> np.ndarray:
-        """What does not depend on whether results are kept, for all that may be chosen."""
-        return np.concatenate([per_strategy, per_strategy]) if self.undecided else per_strategy
-
-    @property
-    def again(self) -> np.ndarray:
-        """Of all that may be chosen: whether it runs the operator again."""
-        never = np.zeros(len(self.space.serves), bool)
-        return np.concatenate([never, ~never]) if self.undecided else never
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Rest:
-    """Where a parameter, input or constant may rest.
-
-    Attributes:
-        value: the whole tensor.
-        cast: its dtypes.
-        rows: coded layouts.
-        groups: of the layouts of one group, only the first that fits a mesh is offered.
-        parameter: it has a gradient and optimizer state.
-    """
-
-    value: torch.Tensor
-    cast: Cast
-    rows: np.ndarray
-    groups: np.ndarray
-    parameter: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Needs:
-    """What the backward pass needs of a tensor, where the planner decides what is kept.
-
-    Attributes:
-        have: per choice of the producer, a row of ``Edge.rows``, or, if it is made again, of the same rows behind them.
-        uses: of every reader, per choice, the column of ``Edge.wants`` that its gradient, or running it again, reads; -1:
-            none.
-        views: readers that show it, and are made again if and only if it is.
-    """
-
-    have: np.ndarray
-    uses: tuple[tuple[int, np.ndarray], ...]
-    views: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Edge:
-    """A tensor between its producer and its readers.
-
-    Attributes:
-        name: of the node that gives it.
-        value: the whole tensor.
-        cast: the dtypes in which it is made or rests, moves, and has its gradient reduced.
-        producer: index of the producing node.
-        have: per strategy of the producer, a row of ``rows``.
-        rows: the coded layouts that it can have.
-        uses: (index of the reader, per strategy a row of ``wants``).
-        wants, gradients: the layouts that readers want, and in which they return the gradient.
-        saved: wanted tensors that a reader keeps for its backward pass.
-        products: wanted tensors that products read as data.
-        copies: the tensors of the model that it stands for.
-        parameter: it is a parameter.
-        trained: a gradient comes back.
-        keeps: what readers save of it is an activation's, which is kept.
-        repeats: what readers save of it is brought to them once more in the backward pass.
-        needs: what readers save of it, where that depends on what is recomputed.
-    """
-
-    name: str
-    value: torch.Tensor
-    cast: Cast
-    producer: int
-    have: np.ndarray
-    rows: np.ndarray
-    uses: tuple[tuple[int, np.ndarray], ...]
-    wants: np.ndarray
-    gradients: np.ndarray
-    saved: np.ndarray
-    products: np.ndarray
-    copies: tuple[Value, ...]
-    parameter: bool
-    trained: bool
-    keeps: bool
-    repeats: bool
-    needs: Needs | None
-
-    @property
-    def count(self) -> int:
-        """How many such tensors the model has."""
-        return len(self.copies)
+__all__ = ["Structure", "structure"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,16 +113,17 @@ class _Builder:
         weight = any(value_of(n)[0].name in parameters for n in operands_of(node))
         gradient = node in self.model.differentiated
         recomputed, undecided = node in self.model.recomputed, node in self.model.undecided
-        key = signature(operator, parameters), weight, gradient, recomputed, undecided
+        key = signature(operator, parameters), weight, gradient, recomputed, undecided, self.model.kept(node)
         if key not in self.by_key:
             table, chosen = rule_of(node), self.chosen
             found = space(operator, self.axes, lambda axis, factor: chosen.allows(operator, axis, factor))
-            saves = self.model.kept(node).results and not recomputed
+            kept = self.model.kept(node)
+            saves = kept.results and not recomputed
             best = chosen.prefers(table is not None and table.flop is not None and weight)
             score = np.array(
                 [chosen.score(operator, found.assignment(s)) for s in range(len(found.serves))] if best else []
             )
-            self.by_key[key] = Choice(found, flop_of(node), gradient, saves, recomputed, undecided, best, score)
+            self.by_key[key] = Choice(found, flop_of(node), gradient, saves, kept, recomputed, undecided, best, score)
         return self.by_key[key]
 
     def wanted_parameters(self) -> dict[fx.Node, list[np.ndarray]]:

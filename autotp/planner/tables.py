@@ -9,7 +9,7 @@ import numpy as np
 
 from autotp.costs.moment import Moment, Turn
 from autotp.costs.prices import Prices
-from autotp.planner.structure import Edge
+from autotp.planner.choices import Edge
 from passes.layouts.codes import local_elements
 
 __all__ = ["Life", "Reader", "Tables", "Ledger"]

@@ -72,10 +72,10 @@ def overlap_of(plan: Plan, *, merge: bool = True) -> Overlap:
 
 
 def room_of(plan: Plan, joint: Joint) -> float:
-    """Bytes that a plan leaves to what its forward or backward graph holds: all but what rests.
+    """Bytes that a plan's bound leaves to what its forward or backward graph holds: all but what rests.
 
     Args:
-        plan: says how much a step takes.
+        plan: says how much a step may take; what is under way before it is needed may add to what it is predicted to take.
         joint: the graphs' inputs are what rests, parameters with the optimizer's state.
     """
     rests = 0.0
@@ -86,7 +86,7 @@ def room_of(plan: Plan, joint: Joint) -> float:
             whole = state_bytes(value.numel(), value.element_size(), plan.optimizer)
             gradients = 1 if plan.accumulate > 1 else 0
             rests += float(whole) - (2 - gradients) * value.nbytes
-    return plan.predicted.memory_bytes - rests
+    return max(plan.predicted.memory_bytes, plan.memory_bound) - rests
 
 
 def task_of(node: fx.Node, prices: Prices) -> Task:

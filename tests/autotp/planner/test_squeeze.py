@@ -19,10 +19,10 @@ from autotp.costs.priced import Priced
 from autotp.costs.recompute import decided, undecided
 from autotp.planner import plan_captured, prepare
 from autotp.planner.candidates import Candidate, Candidates
+from autotp.planner.choices import Choice
 from autotp.planner.folding import folded
 from autotp.planner.ilp import cheapest
 from autotp.planner.moments import Moments
-from autotp.planner.structure import Choice
 from autotp.plans.options import Options
 from benchmarks.models import Transformer
 from passes.capture import capture

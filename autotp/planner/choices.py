@@ -1,0 +1,135 @@
+"""What may be chosen for operators, parameters and inputs, and the tensors between them, as codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from passes.graph import Cast
+from passes.rules.factors import Value
+from passes.rules.kept import Kept
+from passes.strategies.space import Space
+
+__all__ = ["Choice", "Edge", "Needs", "Rest"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """The strategies of operators that are alike.
+
+    Attributes:
+        space: of one of them.
+        flop: of the whole operator, forward.
+        gradient: gradients flow through it.
+        saves: its results are kept for the backward pass.
+        kept: what else its gradients are made of.
+        recomputed: the backward pass runs it again.
+        undecided: whether it does is to be chosen: behind the strategies that keep its results stand the same ones again,
+            which do not.
+        best: only the strategies of the highest score are the family's.
+        score: per strategy.
+    """
+
+    space: Space
+    flop: float
+    gradient: bool
+    saves: bool
+    kept: Kept
+    recomputed: bool
+    undecided: bool
+    best: bool
+    score: np.ndarray
+
+    def twice(self, per_strategy: np.ndarray) -> np.ndarray:
+        """What does not depend on whether results are kept, for all that may be chosen."""
+        return np.concatenate([per_strategy, per_strategy]) if self.undecided else per_strategy
+
+    @property
+    def again(self) -> np.ndarray:
+        """Of all that may be chosen: whether it runs the operator again."""
+        never = np.zeros(len(self.space.serves), bool)
+        return np.concatenate([never, ~never]) if self.undecided else never
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rest:
+    """Where a parameter, input or constant may rest.
+
+    Attributes:
+        value: the whole tensor.
+        cast: its dtypes.
+        rows: coded layouts.
+        groups: of the layouts of one group, only the first that fits a mesh is offered.
+        parameter: it has a gradient and optimizer state.
+    """
+
+    value: torch.Tensor
+    cast: Cast
+    rows: np.ndarray
+    groups: np.ndarray
+    parameter: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Needs:
+    """What the backward pass needs of a tensor, where the planner decides what is kept.
+
+    Attributes:
+        have: per choice of the producer, a row of ``Edge.rows``, or, if it is made again, of the same rows behind them.
+        uses: of every reader, per choice, the column of ``Edge.wants`` that its gradient, or running it again, reads; -1:
+            none.
+        views: readers that show it, and are made again if and only if it is.
+    """
+
+    have: np.ndarray
+    uses: tuple[tuple[int, np.ndarray], ...]
+    views: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Edge:
+    """A tensor between its producer and its readers.
+
+    Attributes:
+        name: of the node that gives it.
+        value: the whole tensor.
+        cast: the dtypes in which it is made or rests, moves, and has its gradient reduced.
+        producer: index of the producing node.
+        have: per strategy of the producer, a row of ``rows``.
+        rows: the coded layouts that it can have.
+        uses: (index of the reader, per strategy a row of ``wants``).
+        wants, gradients: the layouts that readers want, and in which they return the gradient.
+        saved: wanted tensors that a reader keeps for its backward pass.
+        products: wanted tensors that products read as data.
+        copies: the tensors of the model that it stands for.
+        parameter: it is a parameter.
+        trained: a gradient comes back.
+        keeps: what readers save of it is an activation's, which is kept.
+        repeats: what readers save of it is brought to them once more in the backward pass.
+        needs: what readers save of it, where that depends on what is recomputed.
+    """
+
+    name: str
+    value: torch.Tensor
+    cast: Cast
+    producer: int
+    have: np.ndarray
+    rows: np.ndarray
+    uses: tuple[tuple[int, np.ndarray], ...]
+    wants: np.ndarray
+    gradients: np.ndarray
+    saved: np.ndarray
+    products: np.ndarray
+    copies: tuple[Value, ...]
+    parameter: bool
+    trained: bool
+    keeps: bool
+    repeats: bool
+    needs: Needs | None
+
+    @property
+    def count(self) -> int:
+        """How many such tensors the model has."""
+        return len(self.copies)
