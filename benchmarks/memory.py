@@ -131,8 +131,8 @@ The predicted memory of a device (`Plan.predicted.memory_bytes`), compared with 
 tensors during a training step with AdamW, measured operator by operator. Both include parameters, gradients, optimizer
 state, buffers, inputs, saved activations, what is made again for the backward pass, temporarily gathered tensors and
 messages; neither includes workspaces inside kernels and collectives. Plans are made and run with overlap. A prediction
-contains 2.5% for it: what is gathered early, and messages of several tensors. A schedule keeps to what its plan
-says.
+contains 2.5% for it: what is gathered early, and messages of several tensors. Each plan's memory bound is what it
+says, which its schedule keeps to; where there is more memory, schedules use it.
 
 Recomputation is `none`, `selective`, `full`, or what `auto` finds with {SHORT:.0%} of the memory that `none` takes. The
 vision transformer has dropout.

@@ -346,6 +346,4 @@ class _Growing:
 
 
 def _call(name: str) -> str:
-    if name == "autotp.batch_norm_train.default":
-        return "torch.ops.aten.batch_norm.default"
-    return "torch.ops." + name
+    return "torch.ops." + ("aten.batch_norm.default" if name == "autotp.batch_norm_train.default" else name)
