@@ -130,6 +130,13 @@ class Contest:
         """A contest that has not begun, for other constraints."""
         return replace(self.anew(self.allowed), candidates=replace(self.candidates, model=model, structures={}), leasts={})
 
+    def within(self, strategy: str) -> Contest:
+        """A contest that has not begun, for a family of strategies."""
+        options = replace(self.candidates.options, strategy=strategy)
+        return replace(
+            self.anew(self.allowed), candidates=replace(self.candidates, options=options, structures={}), leasts={}
+        )
+
     def admits(self, meshes: Sequence[tuple[int, ...]]) -> bool:
         """Whether there is a choice at all on some mesh, as far as layouts and a bound of its memory tell."""
         for candidate in self.candidates.over(meshes):

@@ -20,8 +20,8 @@ def code_of(name):
     return getattr(importlib.import_module(module), function).__code__
 
 
-class FirstCalls:
-    """The names of listed passes, in the order of their first calls within the context."""
+class LastCalls:
+    """The names of listed passes, in the order of their last calls within the context: what is tried out comes before."""
 
     def __init__(self):
         self.names, self.codes = [], {code_of(name): name for name in LISTED}
@@ -35,14 +35,14 @@ class FirstCalls:
 
     def _called(self, frame, event, _):
         name = self.codes.get(frame.f_code) if event == "call" else None
-        if name is not None and name not in self.names:
-            self.names.append(name)
+        if name is not None:
+            self.names[:] = [other for other in self.names if other != name] + [name]
 
 
 def passes_of(model, x, strategy, schedule, **options):
     """Those that run when a plan is simulated, forward and backward."""
     plan = autotp.plan(model, MACHINE, (x,), strategy=strategy, mesh=(2, 2), **options)
-    with FirstCalls() as called:
+    with LastCalls() as called:
         autotp.simulate(model, plan, (x,), schedule=schedule)(x).square().sum().backward()
     return called
 
