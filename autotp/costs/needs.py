@@ -18,7 +18,7 @@ from autotp.costs.priced import Priced
 from autotp.costs.storages import CAST, Key, Storages, casts
 from autotp.costs.transit import gathers, travels
 from passes.rules.factors import value_of
-from passes.rules.kept import kept, kept_lowered
+from passes.rules.kept import kept_lowered
 from passes.rules.table import rule_of
 
 __all__ = ["BESIDES", "Needs"]
@@ -55,12 +55,8 @@ class Needs:
 
     def _read(self, node: fx.Node) -> tuple[Key, ...]:
         """What an operator's gradients are made of."""
-        strategy, operands = self.priced.strategies[node.name], self.storages.operands[node]
-        rule = self.model.operators[node].rule
-        if rule is not None and strategy.axes(*rule.inner):
-            found = kept_lowered(node)
-        else:
-            found = kept(node, [value_of(operand) in self.model.trained for operand in operands])
+        strategy, rule = self.priced.strategies[node.name], self.model.operators[node].rule
+        found = kept_lowered(node) if rule is not None and strategy.axes(*rule.inner) else self.model.kept(node)
         keys = {self._operand(node, position) for position in found.operands}
         if copy := self._laid_out(node, found.operands):
             keys.remove(self._operand(node, 0))

@@ -88,7 +88,6 @@ class Contest:
         open: candidates that are not settled.
         prices: seconds that a byte was worth when last looked at, by panels.
         leasts: what takes the least memory, once somebody asked; the same for all bounds and weights.
-        thorough: whether, where no look finds a choice that fits, the one with the least memory is searched for.
         short: whether memory may have kept out a faster choice; of all contests that this one was made from, too.
     """
 
@@ -106,7 +105,6 @@ class Contest:
     prices: dict[int | None, float] = field(default_factory=dict)
     loosened: set[Candidate] = field(default_factory=set)
     leasts: dict[tuple[tuple[int, ...], ...], Least | None] = field(default_factory=dict)
-    thorough: bool = True
     short: bool = False
 
     @property
@@ -128,14 +126,15 @@ class Contest:
 
     def of(self, model: Model) -> Contest:
         """A contest that has not begun, for other constraints."""
-        return replace(self.anew(self.allowed), candidates=replace(self.candidates, model=model, structures={}), leasts={})
+        return self._with(replace(self.candidates, model=model, structures={}))
 
     def within(self, strategy: str) -> Contest:
         """A contest that has not begun, for a family of strategies."""
         options = replace(self.candidates.options, strategy=strategy)
-        return replace(
-            self.anew(self.allowed), candidates=replace(self.candidates, options=options, structures={}), leasts={}
-        )
+        return self._with(replace(self.candidates, options=options, structures={}))
+
+    def _with(self, candidates: Candidates) -> Contest:
+        return replace(self.anew(self.allowed), candidates=candidates, leasts={})
 
     def admits(self, meshes: Sequence[tuple[int, ...]]) -> bool:
         """Whether there is a choice at all on some mesh, as far as layouts and a bound of its memory tell."""
@@ -163,7 +162,7 @@ class Contest:
                     break
                 else:
                     self.short = True
-        if self.best is None and not (self.thorough and self._some_fits(meshes)):
+        if self.best is None and not self._some_fits(meshes):
             return
         late: list[Open] = []
         unfound: TimeoutError | None = None

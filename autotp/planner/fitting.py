@@ -95,11 +95,11 @@ def fitting(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contes
     try:
         contest, found = _fitting_by_sum(contest, meshes)
     except TimeoutError:
-        least = contest.least(meshes) if contest.thorough else None
+        least = contest.least(meshes)
         if least is None or least.used > contest.allowed:
             raise
         return contest, Searched(contest.fastest_within(least), 0.0, least.used)
-    if found.best is not None or not contest.thorough:
+    if found.best is not None:
         return contest, found
     free = contest.anew(math.inf)
     free.run(meshes)
@@ -124,7 +124,7 @@ def _with_least(contest: Contest, meshes: Sequence[tuple[int, ...]], floor: floa
 def _fitting_by_sum(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contest, Searched]:
     """The last of the contests whose programs have about as much memory as is allowed."""
     contest.run(meshes)
-    if contest.best is None and contest.thorough and not math.isinf(contest.needed):
+    if contest.best is None and not math.isinf(contest.needed):
         contest = contest.anew(_HOPE * contest.allowed)
         contest.run(meshes)
     floor, used = contest.bound, 0.0

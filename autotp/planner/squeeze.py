@@ -80,7 +80,7 @@ def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | N
     step = math.inf if search.best is None else search.best.step
     floor = max(0.0, min([step, *floors]))
     if search.best is None:
-        return Searched(None, floor, search.used)
+        return Searched(None, floor, math.inf)
     found = search.best.found
     return Searched(replace(found, solution=replace(found.solution, seconds=step, bound=floor)), floor, found.memory)
 
@@ -99,7 +99,6 @@ class _Squeeze:
 
     contest: Contest
     best: _Met | None = None
-    used: float = math.inf
     point: _Point = _Point()
 
     @property
@@ -125,9 +124,8 @@ class _Squeeze:
 
     def on(self, candidate: Candidate) -> float:
         """Looks for a better plan on a mesh; seconds that none of its plans is below."""
-        moments: Moments | None = None
         try:
-            first = self.solve(candidate, self.point, moments, surely=True)
+            first = self.solve(candidate, self.point, None, surely=True)
         except BatchError as error:
             self.contest.indivisible = error
             return math.inf
@@ -278,7 +276,6 @@ class _Squeeze:
 
     def offer(self, found: Found) -> _Met:
         one = self.met(found)
-        self.used = min(self.used, found.memory)
         if found.memory <= self.room and (self.best is None or one.step < self.best.step):
             self.best = one
         return one
