@@ -24,9 +24,10 @@ from autotp.planner.assemble import Assembled, kept_inside, parts_of
 from autotp.planner.choices import Choice
 from autotp.planner.ilp import Node, Problem, Tensor, Use
 from autotp.planner.structure import Structure
-from autotp.planner.tables import Ledger, Life, Reader, Tables
+from autotp.planner.tables import Held, Ledger, Life, Reader, Sizes, Tables
 from passes.rules.factors import Value
 from passes.rules.kept import working
+from passes.rules.shapes import results_of
 from passes.sharding.panel import data_position
 
 __all__ = ["Moments"]
@@ -52,6 +53,9 @@ class Moments:
         numbers = itertools.count(len(self.lives))
         self.needs = [number if edge.needs is None else next(numbers) for number, edge in enumerate(self.structure.edges)]
         self.tensors = _twice(assembled.problem.tensors, self.structure, self.needs)
+        self.sizes = [Sizes.of(edge, prices.mesh) for edge in self.structure.edges]
+        self.first = dict(enumerate(sizes.first for sizes in self.sizes))
+        self.first |= {number: sizes.first for number, sizes in zip(self.needs, self.sizes, strict=True)}
         self.inside = self._inside()
         self.known: dict[tuple[Moment, bool], Tables] = {}
         self.allowed = [np.where(np.isfinite(t.cost), 0.0, np.inf) for t in assembled.problem.tensors]
@@ -67,6 +71,9 @@ class Moments:
     def program(self, shares: Mapping[Moment, float], surely: bool = False) -> Problem:
         """The integer program whose seconds are the bytes that moments hold, or hold at least, weighted."""
         nodes, tensors = self._weighted(shares, surely)
+        held: dict[int, dict[tuple[tuple[int, ...], str], np.ndarray]] = defaultdict(dict)
+        for (number, uses, once), table in tensors.items():
+            held[number][uses, once] = table
         problem = self.assembled.problem
         made = tuple(
             Node(n.name, np.where(np.isfinite(n.cost), nodes.get(i, 0.0), np.inf), np.zeros(len(n.cost)))
@@ -74,21 +81,26 @@ class Moments:
         )
         found = []
         for number, tensor in enumerate(self.tensors):
-            every = tuple(range(len(problem.tensors[number].uses)))
-            for uses in {every: None} | {held: None for edge, held in tensors if edge == number}:
-                table = tensors.get((number, uses), 0.0) + (self.allowed[number] if uses == every else 0.0)
-                if np.any(table):
-                    held = tuple(tensor.uses[use] for use in uses)
-                    found.append(_tensor(tensor, held, np.broadcast_to(table, tensor.cost.shape)))
+            if self.allowed[number].any():
+                every = tuple(tensor.uses[: len(problem.tensors[number].uses)])
+                found.append(_tensor(tensor, every, self.allowed[number]))
+            for (uses, once), table in held.get(number, {}).items():
+                if table.any():
+                    found.append(_tensor(tensor, [self._use(number, use, once) for use in uses], table))
         return Problem(made, tuple(found))
+
+    def _use(self, number: int, use: int, once: str) -> Use:
+        """A use of a tensor that is there once for all that is alike."""
+        found, first = self.tensors[number].uses[use], self.first[number].get(once) if number in self.first else None
+        return found if first is None else Use(found.node, np.where(found.want < 0, -1, first[found.want]))
 
     def bytes(self, moment: Moment, choice: Sequence[int], surely: bool = False) -> float:
         """What a choice holds at a moment, or holds at least, as the tables have it."""
         nodes, tensors = self.tables(moment, surely)
         total = sum(float(table[choice[node]]) for node, table in nodes.items())
-        for (number, uses), table in tensors.items():
-            tensor = self.tensors[number]
-            wants = {int(tensor.uses[use].want[choice[tensor.uses[use].node]]) for use in uses}
+        for (number, uses, once), table in tensors.items():
+            tensor, mine = self.tensors[number], [self._use(number, use, once) for use in uses]
+            wants = {int(use.want[choice[use.node]]) for use in mine}
             total += float(table[int(tensor.have[choice[tensor.producer]]), sorted(wants - {-1})].sum())
         return total * (1 + self.prices.spare)
 
@@ -100,7 +112,7 @@ class Moments:
 
     def _weighted(self, shares: Mapping[Moment, float], surely: bool) -> Tables:
         nodes: dict[int, np.ndarray] = {}
-        tensors: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
+        tensors: dict[Held, np.ndarray] = {}
         for moment, share in shares.items():
             if share > 0:
                 mine, held = self.tables(moment, surely)
@@ -112,7 +124,7 @@ class Moments:
         return nodes, tensors
 
     def _tables(self, moment: Moment, surely: bool) -> Tables:
-        tables = Ledger(self.structure.edges, self.prices, self.needs)
+        tables = Ledger(self.sizes, self.prices, self.needs)
         for number, (edge, lives) in enumerate(zip(self.structure.edges, self.lives, strict=True)):
             for life, count in lives.items():
                 if edge.parameter:
@@ -160,6 +172,7 @@ class Moments:
             and producer not in self.model.recomputed,
             view=shown_by(producer) is not None,
             alone=self._alone(value),
+            shown=self._shown(value),
             last=self._last(value),
             returned=any(reader.at == ends for reader in readers),
             readers=readers,
@@ -176,9 +189,7 @@ class Moments:
 
     def _alone(self, value: Value) -> bool:
         """Whether, of all names of a storage, this is the one that most readers save, gradients first."""
-        root = value
-        while (shown := shown_by(root[0])) is not None:
-            root = shown
+        root = _root(value)
         if root[0].op == "placeholder":
             return False
         best, most, names = root, (-1, -1), [root]
@@ -191,17 +202,30 @@ class Moments:
             names += [(user, 0) for user, position in readers if position == 0 and shown_by(user) == name]
         return value == best
 
+    def _shown(self, value: Value) -> float:
+        """The share of a tensor's elements that the storage which it shows has: less than 1 where it is expanded."""
+        root, number = _root(value)
+        return min(1.0, results_of(root)[number].numel() / max(1, self.model.named[value].meta["val"].numel()))
+
     def _reader(self, value: Value, user: fx.Node, position: int) -> Reader:
         if user not in self.order:
-            return Reader(len(self.order), False, False, -1, False, False, True, True)
+            return Reader(len(self.order), False, False, -1, -1, False, False, True, True)
         gradient = value in self.model.saved[user]
         saves = value[0] not in self.model.recomputed and (
             gradient or (user in self.model.undecided and value[0].op != "placeholder")
         )
-        until = self.latest.get(user, -1) if user in self.model.undecided else -1
+        block = self.order[self.model.undecided[user]] if user in self.model.undecided else -1
+        until = self.latest.get(user, -1) if block >= 0 else -1
         data = self.panelled and data_position(user) == position
         view, flows = position == 0 and shown_by(user) == value, user in self.model.differentiated
-        return Reader(self.order[user], saves and self.prices.train, gradient, until, data, view, flows, False)
+        return Reader(self.order[user], saves and self.prices.train, gradient, until, block, data, view, flows, False)
+
+
+def _root(value: Value) -> Value:
+    """The tensor whose storage it shows, through all views."""
+    while (shown := shown_by(value[0])) is not None:
+        value = shown
+    return value
 
 
 def _twice(tensors: Sequence[Tensor], structure: Structure, needs: Sequence[int]) -> list[Tensor]:
@@ -218,9 +242,11 @@ def _twice(tensors: Sequence[Tensor], structure: Structure, needs: Sequence[int]
     return found
 
 
-def _tensor(tensor: Tensor, uses: tuple[Use, ...], cost: np.ndarray) -> Tensor:
+def _tensor(tensor: Tensor, uses: Sequence[Use], cost: np.ndarray) -> Tensor:
     rows, columns = tensor.cost.shape
-    return Tensor(tensor.name, tensor.producer, tensor.have, uses, cost, np.zeros(columns), np.zeros((rows, columns)))
+    return Tensor(
+        tensor.name, tensor.producer, tensor.have, tuple(uses), cost, np.zeros(columns), np.zeros((rows, columns))
+    )
 
 
 def _counted(lives: Sequence[Life]) -> dict[Life, int]:

@@ -133,23 +133,25 @@ class _Squeeze:
             return math.inf
         _, moments, floor, _ = first
         if floor < self.good:
-            self.steer(candidate, moments)
-            last = self.solve(candidate, self.point, moments, surely=True)
-            floor = floor if last is None else max(floor, last[2])
+            floor = max(floor, self.steer(candidate, moments, surely=True))
+        if floor < self.good:  # what is held for certain may be too little to go by
+            point = self.point
+            self.steer(candidate, moments, surely=False)
+            self.point = point
         if floor < self.good and self.layers == 1:
             floor = max(floor, self.close(candidate, moments))
         _log.debug("mesh %s: at least %.4g s", "x".join(map(str, candidate.mesh)), floor)
         return floor
 
-    def steer(self, candidate: Candidate, moments: Moments) -> None:
-        """Meets choices at ever better points, and mixes them."""
+    def steer(self, candidate: Candidate, moments: Moments, *, surely: bool) -> float:
+        """Meets choices at ever better points and mixes them; seconds that no plan is below, of bytes held ``surely``."""
         lines: dict[tuple[int, ...], _Met] = {}
         high, point, within = -math.inf, self.point, self.contest.candidates.options.gap / 4
         mixture: Sequence[float] = ()
         for _ in range(_ROUNDS):
             if lines and time.perf_counter() > self.contest.deadline:
                 break
-            solved = self.solve(candidate, point, moments)
+            solved = self.solve(candidate, point, moments, surely=surely)
             if solved is None:
                 break
             assembled, _, value, choice = solved
@@ -169,6 +171,7 @@ class _Squeeze:
             if following.value * (1 - within) <= high and self.best is not None:
                 break
         self.mix(candidate, list(lines.values()), mixture, high)
+        return high
 
     def close(self, candidate: Candidate, moments: Moments) -> float:
         """Settles a small program exactly; seconds that none of its plans is below."""
@@ -241,7 +244,7 @@ class _Squeeze:
         return found
 
     def solve(
-        self, candidate: Candidate, point: _Point, moments: Moments | None, *, surely: bool = False
+        self, candidate: Candidate, point: _Point, moments: Moments | None, *, surely: bool
     ) -> tuple[Assembled, Moments, float, tuple[int, ...] | None] | None:
         """The least sum (1) and its choice, unless that is not below what is of interest; None where layouts admit none.
 

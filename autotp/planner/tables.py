@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,10 +12,14 @@ from autotp.costs.prices import Prices
 from autotp.planner.choices import Edge
 from passes.layouts.codes import local_elements
 
-__all__ = ["Life", "Reader", "Tables", "Ledger"]
+__all__ = ["Held", "Ledger", "Life", "Reader", "Sizes", "Tables"]
 
-#: Bytes by node and strategy, and by (tensor, those of its uses that hold it) and (have, want).
-Tables = tuple[dict[int, np.ndarray], dict[tuple[int, tuple[int, ...]], np.ndarray]]
+#: A tensor, those of its uses that hold it, and whether it is there once for every wanted layout, for every layout of its
+#: gradient ("gradients"), or for every pair of them ("pairs").
+Held = tuple[int, tuple[int, ...], str]
+
+#: Bytes by node and strategy, and by what holds them and (have, want).
+Tables = tuple[dict[int, np.ndarray], dict[Held, np.ndarray]]
 
 _PANELS = 4  # of an operand that is gathered in panels, about one in so many is there at once
 
@@ -26,13 +30,15 @@ class Reader:
 
     ``saves`` is whether it ever is: where the planner decides, that depends on the choice. ``gradient``: the reader's
     gradient needs it in any case. ``until``: the last operator whose gradient needs a result of the reader, which, if it is
-    made again, is there by then. ``flows``: a gradient comes back. ``ends``: it is an output of the model.
+    made again, is there by then. ``block``: the last operator of the block in whose backward pass it may be. ``flows``: a
+    gradient comes back. ``ends``: it is an output of the model.
     """
 
     at: int
     saves: bool
     gradient: bool
     until: int
+    block: int
     panelled: bool
     view: bool
     flows: bool
@@ -44,7 +50,7 @@ class Life:
     """When one tensor is made (before all operators: -1), whether its producer keeps it or it is a view; who reads it.
 
     ``until`` is the last operator of the block in whose backward pass it may be made again. ``alone``: of the names of its
-    storage, which are views, it is the one that counts.
+    storage, which are views, it is the one that counts; ``shown``: the share of its bytes that the storage has, at most 1.
     """
 
     made: int
@@ -52,28 +58,50 @@ class Life:
     kept: bool
     view: bool
     alone: bool
+    shown: float
     last: int
     returned: bool
     readers: tuple[Reader, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Sizes:
+    """Bytes of a tensor on one device.
+
+    Attributes:
+        own: as it is, or rests, ``[H]``.
+        wanted: as it is wanted, ``[W]``.
+        back: of the gradient that a reader returns, ``[W]``.
+        stays: where nothing has to move, ``[H, W]``.
+        first: of the columns that are alike, the first one, by what a tensor is there once for (`Held`), ``[W]``.
+    """
+
+    own: np.ndarray
+    wanted: np.ndarray
+    back: np.ndarray
+    stays: np.ndarray
+    first: Mapping[str, np.ndarray]
+
+    @classmethod
+    def of(cls, edge: Edge, mesh: tuple[int, ...]) -> Sizes:
+        """Of an edge's tensors on a mesh."""
+        shape, cast = tuple(edge.value.shape), edge.cast
+        return cls(
+            own=local_elements(shape, edge.rows, mesh) * cast.rests.itemsize,
+            wanted=local_elements(shape, edge.wants, mesh) * cast.used.itemsize,
+            back=local_elements(shape, edge.gradients, mesh) * (cast.used.itemsize + cast.back * cast.reduced.itemsize),
+            stays=(edge.rows[:, None, :] == edge.wants[None, :, :]).all(axis=-1) & (not cast.there),
+            first={"layouts": _first(edge.wants), "gradients": _first(edge.gradients)},
+        )
+
+
 class Ledger:
     """The tables of one moment while they are filled."""
 
-    def __init__(self, edges: Sequence[Edge], prices: Prices, needs: Sequence[int]) -> None:
-        self.prices, self.needs = prices, needs
+    def __init__(self, sizes: Sequence[Sizes], prices: Prices, needs: Sequence[int]) -> None:
+        self.prices, self.needs, self.sizes = prices, needs, sizes
         self.nodes: dict[int, np.ndarray] = {}
-        self.tensors: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
-        self.sizes = [self._sizes(edge) for edge in edges]
-
-    def _sizes(self, edge: Edge) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Bytes as it is, as it is wanted, of the gradient that a reader returns; and where nothing has to move."""
-        shape, cast, mesh = tuple(edge.value.shape), edge.cast, self.prices.mesh
-        own = local_elements(shape, edge.rows, mesh) * cast.rests.itemsize
-        wanted = local_elements(shape, edge.wants, mesh) * cast.used.itemsize
-        back = local_elements(shape, edge.gradients, mesh) * (cast.used.itemsize + cast.back * cast.reduced.itemsize)
-        stays = (edge.rows[:, None, :] == edge.wants[None, :, :]).all(axis=-1) & (not cast.there)
-        return own, wanted, back, stays
+        self.tensors: dict[Held, np.ndarray] = {}
 
     def own(self, edge: Edge, sizes: np.ndarray, again: bool = True) -> None:
         """Bytes that a tensor takes by how it is made, or rests; and where it is made again, if it is there then."""
@@ -82,17 +110,18 @@ class Ledger:
             mine = np.where(edge.needs.have < len(sizes), mine, 0.0)
         self.nodes[edge.producer] = self.nodes.get(edge.producer, 0.0) + mine
 
-    def held(self, number: int, uses: Sequence[int], table: np.ndarray) -> None:
+    def held(self, number: int, uses: Sequence[int], table: np.ndarray, once: str = "layouts") -> None:
         """Bytes that a tensor takes by how these uses want it, once for those that want it alike."""
         if uses:
-            key = number, tuple(uses)
+            key = number, tuple(uses), once
             self.tensors[key] = self.tensors.get(key, 0.0) + table
 
     def parameter(
         self, number: int, edge: Edge, life: Life, count: int, moment: Moment, panelled: bool, surely: bool
     ) -> None:
         """Its state, what it is gathered to, and its gradient from its last reader's turn on."""
-        own, wanted, back, stays = self.sizes[number]
+        sizes = self.sizes[number]
+        own, wanted, stays = sizes.own, sizes.wanted, sizes.stays
         trained = edge.trained and self.prices.train
         state = self.prices.states(own / edge.cast.rests.itemsize, edge.cast.rests.itemsize)
         forward = moment.turn is Turn.FORWARD
@@ -105,11 +134,15 @@ class Ledger:
             later = [use for use, reader in enumerate(life.readers) if reader.at >= moment.at]
             self.held(number, later if begun else [], count * moved)
         elif moment.turn is Turn.BACKWARD:
-            self.held(number, now, count * (moved + back[None, :] if trained else moved))
+            if trained and surely:  # a product's weight may be gone when its gradient comes
+                self.held(number, now, count * np.maximum(moved, sizes.back), "pairs")
+            else:
+                self.held(number, now, count * (moved + sizes.back if trained else moved), "pairs")
 
     def activation(self, number: int, edge: Edge, life: Life, count: int, moment: Moment) -> None:
         """The tensor, copies of it, and its gradient."""
-        own, wanted, _, stays = self.sizes[number]
+        sizes = self.sizes[number]
+        own, wanted, stays = sizes.own, sizes.wanted, sizes.stays
         at, readers, forward = moment.at, list(enumerate(life.readers)), moment.turn is Turn.FORWARD
         given = life.made < 0
         if given:
@@ -156,7 +189,8 @@ class Ledger:
 
     def least(self, number: int, edge: Edge, life: Life, count: int, moment: Moment) -> None:
         """What there is of a tensor in any case, however many names a storage has, and whenever it is made again."""
-        own, wanted, back, stays = self.sizes[number]
+        sizes = self.sizes[number]
+        own, wanted, back, stays = sizes.own, sizes.wanted, sizes.back, sizes.stays
         if life.made < 0:
             self.own(edge, count * own)
         if not 0 <= life.made <= moment.at:
@@ -166,18 +200,23 @@ class Ledger:
             if not life.view and moment.at >= min((r.at for r in life.readers if r.saves), default=0):
                 self.own(edge, count * own)
             if edge.trained and life.made < moment.at:
-                self.held(
-                    number,
-                    [use for use, r in enumerate(life.readers) if r.ends],
-                    np.broadcast_to(count * back, stays.shape),
-                )
+                ends = [use for use, r in enumerate(life.readers) if r.ends]
+                self.held(number, ends, np.broadcast_to(count * back, stays.shape), "gradients")
         elif life.alone:
             if life.kept and not life.view:
                 self.own(edge, count * own, again=False)
             else:
-                kept = np.broadcast_to(wanted[None, :], stays.shape)
-        kept = count * kept / _alike(edge.wants)
-        saved = [use for use, r in enumerate(life.readers) if r.saves and not r.panelled and r.at <= moment.at]
+                kept = np.where(stays, life.shown * wanted[None, :], wanted[None, :])
+        kept = count * kept
+        # What is kept to make a reader again may be gone once its block has begun.
+        saved = [
+            use
+            for use, r in enumerate(life.readers)
+            if r.saves
+            and not r.panelled
+            and r.at <= moment.at
+            and (r.gradient or moment.turn is Turn.FORWARD or moment.at > r.block)
+        ]
         if edge.needs is not None:
             come = moment.at + (moment.turn is not Turn.BACKWARD)
             again = [use for use in saved if life.readers[use].gradient and life.readers[use].at == come]
@@ -192,25 +231,28 @@ class Ledger:
         self.held(self.needs[number], saved, kept)
         if moment.turn is Turn.BACKWARD and edge.trained:
             now = [use for use, r in enumerate(life.readers) if r.at == moment.at and r.flows]
-            self.held(number, now, np.broadcast_to(count * back / _alike(edge.gradients), stays.shape))
+            self.held(number, now, np.broadcast_to(count * back, stays.shape), "gradients")
             if life.made == moment.at and not life.view and any(r.flows for r in life.readers):
                 self.own(edge, count * own)
 
     def gradient(self, number: int, edge: Edge, life: Life, count: int, moment: Moment) -> None:
         """In the layouts in which readers return it, until all of it comes to that of the tensor."""
-        own, _, back, stays = self.sizes[number]
+        sizes = self.sizes[number]
+        own, back, stays = sizes.own, sizes.back, sizes.stays
         every = np.broadcast_to(back[None, :], stays.shape)
         later = [use for use, r in enumerate(life.readers) if r.at > moment.at]
         if life.made < moment.at:
-            self.held(number, later, count * every)
+            self.held(number, later, count * every, "gradients")
             if moment.turn is Turn.BACKWARD:  # beside what is there, to be added to it
-                self.held(number, [use for use, r in enumerate(life.readers) if r.at == moment.at], count * every)
+                now = [use for use, r in enumerate(life.readers) if r.at == moment.at]
+                self.held(number, now, count * every, "gradients")
         elif moment.turn is Turn.ARRIVAL:
-            self.held(number, later, count * np.where(stays & (back[None, :] == own[:, None]), every, every + own[:, None]))
+            arrived = np.where(stays & (back[None, :] == own[:, None]), every, every + own[:, None])
+            self.held(number, later, count * arrived, "pairs")
         elif not life.view:
             self.own(edge, count * own)
 
 
-def _alike(rows: np.ndarray) -> np.ndarray:
-    """How many rows each is equal to."""
-    return np.asarray((rows[:, None, :] == rows[None, :, :]).all(axis=-1).sum(axis=1))
+def _first(rows: np.ndarray) -> np.ndarray:
+    """The first of the rows that each is equal to."""
+    return np.asarray((rows[:, None, :] == rows[None, :, :]).all(axis=-1).argmax(axis=1))
