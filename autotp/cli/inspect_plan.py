@@ -70,7 +70,7 @@ def inspect_command(
         priced = priced_plan(captured, loaded)
         rows = Filters(op, module, collectives, unsharded, top)(inspect_plan(loaded, priced))
     if dot is not None:
-        draw(dot, loaded, rows, priced.model)
+        draw(dot, rows, priced.model)
         print(f"written to {dot}")
     else:
         show([asdict(row) for row in rows], _rows_shown(rows), as_json, wraps=False)
