@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from costmodel import COLLECTIVES
 from passes.layouts.codes import DIM, PARTIAL, WHOLE
 
 __all__ = ["COMMUNICATING", "AxisConflicts", "Change", "changes"]
 
 #: The kinds of change that use the network; the others are local.
-COMMUNICATING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+COMMUNICATING = tuple(kind for kind in COLLECTIVES if kind != "broadcast")
 
 
 class Change(NamedTuple):

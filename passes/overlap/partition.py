@@ -17,7 +17,7 @@ from torch import fx
 
 from passes.graph import RECOMPUTE, above, annotate, below
 from passes.overlap.aliasing import held, source_of
-from passes.overlap.primitives import COLLECTIVES, crop, in_one_format, own, pad
+from passes.overlap.primitives import COLLECTIVE_OF, crop, in_one_format, own, pad
 from passes.overlap.trace import Joint
 
 __all__ = ["Cut", "cut"]
@@ -116,7 +116,7 @@ def _gathered(nodes: Sequence[fx.Node], parameters: set[fx.Node], later: set[fx.
         if node.op != "call_function" or node in later:
             continue
         packet = getattr(node.target, "overloadpacket", node.target)
-        gathers = COLLECTIVES.get(node.target) in ("all_gather", "all_to_all")
+        gathers = COLLECTIVE_OF.get(node.target) in ("all_gather", "all_to_all")
         cast = node.target is _aten._to_copy.default and node.all_input_nodes[0] in parameters
         if not (gathers or cast or packet in _MOVES or node.target in _PLACED or node.target is operator.getitem):
             continue

@@ -16,7 +16,7 @@ from torch import Tensor
 from passes.layouts import layout
 from passes.layouts.layout import take_block
 
-__all__ = ["COLLECTIVES", "axes_of"]
+__all__ = ["COLLECTIVE_OF", "axes_of"]
 
 _LIBRARY = torch.library.Library("autotp", "DEF")
 
@@ -81,8 +81,8 @@ draw = _define(
     lambda seed, salt, axes, like, method, by: _like(like),
 )
 
-#: The operators that stand for collectives.
-COLLECTIVES: Mapping[Any, str] = {
+#: The operators that stand for collectives, with the collectives' names.
+COLLECTIVE_OF: Mapping[Any, str] = {
     all_reduce: "all_reduce",
     all_gather: "all_gather",
     reduce_scatter: "reduce_scatter",
