@@ -1,7 +1,8 @@
-"""How far rounding alone moves what a model computes: its weights and inputs are moved by one unit in the last place.
+"""How far rounding alone moves what a model computes, measured by moving its weights and inputs by one unit in the last
+place.
 
-Another order of summation is as good as the model's own, and gives what the model gives for weights that differ in their
-last places. Where such a move is enough to change a result beyond a tolerance, comparing it to that tolerance says nothing.
+Another order of summation is as correct as the model's own, and gives what the model gives for weights that differ in their
+last places. Where such a move changes a result by more than a tolerance, comparing with that tolerance says nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which collectives take tensors from layouts to others, and in which order: for many pairs of layouts at once.
+"""Which collectives take tensors from one layout to another, and in which order, for many pairs of layouts at once.
 
-What shrinks a tensor goes first (local slices, reduce-scatter, all-to-all), what grows it last (all-reduce, all-gather).
-Of several axes the inner ones scatter first and gather last, so that the outer ones, whose links are slower, move what is
+What shrinks a tensor goes first (local slices, reduce-scatter, all-to-all), what grows it last (all-reduce, all-gather). Of
+several axes the inner ones scatter first and gather last, so that the outer ones, whose links are slower, move what is
 smallest. Nothing else in autotp decides which collective a change of layout needs: `reshard` makes steps of one pair's
 changes, and `reshard_matrix` prices all pairs'.
 """

@@ -2,11 +2,11 @@
 
 A collective of few bytes costs its latency; several of them in one message cost it once. Members of a bucket are neighbours
 in the order of the graph, up to a number of bytes that the cost model gives: several buckets may be better than one,
-because computing, or a collective on another link, goes on while the next is filled. Collectives of which one sends on what
-the other has made have as many buckets.
+because computing, or a collective on another link, goes on while the next is filled. Where collectives pass on what others
+have made, both kinds get the same number of buckets.
 
-Nothing that something waits for is held up: of collectives that come amid products, such as those of two chunks, only
-those travel together whose operands the same products make.
+Nothing is delayed that other work waits for: of collectives between products, such as those of two chunks, only those
+travel together whose operands come from the same products.
 """
 
 from __future__ import annotations

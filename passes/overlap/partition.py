@@ -1,8 +1,8 @@
 """A joint graph cut in two: the forward pass with what it leaves behind, and the backward pass.
 
-The backward pass is what depends on the gradients of the outputs. What it reads of the rest is saved, except parameters
-that were gathered: those it gathers again, from the parts that rest anyway; and what is marked to be computed again, from
-what is saved or computed again itself, right before it is first read.
+The backward pass is what depends on the gradients of the outputs. What it reads of the rest is saved, with two exceptions.
+Parameters that were gathered are gathered again, from the parts that rest anyway. What is marked to be recomputed is
+recomputed right before it is first read, from what is saved or recomputed itself.
 """
 
 from __future__ import annotations

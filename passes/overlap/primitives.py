@@ -1,8 +1,8 @@
-"""Operators of the library ``autotp``: what a traced graph says where a sharded graph talks to its world.
+"""Operators of the library ``autotp`` that stand, in a traced graph, for what a sharded graph asks of its world.
 
-They have shapes, for tracing, and no numbers: before a graph runs, `passes.overlap.launch` puts calls of a
-`passes.world.world.World` in their place. Nothing in them
-tells one device of a mesh from another, so devices whose parts have equal shapes have one graph.
+They have shapes, for tracing, and compute nothing: before a graph runs, `passes.overlap.launch` puts calls of a
+`passes.world.world.World` in their place. Nothing in them distinguishes the devices of a mesh, so devices whose parts have
+equal shapes have one graph.
 """
 
 from __future__ import annotations

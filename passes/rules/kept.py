@@ -1,4 +1,4 @@
-"""What the backward pass reads of an operator, as torch's formulas of gradients do, and what a lowering's formulas keep."""
+"""What the backward pass reads of an operator: by torch's formulas of gradients, or by those of a lowering in its place."""
 
 from __future__ import annotations
 
