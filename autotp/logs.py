@@ -1,9 +1,9 @@
 """Logging: Python's own, under ``autotp.*``, switched on by the environment variable ``AUTOTP_LOGS``.
 
-``AUTOTP_LOGS=plan,+passes`` as ``TORCH_LOGS``: a name for what is worth knowing, with ``+`` for everything, with ``-`` for
-errors only. Names: ``plan`` (what was planned; with ``+``, every mesh and its bound), ``passes`` (with ``+``, every graph
-between two passes, as code) and ``schedule`` (what was overlapped; what could not be, and why). Programs that set up logs
-themselves use the loggers of these names, and leave the variable out.
+``AUTOTP_LOGS=plan,+passes`` works like ``TORCH_LOGS``: a name alone logs what is worth knowing, with ``+`` everything, with
+``-`` errors only. Names: ``plan`` (what was planned; with ``+``, every mesh and its bound), ``passes`` (with ``+``, every
+graph between two passes, as code) and ``schedule`` (what was overlapped; what could not be, and why). Programs that set up
+logs themselves use the loggers of these names, and leave the variable out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
 """The cost model: topologies, collectives, compute, memory and overlap, as sympy expressions that are evaluated in bulk.
 
-It does not import torch.
+It does not import torch. A machine is a `topology`: a `device` and `links`, for irregular machines with a `matrix`;
+`groups` finds the links that the axes of a mesh use, `local` guesses this machine's, and `fit` fits measured figures.
+Costs are those of `collectives`, `compute` and `memory`, of a step by `overlap` and of a loop by `pipeline`, and of
+`energy`; `bounds` and `volumes` are closed forms to compare with. `formula` compiles expressions, `units` reads and
+writes quantities, `tables` and `toml_out` read and write TOML, `files` writes files, and `errors` are what users see.
 """
 
 from . import collectives, compute, memory, units

@@ -92,17 +92,20 @@ ALGORITHMS: Mapping[str, Mapping[str, sympy.Expr]] = MappingProxyType(
 )
 """Seconds of each collective with each algorithm, in `SYMBOLS`; 0 at n = 1, except for the tree's bytes."""
 
-_ALL = frozenset(name for algorithms in ALGORITHMS.values() for name in algorithms)
+_EVERYWHERE = {"ring", "pairwise", "binomial", "scatter and all-gather"}
 
 LIBRARIES: Mapping[str, frozenset[str]] = MappingProxyType(
     {
-        "nccl": _ALL - {"halving-doubling", "doubling", "halving", "hierarchical", "reducing pairs"},
-        "gloo": _ALL - {"halving-doubling", "doubling", "halving", "hierarchical", "tree", "reducing ring"},
-        "mpi": _ALL - {"tree"},
+        "nccl": frozenset({*_EVERYWHERE, "tree", "reducing ring"}),
+        "gloo": frozenset({*_EVERYWHERE, "reducing pairs"}),
+        "mpi": frozenset(
+            {*_EVERYWHERE, "reducing ring", "reducing pairs", "halving-doubling", "doubling", "halving", "hierarchical"}
+        ),
     }
 )
-"""The algorithms of each library. NCCL: rings and, for all_reduce, trees. Gloo: rings; its reduce_scatter is an all_reduce,
-so parts are exchanged in pairs instead (`passes.world.process`). MPI: rings and recursive algorithms."""
+"""The algorithms of each library. NCCL: rings, and a tree for all_reduce. Gloo: rings; its reduce_scatter is an all_reduce,
+so `passes.world.process` exchanges parts in pairs instead, as it does for small all_reduces and all_gathers, which are
+priced as rings. MPI: rings, pairs, recursive and hierarchical algorithms."""
 
 TRAFFIC: Mapping[str, sympy.Expr] = MappingProxyType(
     {kind: (2 if kind == "all_reduce" else 1) * _share * V for kind in ALGORITHMS}

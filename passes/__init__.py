@@ -1,7 +1,10 @@
 """Graph to graph: capturing a model, choosing layouts, and rewriting it to run on a mesh.
 
-All passes, in the order in which they run. Conditional passes state their condition in parentheses, and are skipped where
-it does not hold.
+`graph` has what all passes use of ``torch.fx``, `layouts` and `strategies` describe what passes rewrite by, and `world`
+what a rewritten graph calls.
+
+All passes, in the order in which they run. Conditional passes state their condition in parentheses, and are skipped
+where it does not hold.
 
 Capture: a model becomes a functional graph; `passes.capture.export.capture` calls
 
@@ -18,8 +21,9 @@ Shard: each device's graph works on parts; `autotp.runtime.rewrite.apply` calls
 8. `passes.sharding.unroll.unroll`: each chunk gets nodes of its own (plans with chunks).
 9. `passes.sharding.panel.panel`: gathers become loops over panels (plans with panels).
 
-Overlap: collectives run while something is computed; `passes.overlap.pipeline` calls,
-driven by `autotp.runtime.schedules` from the 16th on,
+Overlap: collectives run while something is computed; `autotp.runtime.schedules` asks `passes.overlap.pipeline` for
+this, where ``halves`` calls 10 to 12, ``Halves.refined`` 13 to 15, ``Halves.overlapped`` 16 to 18, ``Overlapped.slots``
+19, and ``Overlapped.modules`` 20:
 
 10. `passes.overlap.channels_last.channels_last`: convolutions get the memory format that they read best (models with any).
 11. `passes.overlap.trace.trace`: the forward and the backward pass become one graph.

@@ -1,7 +1,8 @@
-"""How far rounding alone moves what a model computes: its weights and inputs are moved by one unit in the last place.
+"""How far rounding alone moves what a model computes, measured by moving its weights and inputs by one unit in the last
+place.
 
-Another order of summation is as good as the model's own, and gives what the model gives for weights that differ in their
-last places. Where such a move is enough to change a result beyond a tolerance, comparing it to that tolerance says nothing.
+Another order of summation is as correct as the model's own, and gives what the model gives for weights that differ in their
+last places. Where such a move changes a result by more than a tolerance, comparing with that tolerance says nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from passes.graph import differentiable
 
 __all__ = ["apart", "moved", "nudged", "rounding"]
 
+_DRAWS = 3
+
 
 def moved(
     run: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
     state: Mapping[str, Tensor],
     *,
-    draws: int = 3,
     seed: int = 0,
     least: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
@@ -32,7 +34,6 @@ def moved(
         run: gives named results (values, gradients) of a state; it must give the same ones for the same state, and leave
             the state as it is.
         state: weights and inputs by name. What is not floating point is not moved.
-        draws: how many random moves are tried.
         seed: of the moves.
         least: name of the result -> magnitude that it counts as no smaller than.
 
@@ -45,7 +46,7 @@ def moved(
     before = {name: value.detach().clone() for name, value in run(state).items()}
     generator = torch.Generator().manual_seed(seed)
     found = dict.fromkeys(before, 0.0)
-    for _ in range(draws):
+    for _ in range(_DRAWS):
         after = run({name: nudged(tensor, generator) for name, tensor in state.items()})
         for name, value in before.items():
             found[name] = max(found[name], apart(after[name].detach(), value, least.get(name, 0.0)))

@@ -1,4 +1,4 @@
-"""Two plans, side by side: what is sharded otherwise, and what that costs."""
+"""Two plans compared: what is sharded differently, and what that costs."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ from torch import fx
 from autotp.analysis.inspection import Row
 from autotp.costs.model import Model
 from autotp.errors import AutotpError
-from autotp.plans.plan import Plan
 from costmodel.files import write_atomically
 from passes.rules.factors import value_of
 from passes.rules.shapes import operands_of
@@ -30,7 +29,7 @@ def colour_of(scheme: str) -> str:
     return f"{hue:.3f} 0.25 0.98"
 
 
-def drawing(plan: Plan, rows: Sequence[Row], model: Model) -> graphviz.Digraph:
+def drawing(rows: Sequence[Row], model: Model) -> graphviz.Digraph:
     """Rows and the tensors between them; operators that are decided together are one node."""
     graph = graphviz.Digraph("plan", graph_attr={"rankdir": "TB", "fontname": "Helvetica"})
     graph.attr("node", shape="box", style="filled,rounded", fontname="Helvetica", fontsize="10")
@@ -66,14 +65,14 @@ def _edge(graph: graphviz.Digraph, shown: dict[str, Row], model: Model, reader: 
         graph.edge(stand, reader, label or None, color="#cc4444" if label else "#666666")
 
 
-def draw(path: Path, plan: Plan, rows: Sequence[Row], model: Model) -> None:
+def draw(path: Path, rows: Sequence[Row], model: Model) -> None:
     """Writes the drawing; the file appears whole or not at all.
 
     Raises:
         AutotpError: the file's ending is unknown, it cannot be written, or graphviz's ``dot`` is not installed.
     """
     kind = path.suffix[1:]
-    graph = drawing(plan, rows, model)
+    graph = drawing(rows, model)
     try:
         if kind not in ("dot", *_FORMATS):
             raise AutotpError(f"{path}: a drawing ends with .dot, {', '.join('.' + known for known in _FORMATS)}")

@@ -1,7 +1,7 @@
-"""Why an operator is sharded as it is: what it costs, of which terms, and what anything else would cost.
+"""Why an operator is sharded as it is: what it costs, term by term, and what each alternative would cost.
 
-Each alternative has two costs. *In place*: only this operator (and its folded copies) changes, all others stay, and
-pay the reshards that follow. *Planned*: the alternative is pinned, and everything else is planned anew around it.
+Each alternative has two costs. *In place*: only this operator (and its folded copies) changes, all others stay, and pay the
+reshards that follow. *Planned*: the alternative is pinned, and everything else is planned anew around it.
 """
 
 from __future__ import annotations

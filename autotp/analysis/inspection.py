@@ -93,7 +93,7 @@ class Filters:
         op, module: patterns of the operator's name or kind, and of its module's path.
         collectives: only rows that communicate.
         unsharded: only rows that every device computes whole.
-        top: so many of the dearest.
+        top: only this many, the most expensive first.
     """
 
     op: str | None = None
@@ -103,7 +103,7 @@ class Filters:
     top: int | None = None
 
     def __call__(self, rows: Iterable[Row]) -> list[Row]:
-        """The rows that pass, in their order, or dearest first with ``top``."""
+        """The rows that pass, in their order, or the most expensive first with ``top``."""
         found = [row for row in rows if self._passes(row)]
         return found if self.top is None else sorted(found, key=lambda row: -row.seconds)[: self.top]
 

@@ -23,7 +23,7 @@ __all__ = ["MemoryUse", "Position", "Recomputation", "explain_memory", "memory_u
 
 #: Positions of the curve, at most.
 _POSITIONS = 400
-_AGAIN = "made again"
+_AGAIN = "recomputed"
 
 
 @dataclass(frozen=True, slots=True)

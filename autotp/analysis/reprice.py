@@ -1,4 +1,4 @@
-"""What a plan costs on a machine that it was not made for: every decision kept, every price anew."""
+"""What a plan costs on a machine that it was not made for: its decisions are kept, and everything is priced anew."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Schedules as traces: predicted, and measured on every rank, in one file for Perfetto or chrome://tracing.
 
 A process of the trace is a rank, or the prediction; its first track is computing, and each group of devices that
-communicates has a track of its own. The format is Chrome's trace event format, which Perfetto reads; in it a track does one
-thing at a time. A collective that was measured lasts, like one that is predicted, while its group has no earlier one to
-finish: from its launch or, if that is later, from the end of the one that ended before it.
+communicates has a track of its own. The format is Chrome's trace event format, which Perfetto reads and in which a track
+shows one thing at a time. So a measured collective is drawn, as a predicted one is, from its launch or, if that is later,
+from the end of the group's previous collective.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Is the distributed graph right? Every value of it, forward and backward, beside the plain model's.
+"""Checks that a distributed graph is right: every value, forward and backward, is compared with the plain model's.
 
 The sharded graph runs for all devices in this process, as in ``simulate``; the captured graph runs beside it, whole. An
 operator's result must be the whole result in the layout that its strategy says, a reshard's the same tensor in the layout
-that is wanted; gradients the same on the way back. The first that is not is where to look, unless rounding alone moves it
-as far.
+that is wanted, and likewise for gradients on the way back. The first value that differs is where to look, unless rounding
+alone moves it as far.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a captured graph computes what the model itself computes: the one thing that comparing graphs cannot tell."""
+"""Whether a captured graph computes what the model itself computes, which comparing graphs with each other cannot tell."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Measuring a machine: a topology whose figures are this job's.
 
-In comes a job under torchrun. Out goes a `Calibration` with a fitted topology. `job` runs the measurements in this order:
+Input: a job under torchrun. Output: a `Calibration` with a fitted topology. `job` runs the measurements in this order:
 `collectives`, `kernels` by way of `device`, `contention`, and whole steps (`step`).
 """
 

@@ -1,9 +1,9 @@
 """Times collectives as a sharded step runs them, on the processes of this job.
 
-What counts is how much longer a step takes for a collective in it. So some work is timed with the collective after each
-piece and without it, from a barrier to the slowest rank's end, and the difference is the collective's: with cold caches,
-and with ranks that come to it one after the other, as in a step. All groups of a mesh axis communicate at once, since that
-is how a sharded step runs, and padding, stacking and joining are part of it, since `passes.world.world` does them.
+What counts is how much longer a step takes because of a collective. So some work is timed with the collective after each
+piece and without it, from a barrier until the slowest rank ends, and the difference is the collective's time: with cold
+caches, and with ranks that arrive one after the other, as in a step. All groups of a mesh axis communicate at once, since
+that is how a sharded step runs, and padding, stacking and joining are part of it, since `passes.world.world` does them.
 """
 
 from __future__ import annotations

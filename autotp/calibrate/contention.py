@@ -1,12 +1,13 @@
-"""How much computing and communicating at once take from one another.
+"""How much computation and communication slow each other down.
 
-Collectives take processor time (sockets and sums on a CPU, some multiprocessors on a GPU) and memory bandwidth, and what
-goes on behind them is slowed down. So some work is timed alone, collectives that take about as long are timed alone, and
-then both at once. Where nothing is taken, both take what the longer one takes; where everything is, the sum.
+Collectives take processor time (sockets and sums on a CPU, some multiprocessors on a GPU) and memory bandwidth, which slows
+down what is computed meanwhile. So some work is timed alone, then collectives that take about as long, and then both at
+once. If they take nothing from each other, both at once last as long as the longer one; if they share everything, as long
+as the sum.
 
-On a processor the seconds of a core that collectives take are known besides, whatever else the machine does: what is taken
-is no less than they leave no idle core for. Latency, in which nothing is taken, is counted too: it is a small part
-where so many bytes move, and several collectives are under way.
+On a CPU, the core seconds that collectives use are known as well, whatever else the machine does: they take at least what
+idle cores do not cover. Latency, during which nothing is taken, is counted too: it is a small part where so many bytes move
+and several collectives are under way.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Calibration: measures the machine that this job runs on, and fits a topology to it.
 
-Two levels are told apart by torchrun's numbering: the ranks of a node, and the nodes. Of each, the times of every
-collective at many sizes give a latency and a bandwidth; of the device, the times of kernels give its rates. What the levels
-then predict for a group over both, which no fit has seen, is compared with what it takes. Last, whole steps of a small
-model tell how much of their rates kernels and collectives keep in a step.
+Two levels are told apart by torchrun's numbering: the ranks of a node, and the nodes. For each level, the times of every
+collective at many sizes give a latency and a bandwidth; for the device, the times of kernels give its rates. What the
+levels then predict for a group across both, which no fit has seen, is compared with what it takes. Last, whole steps of a
+small model tell how much of their rates kernels and collectives keep in a step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Times what one device computes: matrix products, typical operators with their backward pass, its memory, its launches.
 
 Every rank measures at the same time, since in a step all of them compute at once and share the memory's bandwidth, the
-caches and the power. What is a rank's median becomes the median over the ranks.
+caches and the power. Each figure is the median over the ranks of every rank's own median.
 """
 
 from __future__ import annotations

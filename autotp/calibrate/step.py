@@ -1,8 +1,8 @@
 """Times whole steps of a reference model, and slows the figures down to what a step reaches.
 
 Kernels and collectives are timed one by one; in a step each finds other data in the caches, ranks come to a collective at
-different times, and Python runs in between. By how much longer a step takes than the sum of its parts is much the same for
-all plans. So steps of a small model of our own are timed under some plans, and every rate is divided by the mean ratio.
+different times, and Python runs in between. The ratio of a step's time to the sum of its parts is much the same for all
+plans. So steps of a small model of our own are timed under some plans, and every rate is divided by the mean ratio.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The command line: a thin layer over the library.
 
-In come command-line arguments. Out go text on stdout, files, and an exit code. `entry` has the commands `plan` and
-`topology` and collects the others, one per file; `arguments` reads what they share, `huggingface` makes models of
-configurations, `render` and `sweep_output` show results.
+Input: command-line arguments. Output: text on stdout, files, and an exit code. `entry` has the commands ``plan`` and
+``topology`` and collects the others: `calibrate`, `explain` (with `explain_plan`), `inspect_plan` (``inspect`` and
+``diff``, with `inspect_graph`), `reprice`, `sweep`, `trace` and `verify`. `arguments` reads what they share,
+`huggingface` makes models of configurations, and `render`, `report` and `sweep_output` show results.
 """
 
 from autotp.cli.arguments import ModelSpecError, call_factory, find_factory, load_model

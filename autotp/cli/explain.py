@@ -6,81 +6,23 @@ import math
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from autotp.analysis.collective import explain_collective
 from autotp.cli.arguments import AsJson, mesh_of
 from autotp.cli.explain_plan import explain_memory, explain_node
 from autotp.cli.render import show
-from autotp.costs.prices import Prices
 from autotp.errors import AutotpError
 from autotp.plans.plan import AXIS_NAMES
-from costmodel import COLLECTIVES, Topology, collectives, format_quantity, parse_quantity
+from costmodel import COLLECTIVES, Topology, format_quantity, parse_quantity
 
-__all__ = ["explain_collective", "explain_command"]
+__all__ = ["explain_command"]
 
 _UNITS = {"V": "memory", "beta": "bandwidth"}
-
-
-def explain_collective(
-    kind: str, topology: Topology, mesh: tuple[int, ...], axes: tuple[int, ...], volume: float
-) -> dict[str, Any]:
-    """What a collective costs among the devices along some mesh axes.
-
-    Args:
-        kind: one of ``costmodel.COLLECTIVES``.
-        topology: the machine.
-        mesh: sizes of the mesh axes, outermost first.
-        axes: the axes whose devices communicate.
-        volume: bytes of the whole tensor, as ``costmodel.collectives`` counts them.
-
-    Returns:
-        The link's levels, the symbols' values (bytes, seconds, bytes/s), each algorithm's formula and seconds, and whether
-        the topology's library has it; the least of those that it has is what planning uses. An all_reduce over several axes
-        also goes in stages, where its schedule hides communication and that is faster by some per cent.
-
-    Raises:
-        AutotpError: no collective has this name.
-        TopologyError: the mesh does not fit the machine.
-    """
-    if kind not in COLLECTIVES:
-        raise AutotpError(f"no collective is called {kind!r}; choose {', '.join(COLLECTIVES)}")
-    link = topology.link(mesh, axes, kind)
-    values = dict(zip(collectives.OF_LINK, (volume, *collectives.figures(link)), strict=True))
-    known = collectives.LIBRARIES[topology.library]
-    found: list[dict[str, Any]] = []
-    for name, formula in collectives.ALGORITHMS[kind].items():
-        whole = formula + collectives.omega if link.overhead else formula
-        seconds = float(whole.subs(values, simultaneous=True)) if link.size > 1 else 0.0
-        found.append({"algorithm": name, "formula": str(whole), "seconds": seconds, "available": name in known})
-    chosen = min((e for e in found if e["available"]), key=lambda e: e["seconds"])
-    if kind == "all_reduce" and len(axes) > 1:
-        prices = Prices(topology, mesh)
-        seconds = float(prices.in_stages(axes, np.array([volume]))[0, 0])
-        found.append({"algorithm": "in stages", "formula": _stages(axes), "seconds": seconds, "available": True})
-        chosen = found[-1] if prices.faster_staged(axes, volume) else chosen
-    return {
-        "collective": kind,
-        "topology": topology.name,
-        "library": topology.library,
-        "mesh": list(mesh),
-        "axes": list(axes),
-        "levels": [{"level": s.level, "ways": s.ways, "bandwidth": s.bandwidth, "latency": s.latency} for s in link.stages],
-        "values": {str(symbol): value for symbol, value in values.items()},
-        "algorithms": found,
-        "chosen": chosen["algorithm"],
-        "seconds": chosen["seconds"],
-    }
-
-
-def _stages(axes: tuple[int, ...]) -> str:
-    """An all_reduce over several axes as it is scheduled where that is faster; see `passes.overlap.stage`."""
-    *outer, inner = (AXIS_NAMES[axis] for axis in axes)
-    return f"reduce_scatter@{inner} + all_reduce@{','.join(outer)} + all_gather@{inner}"
 
 
 def explain_command(

@@ -28,7 +28,7 @@ _MOMENTS = 12
 #: What is told of the moments of the backward pass: heading -> kinds.
 _KINDS = {
     "kept": ("saved for the backward pass",),
-    "made again": ("made again",),
+    "recomputed": ("recomputed",),
     "gradients": ("gradient of a parameter", "gradient in use"),
 }
 
@@ -98,7 +98,7 @@ def _alternatives(found: Explanation) -> RenderableType:
         return "it has no other strategy on this mesh"
     title = f"{found.considered} strategies; the step takes {time_of(found.step_seconds)} with the one chosen"
     table = Table(title=title, title_justify="left", header_style="bold")
-    for heading in ("strategy, and what asks for it", "the step", "computing", "activations", "parameters", "planned anew"):
+    for heading in ("strategy and constraint", "the step", "computing", "activations", "parameters", "planned anew"):
         table.add_column(heading)
     chosen = f"[bold]{escape(found.scheme)}[/]\n{escape(found.pin)}"
     table.add_row(chosen, time_of(found.step_seconds), *map(time_of, found.step_terms), "")
@@ -171,7 +171,7 @@ def _along(found: MemoryUse) -> RenderableType:
 
 
 def _recomputed(found: MemoryUse) -> RenderableType:
-    table = Table("computed again", "operator", "saved", "at the worst moment", "work", "step", header_style="bold")
+    table = Table("recomputed", "operator", "saved", "at the worst moment", "work", "step", header_style="bold")
     for one in found.recomputed[:_SHOWN]:
         name = escape(one.name) + (f" and {one.copies - 1} like it" if one.copies > 1 else "")
         what = f"{escape(one.target)} {place_of(one.module, one.source)}"

@@ -40,7 +40,7 @@ def inspect_command(
     module: Annotated[str | None, typer.Option(help="Only those in this module, such as h.0.mlp or h.*.attn.")] = None,
     collectives: Annotated[bool, typer.Option("--collectives", help="Only those that communicate.")] = False,
     unsharded: Annotated[bool, typer.Option("--unsharded", help="Only those that every device computes whole.")] = False,
-    top: Annotated[int | None, typer.Option(help="Only so many of the dearest.")] = None,
+    top: Annotated[int | None, typer.Option(help="Only this many, the most expensive first.")] = None,
     code: Annotated[bool, typer.Option("--code", help="Print the Python code of the distributed graph.")] = False,
     dot: Annotated[
         Path | None, typer.Option(help="Draw the graph: FILE.dot, or with graphviz installed FILE.svg, .pdf or .png.")
@@ -70,7 +70,7 @@ def inspect_command(
         priced = priced_plan(captured, loaded)
         rows = Filters(op, module, collectives, unsharded, top)(inspect_plan(loaded, priced))
     if dot is not None:
-        draw(dot, loaded, rows, priced.model)
+        draw(dot, rows, priced.model)
         print(f"written to {dot}")
     else:
         show([asdict(row) for row in rows], _rows_shown(rows), as_json, wraps=False)

@@ -46,6 +46,9 @@ NEGLIGIBLE = 0.002
 #: Columns that a terminal needs for the layouts to be shown.
 ROOM_FOR_LAYOUTS = 120
 
+#: Most operators that are named below the table: not in chunks, or replicated.
+_LISTED = 12
+
 
 def make_console(quiet: bool = False) -> Console:
     """A console on stdout: as wide and colourful as the terminal, or wide and plain when piped.
@@ -238,7 +241,7 @@ def _prediction(plan: Plan) -> Table:
     return grid
 
 
-def _whole(plan: Plan, limit: int = 12) -> Text:
+def _whole(plan: Plan) -> Text:
     """The operators that are not divided into chunks, and why."""
     by_name = {operator.name: operator for operator in plan.operators}
     counts = Counter(
@@ -248,12 +251,12 @@ def _whole(plan: Plan, limit: int = 12) -> Text:
         f"  {f'{module}: ' if module else ''}{target}{f' × {count}' if count > 1 else ''}  ({why})"
         for (module, target, why), count in counts.items()
     ]
-    more = [f"  and {len(lines) - limit} more"] if len(lines) > limit else []
-    return Text("\n".join(["not in chunks:", *lines[:limit], *more]), style="yellow")
+    more = [f"  and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
+    return Text("\n".join(["not in chunks:", *lines[:_LISTED], *more]), style="yellow")
 
 
-def _replicated(names: Sequence[str], limit: int = 12) -> Text:
-    shown = ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+def _replicated(names: Sequence[str]) -> Text:
+    shown = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
     return Text(f"replicated, having no rule ({len(names)}): {shown}", style="yellow")
 
 

@@ -1,7 +1,7 @@
-"""The gradients that a backward pass holds: memories that several of them may share.
+"""The gradients that a backward pass holds, several of which may share memory.
 
-The gradient of a view, or of what is added to something, is the memory of the result's gradient. A second gradient of the
-same tensor is added to the first: into its memory, if that is nobody else's.
+The gradient of a view, or of an operand of a sum, uses the memory of the result's gradient. A second gradient of the same
+tensor is added to the first one, in its memory if nobody else uses that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class _Memory:
 
 
 class Gradients:
-    """Gradients by what they are of: a tensor, in whatever layout, or a tensor as some operators want it.
+    """Gradients, each under what it is the gradient of: a tensor in any layout, or a tensor as some operators want it.
 
     Args:
         reach: is told of bytes that are held for a moment, beside ``total``.

@@ -1,8 +1,8 @@
-"""Which results are not kept for the backward pass, but computed again there.
+"""Which results are recomputed for the backward pass instead of being kept for it.
 
-What is recomputed is a property of operators, as their strategies are: every way of saying it below is a set of operators,
-and prices, footprints and graphs know nothing else. Only what the backward pass reads is recomputed: a result that a
-gradient's formula uses, or that is needed to recompute another.
+What is recomputed is a property of operators, as their strategies are: every way of asking for it below becomes a set of
+operators, and prices, footprints and graphs know nothing else. Only what the backward pass reads is recomputed: a result
+that a gradient's formula uses, or that is needed to recompute another.
 """
 
 from __future__ import annotations

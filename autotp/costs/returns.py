@@ -1,4 +1,4 @@
-"""How gradients come back: added up as they were wanted, brought where their tensor lies, and cast as it rests."""
+"""How gradients come back: summed in the layout that was wanted, brought to the tensor's own, and cast as it rests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """What is in transit while a tensor goes from one layout to another: copies that collectives take, and their buffers.
 
-A collective that scatters sends blocks that lie one behind the other, and one that gathers gives them so: where another dim
-than the first is split, they are copied on either side. A sum over all devices is left where the summand was.
+A collective that scatters sends blocks that lie one behind the other in memory, and one that gathers returns them so: where
+a dim other than the first is split, they are copied before or afterwards. A sum over all devices is left where the summand
+was.
 """
 
 from __future__ import annotations

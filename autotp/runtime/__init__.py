@@ -1,7 +1,8 @@
 """What a process runs: a plan applied to a model.
 
-In come a model and a plan. Out goes an ``nn.Module`` that computes the same on many devices. `parallelize` and `simulate`
+Input: a model and a plan. Output: an ``nn.Module`` that computes the same on many devices. `parallelize` and `simulate`
 are the entries: `rewrite` shards the graph, `durations` predicts its nodes, `schedules` compiles it (`compiled`),
-`interpreter` runs a graph node by node, for one device or for all, and `module` holds it with its `state`, `submodule`s and
-`modes`; `checkpoint`, `output_guard`, `recording`, `strides` and `disjoint` serve them.
+`interpreter` runs a graph node by node, for one device or for all, and `module` holds it with its `state`, `submodule`s
+and `modes`. `accumulation` reduces the gradients of several micro-batches once; `checkpoint`, `output_guard`,
+`recording` and `strides` serve the others.
 """

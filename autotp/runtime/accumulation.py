@@ -1,4 +1,4 @@
-"""Gradients of several micro-batches that are reduced once: ``no_sync()`` of what ``parallelize`` and ``simulate`` give.
+"""Gradients of several micro-batches that are reduced once: ``no_sync()`` of what ``parallelize`` and ``simulate`` return.
 
 In a step under ``no_sync()`` gradients end where a reduction would begin (`passes.sharding.deferral`): in tensors that are
 leaves for autograd, which adds up there what several backward passes bring. The first pass outside reduces the sums.

@@ -23,7 +23,7 @@ from costmodel.overlap import LATENCY_SHARE, messages
 from passes.graph import note_of
 from passes.overlap.aliasing import viewing
 from passes.overlap.launch import launch, wait
-from passes.overlap.primitives import COLLECTIVES, axes_of, crop, in_one_format, laid_out, pad, within
+from passes.overlap.primitives import COLLECTIVE_OF, axes_of, crop, in_one_format, laid_out, pad, within
 from passes.overlap.schedule import Task
 from passes.overlap.trace import Joint
 from passes.rules.table import kind_of
@@ -152,7 +152,7 @@ def _factor(kind: str, axes: tuple[int, ...], prices: Prices) -> int:
 
 
 def _collective(traced: fx.Node, prices: Prices) -> tuple[float, str]:
-    kind, axes = COLLECTIVES[traced.target], axes_of(traced.target, traced.args)
+    kind, axes = COLLECTIVE_OF[traced.target], axes_of(traced.target, traced.args)
     operand: Any = traced.args[0]
     larger = float(max(operand.meta["val"].nbytes, traced.meta["val"].nbytes))
     return float(prices.collective(kind, axes, larger)[0]), lane_of(axes)

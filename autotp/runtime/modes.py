@@ -1,4 +1,4 @@
-"""What a captured graph keeps: a model's mode and its figures. ``train()``, ``eval()`` and attributes cannot change it."""
+"""What capturing fixes: a model's mode and its figures, which ``train()``, ``eval()`` and attributes cannot change."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Outputs that other outputs are made of.
 
-A model's hidden states lie on the way to its loss: a hook on them, or ``retain_grad``, is about all that flows through
-them. What a distributed module returns is side by side, each made whole by itself, so what flows from one output into
-another is not seen there. To ask for it is an error, not a wrong number.
+A model's hidden states are on the way to its loss: a hook on one, or ``retain_grad``, sees everything that flows through
+it. The outputs of a distributed module lie side by side, each made whole by itself, so what flows from one output into
+another is not seen there. Asking for it is an error, rather than a wrong number.
 """
 
 from __future__ import annotations

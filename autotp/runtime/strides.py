@@ -1,8 +1,8 @@
 """Scheduled graphs whose values lie in memory as they were traced.
 
-A kernel may lay out its result otherwise than its fake one did: layer norm's gradient is contiguous, whatever its input
-was. Copies that tracing left out as needless are then missing, and some kernels take what they are given for contiguous.
-The first run looks at every value, and puts a copy where one is missing.
+A kernel may lay out its result differently from its fake counterpart: layer norm's gradient is contiguous, whatever its
+input was. Copies that tracing left out as needless are then missing, and some kernels take what they are given for
+contiguous. The first run looks at every value, and inserts a copy where one is missing.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Functions with gradients of their own, as operators of a captured graph.
 
-``torch.export`` looks into a ``torch.autograd.Function`` and keeps what its forward does; the gradient that the model wrote
-for it is lost, without a word. While a model is captured, `kept_whole` makes every such function one operator,
+``torch.export`` looks into a ``torch.autograd.Function`` and keeps what its forward does; the gradient that the model
+defines for it is lost silently. While a model is captured, `kept_whole` makes every such function one operator,
 ``autotp::function``, which calls it: under autograd it has the model's gradient. It has no factors, so it is computed on
 every device alike.
 
-Torch's own functions and what ``vmap`` maps are looked into, and a checkpoint is what it runs. A function that is given a
-callable is refused: which parameters that reads, and what gradient they have, is out of sight.
+Torch's own functions, and those that ``vmap`` maps, are looked into; a checkpoint becomes what it runs. A function that is
+given a callable is refused, because nothing tells which parameters the callable reads, and what gradient they have.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Makes a functional graph plain: what computes nothing goes, and each thing has one spelling.
+"""Makes a functional graph canonical: what computes nothing is removed, and everything else gets one spelling.
 
-What is left is what a planner must choose for. Views become ``reshape``, ``permute``, ``expand``,
-``squeeze.dims``, ``unsqueeze``, ``slice``, ``select`` and ``split_with_sizes``, all with concrete sizes.
+What is left is what a planner must choose for. Views become ``reshape``, ``permute``, ``expand``, ``squeeze.dims``,
+``unsqueeze``, ``slice``, ``select`` and ``split_with_sizes``, all with concrete sizes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Which operators a model's ``torch.utils.checkpoint`` runs again in the backward pass.
 
 ``torch.export`` runs a checkpointed function as any other and keeps no trace of it. While a model is captured, `marked`
-leaves on every node that is traced in one the number of the call, which `checkpoint_of` reads when the node is described.
-Models that were exported before have checkpoints as an operator with a graph of its own; it is run as the function that it
-was.
+leaves the number of the call on every node that is traced inside one, and `checkpoint_of` reads it when the node is
+described. In models that were exported before, a checkpoint is an operator with a graph of its own; it is run as the
+function that it was.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Mixed precision: parameters rest in one dtype, are moved and used in a narrower, and reduce their gradients in a third.
+"""Mixed precision: parameters rest in one dtype, are moved and used in a narrower one; gradients are reduced in a third.
 
 A model is captured as it runs under a policy of torch's own, with the meaning that ``fully_shard(model, mp_policy=...)``
-gives it: its parameters are seen in ``param_dtype``, what the call is given is cast to that, and buffers stay as they are.
-What is left of the policy is a `passes.graph.Cast` on each parameter's placeholder: the sharding pass casts a parameter's
-own part before it is gathered, and the gradient before it is summed. Prices count bytes by it.
+gives it: its parameters are seen in ``param_dtype``, the arguments of a call are cast to that, and buffers stay as they
+are. What is left of the policy is a `passes.graph.Cast` on each parameter's placeholder: the sharding pass casts a
+parameter's own part before it is gathered, and the gradient before it is summed. Prices count bytes by it.
 """
 
 from __future__ import annotations

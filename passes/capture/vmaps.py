@@ -1,7 +1,7 @@
-"""``torch.vmap`` inside a model: what is done to one element becomes what is done to all.
+"""``torch.vmap`` inside a model: operators on one element become operators on all.
 
-Export records that a vmap begins and ends, and operators on single elements between. A planner needs them as they run: each
-such stretch is traced with the vmap done.
+Export records where a vmap begins and ends, and operators on single elements in between. A planner needs them as they run,
+so each such stretch is traced with the vmap carried out.
 """
 
 from __future__ import annotations

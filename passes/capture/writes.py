@@ -1,9 +1,9 @@
 """Takes in-place operators out of a graph: each becomes its out-of-place form, and later uses see its result.
 
-Writes through views are put back into the tensor that the view shows, step by step (a slice by
-``slice_scatter`` and so on); other views of it are made again where they are used next. What shares memory
-with what is found by running the graph once on fake tensors. ``ExportedProgram.run_decompositions`` would
-functionalise too, but it forgets ``torch.no_grad`` blocks and ``detach`` and with them the right gradients.
+Writes through views are put back into the tensor that the view shows, step by step (a slice by ``slice_scatter`` and so
+on); other views of it are made again where they are used next. Running the graph once on fake tensors tells which tensors
+share memory. ``ExportedProgram.run_decompositions`` would functionalise too, but it forgets ``torch.no_grad`` blocks and
+``detach`` and with them the right gradients.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Layouts as integers, so that many can be looked at at once.
+"""Layouts as integers, so that many can be processed at once.
 
-A layout is a row of codes, one per mesh axis: ``WHOLE``, ``PARTIAL``, or ``dim * DIM + blocks`` for a shard of
-``dim`` that splits every one of ``blocks`` blocks alike. ``INNER`` in place of ``blocks`` means inside whatever else splits
-the dim, on whichever mesh; it is the one code that needs a mesh to become a placement.
+A layout is a row of codes, one per mesh axis: ``WHOLE``, ``PARTIAL``, or ``dim * DIM + blocks`` for a shard of ``dim`` that
+splits every one of ``blocks`` blocks alike. ``INNER`` in place of ``blocks`` means inside whatever else splits the dim, on
+whichever mesh; it is the one code that needs a mesh to become a placement.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which collectives take tensors from layouts to others, and in which order: for many pairs of layouts at once.
+"""Which collectives take tensors from one layout to another, and in which order, for many pairs of layouts at once.
 
-What shrinks a tensor goes first (local slices, reduce-scatter, all-to-all), what grows it last (all-reduce, all-gather).
-Of several axes the inner ones scatter first and gather last, so that the outer ones, whose links are slower, move what is
+What shrinks a tensor goes first (local slices, reduce-scatter, all-to-all), what grows it last (all-reduce, all-gather). Of
+several axes the inner ones scatter first and gather last, so that the outer ones, whose links are slower, move what is
 smallest. Nothing else in autotp decides which collective a change of layout needs: `reshard` makes steps of one pair's
 changes, and `reshard_matrix` prices all pairs'.
 """
@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from costmodel import COLLECTIVES
 from passes.layouts.codes import DIM, PARTIAL, WHOLE
 
 __all__ = ["COMMUNICATING", "AxisConflicts", "Change", "changes"]
 
 #: The kinds of change that use the network; the others are local.
-COMMUNICATING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+COMMUNICATING = tuple(kind for kind in COLLECTIVES if kind != "broadcast")
 
 
 class Change(NamedTuple):

@@ -2,11 +2,11 @@
 
 A collective of few bytes costs its latency; several of them in one message cost it once. Members of a bucket are neighbours
 in the order of the graph, up to a number of bytes that the cost model gives: several buckets may be better than one,
-because computing, or a collective on another link, goes on while the next is filled. Collectives of which one sends on what
-the other has made have as many buckets.
+because computing, or a collective on another link, goes on while the next is filled. Where collectives pass on what others
+have made, both kinds get the same number of buckets.
 
-Nothing that something waits for is held up: of collectives that come amid products, such as those of two chunks, only
-those travel together whose operands the same products make.
+Nothing is delayed that other work waits for: of collectives between products, such as those of two chunks, only those
+travel together whose operands come from the same products.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from costmodel.overlap import messages
 from passes.graph import emit
 from passes.overlap.aliasing import source_of
-from passes.overlap.primitives import COLLECTIVES, axes_of
+from passes.overlap.primitives import COLLECTIVE_OF, axes_of
 
 __all__ = ["Buckets", "Enough", "Hiding", "buckets", "merge"]
 
@@ -76,7 +76,7 @@ def _key(node: fx.Node) -> Hashable:
 
 
 def _group(node: fx.Node) -> tuple[str, tuple[int, ...]]:
-    return COLLECTIVES[node.target], axes_of(node.target, node.args)
+    return COLLECTIVE_OF[node.target], axes_of(node.target, node.args)
 
 
 def _size(node: fx.Node) -> float:
@@ -91,7 +91,7 @@ def _buckets(nodes: Sequence[fx.Node], enough: Enough, hiding: Hiding | None) ->
     small: dict[Hashable, list[fx.Node]] = {}
     large: dict[Hashable, list[fx.Node]] = {}
     for node in nodes:
-        if node.target in COLLECTIVES:
+        if node.target in COLLECTIVE_OF:
             kind = small if _size(node) < enough(*_group(node), math.inf) else large
             kind.setdefault((_key(node), amid[node]), []).append(node)
     behind = _Behind(nodes)
@@ -159,7 +159,7 @@ def _next_collectives(node: fx.Node) -> set[fx.Node]:
     seen, pending = {node}, [node]
     while pending:
         for user in pending.pop().users:
-            if user.target in COLLECTIVES:
+            if user.target in COLLECTIVE_OF:
                 found.add(user)
             elif user not in seen and (user.target in _COPIES or source_of(user) is not None):
                 seen.add(user)
@@ -220,7 +220,7 @@ class _Behind:
 
 
 def _merge(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
-    kind = COLLECTIVES[members[0].target]
+    kind = COLLECTIVE_OF[members[0].target]
     parts = [node.args[0] for node in members]
     shapes = [list(node.meta["val"].shape) for node in members]
     # What a group's members exchange is told apart by the leading dim, but for all_reduce and what is yet to be stacked.

@@ -1,11 +1,11 @@
 """Convolutions on channels-last tensors, which is how their fast kernels read and write.
 
-A processor's library and tensor cores lay other tensors out anew, before and after every convolution. Once one of them has
-been given its input so, its result is laid out so too, and with it what norms, activations and sums make of it: between two
-convolutions nothing is laid out at all. Only the order of the elements in memory changes.
+CPU libraries and tensor cores convert tensors of any other format before and after every convolution. Once a convolution is
+given its input channels-last, its result is so too, and with it what norms, activations and sums make of it: between two
+convolutions nothing is converted at all. Only the order of the elements in memory changes.
 
-What travels between devices is laid out in order, and again when it has arrived. Where most convolutions have to do with
-such a tensor, as where their channels are sharded, nothing would be won, and all stays as it is.
+What travels between devices is converted before and again when it has arrived. Where most convolutions have to do with such
+a tensor, as where their channels are sharded, nothing would be won, and all stays as it is.
 """
 
 from __future__ import annotations

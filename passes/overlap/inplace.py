@@ -1,5 +1,5 @@
-"""Lets an operator write where its operand was, when nobody reads that any more: gradients are added up in place, and
-an all-reduce leaves its result where the summand was.
+"""Lets an operator write its result over an operand that nobody reads any more: gradients are added up in place, and an
+all-reduce leaves its result where the summand was.
 
 Autograd does so too. It saves the memory of a result, and the time to touch memory that is not in the caches.
 """

@@ -15,7 +15,7 @@ from torch import fx
 from passes.graph import annotate, note_of
 from passes.layouts.reshard import Step
 from passes.overlap import primitives
-from passes.overlap.primitives import COLLECTIVES
+from passes.overlap.primitives import COLLECTIVE_OF
 from passes.rules.table import name_of
 from passes.world.ops import Parts, hosted, part_of
 from passes.world.world import LOCAL, Pending, World
@@ -100,9 +100,9 @@ def launches(graph: fx.Graph) -> fx.Graph:
             world = result.get_attr("world")
         args: Any = fx.node.map_arg(node.args, lambda n: values[n])
         target: Any = node.target
-        if target in COLLECTIVES:
+        if target in COLLECTIVE_OF:
             rest = args[1:2] if target is primitives.all_gather else args[1:]
-            begun = result.call_function(launch, (world, COLLECTIVES[target], args[0], *rest))
+            begun = result.call_function(launch, (world, COLLECTIVE_OF[target], args[0], *rest))
             annotate(begun, collective=node)
             values[node] = result.call_function(wait, (begun,))
         elif target in _NAMES:
@@ -121,5 +121,5 @@ def launches(graph: fx.Graph) -> fx.Graph:
 def called(node: fx.Node) -> str:
     """What a node of a scheduled graph does, by name: an operator, a collective, or one of this module's functions."""
     if node.target is launch:
-        return COLLECTIVES[note_of(node).collective.target]  # type: ignore[union-attr]
+        return COLLECTIVE_OF[note_of(node).collective.target]  # type: ignore[union-attr]
     return str(node.args[1]) if node.target is local else name_of(node).removeprefix(f"{__name__}.")

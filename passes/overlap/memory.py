@@ -1,8 +1,8 @@
 """The memory that a scheduled graph holds, counted from its nodes' sizes.
 
-A result is held until all have run that read it or a view of it, what is sent until it has arrived, and what the graph
-gives to the end. What an operator leaves where its operand was (`passes.overlap.inplace`) takes none. What rests anyway,
-such as parameters and the forward pass' inputs, is not counted, nor what kernels use inside.
+A result is held until everything that reads it or a view of it has run, what is sent until it has arrived, and what the
+graph returns until the end. What an operator writes over its operand (`passes.overlap.inplace`) takes none. What rests
+anyway, such as parameters and the forward pass' inputs, is not counted, nor what kernels use inside.
 """
 
 from __future__ import annotations

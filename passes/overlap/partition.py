@@ -1,8 +1,8 @@
 """A joint graph cut in two: the forward pass with what it leaves behind, and the backward pass.
 
-The backward pass is what depends on the gradients of the outputs. What it reads of the rest is saved, except parameters
-that were gathered: those it gathers again, from the parts that rest anyway; and what is marked to be computed again, from
-what is saved or computed again itself, right before it is first read.
+The backward pass is what depends on the gradients of the outputs. What it reads of the rest is saved, with two exceptions.
+Parameters that were gathered are gathered again, from the parts that rest anyway. What is marked to be recomputed is
+recomputed right before it is first read, from what is saved or recomputed itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import fx
 
 from passes.graph import RECOMPUTE, above, annotate, below
 from passes.overlap.aliasing import held, source_of
-from passes.overlap.primitives import COLLECTIVES, crop, in_one_format, own, pad
+from passes.overlap.primitives import COLLECTIVE_OF, crop, in_one_format, own, pad
 from passes.overlap.trace import Joint
 
 __all__ = ["Cut", "cut"]
@@ -116,7 +116,7 @@ def _gathered(nodes: Sequence[fx.Node], parameters: set[fx.Node], later: set[fx.
         if node.op != "call_function" or node in later:
             continue
         packet = getattr(node.target, "overloadpacket", node.target)
-        gathers = COLLECTIVES.get(node.target) in ("all_gather", "all_to_all")
+        gathers = COLLECTIVE_OF.get(node.target) in ("all_gather", "all_to_all")
         cast = node.target is _aten._to_copy.default and node.all_input_nodes[0] in parameters
         if not (gathers or cast or packet in _MOVES or node.target in _PLACED or node.target is operator.getitem):
             continue

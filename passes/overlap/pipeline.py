@@ -24,7 +24,7 @@ from passes.overlap.inplace import inplace
 from passes.overlap.join_products import join_products
 from passes.overlap.launch import launches
 from passes.overlap.partition import Cut, cut
-from passes.overlap.primitives import COLLECTIVES
+from passes.overlap.primitives import COLLECTIVE_OF
 from passes.overlap.prune import drop_zeros, pruned
 from passes.overlap.schedule import Durations, Limits, Slot, reordered, schedule
 from passes.overlap.stage import Faster, Stages, stage, stages
@@ -134,7 +134,7 @@ class Halves:
         for graph in (self.cut.forward, self.cut.backward):
             number = {node: i for i, node in enumerate(graph.nodes)}
             for node in graph.nodes:
-                rest = node.args[1:] if node.target in COLLECTIVES else ()
+                rest = node.args[1:] if node.target in COLLECTIVE_OF else ()
                 digest.update(f"{node.op} {node.target} {rest} {[number[n] for n in node.all_input_nodes]}\n".encode())
         return digest.hexdigest()[:16]
 

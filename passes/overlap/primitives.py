@@ -1,8 +1,8 @@
-"""Operators of the library ``autotp``: what a traced graph says where a sharded graph talks to its world.
+"""Operators of the library ``autotp`` that stand, in a traced graph, for what a sharded graph asks of its world.
 
-They have shapes, for tracing, and no numbers: before a graph runs, `passes.overlap.launch` puts calls of a
-`passes.world.world.World` in their place. Nothing in them
-tells one device of a mesh from another, so devices whose parts have equal shapes have one graph.
+They have shapes, for tracing, and compute nothing: before a graph runs, `passes.overlap.launch` puts calls of a
+`passes.world.world.World` in their place. Nothing in them distinguishes the devices of a mesh, so devices whose parts have
+equal shapes have one graph.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from passes.layouts import layout
 from passes.layouts.layout import take_block
 
-__all__ = ["COLLECTIVES", "axes_of"]
+__all__ = ["COLLECTIVE_OF", "axes_of"]
 
 _LIBRARY = torch.library.Library("autotp", "DEF")
 
@@ -81,8 +81,8 @@ draw = _define(
     lambda seed, salt, axes, like, method, by: _like(like),
 )
 
-#: The operators that stand for collectives.
-COLLECTIVES: Mapping[Any, str] = {
+#: The operators that stand for collectives, with the collectives' names.
+COLLECTIVE_OF: Mapping[Any, str] = {
     all_reduce: "all_reduce",
     all_gather: "all_gather",
     reduce_scatter: "reduce_scatter",

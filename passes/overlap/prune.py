@@ -1,9 +1,9 @@
-"""A backward graph for when only some outputs have gradients: what the others' would flow through is not run.
+"""A backward graph for when only some outputs have gradients: what serves only the others' gradients is not run.
 
-Which nodes stay depends on the graph's edges alone, so that all devices' graphs stay alike; sums that are then of one thing
-and zeros are left out by ``drop_zeros``, which looks at sizes.
+Which nodes stay depends on the graph's edges alone, so that all devices' graphs stay alike; sums of one term and zeros that
+this leaves are removed by ``drop_zeros``, which looks at sizes.
 
-A gradient of zeros would not do. Where a function has an infinite slope, zero times that is not zero.
+Gradients of zeros would not do instead: where a function has an infinite slope, zero times that is not zero.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 List scheduling on several resources. Compute runs one operator after the other; a collective occupies its group's link from
 its launch until it is done. Whenever the program is free it launches what can be launched, most urgent first, then runs an
-operator whose operands are there; only when there is none does it wait. Urgent is what has the longest way to the end of
-the graph. But before a link would be idle, what leads to a collective on it soonest comes first: of two chunks that are
-equally urgent one runs ahead, and communicates while the other is computed. The order depends on the graph, on predicted
-durations and on sizes alone.
+operator whose operands are there; only when there is none does it wait. The most urgent is what has the longest way to the
+end of the graph. But before a link would be idle, what leads to a collective on it soonest comes first: of two chunks that
+are equally urgent one runs ahead, and communicates while the other is computed. The order depends on the graph, on
+predicted durations and on sizes alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Views that change nothing are left out, and views of views are made of what they view.
+"""Leaves out views that change nothing, and makes views of views from the tensor that they show.
 
 Tracing and sharding leave many: a reshape to the shape that is there already, a transpose of a transpose. None of them
 costs the device anything, but each is an operator that Python calls.

@@ -1,4 +1,4 @@
-"""What the backward pass reads of an operator, as torch's formulas of gradients do, and what a lowering's formulas keep."""
+"""What the backward pass reads of an operator: by torch's formulas of gradients, or by those of a lowering in its place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import fx
 
 from passes.rules.rule import Rule
 from passes.rules.shapes import argument, operands_of
-from passes.rules.table import rule_of
+from passes.rules.table import kept_besides, rule_of
 
 __all__ = ["NOTHING", "Kept", "kept", "kept_lowered", "working"]
 
@@ -63,11 +63,10 @@ def kept_lowered(node: fx.Node) -> Kept:
     rule, first = rule_of(node), operands_of(node)[0].meta["val"]
     if rule is None or rule.extra is None:
         return NOTHING
-    wide = torch.promote_types(first.dtype, torch.float32)
-    copies = rule.extra + 1
-    if rule.rereads and wide == first.dtype:
-        return Kept((0,), besides=((0, float((copies - 1) * wide.itemsize)),))
-    return Kept(besides=((0, float(copies * wide.itemsize)),))
+    besides = kept_besides(node) * first.element_size()
+    if rule.rereads and torch.promote_types(first.dtype, torch.float32) == first.dtype:
+        return Kept((0,), besides=((0, besides),))
+    return Kept(besides=((0, besides + first.element_size()),))
 
 
 def working(node: fx.Node) -> tuple[tuple[int, float], ...]:

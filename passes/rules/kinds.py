@@ -1,4 +1,4 @@
-"""Kinds of what has no rule: the kernels of traced graphs, and operators that are computed whole."""
+"""Kinds of operators without a rule: the kernels of traced graphs, and operators that are computed whole."""
 
 from __future__ import annotations
 

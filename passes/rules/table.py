@@ -23,7 +23,7 @@ from passes.rules.kinds import KERNELS
 from passes.rules.notation import OpRule, RuleError, instantiate
 from passes.rules.rule import Product, Rule
 
-__all__ = ["RULES", "bind", "draws", "flop_of", "kept_besides", "kind_of", "name_of", "rule_of", "saved_by"]
+__all__ = ["RULES", "bind", "draws", "flop_of", "kept_besides", "kind_of", "name_of", "rule_of"]
 
 _log = logging.getLogger("autotp.passes")
 
@@ -70,16 +70,6 @@ def draws(node: fx.Node) -> bool:
         return False
     # Attention and recurrent networks are tagged so for a dropout that most have not.
     return bool(given.get("dropout_p", given.get("dropout", True)))
-
-
-def saved_by(node: fx.Node) -> str:
-    """What the backward pass of a node keeps of it, nearly: "operands", "result" or ""; see `passes.rules.kept`."""
-    rule = rule_of(node) if node.op == "call_function" else None
-    if rule is None:
-        return ""
-    if rule.saves == "others":
-        return "operands" if len(by.operands_of(node)) > 1 else ""
-    return {"all": "operands", "copy": "operands", "mask": "result"}.get(rule.saves, rule.saves)
 
 
 def kept_besides(node: fx.Node) -> float:

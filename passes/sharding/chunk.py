@@ -1,8 +1,8 @@
 """Chunking: which operators a virtual mesh axis cuts, and for which of their factors.
 
-Two ways, which may be had together, as two virtual axes. *The batch*: every operator that can works on a part of the batch
-at a time (Tensor3D's overdecomposition); chunks flow from the inputs on, and where an operator cannot follow, they are
-joined. *Operators*: the rows of single matrix products whose operands, results or gradients communicate (ATP's chunks).
+There are two ways, which may be combined as two virtual axes. *The batch*: every operator that can works on a part of the
+batch at a time (Tensor3D's overdecomposition); chunks flow from the inputs on, and where an operator cannot follow, they
+are joined. *Operators*: the rows of single matrix products whose operands, results or gradients communicate (ATP's chunks).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Gradients that are not reduced yet: the programs of the inner steps of an accumulated one.
 
-What depends on parameters alone is the same in every micro-batch. So the gradient that arrives at such a value may be added
-up where it arrives, over all micro-batches, and go the rest of its way once. `defer` cuts a sharded graph at every
-parameter, and behind every reshard of such a value whose mirror communicates, and casts nothing: there a gradient is still
-the local sum of what one device's readers gave, partial along the axes that would be reduced. In the graph of the inner
-steps the gradient ends at the cut, in a placeholder of its own, where autograd adds up what arrives. Another graph is what
-lies between the parameters and the cuts; its backward pass reduces the sums.
+A value that depends on parameters alone is the same in every micro-batch. So its gradients may be added up over all
+micro-batches where they arrive, and go the rest of their way once. `defer` cuts a sharded graph at every parameter, and
+behind every reshard of such a value whose mirror communicates but does not cast: there a gradient is still the local sum of
+what one device's readers gave, partial along the axes that would be reduced. In the graph of the inner steps the gradient
+ends at the cut, in a placeholder of its own, where autograd adds up what arrives. Another graph is what lies between the
+parameters and the cuts; its backward pass reduces the sums.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What stands around operators that would be wrong without a word: checks of indices, and clear memory formats.
+"""Guards around operators that would otherwise be wrong silently: checks of indices, and clear memory formats.
 
-A device that has a part of a vocabulary looks up its own indices only, so one that is nobody's would be passed over by all.
-Some kernels take a tensor for one of another memory format; see `passes.layouts.layout.in_one_format`.
+A device that holds a part of a vocabulary looks up only its own indices, so every device would skip an index that is out of
+range. Some kernels mistake the memory format of a tensor; see `passes.layouts.layout.in_one_format`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors whose parts are not alike on all devices."""
+"""Tensors whose parts do not have the same shape on all devices."""
 
 from __future__ import annotations
 

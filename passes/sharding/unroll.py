@@ -1,7 +1,7 @@
-"""Unrolls virtual axes: a graph sharded over them too becomes one in which every chunk has its own nodes.
+"""Unrolls virtual axes: a graph that is sharded over them too becomes one in which every chunk has its own nodes.
 
-What no virtual axis tells apart keeps one node. A reshard between chunks and the whole is one node that takes, or gives,
-a list: the chunks' parts. The graph can be run as any sharded graph can.
+What is the same for all chunks keeps one node. A reshard between chunks and the whole is one node that takes, or returns, a
+list: the chunks' parts. The graph can be run as any sharded graph can.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The strategies of an operator on all meshes with so many axes, as arrays.
+"""The strategies of an operator on all meshes with the same number of axes, as arrays.
 
 What a strategy asks of operands and leaves in results depends, axis by axis, only on the factor that the axis serves, not
 on the axis's size. So the arrays are made once for every number of axes; which rows exist on a mesh is a mask.

@@ -1,8 +1,8 @@
 """Virtual mesh axes: "devices" that are chunks of one device's work, run one after the other on it.
 
-A chunk of a batch, or of a matrix product's rows, is to a strategy what a device is: something that a mesh axis cuts a
-factor for. Collectives along a virtual axis are local sums and joins; along the others, each chunk has its own, which is
-what lets one chunk's collective run while another chunk is computed. What is alike for all chunks is computed once.
+To a strategy, a chunk of a batch, or of a matrix product's rows, is what a device is: a part into which a mesh axis cuts a
+factor. Collectives along a virtual axis are local sums and joins; along the others, each chunk has its own, which is what
+lets one chunk's collective run while another chunk is computed. What is the same for all chunks is computed once.
 """
 
 from __future__ import annotations

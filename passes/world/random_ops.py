@@ -1,6 +1,4 @@
-"""Random operators in terms of what they draw, so that a traced graph draws what it says, and a pass that is run again
-what the first one drew.
-"""
+"""Random operators written as what they draw, so that a pass that is run again draws what the first one drew."""
 
 from __future__ import annotations
 

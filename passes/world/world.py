@@ -3,8 +3,8 @@
 A sharded graph is the same for every device; a *world* gives it its surroundings. `passes.world.process` is one process of
 a ``torch.distributed`` job. ``LocalWorld`` is every device of a mesh at once, in this process: its collectives are local
 ``stack`` and ``sum``. Both offer the same four primitives over the devices that they host (one, or all), each of which
-returns at once what is ``Pending``. ``run`` executes reshard steps on them, padding uneven chunks so that every message
-has one size; ``launch`` leaves the last step under way.
+returns a ``Pending`` at once. ``run`` executes reshard steps on them, padding uneven chunks so that every message has one
+size; ``launch`` leaves the last step under way.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from torch import nn
 
 import autotp
 import passes
+from passes.overlap.pipeline import BACKWARD_PASSES, PASSES
 
 MACHINE = slow_machine((4,))
 LISTED = re.findall(r"^\d+\. `(.+?)`:", passes.__doc__, re.MULTILINE)
@@ -55,3 +56,4 @@ def test_passes_run_in_the_order_that_is_documented():
     for called in (overlapped, panelled):
         assert called == [name for name in LISTED if name in called]
     assert {*overlapped, *panelled} == set(LISTED)
+    assert {f"{each.__module__}.{each.__name__}" for each in (*BACKWARD_PASSES, *PASSES)} <= set(LISTED)

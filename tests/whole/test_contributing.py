@@ -94,7 +94,7 @@ def test_an_operator(monkeypatch):
 
 def test_a_family(monkeypatch):
     torch.manual_seed(0)
-    (family,) = entry("autotp/plans/families.py", "FAMILIES", "({})")
+    (family,) = entry("autotp/plans/families.py", "FAMILIES", "({},)")
     assert family.name not in FAMILIES
     monkeypatch.setitem(FAMILIES, family.name, family)
     model, x = (

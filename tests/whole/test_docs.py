@@ -1,5 +1,6 @@
 """The documentation: the site builds without a broken link, its reference is whole, and what the guide shows works."""
 
+import ast
 import html
 import os
 import re
@@ -13,6 +14,7 @@ import autotp
 
 ROOT = Path(__file__).parents[2]
 GUIDE = sorted((ROOT / "docs" / "guide").glob("*.md"))
+FOLDERS = [path for package in ("autotp", "passes", "costmodel") for path in (ROOT / package).rglob("__init__.py")]
 ENVIRONMENT = os.environ | {
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     "PYTHONPATH": str(ROOT),
@@ -63,6 +65,16 @@ def test_relative_links_lead_somewhere(file):
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
     missing = [link for link in links if not ((ROOT / file).parent / link.partition("#")[0]).exists()]
     assert not missing
+
+
+@pytest.mark.parametrize("file", FOLDERS, ids=lambda path: str(path.parent.relative_to(ROOT)))
+def test_what_a_folder_says_is_in_it_is_there_and_nothing_else(file):
+    sources = {path.stem: path.read_text() for path in file.parent.glob("*.py") if path.stem != "__main__"}
+    said = re.findall(r"(?<!`)`([\w.]+)`(?!`)", ast.get_docstring(ast.parse(sources.pop("__init__"))))
+    modules = sources.keys() | {path.parent.name for path in file.parent.glob("*/__init__.py")}
+    assert modules <= {part for name in said for part in name.split(".")}
+    defined = re.findall(r"^ *(?:class|def) (\w+)", "\n".join(sources.values()), re.MULTILINE)
+    assert {name for name in said if "." not in name} <= modules | set(defined)
 
 
 def blocks(page):

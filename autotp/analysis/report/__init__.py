@@ -1,6 +1,6 @@
-"""A plan as one HTML file that explains itself: needs no network, and nothing beside it.
+"""A plan as one self-contained HTML file that needs no network.
 
-In come a plan with its priced graph and its schedule. Out goes one file. `content` collects the data as JSON, and `page`
+Input: a plan with its priced graph and its schedule. Output: one file. `content` collects the data as JSON, and `page`
 puts it into the page with the files of ``parts/``.
 """
 

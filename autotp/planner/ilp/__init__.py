@@ -1,10 +1,10 @@
 """Choose one strategy per operator: the abstract integer program and its solver (no torch).
 
-In comes a `Problem`: nodes with choices, and tensors that link them, with seconds and bytes. Out goes a `Solution` with its
-proof, or bounds (`Estimate`). `solve` calls `presolve`, `eliminate` where nothing binds the memory, and `search` for the
-rest, which bounds by `dual`, and settles what is left by `labels` or `mip`; `estimate` gives bounds alone, `local` good
-choices, `prices` the price of memory. `minimax` is one program for a small model where several sums limit: what a pass may
-be limited by, and the bytes at several moments.
+Input: a `Problem` (`problem`): nodes with choices, and tensors that link them, with seconds and bytes. Output: a `Solution`
+with its proof, or bounds (`Estimate`). `solve` calls `presolve`, `eliminate` where nothing binds the memory, and `search`
+for the rest, which bounds by `dual`, and settles what is left by `labels` or `mip`; `estimate` gives bounds alone, `local`
+good choices, `prices` the price of memory. `minimax` is one program for a small model where several sums limit: what a
+pass may be limited by, and the bytes at several moments.
 
 Every method is here because it wins by a factor of 2 or more on an instance of a real model. The tables hold CPU seconds on
 one thread of a shared machine; the instances are small models on four devices, the programs as the planner states them.

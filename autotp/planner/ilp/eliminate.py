@@ -28,6 +28,7 @@ from autotp.planner.ilp.problem import Node, Problem, Tensor, Use
 __all__ = ["Core", "eliminate_all", "eliminate_some"]
 
 _LARGEST = 3e7  # entries of a table: 240 MB
+_GROWTH = 2.0  # most times that a new table is as large as those that it replaces
 _BLOCK = 1 << 16  # entries that are added up at once, to stay in the cache
 
 
@@ -239,12 +240,11 @@ def eliminate_all(problem: Problem, *, budget: float) -> tuple[int, ...] | None:
     return Core(Problem((), ()), (), tuple(pool.steps), len(problem.nodes)).restore(())
 
 
-def eliminate_some(problem: Problem, *, growth: float = 2.0, work: float = 4e6) -> Core:
+def eliminate_some(problem: Problem, *, work: float = 4e6) -> Core:
     """Eliminate nodes of at most two neighbours while the tables that this leaves stay small.
 
     Args:
         problem: its memory bound must be ``inf``.
-        growth: a new table may be this many times as large as the tables that it replaces.
         work: most entries that one elimination may visit.
     """
     pool = _Pool(problem)
@@ -255,7 +255,7 @@ def eliminate_some(problem: Problem, *, growth: float = 2.0, work: float = 4e6) 
             continue
         sizes, cost = pool.estimate(node)
         before = sum(math.prod(pool.factors[k].sizes) for k in pool.of_node[node])
-        if not sizes or len(sizes) > 2 or cost > work or math.prod(sizes.values()) > max(growth * before, 64.0):
+        if not sizes or len(sizes) > 2 or cost > work or math.prod(sizes.values()) > max(_GROWTH * before, 64.0):
             continue
         pool.eliminate(node)
         queue.extend(n for n in sizes if n not in queue)

@@ -152,5 +152,5 @@ class _Prices:
         settled = bound >= min(cutoff, self.value) * (1 - 1e-9)
         if self.choice is None or self.value >= cutoff:
             return Estimate(bound, None, settled, True, price)
-        solution = replace(solution_at(self.problem, self.choice, bound, "duality"), bound_binds=True, price=price)
+        solution = replace(solution_at(self.problem, self.choice, bound, "duality"), price=price)
         return Estimate(bound, solution, settled, True, price)

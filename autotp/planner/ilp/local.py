@@ -10,6 +10,8 @@ from autotp.planner.ilp.problem import Problem, distinct_wants, evaluate
 
 __all__ = ["improve"]
 
+_SWEEPS = 10
+
 
 class _Neighbourhood:
     """Vectors over one node's strategies of what the whole assignment would cost, all else held."""
@@ -54,12 +56,12 @@ class _Neighbourhood:
         return float(sum(tensor.cost[row, column] for column in distinct_wants(tensor, choice)))
 
 
-def improve(problem: Problem, start: tuple[int, ...], *, sweeps: int = 10) -> tuple[int, ...]:
+def improve(problem: Problem, start: tuple[int, ...]) -> tuple[int, ...]:
     """Descend from ``start``; the result costs no more, and meets the memory bound if ``start`` does."""
     around = _Neighbourhood(problem)
     choice = list(start)
     bounded = math.isfinite(problem.memory_bound)
-    for _ in range(sweeps):
+    for _ in range(_SWEEPS):
         moved = False
         for node in range(len(choice)):
             seconds = around.seconds(node, choice)

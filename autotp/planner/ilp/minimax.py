@@ -38,7 +38,6 @@ def minimax(
     excluded: Sequence[Sequence[int]] = (),
     *,
     time_limit: float,
-    gap: float = 0.0,
 ) -> tuple[float, tuple[int, ...] | None]:
     """A lower bound of the sum over groups of the greatest form, and the choice that was found.
 
@@ -48,9 +47,8 @@ def minimax(
         alive: of each node the choices that may be taken.
         excluded: choices that are of no interest.
         time_limit: seconds.
-        gap: relative; a choice this close to the bound will do.
     """
-    program = _Program(groups[0][0], alive)
+    program = _Program(alive)
     scale = max(float(np.max(node.cost[mask], initial=0.0)) for node, mask in zip(groups[0][0].nodes, alive, strict=True))
     scale = _LARGE / scale if scale else 1.0
     thetas = []
@@ -66,7 +64,7 @@ def minimax(
         if all(variable is not None for variable in taken):
             program.model.add_linear_constraint(mathopt.fast_sum(taken) <= len(taken) - 1)
     program.model.minimize(mathopt.fast_sum(thetas))
-    parameters = mathopt.SolveParameters(time_limit=datetime.timedelta(seconds=time_limit), relative_gap_tolerance=gap)
+    parameters = mathopt.SolveParameters(time_limit=datetime.timedelta(seconds=time_limit), relative_gap_tolerance=0.0)
     result = mathopt.solve(program.model, mathopt.SolverType.GSCIP, params=parameters)
     if result.termination.reason is mathopt.TerminationReason.INFEASIBLE:
         return math.inf, None
@@ -81,7 +79,6 @@ def minimax(
 class _Program:
     """Constraints (1) to (3), made as forms ask for them."""
 
-    example: Problem
     alive: Sequence[np.ndarray]
     model: mathopt.Model = field(default_factory=mathopt.Model)
     x: list[dict[int, mathopt.Variable]] = field(default_factory=list)

@@ -29,6 +29,8 @@ __all__ = [
 ]
 
 NO_LAYOUT = "no combination of strategies has a finite cost: every one needs an impossible reshard"
+_SWEEPS = 10
+_TIME_LIMIT = 60.0  # seconds
 _EASY = 3e5  # entries that elimination may visit before duality is the faster way
 
 
@@ -58,7 +60,6 @@ class Solution:
         gap: ``(seconds - bound) / seconds``.
         method: the heaviest means that was needed: elimination (of all), duality, labels or mip.
         variables: of the largest integer program handed to a solver, 0 if none was.
-        bound_binds: without the memory bound something cheaper might exist.
         price: seconds per byte that memory was found to be worth.
     """
 
@@ -70,15 +71,12 @@ class Solution:
     gap: float
     method: str
     variables: int
-    bound_binds: bool = False
     price: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """Nothing cheaper than the cutoff exists; ``bound_binds``: within the memory bound."""
-
-    bound_binds: bool
+    """Nothing cheaper than the cutoff exists."""
 
 
 def solve(
@@ -111,7 +109,7 @@ def solve(
     settings = Settings(time.monotonic() + time_limit, cutoff)
     free = unbounded(problem, settings)
     if free.value >= cutoff and free.bound >= cutoff - 1e-9 * abs(cutoff):
-        return Pruned(False)
+        return Pruned()
     if free.choice is not None and evaluate(problem, free.choice).memory <= problem.memory_bound:
         return solution_of(problem, free)
     start = _fitting(problem, settings, need)
@@ -122,8 +120,8 @@ def solve(
         search.offer(free.choice)
     search.run(floor=free.bound)
     if search.value >= cutoff and search.bound >= cutoff - 1e-9 * abs(cutoff):
-        return Pruned(True)
-    return replace(solution_of(problem, search), bound_binds=True, price=search.price)
+        return Pruned()
+    return replace(solution_of(problem, search), price=search.price)
 
 
 def settle(problem: Problem, *, time_limit: float, cutoff: float, price: float, floor: float) -> Solution | Pruned:
@@ -131,18 +129,18 @@ def settle(problem: Problem, *, time_limit: float, cutoff: float, price: float, 
     search = Search(problem, Settings(time.monotonic() + time_limit, cutoff=cutoff), price=price, prices=1)
     search.run(floor=floor)
     if search.value >= cutoff and search.bound >= cutoff - 1e-9 * abs(cutoff):
-        return Pruned(True)
-    return replace(solution_of(problem, search), bound_binds=True, price=search.price)
+        return Pruned()
+    return replace(solution_of(problem, search), price=search.price)
 
 
-def cheapest(problem: Problem, *, time_limit: float = 60.0) -> tuple[int, ...]:
+def cheapest(problem: Problem) -> tuple[int, ...]:
     """The cheapest assignment, whatever memory it takes, of a well-formed problem.
 
     Raises:
         Infeasible: the layouts admit no assignment.
-        TimeoutError: none was found within the time limit.
+        TimeoutError: none was found within a minute.
     """
-    found = unbounded(problem, Settings(time.monotonic() + time_limit))
+    found = unbounded(problem, Settings(time.monotonic() + _TIME_LIMIT))
     if found.choice is None:
         raise TimeoutError(f"no assignment of {len(problem.nodes)} nodes was found within the time limit; raise time_limit")
     return found.choice
@@ -205,13 +203,13 @@ def _raise_bound(problem: Problem, masks: list[np.ndarray], cutoff: float) -> fl
     return dual.bound()
 
 
-def promising(problem: Problem, cutoff: float, *, sweeps: int = 10) -> list[np.ndarray]:
+def promising(problem: Problem, cutoff: float) -> list[np.ndarray]:
     """Of every node the choices that may be part of an assignment, whatever memory it takes, that costs less."""
     masks = [np.isfinite(node.cost) for node in problem.nodes]
     if not consistent(problem, masks):
         raise Infeasible(NO_LAYOUT, math.inf)
     dual = Dual(replace(problem, memory_bound=math.inf), cutoff)
-    for _ in range(sweeps):
+    for _ in range(_SWEEPS):
         floors = dual.sweep()
         dual.rebalance()
         for mask, floor in zip(masks, floors, strict=True):
@@ -219,8 +217,8 @@ def promising(problem: Problem, cutoff: float, *, sweeps: int = 10) -> list[np.n
     return masks
 
 
-def least_memory(problem: Problem, *, time_limit: float = 60.0, sweeps: int | None = None) -> float:
-    """The fewest bytes per device that any choice needs, or, after so many sweeps of duality, a lower bound.
+def least_memory(problem: Problem, *, sweeps: int) -> float:
+    """A lower bound, from so many sweeps of duality, of the bytes per device that any choice needs.
 
     Raises:
         Infeasible: the layouts admit no choice.
@@ -228,17 +226,11 @@ def least_memory(problem: Problem, *, time_limit: float = 60.0, sweeps: int | No
     if not consistent(problem, [np.ones(len(node.cost), dtype=bool) for node in problem.nodes]):
         raise Infeasible(NO_LAYOUT, math.inf)
     bytes_only = _bytes_only(problem)
-    if sweeps is not None:
-        dual = Dual(bytes_only, sum(float(n.cost[np.isfinite(n.cost)].max()) for n in bytes_only.nodes) + 1.0)
-        for _ in range(sweeps):
-            dual.sweep()
-            dual.rebalance()
-        return dual.bound()
-    search = Search(bytes_only, Settings(time.monotonic() + time_limit), largest_cost=1.0)
-    search.run()
-    if search.choice is None:
-        raise Infeasible(NO_LAYOUT, math.inf)
-    return evaluate(problem, search.choice).memory
+    dual = Dual(bytes_only, sum(float(n.cost[np.isfinite(n.cost)].max()) for n in bytes_only.nodes) + 1.0)
+    for _ in range(sweeps):
+        dual.sweep()
+        dual.rebalance()
+    return dual.bound()
 
 
 def _bytes_only(problem: Problem) -> Problem:

@@ -61,7 +61,7 @@ def test_the_curve_reaches_the_predicted_memory_and_kinds_add_up(recompute):
     behind = [one.operator for one in use.curve if one.backward]
     assert ahead == [op.name for op in plan.operators]
     assert behind == [name for name in reversed(ahead) if name in behind]
-    assert any("made again" in one.kinds for one in use.curve) == bool(plan.recomputed)
+    assert any("recomputed" in one.kinds for one in use.curve) == bool(plan.recomputed)
 
 
 def test_recomputations_are_compared_with_the_plan_that_keeps_them():
@@ -105,8 +105,8 @@ def test_the_command_shows_the_curve_and_what_is_made_again(tmp_path, capsys, ru
     command = ("explain", "--memory", "--plan", tmp_path / "plan.json", "--model", f"{__file__}:build")
     assert run_cli(*command) == 0
     said = capsys.readouterr().out
-    assert "held along a step" in said and "█" in said and "made again" in said
-    assert "computed again" in said and "like it" in said
+    assert "held along a step" in said and "█" in said and "recomputed" in said
+    assert "at the worst moment" in said and "like it" in said
     assert run_cli(*command, "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["peak_bytes"] == pytest.approx(plan.predicted.memory_bytes)

@@ -179,7 +179,7 @@ def test_in_a_browser(opened, planned, contents):
     assert "all_reduce" in tab.text_content("section:not([hidden])")
     tab.click("[data-tab=Memory]")
     told = tab.text_content("section:not([hidden])")
-    assert tab.evaluate("() => bytes(DATA.memory.peak)") in told and "Computed again" in told
+    assert tab.evaluate("() => bytes(DATA.memory.peak)") in told and "Recomputed" in told
     drawn = tab.locator("svg[data-curve=memory]")
     assert drawn.locator("polygon").count() == len(contents["memory"]["kinds"])
     drawn.hover()

@@ -27,7 +27,7 @@ from passes.capture import capture
 from passes.graph import note_of
 from passes.layouts.reshard import COMMUNICATING, Step
 from passes.overlap.launch import launch
-from passes.overlap.primitives import COLLECTIVES
+from passes.overlap.primitives import COLLECTIVE_OF
 from passes.world import ops
 from passes.world.world import LocalWorld
 
@@ -246,7 +246,7 @@ def test_what_waits_is_kept_dropped_or_refused():
 
 def collectives(graph):
     """Kinds of the collectives of a scheduled graph, and how often there are."""
-    return Counter(COLLECTIVES[note_of(node).collective.target] for node in graph.nodes if node.target is launch)
+    return Counter(COLLECTIVE_OF[note_of(node).collective.target] for node in graph.nodes if node.target is launch)
 
 
 @pytest.mark.parametrize("chunks", [{}, {"batch": 2}], ids=["whole", "chunks"])

@@ -12,7 +12,7 @@ import autotp
 from autotp.costs.prices import Prices
 from autotp.runtime.durations import enough
 from passes.overlap.bucket import buckets, merge
-from passes.overlap.primitives import COLLECTIVES, axes_of
+from passes.overlap.primitives import COLLECTIVE_OF, axes_of
 
 
 @pytest.mark.parametrize(("contention", "count"), [(1.0, 1.0), (0.5, 3.0), (0.0, 18**0.5)])
@@ -30,11 +30,11 @@ def test_buckets_are_as_many_as_are_worth_their_latency(contention, count):
 
 def test_buckets_keep_dependent_collectives_apart():
     graph = traced_tokens("data", {}).joint.graph
-    before = sum(n.target in COLLECTIVES for n in graph.nodes)
+    before = sum(n.target in COLLECTIVE_OF for n in graph.nodes)
     chosen = buckets(graph, lambda kind, axes, total: 1e9)
     merge(graph, chosen)
     fewer = sum(len(members) - 1 for members in chosen)
-    after = sum(n.target in COLLECTIVES for n in graph.nodes)
+    after = sum(n.target in COLLECTIVE_OF for n in graph.nodes)
     assert before - after == fewer > 5
     assert after >= 2, "the loss's own sum comes before the gradients'"
 
@@ -73,7 +73,7 @@ def test_collectives_of_two_groups_travel_apart():
     nodes = list(found.cut.backward.nodes)
     groups = [{axes_of(nodes[i].target, nodes[i].args) for i in members} for members in found.buckets(lambda *_: 1e9)[1]]
     assert all(len(each) == 1 for each in groups)
-    reduced = {axes_of(n.target, n.args) for n in nodes if COLLECTIVES.get(n.target) == "all_reduce"}
+    reduced = {axes_of(n.target, n.args) for n in nodes if COLLECTIVE_OF.get(n.target) == "all_reduce"}
     assert len(reduced) > 1, "otherwise the test checks nothing"
 
 
@@ -82,7 +82,7 @@ def test_what_is_sent_on_travels_in_one_message_where_nothing_hides():
     model, args = tokens()
     found = traced(model, args, planned(model, args, "zero3", (2, 2)))
     nodes = list(found.cut.backward.nodes)
-    sent = [n for n in nodes if COLLECTIVES.get(n.target) == "reduce_scatter"]
+    sent = [n for n in nodes if COLLECTIVE_OF.get(n.target) == "reduce_scatter"]
     assert len(sent) > 8 and len({axes_of(n.target, n.args) for n in sent}) == 2
 
     def most(bytes_):

@@ -11,7 +11,7 @@ from overlapping import random_durations, same, tokens, traced
 from torch import nn
 
 import autotp
-from autotp.cli.explain import explain_collective
+from autotp.analysis.collective import explain_collective
 from autotp.costs.prices import Prices
 from autotp.runtime.compiled import Overlap
 from autotp.runtime.durations import overlap_of

@@ -6,7 +6,7 @@ const HIGH = 260;
 const memory = {
   colours: {
     parameter: "#8fa3b8", "input or buffer": "#c3ccd6", "gathered parameter": "#5f87b0", "saved for the backward pass": "#e0a458",
-    "made again": "#c1502e", "result in use": "#f0cf9b", "gradient of a parameter": "#4f9d69", "gradient in use": "#9fd0ac", "in passing": "#b79ac8",
+    "recomputed": "#c1502e", "result in use": "#f0cf9b", "gradient of a parameter": "#4f9d69", "gradient in use": "#9fd0ac", "in passing": "#b79ac8",
   },
 
   view() {
@@ -24,11 +24,11 @@ const memory = {
       table(["kind", "bytes", "share"], kinds.filter(sum).sort((a, b) => sum(b) - sum(a)).map((kind) => [kind, bytes(sum(kind)), percent(sum(kind), DATA.memory.peak)])),
       element("h2", {}, "Largest"),
       table(["what", "kind", "bytes"], held.map(([kind, name, size]) => [name, kind, bytes(size)])),
-      element("h2", {}, `Computed again (${count(recomputed.length)})`),
+      element("h2", {}, `Recomputed (${count(recomputed.length)})`),
       recomputed.length ? table(["operator", "kind", "times", "bytes held less", "at the worst moment", "work", "step longer by"],
         recomputed.map((one) => [one.name, `${one.target} in ${one.module || "the model"}`, count(one.copies), this.signed(one.saved_bytes, bytes),
           this.signed(one.peak_bytes, bytes), this.signed(one.seconds, seconds), this.signed(one.step_seconds, seconds)]))
-        : element("div.dim", {}, "Nothing is computed again in the backward pass."));
+        : element("div.dim", {}, "Nothing is recomputed in the backward pass."));
   },
 
   pass: (position) => (position[1] ? "backward" : "forward"),
