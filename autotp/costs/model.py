@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -17,7 +19,21 @@ from passes.rules.kept import NOTHING, Kept, kept
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of
 
-__all__ = ["Model", "depth_of", "shown_by", "trained_values"]
+__all__ = ["Model", "shown_by", "trained_values"]
+
+T = TypeVar("T")
+
+
+def _of_graph(make: Callable[[Model], T]) -> Any:
+    """A property of the graph: worked out once for all models of it, whatever they recompute and what stands for what."""
+
+    def get(model: Model) -> T:
+        if make.__name__ not in model.known:
+            model.known[make.__name__] = make(model)
+        found: T = model.known[make.__name__]
+        return found
+
+    return property(get, doc=make.__doc__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +50,7 @@ class Model:
             into other layouts.
         undecided: operator that the planner may have run again, with all collectives -> the last operator of its block;
             views among them are run again if and only if what they show is.
+        known: what was worked out of the graph.
     """
 
     captured: Captured
@@ -43,6 +60,7 @@ class Model:
     pins: Mapping[fx.Node, tuple[Requirement, ...]] = field(default_factory=dict)
     recomputed: Mapping[fx.Node, bool] = field(default_factory=dict)
     undecided: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+    known: dict[str, Any] = field(default_factory=dict)
 
     @property
     def parameter_bytes(self) -> float:
@@ -50,30 +68,47 @@ class Model:
         given = self.captured.placeholders
         return float(sum(given[name].nbytes for name in self.captured.parameters))
 
-    @cached_property
+    @_of_graph
+    def operands(self) -> Mapping[fx.Node, Sequence[fx.Node]]:
+        """Operator -> the tensors that it reads, in order."""
+        return {node: operands_of(node) for node in self.operators}
+
+    @_of_graph
+    def shown(self) -> Mapping[fx.Node, Value]:
+        """View -> the tensor whose memory it shows (`shown_by`)."""
+        found = {node: shown_by(node) for node in self.operators}
+        return {node: value for node, value in found.items() if value is not None}
+
+    @_of_graph
+    def depth(self) -> int:
+        """How many operators have a weight: a parameter of two dims or more."""
+        weights = {name for name in self.captured.parameters if self.captured.placeholders[name].dim() > 1}
+        return max(1, sum(any(n.name in weights for n in operands) for operands in self.operands.values()))
+
+    @_of_graph
     def outputs(self) -> list[fx.Node]:
         """The tensors that the graph returns."""
         leaves: Sequence = self.captured.graph_module.graph.output_node().args[0]  # type: ignore[assignment]
         return [leaf for leaf in leaves if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), Tensor)]
 
-    @cached_property
+    @_of_graph
     def readers(self) -> Mapping[Value, Sequence[tuple[fx.Node, int]]]:
         """Tensor -> the nodes that read it, in order, and as which operand; the graph's output is one of them."""
         found: dict[Value, list[tuple[fx.Node, int]]] = defaultdict(list)
-        for node in self.operators:
-            for position, operand in enumerate(operands_of(node)):
+        for node, operands in self.operands.items():
+            for position, operand in enumerate(operands):
                 found[value_of(operand)].append((node, position))
         for leaf in self.outputs:
             found[value_of(leaf)].append((leaf.graph.output_node(), 0))
         return dict(found)
 
-    @cached_property
+    @_of_graph
     def named(self) -> Mapping[Value, fx.Node]:
         """Tensor that is read, or returned -> a node that stands for it."""
-        read = [operand for node in self.operators for operand in operands_of(node)]
+        read = itertools.chain.from_iterable(self.operands.values())
         return {value_of(node): node for node in (*read, *self.outputs)}
 
-    @cached_property
+    @_of_graph
     def differentiated(self) -> frozenset[fx.Node]:
         """Operators and parameters through which gradients flow."""
         return frozenset(node for node, _ in self.trained)
@@ -85,7 +120,7 @@ class Model:
 
     def read_again(self, node: fx.Node, recomputed: bool) -> list[Value]:
         """The tensors, made in the step, that the backward pass reads for an operator's gradient, or to recompute it."""
-        operands = operands_of(node)
+        operands = self.operands[node]
         found = [value_of(n) for position, n in enumerate(operands) if self.reads_again(node, position, recomputed)]
         if self.kept(node).results or self.kept(node).besides:  # a mask, for one, is made as the results are
             found += [(node, i) for i in range(len(results_of(node)))]
@@ -93,17 +128,17 @@ class Model:
 
     def reads_again(self, node: fx.Node, position: int, recomputed: bool) -> bool:
         """Whether an operand is made in the step, and the backward pass reads it; see ``read_again``."""
-        made = value_of(operands_of(node)[position])[0].op != "placeholder"
+        made = value_of(self.operands[node][position])[0].op != "placeholder"
         return made and (recomputed or position in self.kept(node).operands)
 
     def kept(self, node: fx.Node) -> Kept:
         """What the gradients of an operator's operands are made of, where nothing inside it is sharded."""
         if node not in self._kept:
-            trained = [value_of(operand) in self.trained for operand in operands_of(node)]
+            trained = [value_of(operand) in self.trained for operand in self.operands[node]]
             self._kept[node] = kept(node, trained) if node in self.differentiated else NOTHING
         return self._kept[node]
 
-    @cached_property
+    @_of_graph
     def _kept(self) -> dict[fx.Node, Kept]:
         return {}
 
@@ -143,13 +178,3 @@ def trained_values(captured: Captured, operators: Mapping[fx.Node, Operator]) ->
             continue
         trained |= {(node, i) for i, t in enumerate(results_of(node)) if t.dtype.is_floating_point}
     return frozenset(trained)
-
-
-def depth_of(model: Model) -> int:
-    """Operators with a weight: a parameter of two dims or more."""
-    parameters = model.captured.parameters
-    weighty = (
-        any(operand.name in parameters and operand.meta["val"].dim() > 1 for operand in operands_of(node))
-        for node in model.operators
-    )
-    return max(1, sum(weighty))

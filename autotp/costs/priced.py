@@ -10,7 +10,7 @@ from functools import cached_property
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate
 
-from autotp.costs.model import Model, depth_of
+from autotp.costs.model import Model
 from autotp.costs.price import Price
 from autotp.costs.prices import Prices
 from autotp.costs.step import Pass, Sums
@@ -18,7 +18,6 @@ from costmodel import overlap
 from passes.graph import cast_of
 from passes.layouts.layout import Layout
 from passes.rules.factors import Value, value_of
-from passes.rules.shapes import operands_of
 from passes.rules.table import flop_of
 from passes.sharding.panel import Loop
 from passes.strategies.strategy import LINEAR_PREFIX, Strategy, Want, whole_layout
@@ -171,8 +170,8 @@ class Priced:
     def reshards(self) -> Sequence[Moved]:
         """Every tensor in every layout that it is wanted in."""
         users: dict[tuple[Value, Want], list[fx.Node]] = defaultdict(list)
-        for node in self.model.operators:
-            for operand, want in zip(operands_of(node), self.strategies[node.name].wants, strict=True):
+        for node, operands in self.model.operands.items():
+            for operand, want in zip(operands, self.strategies[node.name].wants, strict=True):
                 users[value_of(operand), want].append(node)
         whole = whole_layout(len(self.prices.mesh))
         for leaf in self.model.outputs:
@@ -189,7 +188,7 @@ class Priced:
         price = self.prices.reshard(tensor, have, want, gradient=trained, regather=regather, parameter=parameter, cast=cast)
         if not (parameter and trained and self.prices.train and self.prices.accumulate > 1) or cast.changes:
             return Moved(value, want, users, parameter, price)
-        once = self.prices.returning(tensor, have, want, cast, parameter=True)
+        once = self.prices.returning(tuple(tensor.shape), have, want, cast, parameter=True)
         if users and all(user.name in self.panels for user in users):  # a loop of panels always reduces what it makes
             return Moved(value, want, users, parameter, price.plus(once.times(self.prices.accumulate - 1)))
         return Moved(value, want, users, parameter, price, once)
@@ -202,7 +201,7 @@ class Priced:
             passed = [int(a[1:]) for a in strategy.assignment if a is not None and a.startswith(LINEAR_PREFIX)]
             origin = node
             if passed and operator.rule is not None:
-                before = [value_of(operands_of(node)[i]) for i in operator.rule.linear[passed[0]]]
+                before = [value_of(self.model.operands[node][i]) for i in operator.rule.linear[passed[0]]]
                 origin = next((found[value] for value in before if value in found), node)
             for i, layout in enumerate(strategy.results):
                 if any(isinstance(p, Partial) for p in layout):
@@ -222,7 +221,7 @@ class Priced:
             rows: names of the products whose rows the chunks are; None: they are the whole batch's.
         """
         accumulate = self.prices.accumulate if self.prices.train else 1
-        found, joined = Sums(Pass(), Pass(), depth_of(self.model), chunks=chunks, accumulate=accumulate), 0.0
+        found, joined = Sums(Pass(), Pass(), self.model.depth, chunks=chunks, accumulate=accumulate), 0.0
         apart: list[list[Price]] = [list(self.own.values()), []]
         real = len(self.prices.devices)
         near: dict[fx.Node, float] = defaultdict(float)

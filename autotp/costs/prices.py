@@ -66,6 +66,7 @@ class Prices:
         self.mesh, self.together, self.accumulate = (*mesh, *chunks), together, accumulate
         self.collective = lru_cache(maxsize=None)(self._collective)
         self.moving = lru_cache(maxsize=None)(self._moving)
+        self.moved = lru_cache(maxsize=None)(self._moved)
         self.contention = lru_cache(maxsize=None)(self._contention)
         self.shares = lru_cache(maxsize=None)(self._shares)
         self.latency = lru_cache(maxsize=None)(self._latency)
@@ -219,7 +220,19 @@ class Prices:
             parameter: it is a parameter.
             cast: its dtypes; left out, all are its own.
         """
-        shape, cast = tuple(value.shape), cast or Cast(value.dtype, value.dtype, value.dtype)
+        cast = cast or Cast(value.dtype, value.dtype, value.dtype)
+        return self.moved(tuple(value.shape), have, want, cast, gradient, regather, parameter)
+
+    def _moved(
+        self,
+        shape: tuple[int, ...],
+        have: Layout,
+        want: Want,
+        cast: Cast,
+        gradient: bool,
+        regather: bool,
+        parameter: bool,
+    ) -> Price:
         there = self.moving(shape, cast.used.itemsize, have, want.layout, parameter)
         if cast.there:
             there = there.plus(
@@ -231,13 +244,12 @@ class Prices:
             there = there.times(self.accumulate)
         if not (self.train and gradient):
             return there
-        back = self.returning(value, have, want, cast, parameter=parameter)
+        back = self.returning(shape, have, want, cast, parameter=parameter)
         waits = parameter and not cast.changes
         return there.plus(back if waits or self.accumulate == 1 else back.times(self.accumulate))
 
-    def returning(self, value: torch.Tensor, have: Layout, want: Want, cast: Cast, *, parameter: bool = False) -> Price:
+    def returning(self, shape: tuple[int, ...], have: Layout, want: Want, cast: Cast, *, parameter: bool = False) -> Price:
         """The mirror of one tensor's reshard, once: how its gradient comes back."""
-        shape = tuple(value.shape)
         back = self.moving(shape, cast.reduced.itemsize, want.gradient, gradient_of(have), parameter)
         if cast.back:
             seconds = self.casting(self._part(shape, want.gradient), cast.used, cast.reduced)

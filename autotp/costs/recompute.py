@@ -13,11 +13,10 @@ from dataclasses import replace
 
 from torch import fx
 
-from autotp.costs.model import Model, shown_by
+from autotp.costs.model import Model
 from autotp.errors import AutotpError
 from passes.graph import note_of
 from passes.overlap.trace import undrawn
-from passes.rules.shapes import operands_of
 from passes.rules.table import rule_of
 
 __all__ = ["decided", "keeping", "recomputed_by", "undecided"]
@@ -55,7 +54,7 @@ def recomputed_by(model: Model, way: str | Sequence[str], checkpoints: bool = Fa
             )
         chosen = dict.fromkeys(_inside(model, blocks), True)
     chosen |= {node: True for node in _inside(model, own) if not note_of(node).checkpoint.kept}
-    _keep_what_is_shown(nodes, chosen)
+    _keep_what_is_shown(model, chosen)
     return _needed(model, chosen)
 
 
@@ -68,7 +67,7 @@ def undecided(model: Model) -> Model:
     last = {block: node for node, block in blocks.items()}
     found: dict[fx.Node, fx.Node] = {}
     for node in _inside(model, blocks):
-        shown = shown_by(node)
+        shown = model.shown.get(node)
         if node not in model.recomputed and (shown is None or shown[0] in found or shown[0] in model.recomputed):
             found[node] = last[blocks[node]]
     return replace(model, undecided=found)
@@ -77,14 +76,14 @@ def undecided(model: Model) -> Model:
 def decided(model: Model, again: Collection[fx.Node]) -> Model:
     """The model where so many of the undecided operators are run again, as far as the backward pass reads them."""
     chosen = dict.fromkeys(again, True) | dict(model.recomputed)
-    _keep_what_is_shown(list(model.operators), chosen)
+    _keep_what_is_shown(model, chosen)
     return replace(model, recomputed=_needed(model, chosen), undecided={})
 
 
 def keeping(model: Model, nodes: Collection[fx.Node]) -> Model:
     """The model that keeps some of what it recomputes, and then whatever it recomputes for their sake alone."""
     chosen = {node: repeats for node, repeats in model.recomputed.items() if node not in nodes}
-    _keep_what_is_shown(list(model.operators), chosen)
+    _keep_what_is_shown(model, chosen)
     return replace(model, recomputed=_needed(model, chosen))
 
 
@@ -106,7 +105,7 @@ def _checkpoints(nodes: Sequence[fx.Node]) -> dict[fx.Node, str]:
 def _dear(model: Model, node: fx.Node) -> bool:
     """Whether an operator is a product, or reads a weight of two dims or more."""
     rule, parameters = rule_of(node), model.captured.parameters
-    weighs = any(operand.name in parameters and operand.meta["val"].dim() > 1 for operand in operands_of(node))
+    weighs = any(operand.name in parameters and operand.meta["val"].dim() > 1 for operand in model.operands[node])
     return rule is None or rule.flop is not None or weighs
 
 
@@ -126,11 +125,10 @@ def _blocks(nodes: Sequence[fx.Node], way: str | Sequence[str]) -> dict[fx.Node,
     return blocks
 
 
-def _keep_what_is_shown(nodes: Sequence[fx.Node], chosen: dict[fx.Node, bool]) -> None:
+def _keep_what_is_shown(model: Model, chosen: dict[fx.Node, bool]) -> None:
     """A view that is kept holds the memory of what it shows, which is kept with it."""
-    for node in reversed(nodes):
-        shown = shown_by(node)
-        if shown is not None and node not in chosen:
+    for node, shown in reversed(model.shown.items()):
+        if node not in chosen:
             chosen.pop(shown[0], None)
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from torch import fx
 
-from autotp.costs.model import shown_by
 from autotp.costs.priced import Priced
 from passes.graph import cast_of
 from passes.layouts.layout import Layout
 from passes.rules.factors import Value, value_of
-from passes.rules.shapes import operands_of, results_of
+from passes.rules.shapes import results_of
 
 __all__ = ["CAST", "Key", "Storages", "casts"]
 
@@ -30,8 +29,8 @@ class Storages:
 
     def __init__(self, priced: Priced) -> None:
         self.strategies, self.layouts = priced.strategies, priced.layouts
-        self.operands = {node: operands_of(node) for node in priced.model.operators}
-        self.results = {node: results_of(node) for node in priced.model.operators}
+        self.operands, self.shown = priced.model.operands, priced.model.shown
+        self.results = {node: results_of(node) for node in self.operands}
         self.roots: dict[Value, Key] = {}
         self.last = self._readers()
 
@@ -61,7 +60,7 @@ class Storages:
 
     def _alias(self, node: fx.Node) -> None:
         """A view has the storage of what it views, where that is."""
-        value = shown_by(node)
+        value = self.shown.get(node)
         if value is not None:
             root = self.key(value, self.strategies[node.name].wants[0].layout)
             for i in range(len(self.results[node])):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +21,7 @@ from autotp.plans.families import Restriction
 from autotp.plans.options import Options
 from costmodel import Topology
 from costmodel.overlap import Weights
+from passes.layouts.reshard_matrix import ReshardPricer
 
 __all__ = ["Candidate", "Candidates", "check_batch"]
 
@@ -44,6 +46,7 @@ class Candidates:
             short.
         together: see ``Prices``.
         structures: what may be chosen, as far as somebody asked.
+        pricers, meshes: how layouts are reached, by the number of axes, and prices by mesh, likewise.
     """
 
     model: Model
@@ -51,6 +54,8 @@ class Candidates:
     options: Options
     together: float = 0.0
     structures: dict[tuple[Restriction, int], Structure] = field(default_factory=dict)
+    pricers: defaultdict[int, ReshardPricer] = field(default_factory=lambda: defaultdict(ReshardPricer))
+    meshes: dict[tuple[int, ...], Prices] = field(default_factory=dict)
 
     @property
     def panels(self) -> list[int | None]:
@@ -87,7 +92,7 @@ class Candidates:
         """
         key = candidate.restriction, len(candidate.mesh)
         if key not in self.structures:
-            self.structures[key] = structure(self.model, *key)
+            self.structures[key] = structure(self.model, *key, self.pricers[len(candidate.mesh)])
         built = self.structures[key]
         if scatters:
             built = replace(built, chosen=replace(built.chosen, family=replace(built.chosen.family, scatters=True)))
@@ -103,14 +108,16 @@ class Candidates:
     def prices(self, mesh: tuple[int, ...]) -> Prices:
         """Prices on a mesh."""
         options = self.options
-        return Prices(
-            self.topology,
-            mesh,
-            train=options.trains,
-            optimizer=options.optimizer,
-            together=self.together,
-            accumulate=options.accumulate,
-        )
+        if mesh not in self.meshes:
+            self.meshes[mesh] = Prices(
+                self.topology,
+                mesh,
+                train=options.trains,
+                optimizer=options.optimizer,
+                together=self.together,
+                accumulate=options.accumulate,
+            )
+        return self.meshes[mesh]
 
 
 def check_batch(assembled: Assembled) -> None:

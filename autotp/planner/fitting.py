@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autotp.costs.model import depth_of
 from autotp.costs.recompute import recomputed_by, undecided
 from autotp.planner.assemble import EVEN
 from autotp.planner.contest import Contest
@@ -53,7 +52,9 @@ def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome
     if not ample.contest.short:
         return ample
     short = contest.of(folded(open_model) if len(model.operators) > _FEW else replace(open_model, stands=apart(model)))
-    found = squeeze(short, meshes, ample.found.best)
+    fastest = ample.contest.best  # though it does not fit
+    first = [mesh for mesh in meshes if fastest is not None and mesh == fastest.prices.mesh]
+    found = squeeze(short, [*first, *(mesh for mesh in meshes if mesh not in first)], ample.found.best)
     if found.best is None:
         found = _with_least(short, meshes, found.floor)
     return Outcome(short, found, found.floor)
@@ -71,7 +72,7 @@ def _searched(contest: Contest, meshes: Sequence[tuple[int, ...]], quick: bool =
     if not contest.candidates.options.hides:
         found = search(EVEN)
         return Outcome(contest, found, found.floor)
-    depth, options = depth_of(contest.candidates.model), contest.candidates.options
+    depth, options = contest.candidates.model.depth, contest.candidates.options
     found, floor = least_step(search, lambda one: one.priced.sums, depth, contest.deadline, options.accumulate)
     return Outcome(contest, found, floor)
 

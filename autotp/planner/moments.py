@@ -17,7 +17,6 @@ from dataclasses import replace
 import numpy as np
 from torch import fx
 
-from autotp.costs.model import shown_by
 from autotp.costs.moment import Moment, Turn
 from autotp.costs.prices import Prices
 from autotp.planner.assemble import Assembled, kept_inside, parts_of
@@ -170,7 +169,7 @@ class Moments:
             and self.model.kept(producer).results
             and value in self.model.trained
             and producer not in self.model.recomputed,
-            view=shown_by(producer) is not None,
+            view=producer in self.model.shown,
             alone=self._alone(value),
             shown=self._shown(value),
             last=self._last(value),
@@ -183,13 +182,13 @@ class Moments:
         last = self.order.get(value[0], -1)
         for user, position in self.readers.get(value, ()):
             last = max(last, self.order.get(user, -1))
-            if position == 0 and shown_by(user) == value:
+            if position == 0 and self.model.shown.get(user) == value:
                 last = max(last, self._last((user, 0)))
         return last
 
     def _alone(self, value: Value) -> bool:
         """Whether, of all names of a storage, this is the one that most readers save, gradients first."""
-        root = _root(value)
+        root = self._root(value)
         if root[0].op == "placeholder":
             return False
         best, most, names = root, (-1, -1), [root]
@@ -197,14 +196,23 @@ class Moments:
             readers = self.readers.get(name, ())
             gradients = sum(user in self.order and name in self.model.saved[user] for user, _ in readers)
             gradients += name[0] in self.order and self.model.kept(name[0]).results
-            saves = gradients, sum(user in self.model.undecided and shown_by(user) != name for user, _ in readers)
+            saves = (
+                gradients,
+                sum(user in self.model.undecided and self.model.shown.get(user) != name for user, _ in readers),
+            )
             best, most = (name, saves) if saves > most else (best, most)
-            names += [(user, 0) for user, position in readers if position == 0 and shown_by(user) == name]
+            names += [(user, 0) for user, position in readers if position == 0 and self.model.shown.get(user) == name]
         return value == best
+
+    def _root(self, value: Value) -> Value:
+        """The tensor whose storage it shows, through all views."""
+        while value[0] in self.model.shown:
+            value = self.model.shown[value[0]]
+        return value
 
     def _shown(self, value: Value) -> float:
         """The share of a tensor's elements that the storage which it shows has: less than 1 where it is expanded."""
-        root, number = _root(value)
+        root, number = self._root(value)
         return min(1.0, results_of(root)[number].numel() / max(1, self.model.named[value].meta["val"].numel()))
 
     def _reader(self, value: Value, user: fx.Node, position: int) -> Reader:
@@ -217,15 +225,8 @@ class Moments:
         block = self.order[self.model.undecided[user]] if user in self.model.undecided else -1
         until = self.latest.get(user, -1) if block >= 0 else -1
         data = self.panelled and data_position(user) == position
-        view, flows = position == 0 and shown_by(user) == value, user in self.model.differentiated
+        view, flows = position == 0 and self.model.shown.get(user) == value, user in self.model.differentiated
         return Reader(self.order[user], saves and self.prices.train, gradient, until, block, data, view, flows, False)
-
-
-def _root(value: Value) -> Value:
-    """The tensor whose storage it shows, through all views."""
-    while (shown := shown_by(value[0])) is not None:
-        value = shown
-    return value
 
 
 def _twice(tensors: Sequence[Tensor], structure: Structure, needs: Sequence[int]) -> list[Tensor]:

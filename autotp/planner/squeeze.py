@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autotp.costs.model import depth_of
 from autotp.costs.moment import Moment
 from autotp.errors import BatchError
 from autotp.planner.assemble import Assembled
@@ -228,7 +227,7 @@ class _Squeeze:
 
     def forms(self, candidate: Candidate) -> list[list[Problem]]:
         """Of every pass of a step the programs that say how long each of what may limit it takes."""
-        options, depth = self.contest.candidates.options, depth_of(self.contest.candidates.model)
+        options, depth = self.contest.candidates.options, self.contest.candidates.model.depth
         if not options.hides:
             return [[self.contest.anew(math.inf).assemble(candidate).problem]]
         passes, sides = 2 if options.accumulate == 1 else 3, 1 + len(self.contest.candidates.topology.levels)
@@ -263,7 +262,7 @@ class _Squeeze:
 
     def at(self, point: _Point) -> Contest:
         """The contest whose seconds are weighted as at a point."""
-        options, depth = self.contest.candidates.options, depth_of(self.contest.candidates.model)
+        options, depth = self.contest.candidates.options, self.contest.candidates.model.depth
         shares = point.shares or ((1.0,),) * (2 if options.accumulate == 1 else 3)
         weights = overlap.weights(shares, depth, options.accumulate) if options.hides else None
         self.contest = self.contest.anew(math.inf, weights)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from torch import fx
 
-from autotp.costs.model import Model, shown_by
+from autotp.costs.model import Model
 from autotp.planner.choices import Choice, Edge, Needs, Rest
 from autotp.planner.folding import signature
 from autotp.plans.families import Restriction
@@ -40,12 +40,12 @@ class Structure:
     nodes: Sequence[tuple[fx.Node, Choice | Rest | None, int]]
     edges: Sequence[Edge]
     index: Mapping[fx.Node, int]
-    pricer: ReshardPricer = field(default_factory=ReshardPricer)
+    pricer: ReshardPricer
 
 
-def structure(model: Model, chosen: Restriction, axes: int) -> Structure:
-    """The structure of a model's plans on meshes of so many axes, within a family."""
-    return _Builder(model, chosen, axes).run()
+def structure(model: Model, chosen: Restriction, axes: int, pricer: ReshardPricer | None = None) -> Structure:
+    """The structure of a model's plans on meshes of so many axes, within a family; a pricer for as many may be shared."""
+    return _Builder(model, chosen, axes, pricer or ReshardPricer()).run()
 
 
 class _Registry:
@@ -77,8 +77,8 @@ class _Registry:
 
 
 class _Builder:
-    def __init__(self, model: Model, chosen: Restriction, axes: int) -> None:
-        self.model, self.chosen, self.axes = model, chosen, axes
+    def __init__(self, model: Model, chosen: Restriction, axes: int, pricer: ReshardPricer) -> None:
+        self.model, self.chosen, self.axes, self.pricer = model, chosen, axes, pricer
         self.captured = model.captured
         self.whole = np.full((1, axes), WHOLE, np.int64)
         self.copies: dict[fx.Node, int] = defaultdict(int)
@@ -101,7 +101,7 @@ class _Builder:
             if node.op == "placeholder" and self.stand(node) is node:
                 self.add(node, self.rest(node, wanted.get(node, [])), max(1, self.copies[node]))
         self.add(graph.output_node(), None, 1)
-        return Structure(self.model, self.chosen, self.axes, self.nodes, self.edges(), self.index)
+        return Structure(self.model, self.chosen, self.axes, self.nodes, self.edges(), self.index, self.pricer)
 
     def add(self, node: fx.Node, choice: Choice | Rest | None, count: int) -> None:
         self.index[node] = len(self.nodes)
@@ -245,5 +245,9 @@ class _Builder:
             else:
                 want = np.full_like(want, -1)
             read.append((self.index[user], want))
-        views = {self.index[u] for u, position, _ in uses if position == 0 and u in self.model.undecided and shown_by(u)}
+        views = {
+            self.index[u]
+            for u, position, _ in uses
+            if position == 0 and u in self.model.undecided and u in self.model.shown
+        }
         return Needs(have + np.where(made.again, have.max() + 1, 0), tuple(read), tuple(views))

@@ -15,7 +15,6 @@ from torch import nn
 import autotp
 from autotp.analysis.explain import priced_plan
 from autotp.analysis.sweep import sweep
-from autotp.costs.model import depth_of
 from autotp.costs.prices import Prices
 from autotp.planner import plan_captured
 from autotp.planner.assemble import assemble
@@ -53,7 +52,7 @@ def test_the_step_equals_exhaustive_search_where_it_is_proven(small_problems):
         ]
         options = Options("auto", mesh=mesh, panels=1, chunks={}, memory=math.inf, accumulate=MICRO)
         plan = plan_captured(model.captured, prices.topology, options)
-        least, depth = math.inf, depth_of(model)
+        least, depth = math.inf, model.depth
 
         def seconds(sums, depth=depth):
             return max(overlap.sides(*sums[:3], 0.0, depth, 1, (0, 0), sums[3:]))

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autotp
-from autotp.costs.model import depth_of
 from autotp.costs.prices import Prices
 from autotp.planner import plan_captured, prepare
 from autotp.planner.assemble import assemble
@@ -88,7 +87,7 @@ def test_the_step_equals_exhaustive_search_where_it_is_proven(small_problems):
             Options("auto", mesh=mesh, panels=1, chunks={}, schedule="overlap", memory=math.inf),
         )
         least = math.inf
-        depth = depth_of(model)
+        depth = model.depth
         for choice in itertools.product(*(range(len(n.cost)) for n in problem.nodes)):
             if math.isfinite(evaluate(problem, choice).seconds):
                 sums = [evaluate(each.problem, choice).seconds for each in pure]
