@@ -7,7 +7,7 @@ Operators, parameters and the model's outputs are nodes; inputs, buffers and con
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,6 +57,11 @@ class Assembled:
         """The strategies of one choice, where what the other runs again is."""
         own, pairs = self.strategies(choice), zip(self.structure.nodes, self.strategies(other), other, strict=True)
         return tuple(mine + row - its for mine, ((_, _, _), its, row) in zip(own, pairs, strict=True))
+
+    def keeping(self, choice: Sequence[int], nodes: Collection[fx.Node]) -> tuple[int, ...]:
+        """A choice that does not run some operators again."""
+        rows = zip(self.structure.nodes, self.strategies(choice), choice, strict=True)
+        return tuple(strategy if node in nodes else row for (node, _, _), strategy, row in rows)
 
     def again(self, choice: Sequence[int]) -> set[fx.Node]:
         """The operators, of those that stand for others, that a choice runs again of what was undecided."""

@@ -48,6 +48,7 @@ class Found:
         layers: of operators that were undecided and stand for several, the share, of the first ones, that is run again as
             ``other`` says and not as the solution does.
         other: operators that are run again in those.
+        spared: which of them are not in the last of those layers, but as the solution says.
     """
 
     assembled: Assembled
@@ -56,6 +57,7 @@ class Found:
     panels: int | None = 1
     layers: float = 0.0
     other: Set[fx.Node] = frozenset()
+    spared: Set[fx.Node] = frozenset()
 
     @cached_property
     def model(self) -> Model:
@@ -71,7 +73,7 @@ class Found:
         again = []
         for node in model.undecided:
             stand = model.stands[node]
-            first = met[stand] < round(self.layers * copies[stand])
+            first = met[stand] < round(self.layers * copies[stand]) - (stand in self.spared)
             met[stand] += 1
             if stand in (self.other if first else mine):
                 again.append(node)

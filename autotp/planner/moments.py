@@ -188,7 +188,7 @@ class Moments:
 
     def _alone(self, value: Value) -> bool:
         """Whether, of all names of a storage, this is the one that most readers save, gradients first."""
-        root = self._root(value)
+        root = self.root(value)
         if root[0].op == "placeholder":
             return False
         best, most, names = root, (-1, -1), [root]
@@ -204,7 +204,7 @@ class Moments:
             names += [(user, 0) for user, position in readers if position == 0 and self.model.shown.get(user) == name]
         return value == best
 
-    def _root(self, value: Value) -> Value:
+    def root(self, value: Value) -> Value:
         """The tensor whose storage it shows, through all views."""
         while value[0] in self.model.shown:
             value = self.model.shown[value[0]]
@@ -212,7 +212,7 @@ class Moments:
 
     def _shown(self, value: Value) -> float:
         """The share of a tensor's elements that the storage which it shows has: less than 1 where it is expanded."""
-        root, number = self._root(value)
+        root, number = self.root(value)
         return min(1.0, results_of(root)[number].numel() / max(1, self.model.named[value].meta["val"].numel()))
 
     def _reader(self, value: Value, user: fx.Node, position: int) -> Reader:

@@ -32,6 +32,7 @@ from autotp.planner.describe import Found
 from autotp.planner.ilp import Problem, least, minimax, promising
 from autotp.planner.least_memory import dearer
 from autotp.planner.least_step import Searched
+from autotp.planner.mixing import Met, mix
 from autotp.planner.moments import Moments
 from autotp.planner.shares import Multipliers, Shares, next_shares
 from costmodel import overlap
@@ -47,20 +48,6 @@ _HOPELESS = 1e3  # times the fastest choice met: a step that no plan has, so tha
 _SMALL = 4000  # choices of all nodes together that a solver gets
 _SETTLING = 3.0  # seconds for the exact search of a small program
 _MOMENT = 0.1  # seconds that a solver gets beyond the deadline
-_TRIES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class _Met:
-    """A choice with what limits its passes, in seconds, and what it holds, in bytes."""
-
-    found: Found
-    sides: tuple[tuple[float, ...], ...]
-    step: float
-
-    @property
-    def held(self) -> Mapping[Moment, float]:
-        return self.found.held
 
 
 def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | None) -> Searched:
@@ -97,7 +84,7 @@ class _Squeeze:
     """A search over meshes; each begins at the point where the bound of the one before was best."""
 
     contest: Contest
-    best: _Met | None = None
+    best: Met | None = None
     point: _Point = _Point()
 
     @property
@@ -116,10 +103,10 @@ class _Squeeze:
         copies = Counter(model.stands.values())
         return max((copies[node] for node in model.undecided), default=1)
 
-    def met(self, found: Found) -> _Met:
+    def met(self, found: Found) -> Met:
         options, sums = self.contest.candidates.options, found.priced.sums
         step = sums.step(options.hides)
-        return _Met(found, sums.sides if options.hides else ((step,),), step)
+        return Met(found, sums.sides if options.hides else ((step,),), step)
 
     def on(self, candidate: Candidate) -> float:
         """Looks for a better plan on a mesh; seconds that none of its plans is below."""
@@ -144,7 +131,7 @@ class _Squeeze:
 
     def steer(self, candidate: Candidate, moments: Moments, *, surely: bool) -> float:
         """Meets choices at ever better points and mixes them; seconds that no plan is below, of bytes held ``surely``."""
-        lines: dict[tuple[int, ...], _Met] = {}
+        lines: dict[tuple[int, ...], Met] = {}
         high, point, within = -math.inf, self.point, self.contest.candidates.options.gap / 4
         mixture: Sequence[float] = ()
         for _ in range(_ROUNDS):
@@ -169,7 +156,7 @@ class _Squeeze:
             mixture = following.mixture
             if following.value * (1 - within) <= high and self.best is not None:
                 break
-        self.mix(candidate, list(lines.values()), mixture, high)
+        self.mix(candidate, moments, list(lines.values()), mixture, high)
         return high
 
     def close(self, candidate: Candidate, moments: Moments) -> float:
@@ -276,13 +263,13 @@ class _Squeeze:
         """The sum (1), but for the bounds."""
         return dearer(replace(assembled.problem, memory_bound=math.inf), moments.program(point.prices, surely), 1.0)
 
-    def offer(self, found: Found) -> _Met:
+    def offer(self, found: Found) -> Met:
         one = self.met(found)
         if found.memory <= self.room and (self.best is None or one.step < self.best.step):
             self.best = one
         return one
 
-    def follow(self, lines: Sequence[_Met]) -> tuple[_Point, Multipliers]:
+    def follow(self, lines: Sequence[Met]) -> tuple[_Point, Multipliers]:
         """Where the bound may be greatest, as far as the choices met tell, not far from where it was best."""
         centre = self.point.prices
         seen = dict.fromkeys((*centre, *(max(one.held, key=one.held.__getitem__) for one in lines)))
@@ -294,43 +281,24 @@ class _Squeeze:
         )
         return _Point(found.shares, dict(zip(seen, found.prices, strict=True))), found
 
-    def mix(self, candidate: Candidate, lines: Sequence[_Met], parts: Sequence[float], floor: float) -> None:
+    def mix(
+        self, candidate: Candidate, moments: Moments, lines: Sequence[Met], parts: Sequence[float], floor: float
+    ) -> None:
         """Mixes the choices of a mixture, where layers are alike, to plans that fit."""
         mixed = sorted(zip(parts, lines, strict=False), key=lambda pair: -pair[0])
         two = sorted((one for part, one in mixed[:2] if part > 0), key=lambda one: -one.found.memory)
         if self.layers == 1 or len(two) < 2:
             return
+        options, known = self.contest.candidates.options, set()
         for base in two:
             more, less = (self.like(candidate, base, one) for one in two)
-            self.between(more, less, self.layers)
-            if floor >= self.good:
-                return
+            pair = more.found.solution.choice, less.found.solution.choice
+            if floor < self.good and pair not in known:
+                mix(more, less, moments, self.room, self.layers, options.gap, self.offer)
+            known.add(pair)
 
-    def like(self, candidate: Candidate, base: _Met, other: _Met) -> _Met:
+    def like(self, candidate: Candidate, base: Met, other: Met) -> Met:
         """A choice with the strategies of one, which makes again what the other does."""
         assembled, choice = base.found.assembled, other.found.solution.choice
         joined = assembled.joined(base.found.solution.choice, choice)
         return other if joined == choice else self.offer(self.contest.candidates.found(candidate, assembled, joined))
-
-    def between(self, more: _Met, less: _Met, layers: int) -> None:
-        """Looks for the fewest of the first layers that have to be treated as in the plan that takes less memory."""
-        over = [
-            (held - self.room) / (held - less.held.get(moment, 0.0))
-            for moment, held in more.held.items()
-            if held > max(self.room, less.held.get(moment, 0.0))
-        ]
-        count = math.ceil(layers * max(over, default=0.0) - 1e-9)
-        other = frozenset(less.found.assembled.again(less.found.solution.choice))
-        fine = (less.step - more.step) / layers < self.contest.candidates.options.gap / 4 * more.step
-        fitting = False
-        for _ in range(_TRIES):
-            if not 0 < count < layers:
-                return
-            if self.offer(replace(more.found, layers=count / layers, other=other)).found.memory <= self.room:
-                if fine:
-                    return
-                fitting, count = True, count - 1
-            elif fitting:
-                return
-            else:
-                count += 1

@@ -1,0 +1,100 @@
+"""Layers that are alike, treated in two ways.
+
+The first layers, which the backward pass reaches last, keep what one choice keeps, the others what another does; so the
+bytes of a plan fall between those of both, and its seconds too. Of the last of the first layers, single results may be kept
+besides, where there is room.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from autotp.costs.moment import Moment
+from autotp.planner.describe import Found
+from autotp.planner.ilp import evaluate
+from autotp.planner.moments import Moments
+
+__all__ = ["Met", "mix"]
+
+_TRIES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """A choice with what limits its passes, in seconds, and what it holds, in bytes."""
+
+    found: Found
+    sides: tuple[tuple[float, ...], ...]
+    step: float
+
+    @property
+    def held(self) -> Mapping[Moment, float]:
+        """Bytes on each device at every moment of a step."""
+        return self.found.held
+
+
+def mix(
+    more: Met, less: Met, moments: Moments, room: float, layers: int, gap: float, offer: Callable[[Found], Met]
+) -> None:
+    """Looks for the fewest of the first layers that have to be treated as in the plan that takes less memory.
+
+    Args:
+        more, less: plans with the same strategies, which take more memory than there is, and less.
+        moments: of steps on their mesh.
+        room: bytes of a device.
+        layers: how many are alike.
+        gap: the share of a step that is of no interest.
+        offer: measures a plan.
+    """
+    over = [
+        (held - room) / (held - less.held.get(moment, 0.0))
+        for moment, held in more.held.items()
+        if held > max(room, less.held.get(moment, 0.0))
+    ]
+    count = math.ceil(layers * max(over, default=0.0) - 1e-9)
+    other = frozenset(less.found.assembled.again(less.found.solution.choice))
+    fine = (less.step - more.step) / layers < gap / 4 * more.step
+    fitting: Met | None = None
+    for _ in range(_TRIES):
+        if not 0 < count < layers:
+            break
+        one = offer(replace(more.found, layers=count / layers, other=other))
+        if one.found.memory > room:
+            if fitting is not None:
+                break
+            count += 1
+        else:
+            fitting, count = one, count - 1
+            if fine:
+                return
+    if fitting is not None:
+        _spare(fitting, less, moments, room, offer)
+
+
+def _spare(one: Met, less: Met, moments: Moments, room: float, offer: Callable[[Found], Met]) -> None:
+    """Keeps in the last of the first layers what saves most seconds for its bytes, as far as it fits."""
+    assembled, choice = less.found.assembled, less.found.solution.choice
+    worst = max(one.held, key=one.held.__getitem__)
+    own = evaluate(assembled.problem, choice).seconds, moments.bytes(worst, choice, surely=True)
+    groups: dict[fx.Node, set[fx.Node]] = defaultdict(set)  # views go with what they show
+    for node in one.found.other - assembled.again(one.found.solution.choice):
+        groups[moments.root((node, 0))[0]].add(node)
+    worth: list[tuple[float, float, set[fx.Node]]] = []
+    for nodes in groups.values():
+        kept = assembled.keeping(choice, nodes)
+        copies = max(assembled.structure.nodes[assembled.structure.index[node]][2] for node in nodes)
+        seconds = (own[0] - evaluate(assembled.problem, kept).seconds) / copies
+        size = (moments.bytes(worst, kept, surely=True) - own[1]) / copies
+        if seconds > 0 and math.isfinite(seconds):
+            worth.append((size / seconds, size, nodes))
+    left, spared = room - one.held[worst], set[fx.Node]()
+    for _, size, nodes in sorted(worth, key=lambda each: each[0]):
+        if size <= left:
+            left, spared = left - size, spared | nodes
+    if spared:
+        offer(replace(one.found, spared=frozenset(spared)))
