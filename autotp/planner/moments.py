@@ -10,13 +10,14 @@ several readers at different times, the tables are close and not exact: footprin
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from torch import fx
 
+from autotp.costs.model import Model
 from autotp.costs.moment import Moment, Turn
 from autotp.costs.prices import Prices
 from autotp.planner.assemble import Assembled, kept_inside, parts_of
@@ -45,11 +46,12 @@ class Moments:
         self.assembled, self.prices, self.panelled = assembled, prices, panelled
         self.structure = assembled.structure
         self.model = self.structure.model
-        self.order = {node: at for at, node in enumerate(self.model.operators)}
-        self.readers = self._readers()
-        self.latest = {value[0]: at for node, at in self.order.items() for value in self.model.saved[node]}
-        self.lives = [_counted([self._life(value) for value in edge.copies]) for edge in self.structure.edges]
-        numbers = itertools.count(len(self.lives))
+        key = panelled, prices.train
+        if key not in self.structure.lives:
+            self.structure.lives[key] = _Lives(self.structure, *key)
+        self.lives: _Lives = self.structure.lives[key]
+        self.order = self.lives.order
+        numbers = itertools.count(len(self.structure.edges))
         self.needs = [number if edge.needs is None else next(numbers) for number, edge in enumerate(self.structure.edges)]
         self.tensors = _twice(assembled.problem.tensors, self.structure, self.needs)
         self.sizes = [Sizes.of(edge, prices.mesh) for edge in self.structure.edges]
@@ -103,6 +105,10 @@ class Moments:
             total += float(table[int(tensor.have[choice[tensor.producer]]), sorted(wants - {-1})].sum())
         return total * (1 + self.prices.spare)
 
+    def root(self, node: fx.Node) -> fx.Node:
+        """The operator whose memory a view shows; of others, themselves."""
+        return _root(self.model, (node, 0))[0]
+
     def tables(self, moment: Moment, surely: bool = False) -> Tables:
         """Bytes held at a moment, or held at least: for bounds."""
         if (moment, surely) not in self.known:
@@ -124,7 +130,7 @@ class Moments:
 
     def _tables(self, moment: Moment, surely: bool) -> Tables:
         tables = Ledger(self.sizes, self.prices, self.needs)
-        for number, (edge, lives) in enumerate(zip(self.structure.edges, self.lives, strict=True)):
+        for number, (edge, lives) in enumerate(zip(self.structure.edges, self.lives.around(moment.at), strict=True)):
             for life, count in lives.items():
                 if edge.parameter:
                     tables.parameter(number, edge, life, count, moment, self.panelled, surely)
@@ -149,6 +155,27 @@ class Moments:
             if kept.any() and node not in self.model.recomputed:
                 found.append((number, at, kept, choice.twice(parts_of(choice, working(node), self.prices.mesh))))
         return found
+
+
+class _Lives:
+    """When the tensors of a structure's plans are made and read, on whatever mesh."""
+
+    def __init__(self, structure: Structure, panelled: bool, train: bool) -> None:
+        self.structure, self.model, self.panelled, self.train = structure, structure.model, panelled, train
+        self.order = {node: at for at, node in enumerate(self.model.operators)}
+        self.readers = self._readers()
+        self.latest = {value[0]: at for node, at in self.order.items() for value in self.model.saved[node]}
+        self.every = [Counter(self._life(value) for value in edge.copies) for edge in structure.edges]
+        self.known: dict[int, list[Counter[Life]]] = {}
+
+    def around(self, at: int) -> list[Counter[Life]]:
+        """The lives of every edge as seen from an operator, from where what is far ahead or behind looks alike."""
+        if at not in self.known:
+            self.known[at] = [Counter[Life]() for _ in self.every]
+            for lives, found in zip(self.every, self.known[at], strict=True):
+                for life, count in lives.items():
+                    found[life.seen_from(at)] += count
+        return self.known[at]
 
     def _readers(self) -> dict[Value, list[tuple[fx.Node, int]]]:
         """In the order of the uses of the tensor that stands for it."""
@@ -188,7 +215,7 @@ class Moments:
 
     def _alone(self, value: Value) -> bool:
         """Whether, of all names of a storage, this is the one that most readers save, gradients first."""
-        root = self.root(value)
+        root = _root(self.model, value)
         if root[0].op == "placeholder":
             return False
         best, most, names = root, (-1, -1), [root]
@@ -204,15 +231,9 @@ class Moments:
             names += [(user, 0) for user, position in readers if position == 0 and self.model.shown.get(user) == name]
         return value == best
 
-    def root(self, value: Value) -> Value:
-        """The tensor whose storage it shows, through all views."""
-        while value[0] in self.model.shown:
-            value = self.model.shown[value[0]]
-        return value
-
     def _shown(self, value: Value) -> float:
         """The share of a tensor's elements that the storage which it shows has: less than 1 where it is expanded."""
-        root, number = self.root(value)
+        root, number = _root(self.model, value)
         return min(1.0, results_of(root)[number].numel() / max(1, self.model.named[value].meta["val"].numel()))
 
     def _reader(self, value: Value, user: fx.Node, position: int) -> Reader:
@@ -226,7 +247,14 @@ class Moments:
         until = self.latest.get(user, -1) if block >= 0 else -1
         data = self.panelled and data_position(user) == position
         view, flows = position == 0 and self.model.shown.get(user) == value, user in self.model.differentiated
-        return Reader(self.order[user], saves and self.prices.train, gradient, until, block, data, view, flows, False)
+        return Reader(self.order[user], saves and self.train, gradient, until, block, data, view, flows, False)
+
+
+def _root(model: Model, value: Value) -> Value:
+    """The tensor whose storage it shows, through all views."""
+    while value[0] in model.shown:
+        value = model.shown[value[0]]
+    return value
 
 
 def _twice(tensors: Sequence[Tensor], structure: Structure, needs: Sequence[int]) -> list[Tensor]:
@@ -248,10 +276,3 @@ def _tensor(tensor: Tensor, uses: Sequence[Use], cost: np.ndarray) -> Tensor:
     return Tensor(
         tensor.name, tensor.producer, tensor.have, tuple(uses), cost, np.zeros(columns), np.zeros((rows, columns))
     )
-
-
-def _counted(lives: Sequence[Life]) -> dict[Life, int]:
-    found: dict[Life, int] = defaultdict(int)
-    for life in lives:
-        found[life] += 1
-    return found

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from torch import fx
@@ -32,7 +33,10 @@ __all__ = ["Structure", "structure"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Structure:
-    """See the module's docstring. ``nodes`` are (graph node, its choices, number of copies)."""
+    """See the module's docstring. ``nodes`` are (graph node, its choices, number of copies).
+
+    ``lives``: what `autotp.planner.moments` worked out of it, for all meshes.
+    """
 
     model: Model
     chosen: Restriction
@@ -41,6 +45,7 @@ class Structure:
     edges: Sequence[Edge]
     index: Mapping[fx.Node, int]
     pricer: ReshardPricer
+    lives: dict[Any, Any] = field(default_factory=dict)
 
 
 def structure(model: Model, chosen: Restriction, axes: int, pricer: ReshardPricer | None = None) -> Structure:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -62,6 +62,15 @@ class Life:
     last: int
     returned: bool
     readers: tuple[Reader, ...]
+
+    def seen_from(self, at: int) -> Life:
+        """The same with what is more than two operators away from one put there: nothing asks how far it is."""
+
+        def near(position: int) -> int:
+            return position if position < 0 else max(at - 2, min(position, at + 2))
+
+        readers = tuple(replace(r, at=near(r.at), until=near(r.until), block=near(r.block)) for r in self.readers)
+        return replace(self, made=near(self.made), until=near(self.until), last=near(self.last), readers=readers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
