@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -133,11 +134,16 @@ class _Growing:
             self.sane(self.value(name))
         return Ref(step.result)
 
+    @property
+    def most(self) -> int:
+        """How many elements a tensor may have."""
+        return _MOST * (16 if self.dtype in _HALVES else 1)
+
     def sane(self, value: Any) -> None:
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
             if not isinstance(tensor, Tensor):
                 continue
-            if tensor.is_complex() or tensor.numel() > _MOST * (16 if self.dtype in _HALVES else 1):
+            if tensor.is_complex() or tensor.numel() > self.most:
                 raise Reject
             if tensor.is_floating_point() and tensor.numel() and not (tensor.abs() < 1e3).all():
                 raise Reject
@@ -145,7 +151,13 @@ class _Growing:
     # leaves and operands
 
     def leaf(self, want: Operand) -> Ref:
-        """A leaf of the wanted kind."""
+        """A leaf of the wanted kind.
+
+        Raises:
+            Reject: it would be too large.
+        """
+        if math.prod(want.shape) > self.most:
+            raise Reject
         floating = want.kind not in ("ids", "mask")
         dtype = self.dtype if floating else torch.int64 if want.kind == "ids" else torch.bool
         role = self.rng.choices(["input", "parameter", "buffer"], [4, 5, 1])[0] if floating else "input"
