@@ -38,10 +38,12 @@ from .formula import Number, compile_formula
 
 __all__ = [
     "BATCH",
+    "CHUNKED",
     "COPIED",
     "DEVICE",
     "LATENCY_SHARE",
     "LOST",
+    "MARGIN",
     "MERGED",
     "MESSAGES",
     "NETWORK",
@@ -80,10 +82,17 @@ LOST = 0.1
 """The share of the parameters' hideable communication that is exposed nevertheless, because schedules are based on
 predictions and ranks are not perfectly in step. Without it, plans would communicate more for a gain that does not occur."""
 
-DEVICE: sympy.Expr = C + k * A + j * P + (1 - k) * (A - H) + (1 - j) * P * sympy.Max(1 / D, LOST)
+MARGIN = 0.08
+"""The share of a step in chunks that the formulas miss: more and smaller kernels and messages, in more orders. In
+docs/overlap.md, chunks that promise less than this often lose. Without it, they would be chosen there."""
+
+CHUNKED: sympy.Expr = sympy.Piecewise((1 / (1 - MARGIN), c > 1), (1.0, True))
+"""The factor by which this makes a pass longer."""
+
+DEVICE: sympy.Expr = CHUNKED * (C + k * A + j * P + (1 - k) * (A - H) + (1 - j) * P * sympy.Max(1 / D, LOST))
 """Seconds of a pass that is limited by the devices."""
 
-NETWORK: sympy.Expr = N + C / (D * c)
+NETWORK: sympy.Expr = CHUNKED * (N + C / (D * c))
 """Seconds of a pass that is limited by a level of the network."""
 
 BATCH: sympy.Expr = sympy.Piecewise((A * (1 - 1 / (c * D)), c > 1), (0, True))
@@ -123,15 +132,16 @@ class Weight:
     Attributes:
         compute: the weight of computation.
         activations: the weight of communication of activations and their gradients.
-        parameters: the weight of communication of parameters and their gradients that takes no device time. Communication
-            that takes device time has the weight of ``activations``.
+        parameters: the weight of communication of parameters and their gradients that takes no device time.
         levels: the additional weight of all communication on each level of the network.
+        taken: the weight of communication that takes device time; None: that of ``activations``.
     """
 
     compute: float = 1.0
     activations: float = 1.0
     parameters: float = 1.0
     levels: tuple[float, ...] = ()
+    taken: float | None = None
 
     def of(self, spent: np.ndarray, *, parameter: bool) -> np.ndarray:
         """The weighted seconds of communication.
@@ -142,7 +152,7 @@ class Weight:
         """
         seconds, taken, *levels = spent
         rest = self.parameters if parameter else self.activations
-        device = rest * (seconds - taken) + self.activations * taken
+        device = rest * (seconds - taken) + (self.activations if self.taken is None else self.taken) * taken
         return np.asarray(sum((mu * level for mu, level in zip(self.levels, levels, strict=False) if mu), start=device))
 
     def mean(self, other: Weight, count: int) -> Weight:
@@ -157,7 +167,8 @@ class Weight:
             of(self.parameters, other.parameters),
         )
         levels = itertools.zip_longest(self.levels, other.levels, fillvalue=0.0)
-        return Weight(*kinds, tuple(itertools.starmap(of, levels)))
+        taken = None if self.taken is None or other.taken is None else of(self.taken, other.taken)
+        return Weight(*kinds, tuple(itertools.starmap(of, levels)), taken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,17 +244,28 @@ def messages(alone: Number, latency: Number, contention: Number) -> Number:
     return compile_formula((T, t0, k), MESSAGES)(alone, latency, contention)
 
 
-def weights(shares: Sequence[Sequence[float]], depth: float, accumulate: int = 1) -> Weights:
-    """The weights of a weighted sum of the ``sides`` without chunks.
+def weights(shares: Sequence[Sequence[float]], depth: float, accumulate: int = 1, chunks: int = 1) -> Weights:
+    """The weights of a weighted sum of the ``sides``.
+
+    In chunks, this is what the sides are at least: everything is in chunks that can be, and they cost nothing.
 
     Args:
         shares: for each pass, the mu of DEVICE and of each level's NETWORK, whose sum is 1. With several micro-batches, the
             backward passes of all but the last, and that of the last one, which reduces gradients, have their own.
         depth: the number of operators with a weight.
         accumulate: the number of micro-batches of a step.
+        chunks: the number of chunks; no step in at most so many chunks has smaller sides.
     """
+    factor = float(CHUNKED.subs(c, chunks))
+    exposed = 1.0 if chunks == 1 else 1 / (chunks * depth)
     forward, backward, *last = (
-        Weight(device + sum(levels) / depth, device, device * max(1 / depth, LOST), tuple(levels))
+        Weight(
+            factor * (device + sum(levels) / (depth * chunks)),
+            factor * device * exposed,
+            factor * device * max(1 / depth, LOST),
+            tuple(factor * level for level in levels),
+            factor * device,
+        )
         for device, *levels in shares
     )
     if not last:

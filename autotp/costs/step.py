@@ -115,6 +115,11 @@ class Sums:
             passes[1:] = [Pass().and_so_often(one, self.accumulate - 1), one.and_so_often(self.reductions, 1)]
         return tuple(each.sides(self.depth, self.chunks, share * each.activations) for each in passes)
 
+    def at_least(self, chunks: int) -> Sums:
+        """What the step would take in chunks that cost nothing, if all can be."""
+        hidden = float(overlap.hidden_by_batch(self.activations, self.depth, chunks))
+        return replace(self, chunks=chunks, hidden=hidden)
+
     @property
     def passes(self) -> tuple[Pass, Pass]:
         """Both passes."""

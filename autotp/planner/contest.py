@@ -81,6 +81,7 @@ class Contest:
         allowed: bytes that a step may take on each device.
         deadline: on the performance counter; every solve gets a moment at least.
         weights: what seconds count, by what may hide them; costs and bounds are then weighted sums.
+        limit: seconds from which on a choice is of no interest.
         best: the cheapest choice that fits.
         needed: bytes that the smallest choice met needs, where none fits.
         indivisible: why the batch does not fit a mesh.
@@ -96,6 +97,7 @@ class Contest:
     allowed: float
     deadline: float
     weights: Weights = EVEN
+    limit: float = math.inf
     best: Found | None = None
     needed: float = math.inf
     indivisible: BatchError | None = None
@@ -109,8 +111,8 @@ class Contest:
 
     @property
     def cutoff(self) -> float:
-        """Seconds of the best choice so far."""
-        return math.inf if self.best is None else self.best.solution.seconds
+        """Seconds of the best choice so far, or beyond which none is of interest."""
+        return self.limit if self.best is None else self.best.solution.seconds
 
     @property
     def bound(self) -> float:
@@ -162,7 +164,7 @@ class Contest:
                     break
                 else:
                     self.short = True
-        if self.best is None and not self._some_fits(meshes):
+        if self.best is None and math.isinf(self.limit) and not self._some_fits(meshes):
             return
         late: list[Open] = []
         unfound: TimeoutError | None = None
@@ -175,7 +177,7 @@ class Contest:
                 bound, unfound = entry.bound, error
             late.append(replace(entry, bound=max(bound, entry.bound)))
         self.open = [entry for entry in late if entry.bound < self.cutoff]
-        if self.best is None and unfound is not None:
+        if self.best is None and math.isinf(self.limit) and unfound is not None:
             raise unfound
 
     def _some_fits(self, meshes: Sequence[tuple[int, ...]]) -> bool:

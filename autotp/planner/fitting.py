@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from autotp.costs.recompute import recomputed_by, undecided
 from autotp.planner.assemble import EVEN
 from autotp.planner.contest import Contest
+from autotp.planner.describe import Found
 from autotp.planner.folding import apart, folded
-from autotp.planner.least_step import Searched, least_step
+from autotp.planner.least_step import COUNTS, Searched, least_step, step_in_chunks
 from autotp.planner.squeeze import squeeze
 from costmodel.overlap import Weights
 
@@ -19,16 +20,21 @@ __all__ = ["Outcome", "best_of_ways"]
 
 _TIGHTER = 5  # programs with ever less memory
 _HOPE = 1.3
+_CLOSE = 0.01  # relative; where a bound for steps in chunks can rise by less, it does not matter
 _FEW = 40  # operators of a model whose layers are decided one by one
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a search found: the last contest, its best plan, and seconds that no plan is below (proven)."""
+    """What a search found: the last contest, its best plan, and seconds that no plan is below (proven).
+
+    ``plain``: the last contest in which recomputing was not to be decided.
+    """
 
     contest: Contest
     found: Searched
     floor: float
+    plain: Contest
 
 
 def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
@@ -37,6 +43,39 @@ def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome
     Raises:
         TimeoutError: when the time passed before any plan was found.
     """
+    return _in_chunks(meshes, _of_ways(contest, meshes))
+
+
+def _in_chunks(meshes: Sequence[tuple[int, ...]], outcome: Outcome) -> Outcome:
+    """With the best plan in chunks, and what none is below in chunks either."""
+    contest, best = outcome.plain.anew(math.inf), outcome.found.best
+    options = contest.candidates.options
+    asked = options.chunks
+    most = max(COUNTS if asked is None else asked.values(), default=1)
+    if best is None or not options.hides or most < 2 or best.panels != 1 or outcome.contest is not outcome.plain:
+        return outcome  # the bound of plans with what is to be decided holds in chunks already
+
+    def step(found: Found) -> float:
+        return step_in_chunks(found.priced, asked)
+
+    shortest = step(best)
+
+    def search(weights: Weights) -> Searched:
+        nonlocal contest
+        contest = replace(contest.anew(math.inf, weights), limit=shortest)
+        contest.run(meshes)
+        return Searched(contest.best, contest.bound, 0.0)
+
+    depth = contest.candidates.model.depth
+    met, floor = least_step(search, lambda one: one.priced.sums, depth, contest.deadline, options.accumulate, most, _CLOSE)
+    for one in met:
+        if one.best is not None and one.best.memory <= contest.allowed and (found := step(one.best)) < shortest:
+            best, shortest = one.best, found
+    return replace(outcome, found=replace(outcome.found, best=best), floor=min(outcome.floor, floor))
+
+
+def _of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
+    """The best plan without chunks over meshes and ways to recompute."""
     options, model = contest.candidates.options, contest.candidates.model
     asked = options.recompute if options.trains else "none"
     way = recomputed_by(model, "none" if asked == "auto" else asked, checkpoints=asked == "auto")
@@ -57,7 +96,7 @@ def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome
     found = squeeze(short, [*first, *(mesh for mesh in meshes if mesh not in first)], ample.found.best)
     if found.best is None:
         found = _with_least(short, meshes, found.floor)
-    return Outcome(short, found, found.floor)
+    return Outcome(short, found, found.floor, ample.contest)
 
 
 def _searched(contest: Contest, meshes: Sequence[tuple[int, ...]], quick: bool = False) -> Outcome:
@@ -71,10 +110,10 @@ def _searched(contest: Contest, meshes: Sequence[tuple[int, ...]], quick: bool =
 
     if not contest.candidates.options.hides:
         found = search(EVEN)
-        return Outcome(contest, found, found.floor)
+        return Outcome(contest, found, found.floor, contest)
     depth, options = contest.candidates.model.depth, contest.candidates.options
-    found, floor = least_step(search, lambda one: one.priced.sums, depth, contest.deadline, options.accumulate)
-    return Outcome(contest, found, floor)
+    met, floor = least_step(search, lambda one: one.priced.sums, depth, contest.deadline, options.accumulate)
+    return Outcome(contest, met[0], floor, contest)
 
 
 def _ample(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contest, Searched]:

@@ -18,12 +18,11 @@ from costmodel.overlap import Weights
 from passes.sharding.chunk import CHUNKS, Chunked, in_chunks
 from passes.sharding.shard import Sharding
 
-__all__ = ["Searched", "best_chunks", "chunked", "in_parts", "least_step", "sharding_of"]
+__all__ = ["COUNTS", "Searched", "best_chunks", "chunked", "in_parts", "least_step", "sharding_of", "step_in_chunks"]
 
 _ROUNDS = 8
-_COUNTS = (2, 4)
-#: What chunks must win of a step for the planner to ask for them: more than what predictions are off between plans.
-_WORTH = 0.08
+#: In how many chunks it may be best to work.
+COUNTS = (2, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +40,22 @@ def least_step(
     depth: int,
     deadline: float,
     accumulate: int = 1,
-) -> tuple[Searched, float]:
-    """The choice with the shortest step, by integer programs over weighted sums, and what no step is below (see
-    `costmodel.overlap`).
+    chunks: int = 1,
+    gap: float = 1e-6,
+) -> tuple[list[Searched], float]:
+    """Choices with short steps by integer programs over weighted sums, and what no step is below (see `costmodel.overlap`).
 
     Args:
         search: the least weighted sum over all plans.
-        sums: of a choice.
+        sums: of a choice, without chunks.
         depth: operators with a weight.
         deadline: on the performance counter, beyond which no other search begins.
         accumulate: micro-batches of a step.
+        chunks: what no step in at most so many chunks is below.
+        gap: relative; where the bound can rise by less, the search ends.
 
     Returns:
-        The best choice of all that were met, and the bound in seconds; what the first search found where nothing fits.
+        What was met, the shortest step first, and the bound in seconds; what the first search found where nothing fits.
     """
     met: list[tuple[Sums, Searched]] = []
     shares: Shares = ((1.0,),) * (2 if accumulate == 1 else 3)
@@ -62,35 +64,41 @@ def least_step(
         if met and time.perf_counter() > deadline:
             break
         try:
-            found = search(overlap.weights(shares, depth, accumulate))
+            found = search(overlap.weights(shares, depth, accumulate, chunks))
         except TimeoutError:
             if not met:
                 raise
             break
+        floor = max(floor, found.floor)
         if found.best is None:
             if not met:
-                return found, floor
+                return [found], floor
             break
-        floor = max(floor, found.floor)
-        met.append((sums(found.best), found))
+        met.append((sums(found.best).at_least(chunks), found))
         following = next_shares([each.sides for each, _ in met])
-        if min(each.step(hides=True) for each, _ in met) <= floor * (1 + 1e-9) or following.value <= floor * (1 + 1e-6):
+        if min(each.step(hides=True) for each, _ in met) <= floor * (1 + 1e-9) or following.value <= floor * (1 + gap):
             break
         shares = following.shares
-    best = min(met, key=lambda each: each[0].step(hides=True))
-    return best[1], min(floor, best[0].step(hides=True))
+    met.sort(key=lambda each: each[0].step(hides=True))
+    return [found for _, found in met], min(floor, met[0][0].step(hides=True))
+
+
+def step_in_chunks(priced: Priced, chunks: Mapping[str, int] | None) -> float:
+    """Seconds of a step of a plan's strategies in chunks; None: in the best."""
+    found = best_chunks(priced) if chunks is None else chunks
+    return chunked(priced, in_parts(priced, found)).step(hides=True) if found else priced.sums.step(hides=True)
 
 
 def best_chunks(priced: Priced) -> dict[str, int]:
-    """The chunks with which the step of a plan's strategies is shortest, none where they win little."""
+    """The chunks with which the step of a plan's strategies is shortest; none where that is without."""
     chosen: dict[str, int] = {}
-    whole = best = priced.sums.step(hides=True)
-    if priced.sums.activations < _WORTH * whole:
+    best = priced.sums.step(hides=True)
+    if priced.sums.activations < overlap.MARGIN * best:
         return chosen
     for way in CHUNKS:
-        for count in _COUNTS:
+        for count in COUNTS:
             found = chunked(priced, in_parts(priced, {way: count})).step(hides=True)
-            if found >= min(best, (1 - _WORTH) * whole):
+            if found >= best:
                 break
             chosen, best = {way: count}, found
     return chosen

@@ -197,6 +197,7 @@ def plan_captured(captured: Captured, topology: Topology, options: Options, stat
         made = in_parts(prices, chunks)
         _tell(chunks, made, hides)
         sums = chunked(prices, made) if hides else sums
+        least = sums.step(hides) if hides else least
         chunks = {kind: count for kind, count in chunks.items() if count == 1 or kind in made.counts}
         fields = {"chunked": {kind: len(names) for kind, names in made.cut.items()}, "whole": made.whole}
     gap = max(0.0, 1 - floor / least) if least else 0.0

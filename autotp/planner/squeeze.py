@@ -31,7 +31,7 @@ from autotp.planner.contest import Contest
 from autotp.planner.describe import Found
 from autotp.planner.ilp import Problem, least, minimax, promising
 from autotp.planner.least_memory import dearer
-from autotp.planner.least_step import Searched
+from autotp.planner.least_step import COUNTS, Searched
 from autotp.planner.mixing import Met, mix
 from autotp.planner.moments import Moments
 from autotp.planner.shares import Multipliers, Shares, next_shares
@@ -126,6 +126,11 @@ class _Squeeze:
             self.point = point
         if floor < self.good and self.layers == 1:
             floor = max(floor, self.close(candidate, moments))
+        options = self.contest.candidates.options
+        most = max(COUNTS if options.chunks is None else options.chunks.values(), default=1)
+        if options.hides and most > 1:
+            cut = self.solve(candidate, self.point, moments, surely=True, chunks=most)
+            floor = floor if cut is None else min(floor, cut[2])
         _log.debug("mesh %s: at least %.4g s", "x".join(map(str, candidate.mesh)), floor)
         return floor
 
@@ -230,7 +235,7 @@ class _Squeeze:
         return found
 
     def solve(
-        self, candidate: Candidate, point: _Point, moments: Moments | None, *, surely: bool
+        self, candidate: Candidate, point: _Point, moments: Moments | None, *, surely: bool, chunks: int = 1
     ) -> tuple[Assembled, Moments, float, tuple[int, ...] | None] | None:
         """The least sum (1) and its choice, unless that is not below what is of interest; None where layouts admit none.
 
@@ -244,14 +249,14 @@ class _Squeeze:
             value, choice = least(self.weighed(assembled, point, known, surely), cutoff=self.good + spent, time_limit=left)
             return known, value - spent, choice
 
-        assembled, answer = self.at(point).ask(candidate, ask)
+        assembled, answer = self.at(point, chunks).ask(candidate, ask)
         return None if answer is None else (assembled, *answer)
 
-    def at(self, point: _Point) -> Contest:
+    def at(self, point: _Point, chunks: int = 1) -> Contest:
         """The contest whose seconds are weighted as at a point."""
         options, depth = self.contest.candidates.options, self.contest.candidates.model.depth
         shares = point.shares or ((1.0,),) * (2 if options.accumulate == 1 else 3)
-        weights = overlap.weights(shares, depth, options.accumulate) if options.hides else None
+        weights = overlap.weights(shares, depth, options.accumulate, chunks) if options.hides else None
         self.contest = self.contest.anew(math.inf, weights)
         return self.contest
 
