@@ -130,7 +130,10 @@ class _Squeeze:
         most = max(COUNTS if options.chunks is None else options.chunks.values(), default=1)
         if options.hides and most > 1:
             cut = self.solve(candidate, self.point, moments, surely=True, chunks=most)
-            floor = floor if cut is None else min(floor, cut[2])
+            low = math.inf if cut is None else cut[2]
+            if low < self.good and self.layers == 1:
+                low = max(low, self.close(candidate, moments, most))
+            floor = min(floor, low)
         _log.debug("mesh %s: at least %.4g s", "x".join(map(str, candidate.mesh)), floor)
         return floor
 
@@ -164,9 +167,9 @@ class _Squeeze:
         self.mix(candidate, moments, list(lines.values()), mixture, high)
         return high
 
-    def close(self, candidate: Candidate, moments: Moments) -> float:
+    def close(self, candidate: Candidate, moments: Moments, chunks: int = 1) -> float:
         """Settles a small program exactly; seconds that none of its plans is below."""
-        assembled = self.at(self.point).assemble(candidate)
+        assembled = self.at(self.point, chunks).assemble(candidate)
         answer = self.weighed(assembled, self.point, moments, surely=True)
         spent = sum(self.point.prices.values()) * self.room
         alive = (
@@ -176,7 +179,7 @@ class _Squeeze:
         )
         if sum(int(mask.sum()) for mask in alive) > _SMALL:
             return 0.0
-        groups, floor = self.forms(candidate), 0.0
+        groups, floor = self.forms(candidate, chunks), 0.0
         for sharp in (True, False):
             floor = max(floor, self.settle(candidate, assembled, moments, groups, alive, sharp=sharp))
             if floor >= self.good:
@@ -217,7 +220,7 @@ class _Squeeze:
             surely[worst] = not sharp or worst not in surely
         return floor
 
-    def forms(self, candidate: Candidate) -> list[list[Problem]]:
+    def forms(self, candidate: Candidate, chunks: int) -> list[list[Problem]]:
         """Of every pass of a step the programs that say how long each of what may limit it takes."""
         options, depth = self.contest.candidates.options, self.contest.candidates.model.depth
         if not options.hides:
@@ -227,7 +230,7 @@ class _Squeeze:
         for one in range(passes):
             weights = [
                 overlap.weights(
-                    [np.eye(sides)[side] * (other == one) for other in range(passes)], depth, options.accumulate
+                    [np.eye(sides)[side] * (other == one) for other in range(passes)], depth, options.accumulate, chunks
                 )
                 for side in range(sides)
             ]
