@@ -13,7 +13,8 @@ something to send (``NETWORK``). Levels work concurrently: communication within 
 them. Without chunks, all communication of activations is exposed, and H = 0. With chunks of the whole batch (Tensor3D's
 overdecomposition), one chunk communicates while another computes, except while one pipeline fills (``BATCH``). Chunks of
 the rows of single products (ATP) form a pipeline in every product, which hides at most the shorter of its **a** seconds of
-communication and **w** seconds of work, except for one chunk (``ROWS``).
+communication and **w** seconds of work, except for one chunk (``ROWS``). In chunks, a pass takes longer than that by a
+factor (``CHUNKED``).
 
     PASS = max(DEVICE, NETWORK of each level) = max over mu >= 0 of  mu_0 DEVICE + sum of mu_l NETWORK_l,  sum of mu = 1
 

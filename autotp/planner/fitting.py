@@ -93,7 +93,7 @@ def _of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
     short = contest.of(folded(open_model) if len(model.operators) > _FEW else replace(open_model, stands=apart(model)))
     fastest = ample.contest.best  # though it does not fit
     first = [mesh for mesh in meshes if fastest is not None and mesh == fastest.prices.mesh]
-    found = squeeze(short, [*first, *(mesh for mesh in meshes if mesh not in first)], ample.found.best)
+    found = squeeze(short, [*first, *(mesh for mesh in meshes if mesh not in first)], ample.found.best, ample.floor)
     if found.best is None:
         found = _with_least(short, meshes, found.floor)
     return Outcome(short, found, found.floor, ample.contest)

@@ -50,19 +50,23 @@ _SETTLING = 3.0  # seconds for the exact search of a small program
 _MOMENT = 0.1  # seconds that a solver gets beyond the deadline
 
 
-def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | None) -> Searched:
+def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | None, floor: float) -> Searched:
     """The fastest plan that fits, on any mesh.
 
     Args:
         contest: of a model with undecided operators.
-        meshes: to look at.
+        meshes: to look at, in this order, until the time is over.
         best: a plan that fits, if one is known.
+        floor: seconds that no plan is below on any of them, however much memory there is.
     """
     search = _Squeeze(contest)
     if best is not None:
         search.best = search.met(best)
     panels = contest.candidates.panels[0]
-    floors = [search.on(Candidate(*pair, panels)) for pair in contest.candidates.restrictions(meshes)]
+    floors = []
+    for pair in contest.candidates.restrictions(meshes):
+        late = search.best is not None and time.perf_counter() > contest.deadline
+        floors.append(floor if late else search.on(Candidate(*pair, panels)))
     step = math.inf if search.best is None else search.best.step
     floor = max(0.0, min([step, *floors]))
     if search.best is None:

@@ -51,7 +51,7 @@ class Plan:
         operators: every operator of the captured graph, in order.
         layouts: parameter name -> resting layout.
         optimal, gap: whether the solver proved this plan optimal; else its relative distance to the proven bound.
-            Chunks are chosen for the plan that was found: the proof is about plans without.
+            The bound of ``gap`` holds for steps in chunks, too.
         predicted: see ``Predicted``.
         model_hash: identifies the captured graph.
         mode, optimizer: what memory and time were counted for.
