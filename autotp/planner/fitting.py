@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autotp.costs.recompute import recomputed_by, undecided
 from autotp.planner.assemble import EVEN
 from autotp.planner.contest import Contest
-from autotp.planner.describe import Found
 from autotp.planner.folding import apart, folded
-from autotp.planner.least_step import COUNTS, Searched, least_step, step_in_chunks
+from autotp.planner.least_step import COUNTS, Searched, best_chunks, least_step
 from autotp.planner.squeeze import squeeze
 from costmodel.overlap import Weights
 
@@ -28,13 +27,14 @@ _FEW = 40  # operators of a model whose layers are decided one by one
 class Outcome:
     """What a search found: the last contest, its best plan, and seconds that no plan is below (proven).
 
-    ``plain``: the last contest in which recomputing was not to be decided.
+    ``plain``: the last contest in which recomputing was not to be decided. ``chunks``: of the plan; None: not looked at.
     """
 
     contest: Contest
     found: Searched
     floor: float
     plain: Contest
+    chunks: Mapping[str, int] | None = None
 
 
 def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
@@ -55,10 +55,7 @@ def _in_chunks(meshes: Sequence[tuple[int, ...]], outcome: Outcome) -> Outcome:
     if best is None or not options.hides or most < 2 or best.panels != 1 or outcome.contest is not outcome.plain:
         return outcome  # the bound of plans with what is to be decided holds in chunks already
 
-    def step(found: Found) -> float:
-        return step_in_chunks(found.priced, asked)
-
-    shortest = step(best)
+    chunks, shortest = best_chunks(best.priced, asked)
 
     def search(weights: Weights) -> Searched:
         nonlocal contest
@@ -69,9 +66,10 @@ def _in_chunks(meshes: Sequence[tuple[int, ...]], outcome: Outcome) -> Outcome:
     depth = contest.candidates.model.depth
     met, floor = least_step(search, lambda one: one.priced.sums, depth, contest.deadline, options.accumulate, most, _CLOSE)
     for one in met:
-        if one.best is not None and one.best.memory <= contest.allowed and (found := step(one.best)) < shortest:
-            best, shortest = one.best, found
-    return replace(outcome, found=replace(outcome.found, best=best), floor=min(outcome.floor, floor))
+        if one.best is not None and one.best.memory <= contest.allowed:
+            cut, found = best_chunks(one.best.priced, asked)
+            best, chunks, shortest = (one.best, cut, found) if found < shortest else (best, chunks, shortest)
+    return replace(outcome, found=replace(outcome.found, best=best), floor=min(outcome.floor, floor), chunks=chunks)
 
 
 def _of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:

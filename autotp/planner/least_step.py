@@ -18,7 +18,7 @@ from costmodel.overlap import Weights
 from passes.sharding.chunk import CHUNKS, Chunked, in_chunks
 from passes.sharding.shard import Sharding
 
-__all__ = ["COUNTS", "Searched", "best_chunks", "chunked", "in_parts", "least_step", "sharding_of", "step_in_chunks"]
+__all__ = ["COUNTS", "Searched", "best_chunks", "chunked", "in_parts", "least_step", "sharding_of"]
 
 _ROUNDS = 8
 #: In how many chunks it may be best to work.
@@ -83,25 +83,26 @@ def least_step(
     return [found for _, found in met], min(floor, met[0][0].step(hides=True))
 
 
-def step_in_chunks(priced: Priced, chunks: Mapping[str, int] | None) -> float:
-    """Seconds of a step of a plan's strategies in chunks; None: in the best."""
-    found = best_chunks(priced) if chunks is None else chunks
-    return chunked(priced, in_parts(priced, found)).step(hides=True) if found else priced.sums.step(hides=True)
+def best_chunks(priced: Priced, asked: Mapping[str, int] | None = None) -> tuple[Mapping[str, int], float]:
+    """The chunks with which the step of a plan's strategies is shortest, and its seconds.
 
-
-def best_chunks(priced: Priced) -> dict[str, int]:
-    """The chunks with which the step of a plan's strategies is shortest; none where that is without."""
-    chosen: dict[str, int] = {}
+    Args:
+        priced: the strategies.
+        asked: the chunks, if they are not to be chosen.
+    """
     best = priced.sums.step(hides=True)
+    if asked is not None:
+        return asked, chunked(priced, in_parts(priced, asked)).step(hides=True) if asked else best
+    chosen: Mapping[str, int] = {}
     if priced.sums.activations < overlap.MARGIN * best:
-        return chosen
+        return chosen, best
     for way in CHUNKS:
         for count in COUNTS:
             found = chunked(priced, in_parts(priced, {way: count})).step(hides=True)
             if found >= best:
                 break
             chosen, best = {way: count}, found
-    return chosen
+    return chosen, best
 
 
 def sharding_of(priced: Priced) -> Sharding:

@@ -192,7 +192,7 @@ def plan_captured(captured: Captured, topology: Topology, options: Options, stat
         _warn_of_lone_parts(prices)
         least = sums.step(hides)
         if chunks is None and not prices.panels:
-            chunks = best_chunks(prices)
+            chunks = best_chunks(prices)[0] if outcome.chunks is None else outcome.chunks
     if chunks:
         made = in_parts(prices, chunks)
         _tell(chunks, made, hides)
