@@ -8,10 +8,9 @@ is at least  max over shares of moments  min over plans  of the bytes weighted b
 integer program without a bound on memory, which is easy (`autotp.planner.ilp.eliminate`), and the shares are found by
 cutting planes, as those of processors and network are in `autotp.planner.least_step`: every plan met adds a line, and its
 worst moment another share. Seconds at a low price settle what bytes leave open, and lead to other plans close by. What is
-met is measured by its footprint. A choice that takes no more than all choices hold for certain ends the search, and so does
-a mesh that cannot do better than another; for products in panels, whose tables of certain bytes promise far too much, the
-tables that are close have to do. Nothing here depends on the bound that is asked for, so the same plan is found for all of
-them.
+met is measured by its footprint, the fastest choice of all too. A choice that takes no more than all choices hold for certain
+ends the search, and so does a mesh that cannot do better than another; of products in panels little is certain, and the tables
+that are close have to do. Nothing here depends on the bound that is asked for, so the same plan is found for all of them.
 """
 
 from __future__ import annotations
@@ -120,6 +119,9 @@ def smallest(
         if not news or time.perf_counter() > deadline:
             break
         (shares,) = next_shares([([held.get(moment, 0.0) for moment in seen],) for held in met.values()]).shares
+    fastest = cheapest(problem)
+    if best is not None and fastest not in met and (used := max(measure(fastest).values())) < best.used:
+        return Smallest(fastest, used, best.shares)
     return best
 
 
