@@ -8,9 +8,9 @@ is at least  max over shares of moments  min over plans  of the bytes weighted b
 integer program without a bound on memory, which is easy (`autotp.planner.ilp.eliminate`), and the shares are found by
 cutting planes, as those of processors and network are in `autotp.planner.least_step`: every plan met adds a line, and its
 worst moment another share. Seconds at a low price settle what bytes leave open, and lead to other plans close by. What is
-met is measured by its footprint, the fastest choice of all too. A choice that takes no more than all choices hold for certain
-ends the search, and so does a mesh that cannot do better than another; of products in panels little is certain, and the tables
-that are close have to do. Nothing here depends on the bound that is asked for, so the same plan is found for all of them.
+met is measured by its footprint. A choice that takes no more than all choices hold for certain ends the search, and so does
+a mesh that cannot do better than another; in haste also one whose tables, which are close, promise no better. Nothing here
+depends on the bound that is asked for, so the same plan is found for all of them.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def smallest(
         deadline: on the performance counter, beyond which nothing else is tried.
         known: bytes of another choice, on another mesh perhaps; what takes far more is of no interest.
         floor: bytes that no choice takes less than.
-        rounds: of looking for better shares, at most.
+        rounds: of looking for better shares, at most; with few, the search is hasty.
 
     Raises:
         Infeasible: the layouts admit no choice.
@@ -89,13 +89,19 @@ def smallest(
     seen = list(moments.usual)
     floor = max(floor, *(moments.least(moment) for moment in seen))
     start, promised = max(map(moments.cheapest, seen), key=lambda pair: pair[1])
-    if known <= floor * (1 + _SAME) or (moments.panelled and known <= promised):
+    hasty = rounds is not None and rounds < _ROUNDS
+    if known <= floor * (1 + _SAME) or (hasty and moments.panelled and known <= promised):
         return None
     shares: Sequence[float] = [1.0 / len(seen)] * len(seen)
     met: dict[Choice, Mapping[Moment, float]] = {}
     best: Smallest | None = None
+    if not hasty:
+        start = cheapest(problem)
+        met[start] = measure(start)
+        promised = max(met[start].values())
+        best = Smallest(start, promised, dict(zip(seen, shares, strict=True)))
     unit = promised / max(evaluate(problem, start).seconds, 1e-12)
-    for _ in range(min(_ROUNDS, rounds or _ROUNDS)):
+    for _ in range(rounds if rounds is not None and hasty else _ROUNDS):
         weights = dict(zip(seen, shares, strict=True))
         program = moments.program(weights)
         news = False
@@ -119,9 +125,6 @@ def smallest(
         if not news or time.perf_counter() > deadline:
             break
         (shares,) = next_shares([([held.get(moment, 0.0) for moment in seen],) for held in met.values()]).shares
-    fastest = cheapest(problem)
-    if best is not None and fastest not in met and (used := max(measure(fastest).values())) < best.used:
-        return Smallest(fastest, used, best.shares)
     return best
 
 

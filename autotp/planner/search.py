@@ -39,8 +39,8 @@ from passes.sharding.uneven import uneven
 __all__ = ["AXIS_NAMES", "candidate_meshes", "plan", "plan_captured", "plan_model", "prepare"]
 
 _log = logging.getLogger("autotp.plan")
-_ANSWERING = 9.0  # seconds of planning, about, in which a job that does not fit gets its answer
-_TRYING = 2.0  # of these, at least, for what would make it fit
+_ANSWERING = 8.0  # seconds of planning, about, in which a job that does not fit gets its answer
+_TRYING = 1.0  # of these, at least, for what would make it fit
 
 
 def plan(

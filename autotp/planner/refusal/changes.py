@@ -87,7 +87,7 @@ def changes_of(job: Job) -> list[Change]:
 
 
 def _trials(job: Job) -> Iterator[_Trial]:
-    """Those first for which what may be chosen stays as it is."""
+    """What costs the least first, then those for which what may be chosen stays as it is."""
     candidates = job.contest.candidates
     options, captured, topology = candidates.options, candidates.model.captured, candidates.topology
 
@@ -104,14 +104,14 @@ def _trials(job: Job) -> Iterator[_Trial]:
         model = captured if same or job.again is None else job.again(parts, asked.precision)
         return ways(job.begin(model, topology, asked))[1], job.meshes(topology, asked)
 
+    if options.trains and options.recompute != "auto":
+        yield _Trial("recompute='auto'", False, partial(anew, replace(options, recompute="auto")))
     if options.mesh is None:
         for times in _TIMES:
             count = times * topology.devices
             yield _Trial(f"{count} devices", False, partial(larger, count))
     if not options.trains:
         return
-    if options.recompute != "auto":
-        yield _Trial("recompute='auto'", False, partial(anew, replace(options, recompute="auto")))
     lighter = [name for name, count in OPTIMIZERS.items() if count < OPTIMIZERS[options.optimizer]]
     for name in sorted(lighter, key=lambda name: -OPTIMIZERS[name]):
         yield _Trial(f"optimizer={name!r}", False, partial(alike, topology, replace(options, optimizer=name)))
