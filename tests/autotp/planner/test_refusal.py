@@ -82,7 +82,7 @@ def test_the_message_says_what_fits_and_what_does_not():
     assert "the smallest needs" in first
     assert "saved for the backward pass" in consists
     assert "parameters and optimizer state" in consists
-    assert changes[0].strip().startswith("fits with: 4 devices (takes ")
+    assert changes[0].strip().startswith("fits with: recompute='auto' (takes ")
     assert changes[1].strip().startswith("does not fit with: optimizer=")
 
 
