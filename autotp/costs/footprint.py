@@ -129,10 +129,14 @@ class Footprint:
         if self.total + passing >= self.watched:
             self.watched, self.worst = math.inf, self.holding(passing)
 
-    def explain(self) -> list[tuple[str, str, float]]:
-        """What is held at the worst moment: (kind, name, bytes), most first."""
+    def explain(self, peak: float | None = None) -> list[tuple[str, str, float]]:
+        """What is held at the worst moment: (kind, name, bytes), most first.
+
+        Args:
+            peak: bytes at that moment, if they are known.
+        """
         again = Footprint(self.priced)
-        again.watched = self.run() * (1 - 1e-12)
+        again.watched = (self.run() if peak is None else peak) * (1 - 1e-12)
         again.run()
         return sorted(again.worst, key=lambda entry: -entry[2])
 

@@ -79,6 +79,12 @@ class Model:
         found = {node: shown_by(node) for node in self.operators}
         return {node: value for node, value in found.items() if value is not None}
 
+    def root(self, value: Value) -> Value:
+        """The tensor whose storage it shows, through all views."""
+        while value[0] in self.shown:
+            value = self.shown[value[0]]
+        return value
+
     @_of_graph
     def depth(self) -> int:
         """How many operators have a weight: a parameter of two dims or more."""

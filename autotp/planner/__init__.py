@@ -5,7 +5,7 @@ Input: a captured model, a topology and what the user asks for. Output: the plan
 `assemble` makes an integer program of it (one of `candidates`), `ilp` solves it, `contest` compares them. Where memory
 is short (`fitting`), `squeeze` decides what is recomputed too (layer by layer: `mixing`), and `least_memory` finds
 what fits at all, both by the `moments` of a step (`tables`); `least_step` adds chunks (all three weigh what limits by
-`shares`), and `describe` writes the plan.
+`shares`), and `describe` writes the plan. Where nothing fits, `refusal` says why, and what would.
 """
 
 from autotp.planner.search import candidate_meshes, plan, plan_captured, plan_model, prepare

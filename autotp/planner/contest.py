@@ -26,7 +26,6 @@ from autotp.planner.ilp import (
     Infeasible,
     Pruned,
     Solution,
-    cheapest,
     estimate,
     evaluate,
     glance,
@@ -34,7 +33,7 @@ from autotp.planner.ilp import (
     settle,
     solve,
 )
-from autotp.planner.least_memory import Smallest, quicker, smallest
+from autotp.planner.least_memory import Least, Smallest, quicker, smallest
 from autotp.planner.moments import Moments
 from autotp.plans.families import Restriction
 from costmodel.overlap import Weights
@@ -44,6 +43,7 @@ __all__ = ["Contest"]
 T = TypeVar("T")
 _log = logging.getLogger("autotp.plan")
 _LEAST_SECONDS = 0.1
+_CLOSE = 1e-4  # of the bytes that no plan takes less than: what is so close to them is not improved
 _EXPLAINING = 10.0  # seconds, beyond the deadline, to find out how much memory would do
 
 
@@ -54,21 +54,6 @@ class Open:
     bound: float
     candidate: Candidate
     price: float
-
-
-@dataclass(frozen=True, slots=True)
-class Least:
-    """What takes the least memory of all candidates: which one, the choice, and its bytes at the worst moment."""
-
-    candidate: Candidate
-    assembled: Assembled
-    moments: Moments
-    found: Smallest
-
-    @property
-    def used(self) -> float:
-        """Bytes on each device at the worst moment."""
-        return self.found.used
 
 
 @dataclass(slots=True)
@@ -128,14 +113,15 @@ class Contest:
 
     def of(self, model: Model) -> Contest:
         """A contest that has not begun, for other constraints."""
-        return self._with(replace(self.candidates, model=model, structures={}))
+        return self.posing(replace(self.candidates, model=model, structures={}))
 
     def within(self, strategy: str) -> Contest:
         """A contest that has not begun, for a family of strategies."""
         options = replace(self.candidates.options, strategy=strategy)
-        return self._with(replace(self.candidates, options=options, structures={}))
+        return self.posing(replace(self.candidates, options=options, structures={}))
 
-    def _with(self, candidates: Candidates) -> Contest:
+    def posing(self, candidates: Candidates) -> Contest:
+        """A contest that has not begun, of other programs."""
         return replace(self.anew(self.allowed), candidates=candidates, leasts={})
 
     def admits(self, meshes: Sequence[tuple[int, ...]]) -> bool:
@@ -145,7 +131,7 @@ class Contest:
             with suppress(Infeasible):
                 if least_memory(problem, sweeps=5) <= self.allowed:
                     return True
-        return self._some_fits(meshes)
+        return self.some_fits(meshes)
 
     def run(self, meshes: Sequence[tuple[int, ...]]) -> None:
         """Looks at every mesh, then settles what is open, by rising bound, until it cannot win.
@@ -164,7 +150,7 @@ class Contest:
                     break
                 else:
                     self.short = True
-        if self.best is None and math.isinf(self.limit) and not self._some_fits(meshes):
+        if self.best is None and math.isinf(self.limit) and not self.some_fits(meshes):
             return
         late: list[Open] = []
         unfound: TimeoutError | None = None
@@ -180,8 +166,9 @@ class Contest:
         if self.best is None and math.isinf(self.limit) and unfound is not None:
             raise unfound
 
-    def _some_fits(self, meshes: Sequence[tuple[int, ...]]) -> bool:
-        least = self.least(meshes)
+    def some_fits(self, meshes: Sequence[tuple[int, ...]]) -> bool:
+        """Whether the plan with the least memory does."""
+        least = self.least(meshes, self.allowed)
         return least is not None and least.used <= self.allowed
 
     def _promising(self, meshes: Sequence[tuple[int, ...]]) -> Iterator[tuple[float, tuple[int, ...], Restriction]]:
@@ -265,15 +252,31 @@ class Contest:
         self.best = found
         return True
 
-    def least(self, meshes: Sequence[tuple[int, ...]]) -> Least | None:
-        """The plan that takes the least memory on any mesh; None where there is no plan at all."""
+    def _in_order(self, meshes: Sequence[tuple[int, ...]]) -> list[Candidate]:
+        """All programs, those without panels, of which more is certain, first."""
+        return sorted(self.candidates.over(meshes), key=lambda one: one.panels != 1)
+
+    def shared(self, meshes: Sequence[tuple[int, ...]]) -> float:
+        """Bytes that no plan takes less than, closer: if every device had just its share of whatever is there."""
+        for candidate in self._in_order(meshes):
+            with suppress(BatchError, Infeasible):
+                assembled = self.assemble(candidate)
+                moments = Moments(assembled, self.candidates.prices(candidate.mesh), False, shared=True)
+                return max(map(moments.least, moments.usual))
+        return 0.0
+
+    def least(self, meshes: Sequence[tuple[int, ...]], enough: float = 0.0, tries: int | None = None) -> Least | None:
+        """The plan with the least memory on any mesh, or of so many ``tries``; or one that takes at most ``enough``."""
         key = tuple(meshes)
         if key not in self.leasts:
-            best: Least | None = None
-            for candidate in self.candidates.over(meshes):
-                found = self._least_of(candidate, math.inf if best is None else best.used)
-                if best is None or (found is not None and found.used < best.used):
-                    best = found
+            best, close = None, (1 + _CLOSE) * self.shared(meshes)
+            for candidate in self._in_order(meshes)[:tries]:
+                found = self._least_of(candidate, math.inf if best is None else best.used, close / (1 + _CLOSE), tries)
+                best = found if best is None or (found is not None and found.used < best.used) else best
+                if best is not None and best.used <= max(close, enough):
+                    break
+            if best is not None and (tries is not None or close < best.used <= enough):
+                return best
             self.leasts[key] = best
         return self.leasts[key]
 
@@ -289,23 +292,27 @@ class Contest:
         )
         return self.candidates.found(least.candidate, assembled, choice)
 
-    def _least_of(self, candidate: Candidate, known: float) -> Least | None:
+    def _least_of(self, candidate: Candidate, known: float, floor: float, rounds: int | None) -> Least | None:
         """The choice of a candidate that takes the least memory, unless that is far above what is known."""
+        deadline = max(self.deadline, time.perf_counter() + _EXPLAINING)
+
+        def ask(assembled: Assembled) -> tuple[Moments, Smallest | None]:
+            problem = replace(assembled.problem, memory_bound=math.inf)
+            moments = Moments(assembled, self.candidates.prices(candidate.mesh), candidate.panels != 1)
+
+            def held(choice: tuple[int, ...]) -> Mapping[Moment, float]:
+                return self.candidates.found(candidate, assembled, choice).held
+
+            return moments, smallest(problem, moments, held, deadline, known, floor, rounds)
+
         try:
-            assembled, start = self.ask(candidate, lambda a: cheapest(a.problem))
+            assembled, found = self.ask(candidate, ask)
         except BatchError as error:
             self.indivisible = error
             return None
-        if start is None:
+        if found is None or found[1] is None:
             return None
-        moments = Moments(assembled, self.candidates.prices(candidate.mesh), candidate.panels != 1)
-        deadline = max(self.deadline, time.perf_counter() + _EXPLAINING)
-        problem = replace(assembled.problem, memory_bound=math.inf)
-
-        def held(choice: tuple[int, ...]) -> Mapping[Moment, float]:
-            return self.candidates.found(candidate, assembled, choice).held
-
-        return Least(candidate, assembled, moments, smallest(problem, moments, held, start, deadline, known))
+        return Least(candidate, assembled, found[0], found[1])
 
     def ask(
         self, candidate: Candidate, ask: Callable[[Assembled], T], *, either: float | None = None

@@ -7,7 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autotp.costs.floor import least_bytes
 from autotp.costs.recompute import recomputed_by, undecided
+from autotp.errors import AutotpError
 from autotp.planner.assemble import EVEN
 from autotp.planner.contest import Contest
 from autotp.planner.folding import apart, folded
@@ -15,11 +17,15 @@ from autotp.planner.least_step import COUNTS, Searched, best_chunks, least_step
 from autotp.planner.squeeze import squeeze
 from costmodel.overlap import Weights
 
-__all__ = ["Outcome", "best_of_ways"]
+__all__ = ["Needs", "Outcome", "best_of_ways", "needs_of", "ways"]
 
 _TIGHTER = 5  # programs with ever less memory
 _HOPE = 1.3
-_CLOSE = 0.01  # relative; where a bound for steps in chunks can rise by less, it does not matter
+_SLIGHT = 0.01  # relative; where a bound for steps in chunks can rise by less, it does not matter
+_TIGHT = 0.5  # of the memory: where a bound that is easily too low takes more, a closer one is looked at
+_CLOSE = 0.8  # of the memory: where the closer bound takes more, the plan with the least memory is looked for first
+_EFFORT = 4_000  # operators of all programs that are tried for what a job takes that is known not to fit
+_MANY = 10  # tries with which families are tried too
 _FEW = 40  # operators of a model whose layers are decided one by one
 
 
@@ -35,6 +41,14 @@ class Outcome:
     floor: float
     plain: Contest
     chunks: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Whether a job fits, None where that is not known; and bytes that a plan takes, or that no plan takes less than."""
+
+    fits: bool | None
+    bytes: float
 
 
 def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
@@ -64,7 +78,7 @@ def _in_chunks(meshes: Sequence[tuple[int, ...]], outcome: Outcome) -> Outcome:
         return Searched(contest.best, contest.bound, 0.0)
 
     depth = contest.candidates.model.depth
-    met, floor = least_step(search, lambda one: one.priced.sums, depth, contest.deadline, options.accumulate, most, _CLOSE)
+    met, floor = least_step(search, lambda one: one.priced.sums, depth, contest.deadline, options.accumulate, most, _SLIGHT)
     for one in met:
         if one.best is not None and one.best.memory <= contest.allowed:
             cut, found = best_chunks(one.best.priced, asked)
@@ -74,27 +88,84 @@ def _in_chunks(meshes: Sequence[tuple[int, ...]], outcome: Outcome) -> Outcome:
 
 def _of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
     """The best plan without chunks over meshes and ways to recompute."""
-    options, model = contest.candidates.options, contest.candidates.model
-    asked = options.recompute if options.trains else "none"
-    way = recomputed_by(model, "none" if asked == "auto" else asked, checkpoints=asked == "auto")
-    if way:
-        model = replace(model, recomputed=way)
-        contest = contest.of(folded(model))
-    if asked != "auto":
-        return _searched(contest, meshes)
-    open_model = undecided(model)
-    if not open_model.undecided:
+    contest, short = ways(contest)
+    refused = _refused(short, meshes)
+    if refused is not None:
+        return refused
+    if short is contest:
         return _searched(contest, meshes)
     ample = _searched(contest, meshes, quick=True)
     if not ample.contest.short:
         return ample
-    short = contest.of(folded(open_model) if len(model.operators) > _FEW else replace(open_model, stands=apart(model)))
     fastest = ample.contest.best  # though it does not fit
     first = [mesh for mesh in meshes if fastest is not None and mesh == fastest.prices.mesh]
     found = squeeze(short, [*first, *(mesh for mesh in meshes if mesh not in first)], ample.found.best, ample.floor)
     if found.best is None:
         found = _with_least(short, meshes, found.floor)
     return Outcome(short, found, found.floor, ample.contest)
+
+
+def ways(contest: Contest) -> tuple[Contest, Contest]:
+    """The contest with what is recomputed in any case, and the one where the planner decides on the rest, if it may."""
+    options, model = contest.candidates.options, contest.candidates.model
+    asked = options.recompute if options.trains else "none"
+    way = recomputed_by(model, "none" if asked == "auto" else asked, checkpoints=asked == "auto")
+    if way:
+        model = replace(model, recomputed=way)
+        contest = contest.of(folded(model))
+    open_model = undecided(model) if asked == "auto" else model
+    if not open_model.undecided:
+        return contest, contest
+    return contest, contest.of(
+        folded(open_model) if len(model.operators) > _FEW else replace(open_model, stands=apart(model))
+    )
+
+
+def needs_of(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Needs:
+    """Whether some plan fits, without looking for a fast one.
+
+    Raises:
+        AutotpError: there is no plan at all.
+    """
+    floor = _floor(contest)
+    if floor <= contest.allowed:
+        floor = contest.shared(meshes)
+    if floor > contest.allowed:
+        return Needs(False, floor)
+    tries = _tries(contest)
+    least = contest.least(meshes, contest.allowed, tries)
+    if least is None:
+        raise contest.indivisible or AutotpError("no plan")
+    if least.used <= contest.allowed:
+        return Needs(True, least.used)
+    every = sum(1 for _ in contest.candidates.over(meshes))
+    return Needs(False if tries >= every else None, least.used)
+
+
+def _floor(contest: Contest) -> float:
+    """Bytes that no plan takes less than, of any family and on any mesh; without an integer program."""
+    candidates = contest.candidates
+    return least_bytes(candidates.model, candidates.prices((candidates.topology.devices,)))
+
+
+def _tries(contest: Contest) -> int:
+    """How many programs are tried where an answer is due soon."""
+    return max(1, _EFFORT // max(1, len(contest.candidates.model.operators)))
+
+
+def _refused(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome | None:
+    """What takes the least memory, where that is known not to fit before anything is searched; else nothing.
+
+    A bound that costs nothing says whether a closer one is worth while, and that whether to look for the plan.
+    """
+    floor = _floor(contest)
+    if _TIGHT * contest.allowed < floor <= contest.allowed:
+        floor = contest.shared(meshes)
+    if floor <= contest.allowed and (floor <= _CLOSE * contest.allowed or contest.some_fits(meshes)):
+        return None
+    tries = _tries(contest) if floor > contest.allowed else None
+    found = _with_least(contest, meshes, 0.0, tries)
+    return Outcome(contest, found, 0.0, contest) if found.best is None else None
 
 
 def _searched(contest: Contest, meshes: Sequence[tuple[int, ...]], quick: bool = False) -> Outcome:
@@ -139,22 +210,28 @@ def fitting(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contes
         return contest, Searched(contest.fastest_within(least), 0.0, least.used)
     if found.best is not None:
         return contest, found
+    found = _with_least(contest, meshes, math.inf)
+    if found.best is None:
+        return contest, found
     free = contest.anew(math.inf)
     free.run(meshes)
-    return contest, _with_least(contest, meshes, free.bound)
+    return contest, replace(found, floor=min(free.bound, found.floor))
 
 
-def _with_least(contest: Contest, meshes: Sequence[tuple[int, ...]], floor: float) -> Searched:
+def _with_least(contest: Contest, meshes: Sequence[tuple[int, ...]], floor: float, tries: int | None = None) -> Searched:
     """The plan with the least memory, or a faster one that is met on the way from it, if it fits."""
-    least = contest.least(meshes)
-    if contest.candidates.options.family.name == "auto":
+    least = contest.least(meshes, tries=tries)
+    if contest.candidates.options.family.name == "auto" and (tries is None or tries >= _MANY):
         # Tables of moments are not exact, and may lead past it: what shards all state takes little in any case.
         sharded = contest.within("zero3")
-        other = sharded.least(meshes)
+        other = sharded.least(meshes, tries=tries)
         if other is not None and (least is None or other.used < least.used):
             contest, least = sharded, other
-    if least is None or least.used > contest.allowed:
-        return Searched(None, floor, math.inf if least is None else least.used)
+    if least is None:
+        return Searched(None, floor, math.inf)
+    if least.used > contest.allowed:
+        smallest = contest.candidates.found(least.candidate, least.assembled, least.found.choice)
+        return Searched(None, floor, least.used, smallest)
     best = contest.fastest_within(least)
     return Searched(best, min(floor, best.solution.seconds), best.memory)
 
@@ -162,7 +239,7 @@ def _with_least(contest: Contest, meshes: Sequence[tuple[int, ...]], floor: floa
 def _fitting_by_sum(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contest, Searched]:
     """The last of the contests whose programs have about as much memory as is allowed."""
     contest.run(meshes)
-    if contest.best is None and not math.isinf(contest.needed):
+    if contest.best is None and not math.isinf(contest.needed) and contest.some_fits(meshes):
         contest = contest.anew(_HOPE * contest.allowed)
         contest.run(meshes)
     floor, used = contest.bound, 0.0

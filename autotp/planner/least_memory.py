@@ -8,8 +8,9 @@ is at least  max over shares of moments  min over plans  of the bytes weighted b
 integer program without a bound on memory, which is easy (`autotp.planner.ilp.eliminate`), and the shares are found by
 cutting planes, as those of processors and network are in `autotp.planner.least_step`: every plan met adds a line, and its
 worst moment another share. Seconds at a low price settle what bytes leave open, and lead to other plans close by. What is
-met is measured by its footprint. Nothing here depends on the bound that is asked for, so the same plan is found for all of
-them.
+met is measured by its footprint. A choice that takes no more than all choices hold for certain ends the search, and so does
+a mesh that cannot do better than another; in haste also one whose tables, which are close, promise no better. Nothing here
+depends on the bound that is asked for, so the same plan is found for all of them.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autotp.costs.moment import Moment
+from autotp.planner.assemble import Assembled
+from autotp.planner.candidates import Candidate
 from autotp.planner.ilp import Problem, cheapest, evaluate
 from autotp.planner.moments import Moments
 from autotp.planner.shares import next_shares
 
-__all__ = ["Smallest", "dearer", "quicker", "smallest"]
+__all__ = ["Least", "Smallest", "dearer", "quicker", "smallest"]
 
 Choice = tuple[int, ...]
 
 _ROUNDS = 10
 _FAR = 1.15  # of the least bytes known: where tables, which are not exact, promise more, nothing else is tried
 _PRICES = 10
+_SAME = 1e-6  # relative; less is no difference
 #: What the seconds of a step may count beside its bytes.
 _TRADES = (1e-6, 0.03)
 
@@ -44,30 +48,60 @@ class Smallest:
     shares: Mapping[Moment, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Least:
+    """What takes the least memory of all candidates: which one, the choice, and its bytes at the worst moment."""
+
+    candidate: Candidate
+    assembled: Assembled
+    moments: Moments
+    found: Smallest
+
+    @property
+    def used(self) -> float:
+        """Bytes on each device at the worst moment."""
+        return self.found.used
+
+
 def smallest(
     problem: Problem,
     moments: Moments,
     measure: Callable[[Choice], Mapping[Moment, float]],
-    start: Choice,
     deadline: float,
     known: float = math.inf,
-) -> Smallest:
-    """The choice with the least memory.
+    floor: float = 0.0,
+    rounds: int | None = None,
+) -> Smallest | None:
+    """The choice with the least memory; None where none takes less than is known, as far as tables tell.
 
     Args:
         problem: what choices cost, without a bound.
         moments: of the steps of its choices.
         measure: bytes of a choice at every moment.
-        start: a choice.
         deadline: on the performance counter, beyond which nothing else is tried.
         known: bytes of another choice, on another mesh perhaps; what takes far more is of no interest.
+        floor: bytes that no choice takes less than.
+        rounds: of looking for better shares, at most; with few, the search is hasty.
+
+    Raises:
+        Infeasible: the layouts admit no choice.
     """
     seen = list(moments.usual)
+    floor = max(floor, *(moments.least(moment) for moment in seen))
+    start, promised = max(map(moments.cheapest, seen), key=lambda pair: pair[1])
+    hasty = rounds is not None and rounds < _ROUNDS
+    if known <= floor * (1 + _SAME) or (hasty and moments.panelled and known <= promised):
+        return None
     shares: Sequence[float] = [1.0 / len(seen)] * len(seen)
-    met = {start: measure(start)}
-    best = Smallest(start, max(met[start].values()), dict(zip(seen, shares, strict=True)))
-    unit = best.used / max(evaluate(problem, start).seconds, 1e-12)
-    for _ in range(_ROUNDS):
+    met: dict[Choice, Mapping[Moment, float]] = {}
+    best: Smallest | None = None
+    if not hasty:
+        start = cheapest(problem)
+        met[start] = measure(start)
+        promised = max(met[start].values())
+        best = Smallest(start, promised, dict(zip(seen, shares, strict=True)))
+    unit = promised / max(evaluate(problem, start).seconds, 1e-12)
+    for _ in range(rounds if rounds is not None and hasty else _ROUNDS):
         weights = dict(zip(seen, shares, strict=True))
         program = moments.program(weights)
         news = False
@@ -82,8 +116,10 @@ def smallest(
             news = True
             met[choice] = measure(choice)
             worst = max(met[choice], key=met[choice].__getitem__)
-            if met[choice][worst] < best.used:
+            if best is None or met[choice][worst] < best.used:
                 best = Smallest(choice, met[choice][worst], weights)
+            if best.used <= floor * (1 + _SAME):
+                return best
             if worst not in seen:
                 seen.append(worst)
         if not news or time.perf_counter() > deadline:

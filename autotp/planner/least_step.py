@@ -27,11 +27,15 @@ COUNTS = (2, 4)
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """What a search found: a choice that fits, if any; its cost by the weights and what none is below; bytes it takes."""
+    """What a search found: a choice that fits, if any; its cost by the weights and what none is below; bytes it takes.
+
+    Where none fits, and what takes the least memory was looked for, also that.
+    """
 
     best: Found | None
     floor: float
     used: float
+    smallest: Found | None = None
 
 
 def least_step(

@@ -83,7 +83,7 @@ def _spare(one: Met, less: Met, moments: Moments, room: float, offer: Callable[[
     own = evaluate(assembled.problem, choice).seconds, moments.bytes(worst, choice, surely=True)
     groups: dict[fx.Node, set[fx.Node]] = defaultdict(set)  # views go with what they show
     for node in one.found.other - assembled.again(one.found.solution.choice):
-        groups[moments.root(node)].add(node)
+        groups[moments.model.root((node, 0))[0]].add(node)
     worth: list[tuple[float, float, set[fx.Node]]] = []
     for nodes in groups.values():
         kept = assembled.keeping(choice, nodes)

@@ -10,6 +10,7 @@ several readers at different times, the tables are close and not exact: footprin
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,12 +18,11 @@ from dataclasses import replace
 import numpy as np
 from torch import fx
 
-from autotp.costs.model import Model
 from autotp.costs.moment import Moment, Turn
 from autotp.costs.prices import Prices
 from autotp.planner.assemble import Assembled, kept_inside, parts_of
 from autotp.planner.choices import Choice
-from autotp.planner.ilp import Node, Problem, Tensor, Use
+from autotp.planner.ilp import Node, Problem, Tensor, Use, cheapest, least
 from autotp.planner.structure import Structure
 from autotp.planner.tables import Held, Ledger, Life, Reader, Sizes, Tables
 from passes.rules.factors import Value
@@ -32,6 +32,8 @@ from passes.sharding.panel import data_position
 
 __all__ = ["Moments"]
 
+_SECONDS = 10.0  # for a bound of the bytes at a moment, most of which take hundredths
+
 
 class Moments:
     """The moments of the steps of all plans on a mesh.
@@ -40,9 +42,11 @@ class Moments:
         assembled: the integer program of the mesh, whose infinite costs say what exists.
         prices: of the mesh.
         panelled: products keep their data operand as it rests, and gather it again in panels.
+        shared: every device has just its share of every tensor, in whatever layout, which holds for plans on no mesh, and
+            bounds those on all.
     """
 
-    def __init__(self, assembled: Assembled, prices: Prices, panelled: bool) -> None:
+    def __init__(self, assembled: Assembled, prices: Prices, panelled: bool, shared: bool = False) -> None:
         self.assembled, self.prices, self.panelled = assembled, prices, panelled
         self.structure = assembled.structure
         self.model = self.structure.model
@@ -54,7 +58,9 @@ class Moments:
         numbers = itertools.count(len(self.structure.edges))
         self.needs = [number if edge.needs is None else next(numbers) for number, edge in enumerate(self.structure.edges)]
         self.tensors = _twice(assembled.problem.tensors, self.structure, self.needs)
-        self.sizes = [Sizes.of(edge, prices.mesh) for edge in self.structure.edges]
+        self.shared = shared
+        of = Sizes.shared if shared else Sizes.of
+        self.sizes = [of(edge, prices.mesh) for edge in self.structure.edges]
         self.first = dict(enumerate(sizes.first for sizes in self.sizes))
         self.first |= {number: sizes.first for number, sizes in zip(self.needs, self.sizes, strict=True)}
         self.inside = self._inside()
@@ -105,9 +111,14 @@ class Moments:
             total += float(table[int(tensor.have[choice[tensor.producer]]), sorted(wants - {-1})].sum())
         return total * (1 + self.prices.spare)
 
-    def root(self, node: fx.Node) -> fx.Node:
-        """The operator whose memory a view shows; of others, themselves."""
-        return _root(self.model, (node, 0))[0]
+    def least(self, moment: Moment) -> float:
+        """Bytes that every choice holds at a moment."""
+        return least(self.program({moment: 1.0}, surely=True), cutoff=math.inf, time_limit=_SECONDS)[0]
+
+    def cheapest(self, moment: Moment) -> tuple[tuple[int, ...], float]:
+        """The choice that holds the least at a moment, as the tables have it, and its bytes."""
+        choice = cheapest(self.program({moment: 1.0}))
+        return choice, self.bytes(moment, choice)
 
     def tables(self, moment: Moment, surely: bool = False) -> Tables:
         """Bytes held at a moment, or held at least: for bounds."""
@@ -151,7 +162,10 @@ class Moments:
             number = self.structure.index[self.model.stands.get(node, node)]
             choice = self.structure.nodes[number][1]
             assert isinstance(choice, Choice)
-            kept = choice.twice(kept_inside(choice, self.prices.mesh)) * ~choice.again
+            kept = choice.twice(kept_inside(choice, self.prices.mesh))
+            if self.shared:
+                kept = np.full_like(kept, kept.max() / math.prod(self.prices.mesh))
+            kept = kept * ~choice.again
             if kept.any() and node not in self.model.recomputed:
                 found.append((number, at, kept, choice.twice(parts_of(choice, working(node), self.prices.mesh))))
         return found
@@ -215,7 +229,7 @@ class _Lives:
 
     def _alone(self, value: Value) -> bool:
         """Whether, of all names of a storage, this is the one that most readers save, gradients first."""
-        root = _root(self.model, value)
+        root = self.model.root(value)
         if root[0].op == "placeholder":
             return False
         best, most, names = root, (-1, -1), [root]
@@ -233,7 +247,7 @@ class _Lives:
 
     def _shown(self, value: Value) -> float:
         """The share of a tensor's elements that the storage which it shows has: less than 1 where it is expanded."""
-        root, number = _root(self.model, value)
+        root, number = self.model.root(value)
         return min(1.0, results_of(root)[number].numel() / max(1, self.model.named[value].meta["val"].numel()))
 
     def _reader(self, value: Value, user: fx.Node, position: int) -> Reader:
@@ -248,13 +262,6 @@ class _Lives:
         data = self.panelled and data_position(user) == position
         view, flows = position == 0 and self.model.shown.get(user) == value, user in self.model.differentiated
         return Reader(self.order[user], saves and self.train, gradient, until, block, data, view, flows, False)
-
-
-def _root(model: Model, value: Value) -> Value:
-    """The tensor whose storage it shows, through all views."""
-    while value[0] in model.shown:
-        value = model.shown[value[0]]
-    return value
 
 
 def _twice(tensors: Sequence[Tensor], structure: Structure, needs: Sequence[int]) -> list[Tensor]:

@@ -10,11 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from autotp.costs.model import Model, trained_values
 from autotp.costs.priced import Priced
-from autotp.errors import AutotpError, ConstraintError, MemoryBoundError, TimeLimitError
+from autotp.errors import AutotpError, ConstraintError, TimeLimitError
 from autotp.planner.candidates import Candidates
 from autotp.planner.contest import Contest
 from autotp.planner.describe import AXIS_NAMES, describe_plan
@@ -22,6 +24,7 @@ from autotp.planner.fitting import best_of_ways
 from autotp.planner.folding import folded
 from autotp.planner.ilp import NO_LAYOUT
 from autotp.planner.least_step import best_chunks, chunked, in_parts, sharding_of
+from autotp.planner.refusal import Again, Job, nothing_fits
 from autotp.plans.constraints import Constraint, minimal, requirements
 from autotp.plans.families import Family
 from autotp.plans.options import Options
@@ -36,6 +39,8 @@ from passes.sharding.uneven import uneven
 __all__ = ["AXIS_NAMES", "candidate_meshes", "plan", "plan_captured", "plan_model", "prepare"]
 
 _log = logging.getLogger("autotp.plan")
+_ANSWERING = 8.0  # seconds of planning, about, in which a job that does not fit gets its answer
+_TRYING = 1.0  # of these, at least, for what would make it fit
 
 
 def plan(
@@ -109,7 +114,30 @@ def plan_model(
     options.check(topology)
     started = time.perf_counter()
     captured = capture(model, tuple(args), kwargs, options.precision)
-    return plan_captured(captured, topology, options, {"capture_seconds": time.perf_counter() - started})
+
+    def again(parts: int, precision: Precision) -> Captured:
+        return capture(model, *_part_of(captured, (tuple(args), dict(kwargs or {})), parts), precision)
+
+    return plan_captured(captured, topology, options, {"capture_seconds": time.perf_counter() - started}, again)
+
+
+def _part_of(captured: Captured, call: tuple[tuple[Any, ...], dict[str, Any]], parts: int) -> tuple[Any, Any]:
+    """One of so many parts of a call's batch, which is dim 0 of its first tensor.
+
+    Raises:
+        AutotpError: it has no such part.
+    """
+    shapes = [tuple(captured.placeholders[name].shape) for name in captured.inputs]
+    batch = next((shape[0] for shape in shapes if shape), 1)
+    if batch % parts:
+        raise AutotpError(f"a batch of {batch} has no {parts} parts")
+
+    def part(leaf: Any) -> Any:
+        batched = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == batch
+        return leaf[: batch // parts] if batched else leaf
+
+    found: tuple[Any, Any] = call if parts == 1 else tree_map(part, call)
+    return found
 
 
 def prepare(
@@ -154,7 +182,13 @@ def candidate_meshes(devices: int, axes: int, least: int = 1) -> Iterator[tuple[
         yield from found
 
 
-def plan_captured(captured: Captured, topology: Topology, options: Options, stats: Mapping[str, Any] | None = None) -> Plan:
+def plan_captured(
+    captured: Captured,
+    topology: Topology,
+    options: Options,
+    stats: Mapping[str, Any] | None = None,
+    again: Again | None = None,
+) -> Plan:
     """``plan`` for a model that was captured already.
 
     Args:
@@ -162,29 +196,31 @@ def plan_captured(captured: Captured, topology: Topology, options: Options, stat
         topology: of as many devices as the mesh has, if one is asked for.
         options: what is asked for.
         stats: what ``Plan.planning`` is to say besides.
+        again: captures the model again, to try what would fit where this does not.
 
     Raises:
         AutotpError: as ``plan`` does.
     """
     started = time.perf_counter()
     options, asked = _answerable(captured, options), options.asked
-    bound = topology.device.memory if options.memory is None else options.memory
-    model = prepare(captured, asked)
+    first, meshes = _begin(captured, topology, options, started + options.time_limit), _meshes(topology, options)
+    model, bound = first.candidates.model, first.allowed
     analysis = time.perf_counter() - started
     chosen, hides, chunks = options.family, options.hides, options.chunks
-    every = candidate_meshes(topology.devices, chosen.axes, chosen.least) if options.mesh is None else [options.mesh]
-    meshes = [tuple(mesh) for mesh in every]
-    together = model.parameter_bytes if hides else 0.0
-    contest = Contest(Candidates(model, topology, options, together), bound, bound, started + options.time_limit)
 
     try:
-        outcome = best_of_ways(contest, meshes)
+        outcome = best_of_ways(first, meshes)
     except TimeoutError as error:
         raise TimeLimitError(f"{error} (it is {options.time_limit:g} s)") from error
     contest, found, floor = outcome.contest, outcome.found, outcome.floor
     best = found.best
     if best is None:
-        raise _conflict(contest, meshes, asked) or _nothing_fits(contest, found.used)
+        conflict = _conflict(contest, meshes, asked)
+        if conflict is not None or found.smallest is None:
+            raise conflict or _no_plan(contest)
+        until = max(started + _ANSWERING, time.perf_counter() + _TRYING)
+        job = Job(first, contest, _begin, _meshes, again, (stats or {}).get("capture_seconds", 0.0), until)
+        raise nothing_fits(job, found.smallest, chosen.name)
     prices = best.priced
     sums, least = prices.sums, best.solution.seconds
     fields: dict[str, Any] = {}
@@ -282,18 +318,23 @@ def _conflict(contest: Contest, meshes: Sequence[tuple[int, ...]], asked: Sequen
     return minimal(asked, feasible) if asked and feasible(()) else None
 
 
-def _nothing_fits(contest: Contest, needed: float) -> AutotpError:
-    """Why there is no plan, the smallest of which needs so many bytes."""
-    if math.isinf(needed):
-        return contest.indivisible or AutotpError(
-            f"strategy {contest.candidates.options.family.name!r} has no plan: {NO_LAYOUT}"
-        )
-    bound, name = contest.allowed, contest.candidates.options.family.name
-    others = [other for other in ("auto", "zero3") if other != name]
-    return MemoryBoundError(
-        f"no plan of strategy {name!r} fits {bound / 1e9:.3g} GB on each device: the smallest needs "
-        f"{needed / 1e9:.3g} GB, {(needed - bound) / 1e9:.3g} GB more; use more devices, a smaller batch, an optimizer "
-        f"with less state, or strategy {' or '.join(map(repr, others))}",
-        needed,
-        bound,
+def _no_plan(contest: Contest) -> AutotpError:
+    """Why there is no plan, however much memory there is."""
+    return contest.indivisible or AutotpError(
+        f"strategy {contest.candidates.options.family.name!r} has no plan: {NO_LAYOUT}"
     )
+
+
+def _begin(captured: Captured, topology: Topology, options: Options, until: float = math.inf) -> Contest:
+    """The contest of a job."""
+    bound = topology.device.memory if options.memory is None else options.memory
+    model = prepare(captured, options.asked)
+    together = model.parameter_bytes if options.hides else 0.0
+    return Contest(Candidates(model, topology, options, together), bound, bound, until)
+
+
+def _meshes(topology: Topology, options: Options) -> list[tuple[int, ...]]:
+    """The meshes of a job."""
+    chosen = options.family
+    every = candidate_meshes(topology.devices, chosen.axes, chosen.least) if options.mesh is None else [options.mesh]
+    return [tuple(mesh) for mesh in every]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -101,6 +102,17 @@ class Sizes:
             back=local_elements(shape, edge.gradients, mesh) * (cast.used.itemsize + cast.back * cast.reduced.itemsize),
             stays=(edge.rows[:, None, :] == edge.wants[None, :, :]).all(axis=-1) & (not cast.there),
             first={"layouts": _first(edge.wants), "gradients": _first(edge.gradients)},
+        )
+
+    @classmethod
+    def shared(cls, edge: Edge, mesh: tuple[int, ...]) -> Sizes:
+        """Of an edge's tensors where each device of a mesh has its share, in whatever layout."""
+        found, share, cast = cls.of(edge, mesh), edge.value.numel() / math.prod(mesh), edge.cast
+        return replace(
+            found,
+            own=np.full(len(found.own), share * cast.rests.itemsize),
+            wanted=np.full(len(found.wanted), share * cast.used.itemsize),
+            back=np.full(len(found.back), share * (cast.used.itemsize + cast.back * cast.reduced.itemsize)),
         )
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import autotp
 from autotp.cli import main
+from autotp.errors import Change
 from costmodel import TopologyError
 from passes.capture import CaptureError
 
@@ -164,7 +165,7 @@ def test_a_memory_bound_that_no_plan_meets():
         autotp.plan(two_layers(), autotp.Topology.flat(2), (torch.randn(4, 64),), memory=1e4)
     assert error.value.available == 1e4
     assert error.value.needed > 1e4
-    for part in ("the smallest needs", "more;", "use more devices"):
+    for part in ("the smallest needs", " more\n", "of these: parameters and optimizer state", "4 devices"):
         assert part in str(error.value)
     held = autotp.plan(two_layers(), autotp.Topology.flat(2), (torch.randn(4, 64),), memory=error.value.needed * 1.0001)
     assert held.predicted.memory_bytes <= error.value.needed * 1.0001
@@ -208,8 +209,38 @@ def test_the_command_line_says_it_in_one_line(arguments, message, tmp_path, caps
     assert "Traceback" not in error
 
 
+def test_the_command_line_says_what_a_job_needs_in_one_block(tmp_path, capsys):
+    (tmp_path / "net.py").write_text(FACTORY)
+    with pytest.raises(SystemExit) as ended:
+        main(
+            [
+                "plan",
+                "--model",
+                f"{tmp_path}/net.py:build",
+                "--topology",
+                "dgx-a100",
+                "--devices",
+                "2",
+                "--memory",
+                "0.1 kB",
+            ]
+        )
+    assert ended.value.code == 2
+    first, *rest = [line for line in capsys.readouterr().err.splitlines() if "fits" in line or line.startswith("  ")]
+    assert first.startswith("error: no plan of strategy 'auto' fits")
+    assert [line.split(":")[0] for line in rest] == ["  of these", "  does not fit with"]
+
+
+CHANGE = Change("4 devices", True, 0.5)
+
+
 @pytest.mark.parametrize(
-    "error", [autotp.MemoryBoundError("none fits", 2.0, 1.0), autotp.ConstraintError("none holds", ("a", "b"))], ids=str
+    "error",
+    [
+        autotp.MemoryBoundError("none fits", 2.0, 1.0, {"parameter": 2.0}, [CHANGE]),
+        autotp.ConstraintError("none holds", ("a", "b")),
+    ],
+    ids=str,
 )
 def test_an_error_is_the_same_on_other_ranks(error):
     """Rank 0 plans and sends its error to the others, which could not unpickle those with attributes."""

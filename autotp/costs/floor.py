@@ -1,0 +1,75 @@
+"""Bytes that every plan of a model holds on a device, whatever its mesh and strategies.
+
+Of a tensor that is there, a device has at least its share. Parameters, optimizer state and inputs are there throughout. As
+the backward pass begins, so is what gradients of operators read and nothing may make again; as it ends, gradients of
+parameters are. Nothing here needs an integer program, so a job that cannot fit is known to be one in no time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import torch
+from torch import fx
+
+from autotp.costs.model import Model
+from autotp.costs.prices import Prices
+from passes.graph import cast_of
+from passes.rules.factors import Value, value_of
+from passes.rules.kept import kept_lowered
+from passes.rules.shapes import results_of
+from passes.rules.table import rule_of
+
+__all__ = ["least_bytes"]
+
+
+def least_bytes(model: Model, prices: Prices) -> float:
+    """Bytes that no plan holds less than at its worst moment.
+
+    Args:
+        model: analysed; of what is undecided nothing counts.
+        prices: of any mesh with the devices that plans are for.
+    """
+    resting = returned = 0.0
+    last = next(iter(model.operators), None)
+    for node in model.captured.graph_module.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            continue
+        itemsize = cast_of(node).rests.itemsize
+        size = float(value.numel() * itemsize)
+        trains = prices.train and node.name in model.captured.parameters
+        resting += float(prices.states(np.array(value.numel()), itemsize)) - size if trains else size
+        if trains and any(
+            user in model.differentiated and user is not last for user, _ in model.readers.get((node, 0), ())
+        ):
+            returned += size
+    saved = _saved(model) if prices.train else 0.0
+    return (resting + max(saved, returned)) / prices.topology.devices * (1 + prices.spare)
+
+
+def _saved(model: Model) -> float:
+    """Bytes of the storages that the backward pass reads, whatever is made again: of each, under its largest name."""
+    found: dict[fx.Node, dict[int, float]] = defaultdict(dict)
+    for node in model.operators:
+        for value in _read(model, node):
+            root = model.root(value)
+            if any(
+                one.op == "placeholder" or one in model.undecided or one in model.recomputed for one in (value[0], root[0])
+            ):
+                continue
+            size = float(min(results_of(one)[number].nbytes for one, number in (value, root)))
+            found[root[0]][root[1]] = max(size, found[root[0]].get(root[1], 0.0))
+    return sum(sum(sizes.values()) for sizes in found.values())
+
+
+def _read(model: Model, node: fx.Node) -> list[Value]:
+    """The tensors that an operator's gradients read, also where a lowering takes its place, or a copy as large as they."""
+    kept, rule = model.kept(node), rule_of(node)
+    positions = kept.operands
+    if rule is not None and rule.inner:
+        lowered = kept_lowered(node)
+        positions = tuple(at for at in positions if at == 0 and (lowered.operands or lowered.besides))
+    found = [value_of(model.operands[node][at]) for at in positions]
+    return [*found, (node, 0)] if kept.results and not (rule is not None and rule.inner) else found

@@ -1,0 +1,124 @@
+"""Single changes of a job that does not fit, each tried."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from autotp.errors import AutotpError, Change
+from autotp.planner.contest import Contest
+from autotp.planner.fitting import Needs, needs_of, ways
+from autotp.plans.options import Options
+from costmodel import Topology
+from costmodel.memory import OPTIMIZERS
+from passes.capture import Captured, Precision, policy_of
+
+__all__ = ["Again", "Job", "changes_of"]
+
+#: Captures the model again: with so many parts of the batch as one, and under a precision.
+Again = Callable[[int, Precision], Captured]
+
+_Posed = tuple[Contest, Sequence[tuple[int, ...]]]
+
+_TIMES = (2, 4)
+_LATE = "for lack of time"
+_ABSENT = "as that takes the model, of which only the graph is known"
+_CLOSE = "to the end, as it is close"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job that does not fit.
+
+    Attributes:
+        contest: of the job as it was asked for.
+        last: the one that found nothing, with everything that may be recomputed.
+        begin, meshes: a contest of a model, a machine and options, and its meshes.
+        again: captures the model again; None where the model is not at hand.
+        capturing: seconds that took.
+        until: on the performance counter, when nothing else is to be tried.
+    """
+
+    contest: Contest
+    last: Contest
+    begin: Callable[[Captured, Topology, Options], Contest]
+    meshes: Callable[[Topology, Options], Sequence[tuple[int, ...]]]
+    again: Again | None
+    capturing: float
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A change, whether the model has to be captured for it, and the contest that it leads to."""
+
+    name: str
+    captures: bool
+    pose: Callable[[], _Posed]
+
+
+def changes_of(job: Job) -> list[Change]:
+    """What becomes of the job with each change; what there is no time for is said not to be tried."""
+    found, longest = [], 0.0
+    for trial in sorted(_trials(job), key=lambda trial: trial.captures):
+        begun = time.perf_counter()
+        late = begun + longest + trial.captures * job.capturing > job.until
+        if trial.captures and (late or job.again is None):
+            found.append(Change(trial.name, None, reason=_LATE if job.again is not None else _ABSENT))
+            continue
+        try:
+            contest, meshes = trial.pose()
+            if late and (floor := contest.floor()) <= contest.allowed:
+                found.append(Change(trial.name, None, reason=_LATE))
+                continue
+            needs = Needs(False, floor) if late else needs_of(contest, meshes)
+        except AutotpError:  # no such machine, or no such batch: no change that could be made
+            continue
+        longest = max(longest, time.perf_counter() - begun - trial.captures * job.capturing)
+        if needs.fits is None:
+            found.append(Change(trial.name, None, reason=_CLOSE))
+        else:
+            found.append(Change(trial.name, needs.fits, needs.bytes))
+    return found
+
+
+def _trials(job: Job) -> Iterator[_Trial]:
+    """What costs the least first, then those for which what may be chosen stays as it is."""
+    candidates = job.contest.candidates
+    options, captured, topology = candidates.options, candidates.model.captured, candidates.topology
+
+    def alike(machine: Topology, asked: Options) -> _Posed:
+        """With what may be chosen as it was."""
+        other = replace(job.last.candidates, topology=machine, options=asked, meshes={})
+        return job.last.posing(other), job.meshes(machine, asked)
+
+    def larger(count: int) -> _Posed:
+        return alike(topology.resized(count), options)
+
+    def anew(asked: Options, parts: int = 1) -> _Posed:
+        same = parts == 1 and asked.precision == options.precision
+        model = captured if same or job.again is None else job.again(parts, asked.precision)
+        return ways(job.begin(model, topology, asked))[1], job.meshes(topology, asked)
+
+    if options.trains and options.recompute != "auto":
+        yield _Trial("recompute='auto'", False, partial(anew, replace(options, recompute="auto")))
+    if options.mesh is None:
+        for times in _TIMES:
+            count = times * topology.devices
+            yield _Trial(f"{count} devices", False, partial(larger, count))
+    if not options.trains:
+        return
+    lighter = [name for name, count in OPTIMIZERS.items() if count < OPTIMIZERS[options.optimizer]]
+    for name in sorted(lighter, key=lambda name: -OPTIMIZERS[name]):
+        yield _Trial(f"optimizer={name!r}", False, partial(alike, topology, replace(options, optimizer=name)))
+    values = captured.placeholders
+    if policy_of(options.precision) is None and any(values[n].dtype == torch.float32 for n in captured.parameters):
+        yield _Trial("precision='bf16-mixed'", True, partial(anew, replace(options, precision="bf16-mixed")))
+    for times in _TIMES:
+        yield _Trial(f"1/{times} of the batch", True, partial(anew, options, times))
+        several = replace(options, accumulate=times * options.accumulate)
+        yield _Trial(f"the batch in parts, accumulate={several.accumulate}", True, partial(anew, several, times))

@@ -1,0 +1,114 @@
+"""What is said of a job that does not fit: what it needs, of what, and which single change makes it fit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import autotp
+from autotp.costs.floor import least_bytes
+from autotp.costs.prices import Prices
+from autotp.planner import plan_captured, plan_model, prepare
+from autotp.plans.options import Options
+from passes.capture import capture
+
+TOPOLOGY = autotp.Topology.load("dgx-h100").resized(2)
+
+
+class Layers(nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(2)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def refused(model, x, **asked):
+    with pytest.raises(autotp.MemoryBoundError) as error:
+        plan_model(model, TOPOLOGY, (x,), None, Options(schedule="none", **asked))
+    return error.value
+
+
+def needed(model, x, **asked):
+    return refused(model, x, memory=1.0, **asked).needed
+
+
+@pytest.mark.parametrize("rows", [16, 2048], ids=["parameters", "activations"])
+def test_every_change_does_what_is_said_of_it(rows, recompute="none"):
+    """Planned with the change, the job fits where it is said to, and is refused where it is not."""
+    model, x = Layers(), torch.randn(rows, 64)
+    bound = 0.85 * needed(model, x, recompute=recompute)
+    error = refused(model, x, recompute=recompute, memory=bound)
+    assert sum(error.consists.values()) == pytest.approx(error.needed, abs=1.0)
+    assert list(error.consists.values()) == sorted(error.consists.values(), reverse=True)
+    told = {change.name: change for change in error.changes}
+    fewer = {"1/2 of the batch": 2, "1/4 of the batch": 4}
+    several = {"the batch in parts, accumulate=2": 2, "the batch in parts, accumulate=4": 4}
+    for name, change in told.items():
+        machine, given, asked = TOPOLOGY, x, Options(schedule="none", recompute=recompute, memory=bound)
+        if name.endswith("devices"):
+            machine = TOPOLOGY.resized(int(name.split()[0]))
+        elif name in fewer:
+            given = x[: rows // fewer[name]]
+        elif name in several:
+            given, asked = x[: rows // several[name]], replace(asked, accumulate=several[name])
+        else:
+            key, _, value = name.partition("=")
+            asked = replace(asked, **{key: value.strip("'")})
+        if change.fits is None:
+            assert change.reason, change
+        elif change.fits:
+            assert change.needed <= bound
+            assert plan_model(model, machine, (given,), None, asked).predicted.memory_bytes <= bound, change
+        else:
+            assert change.needed > bound
+            with pytest.raises(autotp.MemoryBoundError):
+                plan_model(model, machine, (given,), None, asked)
+    assert {"4 devices", "8 devices", "optimizer='sgd'", "precision='bf16-mixed'", *fewer, *several} <= set(told)
+    assert "recompute='auto'" in told
+    assert True in {change.fits for change in error.changes}
+
+
+def test_the_message_says_what_fits_and_what_does_not():
+    model, x = Layers(), torch.randn(2048, 64)
+    error = refused(model, x, recompute="none", memory=0.85 * needed(model, x, recompute="none"))
+    first, consists, *changes = str(error).splitlines()
+    assert "the smallest needs" in first
+    assert "saved for the backward pass" in consists
+    assert "parameters and optimizer state" in consists
+    assert changes[0].strip().startswith("fits with: recompute='auto' (takes ")
+    assert changes[1].strip().startswith("does not fit with: optimizer=")
+
+
+def test_without_the_model_what_takes_it_is_said_not_to_be_tried():
+    captured = capture(Layers(), (torch.randn(2048, 64),))
+    with pytest.raises(autotp.MemoryBoundError, match="not tried as that takes the model") as error:
+        plan_captured(captured, TOPOLOGY, Options(memory=1e5))
+    untried = [change.name for change in error.value.changes if change.fits is None]
+    assert "1/2 of the batch" in untried
+    assert "4 devices" not in untried
+
+
+def test_a_mesh_that_is_given_and_inference_leave_fewer_changes():
+    model, x = Layers(), torch.randn(16, 64)
+    assert not any("devices" in change.name for change in refused(model, x, memory=1e3, mesh=(2,)).changes)
+    error = refused(model, x, memory=1e3, mode="inference")
+    assert [change.name for change in error.changes] == ["4 devices", "8 devices"]
+    assert "parameter" in error.consists
+
+
+@pytest.mark.parametrize("way", ["auto", "none", "selective", "full"])
+def test_no_plan_takes_less_than_the_floor(way):
+    model, x = Layers(), torch.randn(512, 64)
+    captured = capture(model, (x,))
+    floor = least_bytes(prepare(captured), Prices(TOPOLOGY, (2,)))
+    assert needed(model, x, recompute="none") >= floor
+    plan = plan_captured(captured, TOPOLOGY, Options(schedule="none", recompute=way))
+    if not plan.recomputed:
+        assert plan.predicted.memory_bytes >= floor
