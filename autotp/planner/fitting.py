@@ -17,7 +17,7 @@ from autotp.planner.least_step import COUNTS, Searched, best_chunks, least_step
 from autotp.planner.squeeze import squeeze
 from costmodel.overlap import Weights
 
-__all__ = ["Needs", "Outcome", "best_of_ways", "needs_of", "ways"]
+__all__ = ["Needs", "Outcome", "best_of_ways", "floor_of", "needs_of", "ways"]
 
 _TIGHTER = 5  # programs with ever less memory
 _HOPE = 1.3
@@ -127,7 +127,7 @@ def needs_of(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Needs:
     Raises:
         AutotpError: there is no plan at all.
     """
-    floor = _floor(contest)
+    floor = floor_of(contest)
     if floor <= contest.allowed:
         floor = contest.shared(meshes)
     if floor > contest.allowed:
@@ -142,7 +142,7 @@ def needs_of(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Needs:
     return Needs(False if tries >= every else None, least.used)
 
 
-def _floor(contest: Contest) -> float:
+def floor_of(contest: Contest) -> float:
     """Bytes that no plan takes less than, of any family and on any mesh; without an integer program."""
     candidates = contest.candidates
     return least_bytes(candidates.model, candidates.prices((candidates.topology.devices,)))
@@ -158,7 +158,7 @@ def _refused(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome | N
 
     A bound that costs nothing says whether a closer one is worth while, and that whether to look for the plan.
     """
-    floor = _floor(contest)
+    floor = floor_of(contest)
     if _TIGHT * contest.allowed < floor <= contest.allowed:
         floor = contest.shared(meshes)
     if floor <= contest.allowed and (floor <= _CLOSE * contest.allowed or contest.some_fits(meshes)):

@@ -11,7 +11,7 @@ import torch
 
 from autotp.errors import AutotpError, Change
 from autotp.planner.contest import Contest
-from autotp.planner.fitting import Needs, needs_of, ways
+from autotp.planner.fitting import Needs, floor_of, needs_of, ways
 from autotp.plans.options import Options
 from costmodel import Topology
 from costmodel.memory import OPTIMIZERS
@@ -72,7 +72,7 @@ def changes_of(job: Job) -> list[Change]:
             continue
         try:
             contest, meshes = trial.pose()
-            if late and (floor := contest.floor()) <= contest.allowed:
+            if late and (floor := floor_of(contest)) <= contest.allowed:
                 found.append(Change(trial.name, None, reason=_LATE))
                 continue
             needs = Needs(False, floor) if late else needs_of(contest, meshes)
