@@ -3,6 +3,6 @@
 Input: a captured model (`model`), a mesh and a topology. Output: prices: of one operator or reshard (`price`,
 `prices`), of a step by what may hide its communication (`step`), of a whole plan (`priced`), of the memory that a
 device needs (`moment`, `storages`, `transit`, `needs`, `gradients`, `returns`, `footprint`), of what is recomputed
-(`recompute`), of a change (`what_if`), and of products in panels (`panels`). Each file uses only files that are listed
-before it.
+(`recompute`), at least, of any plan (`floor`), of a change (`what_if`), and of products in panels (`panels`). Each
+file uses only files that are listed before it.
 """

@@ -16,6 +16,11 @@ __all__ = ["PERMUTES", "RESHAPES", "SPLITS", "as_computed", "put_back", "refuse_
 aten = torch.ops.aten
 #: Kernels with contiguous results on CPU, where torch's fake ones have their operand's strides.
 _CONTIGUOUS_ON_CPU = frozenset({aten.log_sigmoid.default, aten.batch_norm.default})
+#: Kernels with the strides of their operands, where torch's fake ones have contiguous results.
+_LIKE_OPERANDS = frozenset({
+    aten.copysign.Tensor, aten.floor_divide.default, aten.xlogy.Tensor,
+    aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default,
+})  # fmt: skip
 
 
 def _named(names: str) -> frozenset[str]:
@@ -111,11 +116,12 @@ def refuse_unsure(node: fx.Node, written: fx.Node, root: fx.Node) -> None:
         CaptureError: see above.
     """
     value = root.meta["val"]
-    if as_computed(root.target, value) is value:
+    permuted = root.target in _LIKE_OPERANDS and not all(n.meta["val"].is_contiguous() for n in root.all_input_nodes)
+    if as_computed(root.target, value) is value and not permuted:
         return
     if len(root.users) > 1 or written is not root:
         raise CaptureError(
-            f"{where(node)}: {node.target} writes to a result of {root.target}, or to a copy of it: torch.export takes its "
-            "strides for its operand's, so it cannot tell whether contiguous() or reshape() copied; use an out-of-place "
+            f"{where(node)}: {node.target} writes to a result of {root.target}, or to a copy of it: torch.export is wrong "
+            "about its strides, so it cannot tell whether contiguous() or reshape() copied; use an out-of-place "
             "operator, or clone()"
         )

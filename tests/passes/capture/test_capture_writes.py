@@ -261,3 +261,17 @@ def test_a_write_to_what_only_a_real_kernel_makes_contiguous_is_refused() -> Non
 
     with pytest.raises(CaptureError, match="log_sigmoid"):
         check(program(written), image(4, 8))
+
+
+@pytest.mark.parametrize("operator", ["copysign", "xlogy", "logical_or"])
+def test_a_write_to_what_only_a_fake_kernel_makes_contiguous_is_refused(operator: str) -> None:
+    """The fuzzer's finding: the programs above permuted nothing before an operator of two operands."""
+
+    def written(self: Any, y: torch.Tensor) -> Any:
+        y = getattr(torch, operator)(y.t(), y.t().contiguous().flip(0)).t()
+        copy = y.contiguous()
+        y.fill_(0.5)
+        return copy * 1
+
+    with pytest.raises(CaptureError, match=f"{operator}.*clone"):
+        check(program(written), image(4, 8))
