@@ -1,7 +1,8 @@
 """Why a job does not fit, and what would make it.
 
-Input: the contest that found nothing, and the plan with the least memory. Output: a ``MemoryBoundError`` (`error`). `changes`
-tries single changes of the job, each by the bounds and the plan with the least memory that the planner itself goes by.
+Input: the contest that found nothing, and the plan with the least memory. Output: a ``MemoryBoundError`` (`error`).
+`changes` tries single changes of the job, each by the bounds and the plan with the least memory that the planner itself
+goes by.
 """
 
 from autotp.planner.refusal.changes import Again, Job
