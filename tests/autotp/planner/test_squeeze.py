@@ -80,7 +80,7 @@ def test_the_optimum_is_that_of_an_exhaustive_search_at_every_moment(seed):
     torch.manual_seed(seed)
     captured = capture(RandomBlocks(seed), (torch.randn(64 * (1 + seed % 3), 16),))
     topology = autotp.Topology.load("dgx-h100").resized(1)
-    options = Options("data", mesh=(1,), schedule=("none", "overlap")[seed % 2], chunks={}, gap=0.0)
+    options = Options("data", mesh=(1,), schedule=("none", "overlap")[seed % 2], gap=0.0)
     every = everything(captured, topology, options)
     low, high = (least(taken for _, taken in every) for least in (min, max))
     for share in (0.0, 0.3, 0.7):
