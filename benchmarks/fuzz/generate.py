@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.fuzz.case import Case, Leaf, Ref, Step, leaf_value, refs_of, renamed, statement
-from benchmarks.fuzz.draws import Operand, Seeded
+from benchmarks.fuzz.case import Case, Ref, Step, refs_of, renamed
+from benchmarks.fuzz.draws import Operand
+from benchmarks.fuzz.growing import HALVES, Growing, Reject
 from benchmarks.fuzz.operators import arguments
 from benchmarks.fuzz.options import random_options
-from benchmarks.fuzz.views import adapted, disguised
+from benchmarks.fuzz.views import disguised
 from passes.rules.table import RULES
 
 __all__ = ["generate"]
 
 _NAMES = tuple(sorted(RULES))
 _STRIDE = 89  # coprime to the number of rules: all of them come round, neighbours in the table far apart
-_MOST = 4096
 _WRITES = ("add_", "mul_", "sub_", "copy_", "fill_", "zero_", "clamp_", "masked_fill_", "relu_", "[]=")
 _UNDIFFERENTIABLE = ("aten.floor_divide", "aten.remainder.Scalar_Tensor")
 _RANDOM = ("dropout", "rand_like", "randn_like")
-_HALVES = (torch.bfloat16, torch.float16)
-
-
-class Reject(Exception):
-    """A drawn step is not valid in a model."""
 
 
 def generate(seed: int, number: int) -> Case:
     """Case ``number`` of ``seed``, which is always the same. Every rule is the focus of one case in ``len(RULES)``."""
     rng = random.Random(f"{seed}/{number}")
     focus = _NAMES[(number * _STRIDE + seed) % len(_NAMES)]
-    grown = _Growing(rng)
+    grown = _Model(rng)
     for _ in range(20):
         if grown.attempt(lambda: grown.operator(focus)):
             break
@@ -59,161 +52,15 @@ def generate(seed: int, number: int) -> Case:
     return replace(case, options=random_options(rng, case))
 
 
-class _Growing:
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-        self.dtype = rng.choices([torch.float64, torch.float32, *_HALVES], [80, 6, 7, 7])[0]
-        palettes = [(2, 4, 8), (2, 3, 4, 6), (1, 2, 4, 8, 12), (1, 4, 6), (3, 5, 7, 8), (2, 4, 8, 9), (4, 12, 1, 2)]
-        palette = rng.choice(palettes)
-        if rng.random() < 0.03:
-            palette = (*palette, 0)
-        if self.dtype in _HALVES and rng.random() < 0.5:
-            palette = (4, 8, 64, 256)
-        self.draw = Seeded(rng, palette)
-        self.leaves: list[Leaf] = []
-        self.steps: list[Step] = []
-        self.env: dict[str, Any] = {"torch": torch, "self": SimpleNamespace()}
-        self.count = 0
-        self.noise: set[str] = set()  # results of random operators, which nothing but a product with 0 reads
-
-    # values
-
-    def tensors(self) -> list[str]:
-        """Names of all tensors so far, leaves too."""
-        names = [leaf.name for leaf in self.leaves] + [step.result for step in self.steps if not step.writes]
-        return [name for name in names if name not in self.noise and isinstance(self.value(name), Tensor)]
-
-    def value(self, name: str) -> Any:
-        return self.env.get(name, getattr(self.env["self"], name, None))
-
-    def fresh(self, letter: str) -> str:
-        self.count += 1
-        return f"{letter}{self.count}"
-
-    def attempt(self, action: Any) -> bool:
-        """Does something to the model, or leaves it as it was if torch would not take it."""
-        before = list(self.leaves), list(self.steps)
-        try:
-            action()
-            return True
-        except (Reject, RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
-            self.leaves, self.steps = before
-            self.again()
-            return False
-
-    def again(self) -> None:
-        """All values anew: a step that was taken back may have written to some."""
-        self.env = {"torch": torch, "self": SimpleNamespace()}
-        for leaf in self.leaves:
-            self.hold(leaf)
-        for step in self.steps:
-            exec(self.line(step), self.env)  # noqa: S102
-
-    def hold(self, leaf: Leaf) -> None:
-        tensor = self.value(leaf.same) if leaf.same else leaf_value(leaf)
-        if leaf.role == "input":
-            self.env[leaf.name] = tensor
-        else:
-            setattr(self.env["self"], leaf.name, tensor)
-
-    def line(self, step: Step) -> str:
-        return statement(step, {leaf.name: f"self.{leaf.name}" for leaf in self.leaves if leaf.role != "input"})
-
-    def emit(self, call: str, *args: Any, **kwargs: Any) -> Ref:
-        """Adds a step, and runs it.
-
-        Raises:
-            Reject: its result is too large, or not finite.
-        """
-        step = Step(self.fresh("v"), call, args, kwargs)
-        with torch.no_grad():
-            exec(self.line(step), self.env)  # noqa: S102
-        self.steps.append(step)
-        written = {name for name in refs_of(list(args[:1]))} if step.writes else {step.result}
-        for name in written:
-            self.sane(self.value(name))
-        return Ref(step.result)
-
-    @property
-    def most(self) -> int:
-        """How many elements a tensor may have."""
-        return _MOST * (16 if self.dtype in _HALVES else 1)
-
-    def sane(self, value: Any) -> None:
-        for tensor in value if isinstance(value, (list, tuple)) else [value]:
-            if not isinstance(tensor, Tensor):
-                continue
-            if tensor.is_complex() or tensor.numel() > self.most:
-                raise Reject
-            if tensor.is_floating_point() and tensor.numel() and not (tensor.abs() < 1e3).all():
-                raise Reject
-
-    # leaves and operands
-
-    def leaf(self, want: Operand) -> Ref:
-        """A leaf of the wanted kind.
-
-        Raises:
-            Reject: it would be too large.
-        """
-        if math.prod(want.shape) > self.most:
-            raise Reject
-        floating = want.kind not in ("ids", "mask")
-        dtype = self.dtype if floating else torch.int64 if want.kind == "ids" else torch.bool
-        role = self.rng.choices(["input", "parameter", "buffer"], [4, 5, 1])[0] if floating else "input"
-        if want.constant:
-            role = "buffer"
-        elif not any(leaf.role == "input" for leaf in self.leaves):
-            role = "input"
-        forms = ["plain"] * 4 + ["permuted", "strided"] * (len(want.shape) > 0)
-        forms += ["expanded"] * (role == "input" and len(want.shape) > 1 and want.shape[0] > 0)
-        similar = [o for o in self.leaves if o.role == "parameter" and (o.shape, o.kind) == (want.shape, want.kind)]
-        tied = similar[0].name if role == "parameter" and similar and self.rng.random() < 0.5 else None
-        form = self.rng.choice(forms)
-        trained = role == "input" and floating and self.rng.random() < 0.7
-        made = Leaf(
-            self.fresh({"input": "x", "parameter": "p", "buffer": "b"}[role]),
-            role, want.shape, dtype, want.kind, self.count, form, want.high, tied, trained,
-        )  # fmt: skip
-        self.leaves.append(made)
-        self.hold(made)
-        return Ref(made.name)
-
-    def operand(self, want: Operand) -> Ref:
-        """A value of the model that is what is wanted, after a view or two; or a leaf."""
-        chance = self.rng.random()
-        if want.constant or want.kind == "ids" or chance < 0.25:
-            return self.leaf(want)
-        if want.kind == "mask":
-            found = self.fitting(want.shape)
-            return self.emit("torch.ops.aten.gt.Scalar", found, 0.1) if found else self.leaf(want)
-        found = self.fitting(want.shape)
-        if found is None:
-            return self.leaf(want)
-        if want.kind in ("unit", "above"):
-            found = self.emit("torch.ops.aten.sigmoid.default", found)
-        if want.kind == "above":
-            found = self.emit("torch.ops.aten.add.Scalar", found, 1)
-        return found
-
-    def fitting(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Ref | None:
-        """A floating-point value in that shape, in some company."""
-        wanted = dtype or self.dtype
-        names = [name for name in self.tensors() if self.value(name).dtype == wanted]
-        for name in sorted(names, key=lambda name: self.rng.random() - 0.02 * len(name))[:6]:
-            found = adapted(self.emit, self.rng, Ref(name), tuple(self.value(name).shape), shape)
-            if found is not None:
-                return disguised(self.emit, self.rng, found, shape)
-        return None
-
-    # what is added
+class _Model(Growing):
+    """The steps that may be added to it."""
 
     def operator(self, name: str) -> None:
         """An operator of the table, its operands from the model."""
         args, kwargs = arguments(name, self.draw)
         if "dropout" in name and self.rng.random() < 0.2:
             args[1:] = [0.3, False]
-        if any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())) and self.dtype in _HALVES:
+        if any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())) and self.dtype in HALVES:
             args = [torch.float32 if isinstance(a, torch.dtype) else a for a in args]
         turned = self.turning(args)
         first = [self.turned(args[0], *turned)] if turned else []
@@ -346,15 +193,6 @@ class _Growing:
         start = self.rng.randrange(shape[dim])
         chosen = slice(start, self.rng.randint(start + 1, shape[dim]), self.rng.choice([None, None, 2]))
         return self.emit("[]", base, (*[slice(None)] * dim, chosen))
-
-    def outputs(self) -> list[str]:
-        """What nothing else uses, and sometimes a value that something does."""
-        used = {name for step in self.steps for name in refs_of([*step.args])}
-        produced = [n for n in self.tensors() if n not in {leaf.name for leaf in self.leaves}]
-        ends = [name for name in produced if name not in used][-6:]
-        if produced and self.rng.random() < 0.3:
-            ends.append(self.rng.choice(produced))
-        return list(dict.fromkeys(ends)) or produced[-1:] or [self.leaves[0].name]
 
 
 def _call(name: str) -> str:
