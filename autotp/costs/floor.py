@@ -51,7 +51,7 @@ def least_bytes(model: Model, prices: Prices) -> float:
 
 def _saved(model: Model) -> float:
     """Bytes of the storages that the backward pass reads, whatever is made again: of each, under its largest name."""
-    found: dict[fx.Node, dict[int, float]] = defaultdict(dict)
+    found: dict[Value, float] = defaultdict(float)
     for node in model.operators:
         for value in _read(model, node):
             root = model.root(value)
@@ -60,8 +60,8 @@ def _saved(model: Model) -> float:
             ):
                 continue
             size = float(min(results_of(one)[number].nbytes for one, number in (value, root)))
-            found[root[0]][root[1]] = max(size, found[root[0]].get(root[1], 0.0))
-    return sum(sum(sizes.values()) for sizes in found.values())
+            found[root] = max(size, found[root])
+    return sum(found.values())
 
 
 def _read(model: Model, node: fx.Node) -> list[Value]:

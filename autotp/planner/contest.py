@@ -73,7 +73,8 @@ class Contest:
         assembling, solving: seconds in building integer programs, and in the solver.
         open: candidates that are not settled.
         prices: seconds that a byte was worth when last looked at, by panels.
-        leasts: what takes the least memory, once somebody asked; the same for all bounds and weights.
+        leasts, floors: what takes the least memory, and bytes that nothing takes less than, by meshes, once somebody asked;
+            the same for all bounds and weights.
         short: whether memory may have kept out a faster choice; of all contests that this one was made from, too.
     """
 
@@ -92,6 +93,7 @@ class Contest:
     prices: dict[int | None, float] = field(default_factory=dict)
     loosened: set[Candidate] = field(default_factory=set)
     leasts: dict[tuple[tuple[int, ...], ...], Least | None] = field(default_factory=dict)
+    floors: dict[tuple[tuple[int, ...], ...], float] = field(default_factory=dict)
     short: bool = False
 
     @property
@@ -122,7 +124,7 @@ class Contest:
 
     def posing(self, candidates: Candidates) -> Contest:
         """A contest that has not begun, of other programs."""
-        return replace(self.anew(self.allowed), candidates=candidates, leasts={})
+        return replace(self.anew(self.allowed), candidates=candidates, leasts={}, floors={})
 
     def admits(self, meshes: Sequence[tuple[int, ...]]) -> bool:
         """Whether there is a choice at all on some mesh, as far as layouts and a bound of its memory tell."""
@@ -258,24 +260,25 @@ class Contest:
 
     def shared(self, meshes: Sequence[tuple[int, ...]]) -> float:
         """Bytes that no plan takes less than, closer: if every device had just its share of whatever is there."""
-        for candidate in self._in_order(meshes):
+        for candidate in () if tuple(meshes) in self.floors else self._in_order(meshes):
             with suppress(BatchError, Infeasible):
                 assembled = self.assemble(candidate)
                 moments = Moments(assembled, self.candidates.prices(candidate.mesh), False, shared=True)
-                return max(map(moments.least, moments.usual))
-        return 0.0
+                self.floors[tuple(meshes)] = max(map(moments.least, moments.usual))
+                break
+        return self.floors.setdefault(tuple(meshes), 0.0)
 
     def least(self, meshes: Sequence[tuple[int, ...]], enough: float = 0.0, tries: int | None = None) -> Least | None:
         """The plan with the least memory on any mesh, or of so many ``tries``; or one that takes at most ``enough``."""
         key = tuple(meshes)
         if key not in self.leasts:
-            best, close = None, (1 + _CLOSE) * self.shared(meshes)
+            best, floor = None, self.shared(meshes)
             for candidate in self._in_order(meshes)[:tries]:
-                found = self._least_of(candidate, math.inf if best is None else best.used, close / (1 + _CLOSE), tries)
+                found = self._least_of(candidate, math.inf if best is None else best.used, floor, tries)
                 best = found if best is None or (found is not None and found.used < best.used) else best
-                if best is not None and best.used <= max(close, enough):
+                if best is not None and best.used <= max(floor * (1 + _CLOSE), enough):
                     break
-            if best is not None and (tries is not None or close < best.used <= enough):
+            if best is not None and (tries is not None or floor * (1 + _CLOSE) < best.used <= enough):
                 return best
             self.leasts[key] = best
         return self.leasts[key]

@@ -13,11 +13,11 @@ from autotp.errors import AutotpError
 from autotp.planner.assemble import EVEN
 from autotp.planner.contest import Contest
 from autotp.planner.folding import apart, folded
-from autotp.planner.least_step import COUNTS, Searched, best_chunks, least_step
+from autotp.planner.least_step import Searched, best_chunks, least_step, most_chunks
 from autotp.planner.squeeze import squeeze
 from costmodel.overlap import Weights
 
-__all__ = ["Needs", "Outcome", "best_of_ways", "floor_of", "needs_of", "ways"]
+__all__ = ["Fit", "Outcome", "best_of_ways", "floor_of", "fit_of", "ways"]
 
 _TIGHTER = 5  # programs with ever less memory
 _HOPE = 1.3
@@ -44,7 +44,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class Fit:
     """Whether a job fits, None where that is not known; and bytes that a plan takes, or that no plan takes less than."""
 
     fits: bool | None
@@ -64,9 +64,8 @@ def _in_chunks(meshes: Sequence[tuple[int, ...]], outcome: Outcome) -> Outcome:
     """With the best plan in chunks, and what none is below in chunks either."""
     contest, best = outcome.plain.anew(math.inf), outcome.found.best
     options = contest.candidates.options
-    asked = options.chunks
-    most = max(COUNTS if asked is None else asked.values(), default=1)
-    if best is None or not options.hides or most < 2 or best.panels != 1 or outcome.contest is not outcome.plain:
+    asked, most = options.chunks, most_chunks(options)
+    if best is None or most == 1 or best.panels != 1 or outcome.contest is not outcome.plain:
         return outcome  # the bound of plans with what is to be decided holds in chunks already
 
     chunks, shortest = best_chunks(best.priced, asked)
@@ -121,7 +120,7 @@ def ways(contest: Contest) -> tuple[Contest, Contest]:
     )
 
 
-def needs_of(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Needs:
+def fit_of(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Fit:
     """Whether some plan fits, without looking for a fast one.
 
     Raises:
@@ -131,15 +130,15 @@ def needs_of(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Needs:
     if floor <= contest.allowed:
         floor = contest.shared(meshes)
     if floor > contest.allowed:
-        return Needs(False, floor)
+        return Fit(False, floor)
     tries = _tries(contest)
     least = contest.least(meshes, contest.allowed, tries)
     if least is None:
         raise contest.indivisible or AutotpError("no plan")
     if least.used <= contest.allowed:
-        return Needs(True, least.used)
+        return Fit(True, least.used)
     every = sum(1 for _ in contest.candidates.over(meshes))
-    return Needs(False if tries >= every else None, least.used)
+    return Fit(False if tries >= every else None, least.used)
 
 
 def floor_of(contest: Contest) -> float:

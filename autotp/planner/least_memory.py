@@ -81,7 +81,7 @@ def smallest(
         deadline: on the performance counter, beyond which nothing else is tried.
         known: bytes of another choice, on another mesh perhaps; what takes far more is of no interest.
         floor: bytes that no choice takes less than.
-        rounds: of looking for better shares, at most; with few, the search is hasty.
+        rounds: of looking for better shares, at most; with fewer than usual, the search is hasty.
 
     Raises:
         Infeasible: the layouts admit no choice.
@@ -89,7 +89,8 @@ def smallest(
     seen = list(moments.usual)
     floor = max(floor, *(moments.least(moment) for moment in seen))
     start, promised = max(map(moments.cheapest, seen), key=lambda pair: pair[1])
-    hasty = rounds is not None and rounds < _ROUNDS
+    rounds = min(_ROUNDS, rounds or _ROUNDS)
+    hasty = rounds < _ROUNDS
     if known <= floor * (1 + _SAME) or (hasty and moments.panelled and known <= promised):
         return None
     shares: Sequence[float] = [1.0 / len(seen)] * len(seen)
@@ -101,7 +102,7 @@ def smallest(
         promised = max(met[start].values())
         best = Smallest(start, promised, dict(zip(seen, shares, strict=True)))
     unit = promised / max(evaluate(problem, start).seconds, 1e-12)
-    for _ in range(rounds if rounds is not None and hasty else _ROUNDS):
+    for _ in range(rounds):
         weights = dict(zip(seen, shares, strict=True))
         program = moments.program(weights)
         news = False

@@ -13,16 +13,16 @@ from autotp.costs.prices import Prices
 from autotp.costs.step import Sums
 from autotp.planner.describe import Found
 from autotp.planner.shares import Shares, next_shares
+from autotp.plans.options import Options
 from costmodel import overlap
 from costmodel.overlap import Weights
 from passes.sharding.chunk import CHUNKS, Chunked, in_chunks
 from passes.sharding.shard import Sharding
 
-__all__ = ["COUNTS", "Searched", "best_chunks", "chunked", "in_parts", "least_step", "sharding_of"]
+__all__ = ["Searched", "best_chunks", "chunked", "in_parts", "least_step", "most_chunks", "sharding_of"]
 
 _ROUNDS = 8
-#: In how many chunks it may be best to work.
-COUNTS = (2, 4)
+_COUNTS = (2, 4)  # in how many chunks it may be best to work
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,12 @@ def least_step(
     return [found for _, found in met], min(floor, met[0][0].step(hides=True))
 
 
+def most_chunks(options: Options) -> int:
+    """The chunks for which bounds have to hold; not fewer if fewer are asked for, so that the same plans are met."""
+    asked = max(_COUNTS if options.chunks is None else options.chunks.values(), default=1)
+    return max(asked, *_COUNTS) if options.hides and asked > 1 else 1
+
+
 def best_chunks(priced: Priced, asked: Mapping[str, int] | None = None) -> tuple[Mapping[str, int], float]:
     """The chunks with which the step of a plan's strategies is shortest, and its seconds.
 
@@ -101,7 +107,7 @@ def best_chunks(priced: Priced, asked: Mapping[str, int] | None = None) -> tuple
     if priced.sums.activations < overlap.MARGIN * best:
         return chosen, best
     for way in CHUNKS:
-        for count in COUNTS:
+        for count in _COUNTS:
             found = chunked(priced, in_parts(priced, {way: count})).step(hides=True)
             if found >= best:
                 break

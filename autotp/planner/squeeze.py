@@ -31,7 +31,7 @@ from autotp.planner.contest import Contest
 from autotp.planner.describe import Found
 from autotp.planner.ilp import Problem, least, minimax, promising
 from autotp.planner.least_memory import dearer
-from autotp.planner.least_step import COUNTS, Searched
+from autotp.planner.least_step import Searched, most_chunks
 from autotp.planner.mixing import Met, mix
 from autotp.planner.moments import Moments
 from autotp.planner.shares import Multipliers, Shares, next_shares
@@ -57,7 +57,7 @@ def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | N
         contest: of a model with undecided operators.
         meshes: to look at, in this order, until the time is over.
         best: a plan that fits, if one is known.
-        floor: seconds that no plan is below on any of them, however much memory there is.
+        floor: seconds that no plan without chunks is below on any of them, however much memory there is.
     """
     search = _Squeeze(contest)
     if best is not None:
@@ -66,7 +66,11 @@ def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | N
     floors = []
     for pair in contest.candidates.restrictions(meshes):
         late = search.best is not None and time.perf_counter() > contest.deadline
-        floors.append(floor if late else search.on(Candidate(*pair, panels)))
+        candidate = Candidate(*pair, panels)
+        if not late:
+            floors.append(search.on(candidate))
+        else:
+            floors.append(floor if search.most == 1 else search.in_chunks(candidate))
     step = math.inf if search.best is None else search.best.step
     floor = max(0.0, min([step, *floors]))
     if search.best is None:
@@ -107,6 +111,11 @@ class _Squeeze:
         copies = Counter(model.stands.values())
         return max((copies[node] for node in model.undecided), default=1)
 
+    @property
+    def most(self) -> int:
+        """The chunks for which bounds have to hold."""
+        return most_chunks(self.contest.candidates.options)
+
     def met(self, found: Found) -> Met:
         options, sums = self.contest.candidates.options, found.priced.sums
         step = sums.step(options.hides)
@@ -130,16 +139,22 @@ class _Squeeze:
             self.point = point
         if floor < self.good and self.layers == 1:
             floor = max(floor, self.close(candidate, moments))
-        options = self.contest.candidates.options
-        most = max(COUNTS if options.chunks is None else options.chunks.values(), default=1)
-        if options.hides and most > 1:
-            cut = self.solve(candidate, self.point, moments, surely=True, chunks=most)
-            low = math.inf if cut is None else cut[2]
+        if self.most > 1:
+            low = self.in_chunks(candidate, moments)
             if low < self.good and self.layers == 1:
-                low = max(low, self.close(candidate, moments, most))
+                low = max(low, self.close(candidate, moments, self.most))
             floor = min(floor, low)
         _log.debug("mesh %s: at least %.4g s", "x".join(map(str, candidate.mesh)), floor)
         return floor
+
+    def in_chunks(self, candidate: Candidate, moments: Moments | None = None) -> float:
+        """Seconds that no plan in chunks is below, as far as one point tells."""
+        try:
+            solved = self.solve(candidate, self.point, moments, surely=True, chunks=self.most)
+        except BatchError as error:
+            self.contest.indivisible = error
+            return math.inf
+        return math.inf if solved is None else solved[2]
 
     def steer(self, candidate: Candidate, moments: Moments, *, surely: bool) -> float:
         """Meets choices at ever better points and mixes them; seconds that no plan is below, of bytes held ``surely``."""

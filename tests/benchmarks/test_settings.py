@@ -21,9 +21,9 @@ def test_every_family_is_inside_auto(model, machine):
         if plan is None:
             continue
         same = contained(captured, plan)
-        # In chunks, what pins leave open is chosen for them: a hair's breadth faster than for a step without.
-        close = 1e-3 if plan.chunks else 1e-9
         assert same.predicted.step_seconds <= plan.predicted.step_seconds * (1 + 1e-9), name
+        # Pins do not say in which order axes shard a dim. Plans in chunks are no optima, so it may find a better one.
+        close = 1e-4 if plan.chunks else 1e-9
         assert same.predicted.step_seconds == pytest.approx(plan.predicted.step_seconds, rel=close), name
         assert same.predicted.memory_bytes == pytest.approx(plan.predicted.memory_bytes, rel=close), name
         some += 1

@@ -11,7 +11,7 @@ import torch
 
 from autotp.errors import AutotpError, Change
 from autotp.planner.contest import Contest
-from autotp.planner.fitting import Needs, floor_of, needs_of, ways
+from autotp.planner.fitting import Fit, fit_of, floor_of, ways
 from autotp.plans.options import Options
 from costmodel import Topology
 from costmodel.memory import OPTIMIZERS
@@ -75,14 +75,14 @@ def changes_of(job: Job) -> list[Change]:
             if late and (floor := floor_of(contest)) <= contest.allowed:
                 found.append(Change(trial.name, None, reason=_LATE))
                 continue
-            needs = Needs(False, floor) if late else needs_of(contest, meshes)
+            fit = Fit(False, floor) if late else fit_of(contest, meshes)
         except AutotpError:  # no such machine, or no such batch: no change that could be made
             continue
         longest = max(longest, time.perf_counter() - begun - trial.captures * job.capturing)
-        if needs.fits is None:
+        if fit.fits is None:
             found.append(Change(trial.name, None, reason=_CLOSE))
         else:
-            found.append(Change(trial.name, needs.fits, needs.bytes))
+            found.append(Change(trial.name, fit.fits, fit.bytes))
     return found
 
 
