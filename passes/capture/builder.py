@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
@@ -81,8 +82,8 @@ class Builder:
         return node
 
     def run(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """``target`` on fake values; gradients, modes and autocasts of the caller do not matter."""
-        with torch._C.DisableTorchFunction(), torch.no_grad(), self.mode:
+        """``target`` on fake values, as torch.export runs it; gradients, modes, autocasts of the caller do not matter."""
+        with torch._C.DisableTorchFunction(), torch.no_grad(), enable_python_dispatcher(), self.mode:
             return target(*args, **kwargs)
 
     def emit(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None, *, like: fx.Node) -> fx.Node:

@@ -135,7 +135,7 @@ def group_norm(at: At, x: Any, groups: int, weight: Any = None, bias: Any = None
 
 
 def _group(x: Tensor, groups: int) -> Tensor:
-    return x.reshape(x.shape[0], groups, x.shape[1] // groups, -1)
+    return x.reshape(x.shape[0], groups, x.shape[1] // groups, math.prod(x.shape[2:]))
 
 
 def batch_norm(

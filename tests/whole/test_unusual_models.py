@@ -308,3 +308,27 @@ def test_what_a_rule_does_not_fit_is_replicated_and_reported(caplog):
     assert plan.replicated == ["linear_1"]
     assert "linear_1 (aten.linear.default) is computed whole on every device" in caplog.text
     torch.testing.assert_close(autotp.simulate(model, plan, args)(*args), model(*args), rtol=1e-9, atol=1e-12)
+
+
+class NoSamples(nn.Module):
+    """Of an empty batch: kernels that infer a size from the others cannot, and a fake one cannot be asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.GroupNorm(1, 4)
+
+    def forward(self, x):
+        larger = self.norm(nn.functional.interpolate(x, scale_factor=2))
+        larger[:, 0] += 1
+        return larger
+
+
+def test_a_batch_without_samples():
+    model, args = NoSamples().double(), (torch.randn(0, 4, 4, 4).double(),)
+    plan = autotp.plan(model, slow_machine((2,)), args, mesh=(2,), constraints=["group_norm=c@x"])
+    assert [op.assignment for op in plan.operators if op.name == "group_norm"] == [("c",)]
+    simulated = autotp.simulate(model, plan, args)
+    result = simulated(*args)
+    assert result.shape == (0, 4, 8, 8)
+    result.sum().backward()
+    assert all(not parameter.grad.any() for parameter in model.parameters())
