@@ -41,7 +41,9 @@ def small_problem(seed: int) -> Problem:
         cost = values(rows, columns)
         if rng.random() < 0.4:
             cost[rng.random((rows, columns)) < 0.25] = math.inf
-        memory = rng.integers(0, 4, columns) * float(rng.random() < 0.7)
+        memory = rng.integers(0, 4, columns) * float(rng.random() < 0.7) + np.zeros((rows, columns))
+        if rng.random() < 0.3:  # rows differ, as where some of them hold nothing
+            memory = memory * rng.integers(0, 2, (rows, 1))
         temporary = rng.integers(0, 6, (rows, columns)) * float(rng.random() < 0.7)
         have = rng.integers(0, rows, sizes[producer])
         tensors.append(Tensor(f"t{number}", producer, have, tuple(uses), cost, memory, temporary))
@@ -163,5 +165,5 @@ def transformer_layer(mesh: tuple[int, ...], copies: int = 32) -> Problem:
         kept = np.array([0.0 if rests else count * layer.bytes(factors[name], column) for column in columns])
         uses = tuple(Use(index[user], np.array([columns.index(layout) for layout in want])) for user, want in users)
         have = np.array([rows.index(layout) for layout in left[name]])
-        tensors.append(Tensor(name, index[name], have, uses, count * cost, kept, gathered))
+        tensors.append(Tensor(name, index[name], have, uses, count * cost, np.broadcast_to(kept, cost.shape), gathered))
     return Problem(tuple(nodes), tuple(tensors))

@@ -216,10 +216,10 @@ class _Assembly:
             saved = edge.saved | edge.products
             regather |= (edge.rows[:, None, :] != edge.wants[None, :, :]).any(axis=-1) & saved
         wanted = local_elements(shape, edge.wants, self.mesh) * itemsize
-        memory, held = np.zeros(len(edge.wants)), np.zeros((1, 1))
+        memory, held = np.zeros(regather.shape), np.zeros((1, 1))
         if edge.keeps and prices.train:
             apart = self.panelled or self.either is not None
-            memory = np.where(edge.saved if apart else edge.saved | edge.products, edge.count * wanted, 0.0)
+            memory = memory + np.where(edge.saved if apart else edge.saved | edge.products, edge.count * wanted, 0.0)
             if apart and edge.products.any():
                 kept = edge.count * local_elements(shape, edge.rows, self.mesh) * itemsize
                 if self.either is None:
@@ -248,7 +248,7 @@ class _Assembly:
         if self.panelled:  # what products read comes in panels, once more anyway
             cost[:, edge.products & ~edge.saved] = 0.0
         uses = tuple(Use(index, want) for index, want in needs.uses)
-        return Tensor(edge.name, edge.producer, needs.have, uses, cost, np.zeros(columns), np.zeros(cost.shape))
+        return Tensor(edge.name, edge.producer, needs.have, uses, cost, np.zeros(cost.shape), np.zeros(cost.shape))
 
     def alike(self, edge: Edge, view: int) -> Tensor:
         """A view is made again if and only if what it shows is."""
@@ -256,7 +256,9 @@ class _Assembly:
         assert isinstance(made, Choice) and isinstance(shown, Choice)
         cost = np.where(np.eye(2, dtype=bool), 0.0, np.inf)
         uses = (Use(view, made.again.astype(np.int64)),)
-        return Tensor(edge.name, edge.producer, shown.again.astype(np.int64), uses, cost, np.zeros(2), np.zeros((2, 2)))
+        return Tensor(
+            edge.name, edge.producer, shown.again.astype(np.int64), uses, cost, np.zeros((2, 2)), np.zeros((2, 2))
+        )
 
     def pay(self, parameter: bool, weight: Weight) -> Collective:
         """What collectives of a pass cost, weighted, that move a parameter, or something else."""

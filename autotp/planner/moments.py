@@ -279,7 +279,5 @@ def _twice(tensors: Sequence[Tensor], structure: Structure, needs: Sequence[int]
 
 
 def _tensor(tensor: Tensor, uses: Sequence[Use], cost: np.ndarray) -> Tensor:
-    rows, columns = tensor.cost.shape
-    return Tensor(
-        tensor.name, tensor.producer, tensor.have, tuple(uses), cost, np.zeros(columns), np.zeros((rows, columns))
-    )
+    nothing = np.zeros(tensor.cost.shape)
+    return Tensor(tensor.name, tensor.producer, tensor.have, tuple(uses), cost, nothing, nothing)

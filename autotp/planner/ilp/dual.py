@@ -127,7 +127,7 @@ class Dual:
             self.before[pair.nodes[1 - low]].append((pair, 1 - low))
 
     def _split(self, tensor: Tensor) -> None:
-        cost = np.minimum(tensor.cost + self.price * tensor.memory[None, :], self.big)
+        cost = np.minimum(tensor.cost + self.price * tensor.memory, self.big)
         wanted = np.zeros(cost.shape[1])
         for use in tensor.uses:
             wanted[np.unique(use.want[use.want >= 0])] += 1.0

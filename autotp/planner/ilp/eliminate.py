@@ -281,6 +281,6 @@ def _core(pool: _Pool) -> Core:
         name = f"{pool.problem.nodes[a].name}~{pool.problem.nodes[b].name}"
         use = Use(number[b], factor.index[1])
         zero = np.zeros_like(table)
-        tensors.append(Tensor(name, number[a], factor.index[0], (use,), table, np.zeros(table.shape[1]), zero))
+        tensors.append(Tensor(name, number[a], factor.index[0], (use,), table, zero, zero))
     nodes = tuple(Node(pool.problem.nodes[n].name, unary[n], np.zeros(len(unary[n]))) for n in left)
     return Core(Problem(nodes, tuple(tensors)), left, tuple(pool.steps), len(pool.unary))

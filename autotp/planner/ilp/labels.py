@@ -160,7 +160,7 @@ def _tables(labels: _Labels, dual: Dual) -> list[_Table]:
             table = _Table(
                 table.nodes,
                 table.at,
-                table.memory + np.where(counted, tensor.memory[column], 0.0),
+                table.memory + np.where(counted, tensor.memory[row, column], 0.0),
                 table.seconds + np.where(counted, tensor.cost[row, column], 0.0),
                 table.reduced + excess,
                 np.maximum(table.largest, np.where(counted, tensor.temporary[row, column], 0.0)),

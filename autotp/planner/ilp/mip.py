@@ -9,7 +9,7 @@ With ``x[o,s]`` binary, ``X_i[t,l] = sum of x[o_i,s] over s wanting column l`` (
               sum_h y[t,h,l] = w[t,l],   y[t,h,l] <= P[t,h]               for every t, h, l        (4) cells
               sum_l y[t,h,l] = P[t,h] (<= if a use may want none), sum_h y[t,h,l] = X[t,l]  one use (5) paired
               z[v] >= sum_{h: temporary_t[h,l] >= v} y[t,h,l]             for every t, l, v      (6) temporary
-              sum memory_o[s] x[o,s] + sum memory_t[l] w[t,l] + T <= bound                         (7) build
+              sum memory_o[s] x[o,s] + sum memory_t[h,l] y[t,h,l] + T <= bound                     (7) build
                   with  T = sum_k (v_k - v_{k-1}) z[v_k],  z[v_k] <= z[v_{k-1}]                    (8) largest
 
 (4) is the facility-location form of the reshard: the product ``P w`` relaxed as tightly as two-index
@@ -181,6 +181,15 @@ class _Builder:
             reached = [(y, 1.0) for y, other in terms if other >= value]
             self.rows.constraint([(self.above[value], -1.0), *reached], -math.inf, 0.0)
 
+    def held(self, tensor: Tensor, column: int, w: int) -> np.ndarray:
+        """Counts the bytes that a column holds whatever the row; what rows hold beside that, ``[H]``."""
+        memory = np.where(np.isfinite(tensor.cost[:, column]), tensor.memory[:, column], np.inf)
+        least = float(memory.min(initial=np.inf))
+        if not self.bounded or not math.isfinite(least):
+            return np.zeros(len(memory))
+        self.remember(w, least)
+        return np.where(np.isfinite(memory), memory - least, 0.0)
+
     def tensor(self, tensor: Tensor) -> None:
         if not tensor.uses:
             return
@@ -196,7 +205,7 @@ class _Builder:
         by_row: dict[int, list[int]] = {row: [] for row in have}
         temporary = []
         for column, w in wanted.items():
-            self.remember(w, float(tensor.memory[column]))
+            apart = self.held(tensor, column, w)
             ys = []
             for row in have:
                 cost = float(tensor.cost[row, column])
@@ -205,6 +214,7 @@ class _Builder:
                     ys.append(y)
                     by_row[row].append(y)
                     temporary.append((y, float(tensor.temporary[row, column])))
+                    self.remember(y, float(apart[row]))
             self.rows.constraint([(w, -1.0), *((y, 1.0) for y in ys)], 0.0, 0.0)
         least = -math.inf if (use.want < 0).any() else 0.0
         for row, ys in by_row.items():
@@ -222,23 +232,24 @@ class _Builder:
                 w = self.rows.variable(0.0)
                 for x in xs:
                     self.rows.constraint([(w, 1.0), (x, -1.0)], 0.0, math.inf)
-            self.remember(w, float(tensor.memory[column]))
             self.cells(tensor, column, w, have)
 
     def cells(self, tensor: Tensor, column: int, w: int, have: dict[int, int]) -> None:
-        groups: dict[tuple[float, float], list[int]] = {}
+        groups: dict[tuple[float, float, float], list[int]] = {}
+        apart = self.held(tensor, column, w)
         for row, p in have.items():
             cost = float(tensor.cost[row, column])
             if math.isfinite(cost):
                 bytes_ = float(tensor.temporary[row, column]) if self.bounded or self.largest_cost else 0.0
-                groups.setdefault((cost, bytes_), []).append(p)
+                groups.setdefault((cost, bytes_, float(apart[row])), []).append(p)
         ys = []
-        for (cost, _), ps in groups.items():
+        for (cost, _, held), ps in groups.items():
             y = self.rows.variable(cost / self.unit)
+            self.remember(y, held)
             self.rows.constraint([(y, 1.0), *((p, -1.0) for p in ps)], -math.inf, 0.0)
             ys.append(y)
         self.rows.constraint([(w, -1.0), *((y, 1.0) for y in ys)], 0.0, 0.0)
-        self.temporary([(y, bytes_) for y, (_, bytes_) in zip(ys, groups, strict=True)])
+        self.temporary([(y, bytes_) for y, (_, bytes_, _) in zip(ys, groups, strict=True)])
 
 
 def build(

@@ -83,19 +83,19 @@ def compact(problem: Problem, alive: Alive, *, bounded: bool) -> Reduced:
         rows, have = np.unique(tensor.have[kept[tensor.producer]], return_inverse=True)
         cost = tensor.cost[np.ix_(rows, columns)]
         temporary = np.where(np.isfinite(cost), tensor.temporary[np.ix_(rows, columns)], 0.0)
-        memory = tensor.memory[columns]
+        memory = np.where(np.isfinite(cost), tensor.memory[np.ix_(rows, columns)], 0.0)
         if not bounded:
             temporary, memory = np.zeros_like(temporary), np.zeros_like(memory)
         if not (cost.any() or temporary.any() or memory.any()):
             continue
         new_column = np.full(tensor.cost.shape[1], -1)
         new_column[columns] = np.arange(len(columns))
-        first, same = _relabel(np.hstack([cost, temporary]))
-        cost, temporary, have = cost[first], temporary[first], same[have]
+        first, same = _relabel(np.hstack([cost, temporary, memory]))
+        cost, temporary, memory, have = cost[first], temporary[first], memory[first], same[have]
         if len(wants) == 1:
             # Equal columns of a shared tensor stay apart: two uses wanting both would pay for both.
-            first, same = _relabel(np.hstack([cost.T, temporary.T, memory[:, None]]))
-            cost, temporary, memory = cost[:, first], temporary[:, first], memory[first]
+            first, same = _relabel(np.hstack([cost.T, temporary.T, memory.T]))
+            cost, temporary, memory = cost[:, first], temporary[:, first], memory[:, first]
             new_column[columns] = same
         uses = tuple(
             Use(use.node, np.where(want < 0, -1, new_column[np.maximum(want, 0)]))

@@ -15,7 +15,7 @@ def priced(problem: Problem, price: float) -> Problem:
     if not price:
         return problem
     nodes = tuple(replace(node, cost=node.cost + price * node.memory) for node in problem.nodes)
-    tensors = tuple(replace(t, cost=t.cost + price * t.memory[None, :]) for t in problem.tensors)
+    tensors = tuple(replace(t, cost=t.cost + price * t.memory) for t in problem.tensors)
     return replace(problem, nodes=nodes, tensors=tensors)
 
 

@@ -4,7 +4,7 @@ Given one strategy ``s(o)`` per node, a tensor ``t`` rests in row ``have[s(produ
 set ``L(t)`` of *distinct* columns ``want[s(consumer)]`` over its uses (-1 is left out). Then
 
     seconds = sum_o cost_o[s(o)] + sum_t sum_{l in L(t)} cost_t[have, l]                              (1)
-    memory  = sum_o memory_o[s(o)] + sum_t sum_{l in L(t)} memory_t[l]
+    memory  = sum_o memory_o[s(o)] + sum_t sum_{l in L(t)} memory_t[have, l]
               + max_{t, l in L(t)} temporary_t[have, l]                                        (2)
 
 :func:`evaluate` implements (1) and (2) and is the definition that every solution method is tested against.
@@ -61,7 +61,7 @@ class Tensor:
         uses: the consumers; one node may appear twice, and may be the producer itself.
         cost: ``[H, W]`` seconds of the reshard from row to column with its gradient mirror; ``inf`` =
             impossible.
-        memory: ``[W]`` bytes held until the backward pass, counted once per distinct wanted column.
+        memory: ``[H, W]`` bytes held until the backward pass, counted once per distinct wanted column.
         temporary: ``[H, W]`` bytes that live only while the reshard's result is in use; the largest one
             counts.
     """
@@ -126,7 +126,7 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
         row = int(tensor.have[choice[tensor.producer]])
         for column in distinct_wants(tensor, choice):
             seconds.append(float(tensor.cost[row, column]))
-            resting.append(float(tensor.memory[column]))
+            resting.append(float(tensor.memory[row, column]))
             largest = max(largest, float(tensor.temporary[row, column]))
     total = math.fsum(seconds) if all(map(math.isfinite, seconds)) else math.inf
     return Evaluation(total, math.fsum([*resting, largest]), largest)
@@ -154,13 +154,13 @@ def validate(problem: Problem) -> None:
         if tensor.cost.ndim != 2:
             raise ValueError(f"{where}: cost has shape {tensor.cost.shape}; give a matrix [have, want]")
         rows, columns = tensor.cost.shape
-        if tensor.memory.shape != (columns,) or tensor.temporary.shape != (rows, columns):
+        if tensor.memory.shape != (rows, columns) or tensor.temporary.shape != (rows, columns):
             raise ValueError(
                 f"{where}: memory {tensor.memory.shape} and temporary {tensor.temporary.shape} do not fit "
-                f"cost {tensor.cost.shape}; give [W] and [H, W]"
+                f"cost {tensor.cost.shape}; give [H, W]"
             )
         _check_values(where, "cost", tensor.cost, inf=True, sign=True)
-        _check_values(where, "memory", tensor.memory, inf=False, sign=True)
+        _check_values(where, "memory", np.where(np.isinf(tensor.cost), 0.0, tensor.memory), inf=False, sign=True)
         _check_values(where, "temporary", np.where(np.isinf(tensor.cost), 0.0, tensor.temporary), inf=False, sign=True)
         _check_port(where, "have", tensor.producer, tensor.have, problem, low=0, high=rows, count=count)
         for number, use in enumerate(tensor.uses):

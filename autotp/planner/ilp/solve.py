@@ -241,8 +241,8 @@ def _bytes_only(problem: Problem) -> Problem:
     tensors = tuple(
         replace(
             t,
-            cost=np.where(np.isfinite(t.cost), np.broadcast_to(t.memory, t.cost.shape), math.inf),
-            memory=np.zeros(len(t.memory)),
+            cost=np.where(np.isfinite(t.cost), t.memory, math.inf),
+            memory=np.zeros(t.memory.shape),
         )
         for t in problem.tensors
     )

@@ -28,7 +28,7 @@ def chain(seed: int, tightness: float) -> tuple[Problem, float]:
     every = np.arange(STRATEGIES)
     for i in range(NODES - 1):
         table = draw.uniform(0, 6, (STRATEGIES, STRATEGIES))
-        memory = draw.uniform(0, 4, STRATEGIES)
+        memory = draw.uniform(0, 4, (STRATEGIES, STRATEGIES))
         tensors.append(Tensor(f"t{i}", i, every, (Use(i + 1, every),), table, memory, np.zeros_like(table)))
     seconds, memory = np.zeros(()), np.zeros(())
 
@@ -38,7 +38,7 @@ def chain(seed: int, tightness: float) -> tuple[Problem, float]:
     for i, node in enumerate(nodes):
         seconds, memory = seconds + along(node.cost, i), memory + along(node.memory, i)
     for i, tensor in enumerate(tensors):
-        seconds, memory = seconds + along(tensor.cost, i, i + 1), memory + along(tensor.memory, i + 1)
+        seconds, memory = seconds + along(tensor.cost, i, i + 1), memory + along(tensor.memory, i, i + 1)
     bound = float(memory.min() + tightness * (np.median(memory) - memory.min()))
     return Problem(tuple(nodes), tuple(tensors), bound), float(seconds[memory <= bound].min())
 

@@ -32,7 +32,9 @@ def chain(memory_bound: float = math.inf) -> Problem:
     c = Node("c", np.array([0.0, 5.0, 9.0]), np.zeros(3))
     cost = np.array([[3.0, 0.0], [0.5, math.inf]])
     uses = (Use(1, np.array([0, 1])), Use(2, np.array([0, 1, -1])))
-    tensor = Tensor("a.out", 0, np.array([0, 1]), uses, cost, np.array([10.0, 20.0]), np.array([[7.0, 0.0], [2.0, 0.0]]))
+    tensor = Tensor(
+        "a.out", 0, np.array([0, 1]), uses, cost, np.array([[10.0, 20.0]] * 2), np.array([[7.0, 0.0], [2.0, 0.0]])
+    )
     return Problem((a, b, c), (tensor,), memory_bound)
 
 
@@ -60,7 +62,7 @@ def test_evaluate_takes_the_largest_temporary_of_all_tensors() -> None:
         np.zeros(1, int),
         (Use(3, np.zeros(1, int)),),
         np.ones((1, 1)),
-        np.zeros(1),
+        np.zeros((1, 1)),
         np.full((1, 1), 9.0),
     )
     problem = Problem((*problem.nodes, node), (*problem.tensors, own))
@@ -173,7 +175,7 @@ def test_elimination_leaves_nothing_of_a_chain() -> None:
             np.arange(9),
             (Use(k + 1, np.arange(9)),),
             rng.random((9, 9)),
-            np.zeros(9),
+            np.zeros((9, 9)),
             np.zeros((9, 9)),
         )
         for k in range(11)
