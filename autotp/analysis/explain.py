@@ -125,7 +125,8 @@ def priced_plan(captured: Captured, plan: Plan) -> Priced:
     )
     panels = {op.name: op.panels for op in plan.operators if op.panels > 1}
     found = loops(operators, chosen, resting, plan.mesh_shape) if panels else []
-    return Priced.of(model, prices, chosen, resting, panels, found)
+    once = [name for name, fqn in captured.parameters.items() if fqn in plan.gathered_once]
+    return Priced.of(model, prices, chosen, resting, panels, found, once)
 
 
 def explain_operator(captured: Captured, plan: Plan, name: str, *, count: int = 5, planned: int = 1) -> Explanation:

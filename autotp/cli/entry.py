@@ -127,6 +127,10 @@ def _plan(
         str,
         typer.Option(help="What the backward pass computes again: auto, none, selective, full, or modules: h.0,h.1."),
     ] = str(Options.recompute),
+    reshard_after_forward: Annotated[
+        bool | None,
+        typer.Option(help="Whether parameters are gathered again for the backward pass."),
+    ] = Options.reshard_after_forward,
     gap: Annotated[
         float, typer.Option(help="The share of a step that a search for what to recompute may leave unproven.")
     ] = Options.gap,
@@ -157,6 +161,7 @@ def _plan(
         schedule=schedule,
         constraints=pin or (),
         recompute=recompute if recompute in RECOMPUTE else recompute.split(","),
+        reshard_after_forward=reshard_after_forward,
         gap=gap,
     )
     with working(f"building {model}"):

@@ -128,6 +128,8 @@ class Needs:
         """Whether a storage is made again for the backward pass: a result, its copy in another layout, a parameter's."""
         (node, number), layout = key
         if node.op == "placeholder":
+            if node.name in self.priced.once:
+                return False
             if node.name not in self.parameters or number == CAST:
                 return number == CAST and casts((node, 0))
             return gathers(tuple(node.meta["val"].shape), self.priced.layouts[node, 0], layout, self.mesh)

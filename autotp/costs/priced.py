@@ -90,6 +90,7 @@ class Priced:
         layouts: in which every tensor is made or rests.
         panels: of the products that gather their operands panel by panel, by name.
         again: (operand, product) where the backward pass gathers the product's data operand again.
+        once: names of the parameters whose gathered copies are kept until the backward pass has read them.
     """
 
     model: Model
@@ -98,6 +99,7 @@ class Priced:
     layouts: Mapping[Value, Layout]
     panels: Mapping[str, int] = field(default_factory=dict)
     again: Set[tuple[Value, fx.Node]] = frozenset()
+    once: Set[str] = frozenset()
 
     @classmethod
     def of(
@@ -108,6 +110,7 @@ class Priced:
         resting: Mapping[str, Layout],
         panels: Mapping[str, int],
         found: Sequence[Loop],
+        once: Collection[str] = (),
     ) -> Priced:
         """Of strategies, and of parameters' resting layouts.
 
@@ -115,6 +118,7 @@ class Priced:
             model, prices, strategies, panels: see the attributes.
             resting: placeholder's name -> layout; whole where it is not given.
             found: the loops that products in panels may have, those that have none as well.
+            once: see the attributes.
         """
         whole = whole_layout(len(prices.mesh))
         given = model.captured.graph_module.graph.find_nodes(op="placeholder")
@@ -127,7 +131,7 @@ class Priced:
             for node in loop.members
             if node.name in panels and loop.absorbed[0]
         }
-        return cls(model, prices, strategies, layouts, panels, again)
+        return cls(model, prices, strategies, layouts, panels, again, frozenset(once))
 
     @cached_property
     def own(self) -> Mapping[fx.Node, Price]:
@@ -184,7 +188,11 @@ class Priced:
         tensor, trained = self.model.named[value].meta["val"], value in self.model.trained
         cast = cast_of(self.model.named[value])
         repeated = self.model.recomputed.get(value[0]) and any(value in self.model.saved[user] for user in users)
-        regather = parameter or bool(repeated) or any((value, user) in self.again for user in users)
+        regather = (
+            (parameter and value[0].name not in self.once)
+            or bool(repeated)
+            or any((value, user) in self.again for user in users)
+        )
         price = self.prices.reshard(tensor, have, want, gradient=trained, regather=regather, parameter=parameter, cast=cast)
         if not (parameter and trained and self.prices.train and self.prices.accumulate > 1) or cast.changes:
             return Moved(value, want, users, parameter, price)

@@ -68,6 +68,11 @@ class Assembled:
         rows = zip(self.structure.nodes, choice, strict=True)
         return {node for (node, made, _), row in rows if isinstance(made, Choice) and made.again[row]}
 
+    def once(self, choice: Sequence[int]) -> set[fx.Node]:
+        """The parameters, of those that stand for others, that a choice does not gather again for the backward pass."""
+        rows = zip(self.structure.nodes, choice, strict=True)
+        return {node for (node, rest, _), row in rows if isinstance(rest, Rest) and rest.parameter and not rest.again[row]}
+
 
 def assemble(
     structure: Structure,
@@ -190,7 +195,7 @@ class _Assembly:
             return np.zeros(1), elements * rest.value.element_size()
         fits = fitting(shape, rest.rows, self.mesh)
         fits &= ~((rest.rows != WHOLE) & (np.array(self.mesh) == 1)).any(axis=-1)
-        fits &= restoring(rest.rows, self.mesh)
+        fits &= restoring(rest.rows, self.mesh) & (rest.again | (not self.panelled))
         for pin in pins:
             fits &= pin.allows(rest.rows)
         offered = np.zeros(len(fits), bool)
@@ -204,14 +209,14 @@ class _Assembly:
     def tensor(self, edge: Edge) -> Tensor:
         prices, shape, itemsize = self.prices, tuple(edge.value.shape), edge.value.element_size()
         regather = np.zeros((len(edge.rows), len(edge.wants)), bool)
-        again = np.full(len(edge.wants), edge.parameter)
+        again = np.repeat(edge.again[:, None], len(edge.wants), axis=1)
         if self.panelled and self.either is None:
             again |= edge.products
-        if edge.cast.there:  # from its own part, which is near
-            regather |= True
-        elif again.any():
+        comes = np.full(regather.shape, edge.cast.there)  # a parameter is also cast, from its own part, which is near
+        if not edge.cast.there and (edge.parameter or again.any()):
             rows, wants = edge.rows[:, None, :], edge.wants[None, :, :]
-            regather = ((rows >= 0) & (rows != wants)).any(axis=-1) & again
+            comes = ((rows >= 0) & (rows != wants)).any(axis=-1)
+        regather |= comes & again
         if edge.repeats and prices.train:
             saved = edge.saved | edge.products
             regather |= (edge.rows[:, None, :] != edge.wants[None, :, :]).any(axis=-1) & saved
@@ -227,12 +232,14 @@ class _Assembly:
                 else:  # kept once for all readers, or once for each way of wanting it
                     least = np.minimum(kept[:, None] / len(edge.uses), edge.count * wanted[None, :])
                     held = self.either * np.where(edge.products & ~edge.saved, least, 0.0)
+        stays = comes & ~again & edge.saved & (edge.parameter and prices.train)
+        memory = memory + np.where(stays, edge.count * wanted, 0.0)
         if edge.parameter and edge.trained and prices.train and prices.accumulate > 1:
             # Sums that are not reduced yet wait beside the gradient that they will be.
             waiting = (edge.gradients == PARTIAL).any(axis=-1)
             unreduced = local_elements(shape, edge.gradients, self.mesh) * itemsize
             memory = memory + np.where(waiting, edge.count * unreduced, 0.0)
-        temporary = np.where(regather, wanted, 0.0) if edge.parameter else np.zeros(regather.shape)
+        temporary = np.where(comes & ~stays, wanted, 0.0) if edge.parameter else np.zeros(regather.shape)
         cost = edge.count * self.reshards(edge, regather) + held
         if not self.structure.chosen.family.scatters and not edge.parameter:
             scattered = ((edge.rows[:, None, :] == PARTIAL) & (edge.wants[None, :, :] >= 0)).any(axis=-1)

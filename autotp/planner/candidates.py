@@ -60,7 +60,8 @@ class Candidates:
     @property
     def panels(self) -> list[int | None]:
         """What to try for panels, in this order."""
-        return [1, None] if self.options.panels is None else [self.options.panels]
+        possible: list[int | None] = [1] if self.options.family.gathers == "once" else [1, None]
+        return possible if self.options.panels is None else [self.options.panels]
 
     def restrictions(self, meshes: Sequence[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], Restriction]]:
         """Every mesh with the roles of its axes that the family tries."""

@@ -62,6 +62,7 @@ class Rest:
         cast: its dtypes.
         rows: coded layouts.
         groups: of the layouts of one group, only the first that fits a mesh is offered.
+        again: of a parameter: whether what is gathered from there is gathered again for the backward pass, or else kept.
         parameter: it has a gradient and optimizer state.
     """
 
@@ -69,6 +70,7 @@ class Rest:
     cast: Cast
     rows: np.ndarray
     groups: np.ndarray
+    again: np.ndarray
     parameter: bool
 
 
@@ -99,6 +101,7 @@ class Edge:
         producer: index of the producing node.
         have: per strategy of the producer, a row of ``rows``.
         rows: the coded layouts that it can have.
+        again: of those of a parameter: whether what is gathered from there is gathered again for the backward pass.
         uses: (index of the reader, per strategy a row of ``wants``).
         wants, gradients: the layouts that readers want, and in which they return the gradient.
         saved: wanted tensors that a reader keeps for its backward pass.
@@ -117,6 +120,7 @@ class Edge:
     producer: int
     have: np.ndarray
     rows: np.ndarray
+    again: np.ndarray
     uses: tuple[tuple[int, np.ndarray], ...]
     wants: np.ndarray
     gradients: np.ndarray

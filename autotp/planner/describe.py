@@ -19,13 +19,14 @@ from autotp.costs.priced import Priced
 from autotp.costs.prices import Prices
 from autotp.costs.recompute import decided
 from autotp.costs.step import Sums
+from autotp.costs.transit import gathers
 from autotp.planner.assemble import Assembled
 from autotp.planner.folding import folded
 from autotp.planner.ilp import Solution
 from autotp.plans.plan import AXIS_NAMES, Plan, PlannedOperator, fingerprint
 from autotp.plans.schemes import scheme
 from costmodel import bounds
-from passes.graph import note_of
+from passes.graph import cast_of, note_of
 from passes.layouts.layout import describe
 from passes.rules.factors import value_of
 from passes.rules.shapes import operands_of, results_of
@@ -88,7 +89,14 @@ class Found:
         resting = {node.name: self._chosen(node) for node in given if node.name in model.captured.parameters}
         possible = [] if self.panels == 1 else loops(model.operators, strategies, resting, prices.mesh)
         panels = choose_panels(possible, model.operators, strategies, prices, self.panels)
-        return Priced.of(model, prices, strategies, resting, panels, possible)
+        return Priced.of(model, prices, strategies, resting, panels, possible, self._once)
+
+    @property
+    def _once(self) -> set[str]:
+        """The parameters whose gathered copies are kept."""
+        once = self.assembled.once(self.solution.choice)
+        given = self.model.captured.graph_module.graph.find_nodes(op="placeholder")
+        return {node.name for node in given if self.model.stands.get(node, node) in once}
 
     @cached_property
     def held(self) -> Mapping[Moment, float]:
@@ -130,6 +138,7 @@ def describe_plan(found: Found, sums: Sums, *, hides: bool, **fields: Any) -> Pl
         topology=prices.topology,
         operators=tuple(_operator(priced, node, copies[model.stands[node]]) for node in model.operators),
         layouts=layouts | {fqn: whole for fqn in captured.unused},
+        gathered_once=_gathered_once(priced),
         predicted=sums.predicted(hides, found.memory),
         model_hash=fingerprint(captured),
         optimizer=prices.optimizer,
@@ -137,6 +146,19 @@ def describe_plan(found: Found, sums: Sums, *, hides: bool, **fields: Any) -> Pl
         accumulate=prices.accumulate,
         **fields,
     )
+
+
+def _gathered_once(priced: Priced) -> tuple[str, ...]:
+    """The parameters of which a copy is made that is kept for a backward pass."""
+    model, found = priced.model, []
+    for moved in priced.reshards:
+        node, have = moved.value[0], priced.layouts[moved.value]
+        read = priced.prices.train and any(user in model.differentiated for user in moved.users)
+        if node.name in priced.once and read:
+            shape = tuple(node.meta["val"].shape)
+            if cast_of(node).there or gathers(shape, have, moved.want.layout, priced.prices.mesh):
+                found.append(model.captured.parameters[node.name])
+    return tuple(dict.fromkeys(found))
 
 
 _RECOMPUTED: Mapping[bool | None, Literal["", "local", "all"]] = {None: "", False: "local", True: "all"}

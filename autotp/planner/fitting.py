@@ -250,6 +250,6 @@ def _fitting_by_sum(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tupl
             return contest, Searched(contest.best, floor, used)
         if not left or time.perf_counter() > contest.deadline:
             break
-        contest = contest.anew(contest.memory - (used - contest.allowed))
+        contest = contest.anew(min(contest.memory, contest.best.solution.memory) - (used - contest.allowed))
         contest.run(meshes)
     return contest, Searched(None, floor, used)

@@ -63,6 +63,7 @@ def plan(
     time_limit: float = Options.time_limit,
     gap: float = Options.gap,
     recompute: str | Sequence[str] = Options.recompute,
+    reshard_after_forward: bool | None = Options.reshard_after_forward,
 ) -> Plan:
     """Plans how ``model`` runs on ``topology``. Needs no process group and no device; the model may be on ``meta``.
 
@@ -71,7 +72,7 @@ def plan(
         topology: a ``Topology``, or the name or path of one.
         args, kwargs: example inputs of the global batch; left out, a Hugging Face model's ``dummy_inputs`` serve.
         strategy, mesh, mode, memory, optimizer, accumulate, panels, chunks, schedule: see `autotp.plans.options.Options`.
-        constraints, precision, time_limit, gap, recompute: see there.
+        constraints, precision, time_limit, gap, recompute, reshard_after_forward: see there.
 
     Returns:
         The best plan that was found; ``Plan.optimal`` and ``Plan.gap`` say how good it is known to be.
@@ -98,6 +99,7 @@ def plan(
         time_limit=time_limit,
         gap=gap,
         recompute=recompute,
+        reshard_after_forward=reshard_after_forward,
     )
     return plan_model(model, topology, args, kwargs, options)
 
@@ -262,6 +264,7 @@ def plan_captured(
         "meshes": len(meshes),
         "panels": options.panels,
         "recompute": options.recompute,
+        "reshard_after_forward": options.reshard_after_forward,
         "operators": len(model.operators),
         "folded_operators": sum(model.stands[n] is n for n in model.operators),
     }

@@ -147,7 +147,8 @@ class _Builder:
         value = node.meta["val"]
         rests = self.chosen.family.rest
         if node.name not in self.captured.parameters or rests == "whole":
-            return Rest(value, cast_of(node), self.whole, np.zeros(1, np.int64), node.name in self.captured.parameters)
+            parameter = node.name in self.captured.parameters
+            return Rest(value, cast_of(node), self.whole, np.zeros(1, np.int64), np.full(1, parameter), parameter)
         layouts = np.unique(np.concatenate([self.whole, *(np.where(w == PARTIAL, WHOLE, w) for w in wanted)]), axis=0)
         options: dict[tuple[int, ...], int] = {}
         groups = 0
@@ -158,7 +159,15 @@ class _Builder:
                     for option in self.further(tuple(int(c) for c in row), axes, value.dim()):
                         options.setdefault(option, groups)
                     groups += 1
-        return Rest(value, cast_of(node), np.array(list(options), np.int64), np.array(list(options.values())), True)
+        gathers = self.chosen.family.gathers if self.read_back(node) else "twice"
+        again = [number for number, name in enumerate(("once", "twice")) if gathers in (name, "free")]
+        found = [(row, group + groups * number, number) for number in again for row, group in options.items()]
+        rows, numbers, twice = map(np.array, zip(*found, strict=True))
+        return Rest(value, cast_of(node), rows, numbers, twice.astype(bool), True)
+
+    def read_back(self, node: fx.Node) -> bool:
+        """Whether a backward pass may read a parameter."""
+        return any(user in self.model.differentiated for user, _ in self.model.readers.get((node, 0), ()))
 
     def further(self, row: tuple[int, ...], axes: Sequence[int], dims: int) -> list[tuple[int, ...]]:
         """Layouts sharded on further axes, all of them on one dim: untouched dims first."""
@@ -190,6 +199,10 @@ class _Builder:
         made = self.nodes[self.index[producer]][1]
         rows, wants = _Registry(self.axes), _Registry(self.axes)
         have = rows.add(made.twice(made.space.results[result]) if isinstance(made, Choice) else made.rows)  # type: ignore[union-attr]
+        layouts_of, again = rows.array, np.full(len(rows.rows), parameter)
+        if isinstance(made, Rest) and not made.again.all() and parameter:
+            have = have + np.where(made.again, len(again), 0)
+            layouts_of, again = np.concatenate([layouts_of, layouts_of]), np.concatenate([~again, again])
         found: list[tuple[int, np.ndarray]] = []
         saved: list[np.ndarray] = []
         products: list[np.ndarray] = []
@@ -218,7 +231,8 @@ class _Builder:
             cast=cast_of(node),
             producer=self.index[producer],
             have=have,
-            rows=rows.array,
+            rows=layouts_of,
+            again=again,
             uses=tuple(found),
             wants=np.ascontiguousarray(wants.array[:, : self.axes]),
             gradients=np.ascontiguousarray(wants.array[:, self.axes :]),

@@ -149,14 +149,17 @@ class Ledger:
         come = trained and not forward and moment.at < max(reader.at for reader in life.readers)
         self.own(edge, count * (state - (own if self.prices.train else 0.0) + (own if come else 0.0)))
         moved = np.where(stays, 0.0, wanted[None, :] / (_PANELS if panelled else 1))
+        kept = [use for use, r in enumerate(life.readers) if r.saves and r.at < moment.at]
+        self.held(number, kept, count * np.where(edge.again[:, None], 0.0, moved))
         now = [use for use, reader in enumerate(life.readers) if reader.at == moment.at]
         if forward and not surely:
             begun = any(reader.at <= moment.at for reader in life.readers)
             later = [use for use, reader in enumerate(life.readers) if reader.at >= moment.at]
             self.held(number, later if begun else [], count * moved)
         elif moment.turn is Turn.BACKWARD:
-            if trained and surely:  # a product's weight may be gone when its gradient comes
-                self.held(number, now, count * np.maximum(moved, sizes.back), "pairs")
+            if trained and surely:  # a product's weight may be gone when its gradient comes, or is counted above
+                there = np.where(edge.again[:, None] | (not kept), moved, 0.0)
+                self.held(number, now, count * np.maximum(there, sizes.back), "pairs")
             else:
                 self.held(number, now, count * (moved + sizes.back if trained else moved), "pairs")
 

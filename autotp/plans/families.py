@@ -37,6 +37,8 @@ class Family:
         fills: every operator uses as many axes as it can, so that all tensors rest as the scheme says; else only those
             with a weight do.
         rest: how parameters rest: "free", "whole" or "sharded".
+        gathers: how often parameters are gathered: "once", and kept until the backward pass has read them; "twice", again
+            for the backward pass; or, for each as the planner likes, "free".
     """
 
     name: str
@@ -50,6 +52,7 @@ class Family:
     scatters: bool = True
     fills: bool = False
     rest: str = "free"
+    gathers: str = "free"
 
     def restrictions(self, axes: int) -> list[Restriction]:
         """The restrictions to try on a mesh of so many axes; the best plan of all is the family's."""
@@ -122,7 +125,14 @@ FAMILIES: dict[str, Family] = {
     for f in (
         Family("auto", "the whole space, per operator"),
         Family("data", "every axis splits the batch; parameters whole", 1, roles=_words("b"), rest="whole"),
-        Family("zero3", "every axis splits the batch; parameters sharded at rest", 1, roles=_words("b"), rest="sharded"),
+        Family(
+            "zero3",
+            "every axis splits the batch; parameters sharded at rest",
+            1,
+            roles=_words("b"),
+            rest="sharded",
+            gathers="twice",
+        ),
         Family(
             "megatron-1d",
             "the last axis splits columns, then rows; the others the batch",
@@ -159,6 +169,7 @@ FAMILIES: dict[str, Family] = {
             roles=_words("m", "mn"),
             fills=True,
             rest="sharded",
+            gathers="twice",
         ),
         Family(
             "tesseract-2.5d",
@@ -167,6 +178,7 @@ FAMILIES: dict[str, Family] = {
             roles=_words("m", "mn", "dmn"),
             fills=True,
             rest="sharded",
+            gathers="twice",
         ),
         Family(
             "3d",
@@ -177,6 +189,7 @@ FAMILIES: dict[str, Family] = {
             both=True,
             fills=True,
             rest="sharded",
+            gathers="twice",
         ),
     )
 }

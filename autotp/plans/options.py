@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 from autotp.errors import AutotpError
 from autotp.plans.constraints import Constraint, parse
@@ -53,6 +53,9 @@ class Options:
             ``selective`` (all but those of matrix products, lookups in weights, and collectives), ``full`` (all inside
             repeated blocks but what leaves them, as with ``torch.utils.checkpoint`` around every block), or names of
             modules, which are such blocks.
+        reshard_after_forward: whether parameters that are gathered are gathered again for the backward pass (True), or kept
+            until it has read them (False), as in ``torch.distributed.fsdp.fully_shard``. Left out, the planner decides for
+            each, where the family does not.
 
     Raises:
         AutotpError: an option is wrong; names the choices.
@@ -74,6 +77,7 @@ class Options:
     time_limit: float = 120.0
     gap: float = 1e-3
     recompute: str | Sequence[str] = "auto"
+    reshard_after_forward: bool | None = None
 
     def __post_init__(self) -> None:
         """Checks all that needs no machine."""
@@ -99,6 +103,12 @@ class Options:
         if not 0 <= self.gap < 1:
             raise AutotpError(f"gap {self.gap!r}: give a share of the step from 0 to below 1, such as 0.001")
         _check_recompute(self.recompute)
+        if self.panels is not None and self.panels > 1 and self.reshard_after_forward is False:
+            raise AutotpError(
+                f"panels {self.panels} are gathered again for the backward pass; leave out reshard_after_forward"
+            )
+        if self.reshard_after_forward not in (None, True, False):
+            raise AutotpError(f"reshard_after_forward={self.reshard_after_forward!r}: give True or False, or leave it out")
         policy_of(self.precision)
         if not isinstance(self.strategy, Family):
             family(self.strategy)
@@ -146,12 +156,16 @@ class Options:
             schedule=plan.schedule,
             constraints=plan.constraints,
             recompute=plan.planning.get("recompute", "none"),
+            reshard_after_forward=plan.planning.get("reshard_after_forward"),
         )
 
     @property
     def family(self) -> Family:
         """The family that is searched."""
-        return self.strategy if isinstance(self.strategy, Family) else family(self.strategy)
+        found = self.strategy if isinstance(self.strategy, Family) else family(self.strategy)
+        if self.reshard_after_forward is None:
+            return found
+        return replace(found, gathers="twice" if self.reshard_after_forward else "once")
 
     @property
     def trains(self) -> bool:

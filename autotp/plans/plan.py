@@ -61,6 +61,8 @@ class Plan:
             ``batch``, of the whole batch, and ``rows``, of the rows of matrix products that communicate; 1 where not given.
         chunked: kind of chunks -> how many operators are cut.
         whole: name of an operator that works on what comes in chunks, or could -> why it is not cut.
+        gathered_once: names of the parameters whose gathered copies the forward pass keeps for the backward pass (as
+            ``reshard_after_forward=False`` in FSDP2); those of all others are gathered again.
         precision: in which dtypes it computes and reduces (``bf16-mixed``, or a policy as text); None: in the model's own.
         schedule: how it is to be run, and was predicted: ``overlap`` or ``none``.
         constraints: that the user gave, as texts (see `autotp.plans.constraints`).
@@ -88,6 +90,7 @@ class Plan:
     accumulate: int = 1
     planning: Mapping[str, Any] = field(default_factory=dict)
     precision: str | None = None
+    gathered_once: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Checks the chunks and the number of micro-batches.
@@ -170,6 +173,8 @@ class Plan:
         }
         if any(count > 1 for count in self.chunks.values()):
             decided["chunks"] = {kind: count for kind, count in self.chunks.items() if count > 1}
+        if self.gathered_once:
+            decided["gathered_once"] = self.gathered_once
         if self.recomputed:
             decided["recomputed"] = {op.name: op.recomputed for op in self.operators if op.recomputed}
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]

@@ -21,7 +21,7 @@ from passes.sharding.chunk import CHUNKS
 __all__ = ["AS_WRITTEN", "FORMAT", "Written", "decode_layout", "encode_layout", "read"]
 
 #: Version of the JSON form; plans of another version are refused.
-FORMAT: Final = 4
+FORMAT: Final = 5
 
 
 def _one_of(names: Collection[str], name: str) -> str:
@@ -49,7 +49,7 @@ class Written:
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
-    format: Literal[4]
+    format: Literal[5]
     hash: str
     strategy: str
     mesh_shape: tuple[_Count, ...]
@@ -72,6 +72,7 @@ class Written:
     layouts: dict[str, tuple[_Placement, ...]]
     operators: tuple[PlannedOperator, ...]
     precision: str | None
+    gathered_once: tuple[str, ...]
 
 
 #: The keys that a plan has as they are.

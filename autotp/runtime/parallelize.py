@@ -45,6 +45,7 @@ def parallelize(
     schedule: str | None = None,
     constraints: Sequence[str] | Mapping[str, str] = Options.constraints,
     recompute: str | Sequence[str] = Options.recompute,
+    reshard_after_forward: bool | None = Options.reshard_after_forward,
     gap: float = Options.gap,
     precision: Precision = Options.precision,
     initialise: Callable[[nn.Module], None] | None = None,
@@ -58,8 +59,8 @@ def parallelize(
         topology: the machine; by default ``Topology.local()``.
         args, kwargs: example inputs of the global batch, the same on every rank.
         plan: a plan made before; left out, one is made with the options that follow.
-        strategy, mesh, mode, memory, optimizer, accumulate, panels, chunks, constraints, recompute, precision, gap: see
-            `autotp.plans.options.Options`.
+        strategy, mesh, mode, memory, optimizer, accumulate, panels, chunks, constraints, recompute, reshard_after_forward,
+            precision, gap: see `autotp.plans.options.Options`.
         inputs: what each call is given: ``global``, the whole batch on every rank, or ``local``, this rank's part of it
             (dim 0, split by the mesh axes that the plan splits the batch over). Outputs are whole either way.
         schedule: ``overlap`` runs scheduled forward and backward graphs, whose collectives are under way while something is
@@ -98,6 +99,7 @@ def parallelize(
                 schedule=schedule or Options.schedule,
                 constraints=constraints,
                 recompute=recompute,
+                reshard_after_forward=reshard_after_forward,
                 gap=gap,
                 precision=precision,
             )

@@ -77,7 +77,8 @@ def apply(captured: Captured, plan: Plan, inputs: str = "global") -> Rewritten:
     operators, chosen, resting = checked(captured, plan)
     if inputs == "local":
         resting |= _input_layouts(captured, operators, chosen, plan.mesh_shape)
-    sharding = Sharding(plan.mesh_shape, chosen, resting, frozenset(captured.parameters), plan.repeated)
+    once = frozenset(name for name, fqn in captured.parameters.items() if fqn in plan.gathered_once)
+    sharding = Sharding(plan.mesh_shape, chosen, resting, frozenset(captured.parameters), plan.repeated, once)
     dump("captured", captured.graph_module.graph)
     sharded, virtual = _sharded(captured, operators, sharding, plan.chunks)
     if panels:

@@ -48,6 +48,7 @@ class Sharding:
         parameters: names of the placeholders that are parameters.
         recomputed: operator name -> whether the backward pass, which computes its results again, also repeats the
             collectives that bring them into other layouts; operators that are not named are kept.
+        once: names of the parameters whose gathered copies are kept until the backward pass has read them.
     """
 
     mesh: tuple[int, ...]
@@ -55,6 +56,7 @@ class Sharding:
     resting: Mapping[str, Layout]
     parameters: frozenset[str]
     recomputed: Mapping[str, bool] = field(default_factory=dict)
+    once: frozenset[str] = frozenset()
 
 
 def shard(
@@ -163,7 +165,7 @@ class _Rewriter:
         if key not in self.edges:
             parameter = value[0].name in self.sharding.parameters
             again = any(step.kind == "all_gather" for step in forward) or (cast is not None and cast.there)
-            target = ops.gather if parameter and again else ops.reshard
+            target = ops.gather if parameter and again and value[0].name not in self.sharding.once else ops.reshard
             ways: tuple[Any, ...] = tuple(map(tuple, forward)), tuple(map(tuple, backward))
             if cast is not None:
                 ways += ((cast.used, cast.reduced),)
