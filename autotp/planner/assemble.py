@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -67,6 +67,15 @@ class Assembled:
         """The operators, of those that stand for others, that a choice runs again of what was undecided."""
         rows = zip(self.structure.nodes, choice, strict=True)
         return {node for (node, made, _), row in rows if isinstance(made, Choice) and made.again[row]}
+
+    @property
+    def frugal(self) -> Assembled:
+        """With parameters gathered again that may be, which never takes more memory."""
+        nodes = []
+        for node, (_, rest, _) in zip(self.problem.nodes, self.structure.nodes, strict=True):
+            again = rest.again if isinstance(rest, Rest) and rest.again.any() else True
+            nodes.append(replace(node, cost=np.where(again, node.cost, np.inf)))
+        return replace(self, problem=replace(self.problem, nodes=tuple(nodes)))
 
     def once(self, choice: Sequence[int]) -> set[fx.Node]:
         """The parameters, of those that stand for others, that a choice does not gather again for the backward pass."""

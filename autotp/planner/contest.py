@@ -300,8 +300,8 @@ class Contest:
         deadline = max(self.deadline, time.perf_counter() + _EXPLAINING)
 
         def ask(assembled: Assembled) -> tuple[Moments, Smallest | None]:
-            problem = replace(assembled.problem, memory_bound=math.inf)
-            moments = Moments(assembled, self.candidates.prices(candidate.mesh), candidate.panels != 1)
+            problem = replace(assembled.frugal.problem, memory_bound=math.inf)
+            moments = Moments(assembled.frugal, self.candidates.prices(candidate.mesh), candidate.panels != 1)
 
             def held(choice: tuple[int, ...]) -> Mapping[Moment, float]:
                 return self.candidates.found(candidate, assembled, choice).held
