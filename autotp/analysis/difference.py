@@ -80,6 +80,7 @@ def difference(first: Plan, second: Plan) -> Difference:
         "optimizer": (first.optimizer, second.optimizer),
         "accumulate": (str(first.accumulate), str(second.accumulate)),
         "recomputed": (f"{len(first.recomputed)} operators", f"{len(second.recomputed)} operators"),
+        "gathered once": (f"{len(first.gathered_once)} parameters", f"{len(second.gathered_once)} parameters"),
     }
     predicted = {name: (getattr(first.predicted, name), getattr(second.predicted, name)) for name in _FIGURES}
     mine, other = first.parameters, second.parameters

@@ -124,6 +124,9 @@ def _header(plan: Plan) -> Table:
         grid.add_row("chunks", f"{'; '.join(said)} [dim]of {len(plan.operators):,}[/]")
     if plan.accumulate > 1:
         grid.add_row("accumulate", f"{plan.accumulate} micro-batches a step  [dim](gradients are reduced once)[/]")
+    if plan.gathered_once:
+        said = f"{len(plan.gathered_once):,} of {len(plan.layouts):,} parameters"
+        grid.add_row("gathered once", f"{said}  [dim](and kept for the backward pass)[/]")
     grid.add_row("plan", f"{plan.hash}{_planning(plan.planning)}")
     return grid
 

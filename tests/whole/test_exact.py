@@ -135,6 +135,17 @@ RECOMPUTED = [
 ]
 
 
+#: Parameters that are gathered once: as above, (model, strategy, mesh, chunks, way).
+ONCE = [
+    ("gpt2", "zero3", (4,), None, "none"),
+    ("llama", "zero3", (2, 2), {}, "none"),
+    ("bert", "zero3", (4,), {"batch": 2}, "selective"),
+    ("vit", "3d", (2, 2, 2), {}, "none"),
+    ("unet", "summa-2d", (2, 2), {}, "full"),
+    ("resnet", "zero3", (4,), {}, "none"),
+]
+
+
 @functools.cache
 def captured(name):
     with float64_mode():
@@ -142,8 +153,8 @@ def captured(name):
         return capture(model, args, kwargs)
 
 
-def check(name, strategy, mesh, panels=None, chunks=None, overlapped=False, recompute="none"):
-    options = Options(strategy, mesh=mesh, panels=panels, schedule="none", recompute=recompute)
+def check(name, strategy, mesh, panels=None, chunks=None, overlapped=False, recompute="none", again=None):
+    options = Options(strategy, mesh=mesh, panels=panels, schedule="none", recompute=recompute, reshard_after_forward=again)
     plan = plan_captured(captured(name), slow_machine(mesh), options)
     plan = dataclasses.replace(plan, chunks=chunks or {})
     # No topology asks for stages, buckets and chunks at once: every all_reduce over several axes goes level by level.
@@ -230,6 +241,17 @@ def test_recomputation(case):
     assert len(plan.recomputed) >= 0.3 * len(plan.operators)
     assert plan.predicted.memory_bytes < kept.predicted.memory_bytes
     assert plan.predicted.step_seconds > kept.predicted.step_seconds
+
+
+@pytest.mark.parametrize("case", ONCE, ids=lambda v: str(v).replace(" ", ""))
+def test_parameters_gathered_once(case):
+    name, strategy, mesh, chunks, recompute = case
+    plan = check(name, strategy, mesh, 1, chunks, chunks is not None, recompute, again=False)
+    options = Options(strategy, mesh=mesh, panels=1, schedule="none", recompute=recompute, reshard_after_forward=True)
+    twice = plan_captured(captured(name), slow_machine(mesh), options)
+    assert not twice.gathered_once and len(plan.gathered_once) >= 0.3 * len(plan.layouts)
+    assert plan.predicted.memory_bytes > twice.predicted.memory_bytes
+    assert plan.predicted.communication_seconds < 0.9 * twice.predicted.communication_seconds
 
 
 @pytest.mark.exact

@@ -60,6 +60,24 @@ def test_no_schedule_holds_more_than_its_plan_says_where_that_is_all_there_is(na
     assert 0.92 * plan.predicted.memory_bytes <= found <= plan.predicted.memory_bytes
 
 
+@pytest.mark.parametrize(
+    ("name", "family", "mesh", "precision"), [(*case[:3], case[4]) for case in CASES if case[3] == "none"]
+)
+def test_parameters_that_are_gathered_once_are_held_until_they_are_read(name, family, mesh, precision):
+    model, args = trained(name)
+    topology = autotp.Topology.load("dgx-h100").resized(math.prod(mesh))
+    options = {"strategy": family, "mesh": mesh, "recompute": "none", "precision": precision, "panels": 1}
+    alone = options | {"schedule": "none"}
+    once, twice = (autotp.plan(model, topology, args, **alone, reshard_after_forward=again) for again in (False, True))
+    assert once.gathered_once and not twice.gathered_once
+    more = once.predicted.memory_bytes - twice.predicted.memory_bytes
+    assert more > 0.03 * twice.predicted.memory_bytes
+    assert allocated(model, args, once) - allocated(model, args, twice) == pytest.approx(more, rel=0.01)
+    plan = autotp.plan(model, topology, args, **options, reshard_after_forward=False)
+    plan = dataclasses.replace(plan, memory_bound=plan.predicted.memory_bytes)
+    assert 0.92 * plan.predicted.memory_bytes <= allocated(model, args, plan, "overlap") <= plan.predicted.memory_bytes
+
+
 def test_messages_are_as_large_as_the_memory_allows():
     model, args = trained("gpt")
     topology = autotp.Topology.load("dgx-h100").resized(4)

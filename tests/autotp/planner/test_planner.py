@@ -1,5 +1,6 @@
 """The planner: its optimum is that of exhaustive search, its plan costs what it claims, and plans survive a round trip."""
 
+import dataclasses
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from models import MODELS
 from torch import nn
 
 import autotp
+from autotp import FAMILIES
 from autotp.costs.prices import Prices
 from autotp.planner import candidate_meshes, plan_captured, prepare
 from autotp.planner.ilp import Infeasible, solve
@@ -259,3 +261,35 @@ def test_what_a_family_needs_is_found():
         plan = autotp.plan(Deep(2), topology, (torch.randn(64, 16),), strategy=strategy, memory=needed)
         assert plan.predicted.memory_bytes == needed
         assert not plan.optimal or plan.gap == 0
+
+
+def test_gathered_parameters_are_kept_while_memory_allows():
+    model = nn.Sequential(*(layer for width in (256, 512, 256) for layer in (nn.LazyLinear(width), nn.Tanh())))
+    args = (torch.randn(64, 256),)
+    model(*args)
+    topology = autotp.Topology.flat(4)
+
+    def planned(memory=None, again=None):
+        family = dataclasses.replace(FAMILIES["zero3"], gathers="free")
+        return autotp.plan(model, topology, args, strategy=family, mesh=(4,), memory=memory, reshard_after_forward=again)
+
+    once, twice = planned(again=False), planned(again=True)
+    weights = {name for name in once.layouts if name.endswith("weight")}
+    assert weights <= set(once.gathered_once) and not twice.gathered_once
+    assert once.predicted.memory_bytes > twice.predicted.memory_bytes
+    assert once.predicted.step_seconds < twice.predicted.step_seconds
+    assert planned().gathered_once == once.gathered_once
+    between = planned((once.predicted.memory_bytes + twice.predicted.memory_bytes) / 2)
+    assert 0 < len(weights.intersection(between.gathered_once)) < len(weights)
+    assert once.predicted.step_seconds < between.predicted.step_seconds < twice.predicted.step_seconds
+    least = planned(twice.predicted.memory_bytes)
+    assert not weights.intersection(least.gathered_once)
+    assert least.predicted.step_seconds <= twice.predicted.step_seconds * (1 + 1e-9)
+    assert autotp.Plan.from_json(between.to_json()).gathered_once == between.gathered_once != ()
+
+
+def test_what_contradicts_reshard_after_forward_is_an_error():
+    with pytest.raises(autotp.AutotpError, match="reshard_after_forward='no': give True or False"):
+        Options(reshard_after_forward="no")
+    with pytest.raises(autotp.AutotpError, match="panels 2 are gathered again"):
+        Options(panels=2, reshard_after_forward=False)

@@ -11,9 +11,11 @@ import torch
 from comparing import close
 from models import MODELS
 from torch import nn
+from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 import autotp
+from autotp import FAMILIES
 from autotp.costs.footprint import Footprint
 from autotp.costs.priced import Priced
 from autotp.costs.recompute import decided, undecided
@@ -32,10 +34,13 @@ from passes.graph import note_of
 class RandomBlock(nn.Module):
     """A few operators around a residual."""
 
-    def __init__(self, rng, width):
+    def __init__(self, rng, width, most, affine):
         super().__init__()
-        self.kinds = [rng.choice(["linear", "gelu", "norm", "tanh", "times"]) for _ in range(rng.randint(2, 5))]
-        make = {"linear": lambda: nn.Linear(width, width), "norm": lambda: nn.LayerNorm(width)}
+        self.kinds = [rng.choice(["linear", "gelu", "norm", "tanh", "times"]) for _ in range(rng.randint(2, most))]
+        make = {
+            "linear": lambda: nn.Linear(width, width, bias=affine),
+            "norm": lambda: nn.LayerNorm(width, elementwise_affine=affine),
+        }
         self.layers = nn.ModuleList(make.get(kind, nn.Identity)() for kind in self.kinds)
 
     def forward(self, x):
@@ -47,10 +52,10 @@ class RandomBlock(nn.Module):
 
 
 class RandomBlocks(nn.Module):
-    def __init__(self, seed, width=16):
+    def __init__(self, seed, width=16, most=5, affine=True):
         super().__init__()
         rng = random.Random(seed)
-        self.blocks = nn.ModuleList(RandomBlock(rng, width) for _ in range(2))
+        self.blocks = nn.ModuleList(RandomBlock(rng, width, most, affine) for _ in range(2))
 
     def forward(self, x):
         for block in self.blocks:
@@ -58,21 +63,32 @@ class RandomBlocks(nn.Module):
         return (x**2).mean()
 
 
-def everything(captured, topology, options):
-    """(seconds, bytes) of all that may be recomputed on one device, where every operator has one strategy."""
-    model = prepare(captured)
+def everything(captured, topology, options, sharded=False):
+    """(seconds, bytes) of all that may be recomputed, and of all parameters that may be gathered once, if ``sharded``.
+
+    Every operator has one strategy, and every parameter rests whole, or in parts of dim 0.
+    """
+    model, mesh = prepare(captured), (topology.devices,)
     candidates = Candidates(model, topology, options, model.parameter_bytes if options.hides else 0.0)
     (restriction,) = candidates.options.family.restrictions(1)
-    assembled = candidates.assemble(Candidate((1,), restriction, 1), math.inf)
-    strategies = {node.name: assembled.chosen(model.stands[node], 0) for node in model.operators}
+    assembled = candidates.assemble(Candidate(mesh, restriction, 1), math.inf)
+    pairs = zip(assembled.structure.nodes, assembled.problem.nodes, strict=True)
+    rows = {node: int(np.isfinite(one.cost).argmax()) for (node, *_), one in pairs}
+    strategies = {node.name: assembled.chosen(model.stands[node], rows[model.stands[node]]) for node in model.operators}
+    parameters = list(captured.parameters) if sharded else []
+    resting = dict.fromkeys(parameters, (Shard(0),))
     found = []
     open_model = undecided(model)
-    for count in range(len(open_model.undecided) + 1):
-        for some in itertools.combinations(open_model.undecided, count):
-            again = replace(decided(open_model, some), stands={node: node for node in model.stands})
-            priced = Priced.of(again, candidates.prices((1,)), strategies, {}, {}, [])
+    for some in subsets(open_model.undecided):
+        again = replace(decided(open_model, some), stands={node: node for node in model.stands})
+        for once in subsets(parameters):
+            priced = Priced.of(again, candidates.prices(mesh), strategies, resting, {}, [], once)
             found.append((priced.sums.step(options.hides), Footprint(priced).run()))
     return found
+
+
+def subsets(values):
+    return itertools.chain.from_iterable(itertools.combinations(values, count) for count in range(len(values) + 1))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -90,6 +106,26 @@ def test_the_optimum_is_that_of_an_exhaustive_search_at_every_moment(seed):
         assert plan.predicted.step_seconds == pytest.approx(best, rel=1e-9)
         assert plan.predicted.memory_bytes <= bound
         assert plan.gap <= 1e-6, "and it is proven"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_gathered_once_is_that_of_an_exhaustive_search(seed):
+    """Beside what is recomputed: parameters in parts, each of which is kept, or gathered again."""
+    torch.manual_seed(seed)
+    model = RandomBlocks(seed, most=3, affine=False)
+    captured = capture(model, (torch.randn(64, 16),))
+    topology = autotp.Topology.load("dgx-h100").resized(2)
+    family = replace(FAMILIES["zero3"], gathers="free", fills=True)
+    options = Options(family, mesh=(2,), schedule=("none", "overlap")[seed % 2], chunks={}, gap=0.0)
+    every = everything(captured, topology, options, sharded=True)
+    low, high = (least(taken for _, taken in every) for least in (min, max))
+    for share in (0.0, 0.2, 0.4, 0.7, 1.0):
+        bound = low + share * (high - low)
+        best = min(seconds for seconds, taken in every if taken <= bound)
+        plan = plan_captured(captured, topology, replace(options, memory=bound))
+        assert plan.predicted.memory_bytes <= bound
+        assert plan.predicted.step_seconds * (1 - plan.gap) <= best * (1 + 1e-9), share
+        assert plan.predicted.step_seconds == pytest.approx(best, rel=1e-9), share
 
 
 @pytest.mark.parametrize("name", ["llama", "resnet", "gpt2"])
