@@ -125,8 +125,8 @@ def _header(plan: Plan) -> Table:
     if plan.accumulate > 1:
         grid.add_row("accumulate", f"{plan.accumulate} micro-batches a step  [dim](gradients are reduced once)[/]")
     if plan.gathered_once:
-        said = f"{len(plan.gathered_once):,} of {len(plan.layouts):,} parameters"
-        grid.add_row("gathered once", f"{said}  [dim](and kept for the backward pass)[/]")
+        kept = f"{len(plan.gathered_once):,} of {len(plan.layouts):,} parameters"
+        grid.add_row("gathered once", f"{kept}  [dim](kept for the backward pass)[/]")
     grid.add_row("plan", f"{plan.hash}{_planning(plan.planning)}")
     return grid
 

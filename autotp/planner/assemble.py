@@ -49,24 +49,27 @@ class Assembled:
         return whole_layout(len(self.mesh)) if choice is None else decode(choice.rows[row], self.mesh)
 
     def strategies(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """What a choice chooses, whatever is run again."""
+        """What a choice chooses, whatever is made again."""
         rows = zip(self.structure.nodes, choice, strict=True)
-        return tuple(row % len(c.space.serves) if isinstance(c, Choice) else row for (_, c, _), row in rows)
+        return tuple(row if c is None else row % c.count for (_, c, _), row in rows)
 
     def joined(self, choice: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
-        """The strategies of one choice, where what the other runs again is."""
+        """The strategies of one choice, where what the other makes again is."""
         own, pairs = self.strategies(choice), zip(self.structure.nodes, self.strategies(other), other, strict=True)
         return tuple(mine + row - its for mine, ((_, _, _), its, row) in zip(own, pairs, strict=True))
 
     def keeping(self, choice: Sequence[int], nodes: Collection[fx.Node]) -> tuple[int, ...]:
-        """A choice that does not run some operators again."""
+        """A choice that does not make some results again."""
         rows = zip(self.structure.nodes, self.strategies(choice), choice, strict=True)
         return tuple(strategy if node in nodes else row for (node, _, _), strategy, row in rows)
 
     def again(self, choice: Sequence[int]) -> set[fx.Node]:
-        """The operators, of those that stand for others, that a choice runs again of what was undecided."""
+        """Of what was undecided, the operators that a choice runs again, and the parameters that it gathers again.
+
+        Those that stand for others.
+        """
         rows = zip(self.structure.nodes, choice, strict=True)
-        return {node for (node, made, _), row in rows if isinstance(made, Choice) and made.again[row]}
+        return {node for (node, made, _), row in rows if made is not None and made.again[row]}
 
     @property
     def frugal(self) -> Assembled:
@@ -76,11 +79,6 @@ class Assembled:
             again = rest.again if isinstance(rest, Rest) and rest.again.any() else True
             nodes.append(replace(node, cost=np.where(again, node.cost, np.inf)))
         return replace(self, problem=replace(self.problem, nodes=tuple(nodes)))
-
-    def once(self, choice: Sequence[int]) -> set[fx.Node]:
-        """The parameters, of those that stand for others, that a choice does not gather again for the backward pass."""
-        rows = zip(self.structure.nodes, choice, strict=True)
-        return {node for (node, rest, _), row in rows if isinstance(rest, Rest) and rest.parameter and not rest.again[row]}
 
 
 def assemble(

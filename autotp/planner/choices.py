@@ -47,6 +47,11 @@ class Choice:
         return np.concatenate([per_strategy, per_strategy]) if self.undecided else per_strategy
 
     @property
+    def count(self) -> int:
+        """How many strategies there are, whatever is kept."""
+        return len(self.space.serves)
+
+    @property
     def again(self) -> np.ndarray:
         """Of all that may be chosen: whether it runs the operator again."""
         never = np.zeros(len(self.space.serves), bool)
@@ -63,6 +68,7 @@ class Rest:
         rows: coded layouts.
         groups: of the layouts of one group, only the first that fits a mesh is offered.
         again: of a parameter: whether what is gathered from there is gathered again for the backward pass, or else kept.
+            Where both may be chosen, the layouts stand there twice.
         parameter: it has a gradient and optimizer state.
     """
 
@@ -72,6 +78,11 @@ class Rest:
     groups: np.ndarray
     again: np.ndarray
     parameter: bool
+
+    @property
+    def count(self) -> int:
+        """How many layouts there are, whatever is kept."""
+        return len(self.rows) // 2 if 0 < self.again.sum() < len(self.rows) else len(self.rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -47,8 +47,8 @@ class Found:
         prices: of the mesh.
         panels: panels of each product: a number, None for the fastest; 1 for none.
         layers: of operators that were undecided and stand for several, the share, of the first ones, that is run again as
-            ``other`` says and not as the solution does.
-        other: operators that are run again in those.
+            ``other`` says and not as the solution does; likewise of parameters that may be gathered again.
+        other: what is made again in those.
         spared: which of them are not in the last of those layers, but as the solution says.
     """
 
@@ -61,42 +61,44 @@ class Found:
     spared: Set[fx.Node] = frozenset()
 
     @cached_property
+    def again(self) -> Set[fx.Node]:
+        """Of what was undecided, the operators that are run again, and the parameters that are gathered again."""
+        model, mine = self.assembled.structure.model, self.assembled.again(self.solution.choice)
+        copies = Counter(model.stands.values())
+        met: Counter[fx.Node] = Counter()
+        found = set()
+        for node in (*model.undecided, *self._parameters):
+            stand = model.stands.get(node, node)
+            first = met[stand] < round(self.layers * copies[stand]) - (stand in self.spared)
+            met[stand] += 1
+            if stand in (self.other if first else mine):
+                found.add(node)
+        return found
+
+    @cached_property
     def model(self) -> Model:
         """The model with what is run again."""
         model = self.assembled.structure.model
         if not model.undecided:
             return model
-        mine = self.assembled.again(self.solution.choice)
-        if not self.layers:
-            return decided(model, [node for node, stand in model.stands.items() if stand in mine])
-        copies = Counter(model.stands.values())
-        met: Counter[fx.Node] = Counter()
-        again = []
-        for node in model.undecided:
-            stand = model.stands[node]
-            first = met[stand] < round(self.layers * copies[stand]) - (stand in self.spared)
-            met[stand] += 1
-            if stand in (self.other if first else mine):
-                again.append(node)
-        return folded(decided(model, again))
+        found = decided(model, [node for node in model.undecided if node in self.again])
+        return folded(found) if self.layers else found
 
     @cached_property
     def priced(self) -> Priced:
         """Its strategies with their prices, and the panels of its products."""
         model, prices = self.model, self.prices
         strategies = {node.name: self._chosen(node) for node in model.operators}
-        given = model.captured.graph_module.graph.find_nodes(op="placeholder")
-        resting = {node.name: self._chosen(node) for node in given if node.name in model.captured.parameters}
+        resting = {node.name: self._chosen(node) for node in self._parameters}
         possible = [] if self.panels == 1 else loops(model.operators, strategies, resting, prices.mesh)
         panels = choose_panels(possible, model.operators, strategies, prices, self.panels)
-        return Priced.of(model, prices, strategies, resting, panels, possible, self._once)
+        once = [node.name for node in self._parameters if node not in self.again]
+        return Priced.of(model, prices, strategies, resting, panels, possible, once)
 
     @property
-    def _once(self) -> set[str]:
-        """The parameters whose gathered copies are kept."""
-        once = self.assembled.once(self.solution.choice)
-        given = self.model.captured.graph_module.graph.find_nodes(op="placeholder")
-        return {node.name for node in given if self.model.stands.get(node, node) in once}
+    def _parameters(self) -> list[fx.Node]:
+        captured = self.assembled.structure.model.captured
+        return [n for n in captured.graph_module.graph.find_nodes(op="placeholder") if n.name in captured.parameters]
 
     @cached_property
     def held(self) -> Mapping[Moment, float]:

@@ -253,10 +253,9 @@ class _Lives:
     def _reader(self, value: Value, user: fx.Node, position: int) -> Reader:
         if user not in self.order:
             return Reader(len(self.order), False, False, -1, -1, False, False, True, True)
-        gradient = value in self.model.saved[user]
-        saves = value[0] not in self.model.recomputed and (
-            gradient or (user in self.model.undecided and value[0].op != "placeholder")
-        )
+        given = value[0].op == "placeholder"
+        gradient = position in self.model.kept(user).operands if given else value in self.model.saved[user]
+        saves = value[0] not in self.model.recomputed and (gradient or (user in self.model.undecided and not given))
         block = self.order[self.model.undecided[user]] if user in self.model.undecided else -1
         until = self.latest.get(user, -1) if block >= 0 else -1
         data = self.panelled and data_position(user) == position
