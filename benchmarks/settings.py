@@ -170,7 +170,14 @@ def contained(captured: Captured, plan: Plan) -> Plan:
     return plan_captured(
         captured,
         plan.topology,
-        Options("auto", mesh=plan.mesh_shape, memory=plan.memory_bound, chunks=plan.chunks, constraints=pins),
+        Options(
+            "auto",
+            mesh=plan.mesh_shape,
+            memory=plan.memory_bound,
+            chunks=plan.chunks,
+            constraints=pins,
+            reshard_after_forward=None if plan.gathered_once else True,
+        ),
     )
 
 

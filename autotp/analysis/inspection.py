@@ -170,7 +170,7 @@ def reshard_steps(plan: Plan, priced: Priced, moved: Moved, shared: int) -> Sequ
     ways = [(have, want.layout, False)]
     if prices.train and moved.value in model.trained:
         ways.append((want.gradient, gradient_of(have), True))
-    again = moved.parameter or any((moved.value, user) in priced.again for user in moved.users)
+    again = priced.twice(moved.value, moved.users)
     found = []
     for source, target, back in ways:
         change = f"{describe(source, names)} → {describe(target, names)}"

@@ -187,12 +187,7 @@ class Priced:
         parameter = value[0].name in self.model.captured.parameters
         tensor, trained = self.model.named[value].meta["val"], value in self.model.trained
         cast = cast_of(self.model.named[value])
-        repeated = self.model.recomputed.get(value[0]) and any(value in self.model.saved[user] for user in users)
-        regather = (
-            (parameter and value[0].name not in self.once)
-            or bool(repeated)
-            or any((value, user) in self.again for user in users)
-        )
+        regather = self.twice(value, users)
         price = self.prices.reshard(tensor, have, want, gradient=trained, regather=regather, parameter=parameter, cast=cast)
         if not (parameter and trained and self.prices.train and self.prices.accumulate > 1) or cast.changes:
             return Moved(value, want, users, parameter, price)
@@ -200,6 +195,12 @@ class Priced:
         if users and all(user.name in self.panels for user in users):  # a loop of panels always reduces what it makes
             return Moved(value, want, users, parameter, price.plus(once.times(self.prices.accumulate - 1)))
         return Moved(value, want, users, parameter, price, once)
+
+    def twice(self, value: Value, users: Sequence[fx.Node]) -> bool:
+        """Whether a tensor is brought to those who want it so once more, for the backward pass."""
+        repeated = self.model.recomputed.get(value[0]) and any(value in self.model.saved[user] for user in users)
+        gathered = value[0].name in self.model.captured.parameters and value[0].name not in self.once
+        return bool(repeated) or gathered or any((value, user) in self.again for user in users)
 
     def _origins(self) -> dict[Value, fx.Node]:
         """A tensor of partial sums -> the operator that made them, which may have passed them on since."""
