@@ -28,6 +28,7 @@ from autotp.planner.tables import Held, Ledger, Life, Reader, Sizes, Tables
 from passes.rules.factors import Value
 from passes.rules.kept import working
 from passes.rules.shapes import results_of
+from passes.rules.table import rule_of
 from passes.sharding.panel import data_position
 
 __all__ = ["Moments"]
@@ -246,21 +247,25 @@ class _Lives:
         return value == best
 
     def _shown(self, value: Value) -> float:
-        """The share of a tensor's elements that the storage which it shows has: less than 1 where it is expanded."""
+        """How much larger than a tensor the storage is that it shows: where it is a part of it, or less where expanded."""
         root, number = self.model.root(value)
-        return min(1.0, results_of(root)[number].numel() / max(1, self.model.named[value].meta["val"].numel()))
+        return results_of(root)[number].numel() / max(1, self.model.named[value].meta["val"].numel())
 
     def _reader(self, value: Value, user: fx.Node, position: int) -> Reader:
         if user not in self.order:
-            return Reader(len(self.order), False, False, -1, -1, False, False, True, True)
-        given = value[0].op == "placeholder"
-        gradient = position in self.model.kept(user).operands if given else value in self.model.saved[user]
+            return Reader(len(self.order), False, False, -1, -1, False, False, True, False, True)
+        given, rule = value[0].op == "placeholder", rule_of(user)
+        gradient = value in self.model.saved[user]
+        if given:  # a lowering need not read it
+            found = self.model.operators[user].rule
+            gradient = position in self.model.kept(user).operands and not (found is not None and found.inner)
         saves = value[0] not in self.model.recomputed and (gradient or (user in self.model.undecided and not given))
         block = self.order[self.model.undecided[user]] if user in self.model.undecided else -1
         until = self.latest.get(user, -1) if block >= 0 else -1
         data = self.panelled and data_position(user) == position
         view, flows = position == 0 and self.model.shown.get(user) == value, user in self.model.differentiated
-        return Reader(self.order[user], saves and self.train, gradient, until, block, data, view, flows, False)
+        alike = rule is not None and (rule.hands_on or rule.view)
+        return Reader(self.order[user], saves and self.train, gradient, until, block, data, view, flows, alike, False)
 
 
 def _twice(tensors: Sequence[Tensor], structure: Structure, needs: Sequence[int]) -> list[Tensor]:

@@ -32,7 +32,7 @@ class Reader:
     ``saves`` is whether it ever is: where the planner decides, that depends on the choice. ``gradient``: the reader's
     gradient needs it in any case. ``until``: the last operator whose gradient needs a result of the reader, which, if it is
     made again, is there by then. ``block``: the last operator of the block in whose backward pass it may be. ``flows``: a
-    gradient comes back. ``ends``: it is an output of the model.
+    gradient comes back, ``alike``: which may be that of the reader's result. ``ends``: it is an output of the model.
     """
 
     at: int
@@ -43,6 +43,7 @@ class Reader:
     panelled: bool
     view: bool
     flows: bool
+    alike: bool
     ends: bool
 
 
@@ -51,7 +52,7 @@ class Life:
     """When one tensor is made (before all operators: -1), whether its producer keeps it or it is a view; who reads it.
 
     ``until`` is the last operator of the block in whose backward pass it may be made again. ``alone``: of the names of its
-    storage, which are views, it is the one that counts; ``shown``: the share of its bytes that the storage has, at most 1.
+    storage, which are views, it is the one that counts; ``shown``: how many times its bytes the storage has.
     """
 
     made: int
@@ -254,7 +255,7 @@ class Ledger:
             kept = np.concatenate([kept, np.zeros_like(kept)])
         self.held(self.needs[number], saved, kept)
         if moment.turn is Turn.BACKWARD and edge.trained:
-            now = [use for use, r in enumerate(life.readers) if r.at == moment.at and r.flows]
+            now = [use for use, r in enumerate(life.readers) if r.at == moment.at and r.flows and not r.alike]
             self.held(number, now, np.broadcast_to(count * back, stays.shape), "gradients")
             if life.made == moment.at and not life.view and any(r.flows for r in life.readers):
                 self.own(edge, count * own)
