@@ -86,7 +86,8 @@ class Options:
     """How a case is planned and run.
 
     Attributes:
-        family, mesh, schedule, chunks, panels, constraints, memory: as of ``autotp.plan``.
+        family, mesh, schedule, chunks, panels, constraints, memory, recompute, reshard_after_forward: as of
+            ``autotp.plan``.
         free: communication costs nothing on the machine, so that much of it pays.
         training: the module's mode; ``inference`` plans and runs without gradients.
         served: (step, number of the operator among the step's) -> what each mesh axis serves, instead of what was planned.
@@ -100,6 +101,8 @@ class Options:
     panels: int | None = None
     constraints: tuple[str, ...] = ()
     memory: float | None = None
+    recompute: str = "none"
+    reshard_after_forward: bool | None = None
     free: bool = True
     training: bool = True
     inference: bool = False

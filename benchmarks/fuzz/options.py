@@ -1,4 +1,4 @@
-"""Random options of a case: family, mesh, schedule, chunks, panels, pins, modes."""
+"""Random options of a case: family, mesh, schedule, chunks, panels, pins, modes, what the backward pass makes again."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ def random_options(rng: random.Random, case: Case) -> Options:
         free=rng.random() < 0.8,
         training=rng.random() < 0.8,
         inference=rng.random() < 0.08,
+        recompute=rng.choices(["none", "selective"], [75, 25])[0],
+        reshard_after_forward=rng.choice([None, None, True, False]) if panels is None else None,
     )
 
 

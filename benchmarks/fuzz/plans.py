@@ -55,6 +55,8 @@ def planned(case: Case, model: nn.Module, args: Sequence[Tensor]) -> tuple[Captu
         chunks=options.chunks,
         schedule=options.schedule,
         constraints=options.constraints,
+        recompute=options.recompute,
+        reshard_after_forward=options.reshard_after_forward,
     )
     asked.check(topology)
     captured = capture(model, tuple(args))
@@ -92,6 +94,7 @@ def _changed(case: Case, captured: Captured, plan: Plan) -> Plan:
         plan,
         operators=tuple(dataclasses.replace(op, assignment=chosen[op.name], panels=1) for op in plan.operators),
         layouts=layouts,
+        gathered_once=tuple(layouts) if case.options.reshard_after_forward is False else (),
     )
     panels = _panels(case, captured, operators, plan)
     return dataclasses.replace(

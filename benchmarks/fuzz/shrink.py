@@ -103,6 +103,8 @@ def _plainer_options(case: Case) -> Iterator[Case]:
         {"schedule": "none"},
         {"chunks": {}},
         {"panels": None},
+        {"recompute": "none"},
+        {"reshard_after_forward": None},
         {"constraints": ()},
         {"family": "auto"},
         {"inference": False},

@@ -79,6 +79,8 @@ def _planning(case: Case) -> list[str]:
     given += [f"constraints={options.constraints}"] * bool(options.constraints)
     given += [f"memory={options.memory}"] * (options.memory is not None)
     given += ['mode="inference"'] * options.inference
+    given += [f"recompute={options.recompute!r}"] * (options.recompute != "none")
+    given += [f"reshard_after_forward={options.reshard_after_forward}"] * (options.reshard_after_forward is not None)
     free = ', bandwidth="1000000 GB/s", latency="0.000001 us"' if options.free else ""
     return [
         "    model, args = build()",
@@ -120,6 +122,7 @@ def _decisions(case: Case) -> list[str]:
     lines += [f"    panels = {panels}"] * bool(panels)
     lines += [f"    rests = {rests!r}"] * bool(rests)
     layouts = ", layouts={**plan.layouts, **rests}" if rests else ""
+    layouts += ", gathered_once=tuple(plan.layouts)" if plan.gathered_once else ""
     return [
         *lines,
         f"    operators = tuple({changed} for op in plan.operators)",

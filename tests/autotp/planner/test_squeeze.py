@@ -128,9 +128,9 @@ def test_what_is_gathered_once_is_that_of_an_exhaustive_search(seed):
         assert plan.predicted.step_seconds == pytest.approx(best, rel=1e-9), share
 
 
-@pytest.mark.parametrize("name", ["llama", "resnet", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "resnet", "gpt2", "bert", "vit", "unet"])
 def test_a_bound_counts_no_more_than_what_is_held(name):
-    """The tables of bounds are compared with footprints of choices drawn at random, at all sorts of moments."""
+    """The tables of bounds are compared with footprints of choices drawn at random, at every moment."""
     model, args, kwargs = MODELS[name]()
     rng = np.random.default_rng(0)
     prepared = folded(undecided(prepare(capture(model, args, kwargs))))
@@ -158,10 +158,10 @@ def test_a_bound_counts_no_more_than_what_is_held(name):
                 for (node, made, _), row in zip(assembled.structure.nodes, choice, strict=True)
             )
             held = candidates.found(candidate, assembled, choice).held
-            worst = sorted(held, key=held.__getitem__)[-3:]
-            for moment in (*worst, *(list(held)[i] for i in rng.integers(len(held), size=12))):
+            for moment in held:
                 assert moments.bytes(moment, choice, surely=True) <= held[moment] * (1 + 1e-9), (mesh, moment)
-            close.append(moments.bytes(worst[-1], choice, surely=True) / held[worst[-1]])
+            worst = max(held, key=held.__getitem__)
+            close.append(moments.bytes(worst, choice, surely=True) / held[worst])
     assert max(close) > 0.6, "and they are no trivial bounds"
 
 
