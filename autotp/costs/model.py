@@ -137,6 +137,12 @@ class Model:
         made = value_of(self.operands[node][position])[0].op != "placeholder"
         return made and (recomputed or position in self.kept(node).operands)
 
+    def reads_back(self, node: fx.Node, value: Value) -> bool:
+        """Whether the backward pass reads an operand for an operator's gradients, or to run it again."""
+        operands = self.operands[node]
+        positions = range(len(operands)) if node in self.recomputed else self.kept(node).operands
+        return any(value_of(operands[position]) == value for position in positions)
+
     def kept(self, node: fx.Node) -> Kept:
         """What the gradients of an operator's operands are made of, where nothing inside it is sharded."""
         if node not in self._kept:

@@ -128,7 +128,7 @@ class Needs:
         """Whether a storage is made again for the backward pass: a result, its copy in another layout, a parameter's."""
         (node, number), layout = key
         if node.op == "placeholder":
-            if node.name in self.priced.once:
+            if node.name in self.priced.gathered_once:
                 return False
             if node.name not in self.parameters or number == CAST:
                 return number == CAST and casts((node, 0))

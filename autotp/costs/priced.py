@@ -90,7 +90,7 @@ class Priced:
         layouts: in which every tensor is made or rests.
         panels: of the products that gather their operands panel by panel, by name.
         again: (operand, product) where the backward pass gathers the product's data operand again.
-        once: names of the parameters whose gathered copies are kept until the backward pass has read them.
+        gathered_once: names of the parameters whose gathered copies are kept until the backward pass has read them.
     """
 
     model: Model
@@ -99,7 +99,7 @@ class Priced:
     layouts: Mapping[Value, Layout]
     panels: Mapping[str, int] = field(default_factory=dict)
     again: Set[tuple[Value, fx.Node]] = frozenset()
-    once: Set[str] = frozenset()
+    gathered_once: Set[str] = frozenset()
 
     @classmethod
     def of(
@@ -110,15 +110,14 @@ class Priced:
         resting: Mapping[str, Layout],
         panels: Mapping[str, int],
         found: Sequence[Loop],
-        once: Collection[str] = (),
+        gathered_once: Collection[str] = (),
     ) -> Priced:
         """Of strategies, and of parameters' resting layouts.
 
         Args:
-            model, prices, strategies, panels: see the attributes.
+            model, prices, strategies, panels, gathered_once: see the attributes.
             resting: placeholder's name -> layout; whole where it is not given.
             found: the loops that products in panels may have, those that have none as well.
-            once: see the attributes.
         """
         whole = whole_layout(len(prices.mesh))
         given = model.captured.graph_module.graph.find_nodes(op="placeholder")
@@ -131,7 +130,7 @@ class Priced:
             for node in loop.members
             if node.name in panels and loop.absorbed[0]
         }
-        return cls(model, prices, strategies, layouts, panels, again, frozenset(once))
+        return cls(model, prices, strategies, layouts, panels, again, frozenset(gathered_once))
 
     @cached_property
     def own(self) -> Mapping[fx.Node, Price]:
@@ -191,16 +190,17 @@ class Priced:
         price = self.prices.reshard(tensor, have, want, gradient=trained, regather=regather, parameter=parameter, cast=cast)
         if not (parameter and trained and self.prices.train and self.prices.accumulate > 1) or cast.changes:
             return Moved(value, want, users, parameter, price)
-        once = self.prices.returning(tuple(tensor.shape), have, want, cast, parameter=True)
+        reduction = self.prices.returning(tuple(tensor.shape), have, want, cast, parameter=True)
         if users and all(user.name in self.panels for user in users):  # a loop of panels always reduces what it makes
-            return Moved(value, want, users, parameter, price.plus(once.times(self.prices.accumulate - 1)))
-        return Moved(value, want, users, parameter, price, once)
+            return Moved(value, want, users, parameter, price.plus(reduction.times(self.prices.accumulate - 1)))
+        return Moved(value, want, users, parameter, price, reduction)
 
     def twice(self, value: Value, users: Sequence[fx.Node]) -> bool:
         """Whether a tensor is brought to those who want it so once more, for the backward pass."""
         repeated = self.model.recomputed.get(value[0]) and any(value in self.model.saved[user] for user in users)
-        gathered = value[0].name in self.model.captured.parameters and value[0].name not in self.once
-        return bool(repeated) or gathered or any((value, user) in self.again for user in users)
+        gathered = value[0].name in self.model.captured.parameters and value[0].name not in self.gathered_once
+        read = gathered and any(self.model.reads_back(user, value) for user in users)
+        return bool(repeated) or read or any((value, user) in self.again for user in users)
 
     def _origins(self) -> dict[Value, fx.Node]:
         """A tensor of partial sums -> the operator that made them, which may have passed them on since."""

@@ -11,7 +11,7 @@ import math
 from functools import lru_cache
 
 from passes.layouts.layout import Layout
-from passes.layouts.reshard import COMMUNICATING, Step, moves
+from passes.layouts.reshard import COMMUNICATING, GATHERING, Step, moves
 
 __all__ = ["gathers", "in_transit", "sums_in_place", "travels"]
 
@@ -72,7 +72,7 @@ def travels(shape: tuple[int, ...], source: Layout, target: Layout, mesh: tuple[
 @lru_cache(maxsize=200_000)
 def gathers(shape: tuple[int, ...], source: Layout, target: Layout, mesh: tuple[int, ...]) -> bool:
     """Whether a change of layout brings what others have, so that a parameter is brought again when it is read again."""
-    return any(move.step.kind in ("all_gather", "all_to_all") for move in moves(shape, source, target, mesh))
+    return any(move.step.kind in GATHERING for move in moves(shape, source, target, mesh))
 
 
 @lru_cache(maxsize=200_000)

@@ -64,9 +64,9 @@ class Assembled:
         return tuple(strategy if node in nodes else row for (node, _, _), strategy, row in rows)
 
     def again(self, choice: Sequence[int]) -> set[fx.Node]:
-        """Of what was undecided, the operators that a choice runs again, and the parameters that it gathers again.
+        """The operators that a choice runs again of what was undecided, and the parameters that it gathers again.
 
-        Those that stand for others.
+        Of what is alike, the one that stands for all.
         """
         rows = zip(self.structure.nodes, choice, strict=True)
         return {node for (node, made, _), row in rows if made is not None and made.again[row]}
@@ -216,7 +216,7 @@ class _Assembly:
     def tensor(self, edge: Edge) -> Tensor:
         prices, shape, itemsize = self.prices, tuple(edge.value.shape), edge.value.element_size()
         regather = np.zeros((len(edge.rows), len(edge.wants)), bool)
-        again = np.repeat(edge.again[:, None], len(edge.wants), axis=1)
+        again = edge.again[:, None] & edge.saved
         if self.panelled and self.either is None:
             again |= edge.products
         comes = np.full(regather.shape, edge.cast.there)  # a parameter is also cast, from its own part, which is near
@@ -239,7 +239,7 @@ class _Assembly:
                 else:  # kept once for all readers, or once for each way of wanting it
                     least = np.minimum(kept[:, None] / len(edge.uses), edge.count * wanted[None, :])
                     held = self.either * np.where(edge.products & ~edge.saved, least, 0.0)
-        stays = comes & ~again & edge.saved & (edge.parameter and prices.train)
+        stays = comes & ~edge.again[:, None] & edge.saved & (edge.parameter and prices.train)
         memory = memory + np.where(stays, edge.count * wanted, 0.0)
         if edge.parameter and edge.trained and prices.train and prices.accumulate > 1:
             # Sums that are not reduced yet wait beside the gradient that they will be.

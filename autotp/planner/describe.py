@@ -155,8 +155,8 @@ def _gathered_once(priced: Priced) -> tuple[str, ...]:
     model, found = priced.model, []
     for moved in priced.reshards:
         node, have = moved.value[0], priced.layouts[moved.value]
-        read = priced.prices.train and any(user in model.differentiated for user in moved.users)
-        if node.name in priced.once and read:
+        read = priced.prices.train and any(model.reads_back(user, moved.value) for user in moved.users)
+        if node.name in priced.gathered_once and read:
             shape = tuple(node.meta["val"].shape)
             if cast_of(node).there or gathers(shape, have, moved.want.layout, priced.prices.mesh):
                 found.append(model.captured.parameters[node.name])

@@ -152,4 +152,6 @@ def chunked(priced: Priced, made: Chunked) -> Sums:
     rest = (Replicate(),) * len(made.counts)
     layouts |= {value: (*layout, *rest) for value, layout in priced.layouts.items() if value not in layouts}
     rows = None if "batch" in made.counts else made.cut["rows"]
-    return Priced(model, virtual, strategies, layouts, once=priced.once).in_chunks(next(iter(made.counts.values())), rows)
+    return Priced(model, virtual, strategies, layouts, gathered_once=priced.gathered_once).in_chunks(
+        next(iter(made.counts.values())), rows
+    )

@@ -167,7 +167,8 @@ class _Builder:
 
     def read_back(self, node: fx.Node) -> bool:
         """Whether a backward pass may read a parameter."""
-        return any(user in self.model.differentiated for user, _ in self.model.readers.get((node, 0), ()))
+        users = {user for user, _ in self.model.readers.get((node, 0), ())}
+        return any(user in self.model.undecided or self.model.reads_back(user, (node, 0)) for user in users)
 
     def further(self, row: tuple[int, ...], axes: Sequence[int], dims: int) -> list[tuple[int, ...]]:
         """Layouts sharded on further axes, all of them on one dim: untouched dims first."""

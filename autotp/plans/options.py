@@ -103,16 +103,20 @@ class Options:
         if not 0 <= self.gap < 1:
             raise AutotpError(f"gap {self.gap!r}: give a share of the step from 0 to below 1, such as 0.001")
         _check_recompute(self.recompute)
-        if self.panels is not None and self.panels > 1 and self.reshard_after_forward is False:
-            raise AutotpError(
-                f"panels {self.panels} are gathered again for the backward pass; leave out reshard_after_forward"
-            )
-        if self.reshard_after_forward not in (None, True, False):
-            raise AutotpError(f"reshard_after_forward={self.reshard_after_forward!r}: give True or False, or leave it out")
+        self._check_gathers()
         policy_of(self.precision)
         if not isinstance(self.strategy, Family):
             family(self.strategy)
         parse(self.constraints or ())
+
+    def _check_gathers(self) -> None:
+        asked = f"reshard_after_forward={self.reshard_after_forward!r}"
+        if self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, bool):
+            raise AutotpError(f"{asked}: give True or False, or leave it out")
+        if self.reshard_after_forward is not None and self.mode != "train":
+            raise AutotpError(f"{asked}, but mode {self.mode!r} has no backward pass; leave it out")
+        if self.reshard_after_forward is False and (self.panels or 1) > 1:
+            raise AutotpError(f"panels={self.panels} gathers parameters again, which contradicts {asked}; leave one out")
 
     def check(self, topology: Topology) -> None:
         """Checks the mesh and the precision against the machine.

@@ -62,7 +62,7 @@ class Plan:
         chunked: kind of chunks -> how many operators are cut.
         whole: name of an operator that works on what comes in chunks, or could -> why it is not cut.
         gathered_once: names of the parameters whose gathered copies the forward pass keeps for the backward pass (as
-            ``reshard_after_forward=False`` in FSDP2); those of all others are gathered again.
+            ``reshard_after_forward=False`` in FSDP2); all others that this reads are gathered again.
         precision: in which dtypes it computes and reduces (``bf16-mixed``, or a policy as text); None: in the model's own.
         schedule: how it is to be run, and was predicted: ``overlap`` or ``none``.
         constraints: that the user gave, as texts (see `autotp.plans.constraints`).

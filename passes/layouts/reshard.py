@@ -15,7 +15,10 @@ from passes.layouts.codes import codes, decode, is_even
 from passes.layouts.layout import Layout, local_shape, splits
 from passes.layouts.phases import COMMUNICATING, AxisConflicts, Change, changes
 
-__all__ = ["COMMUNICATING", "Move", "Step", "moves", "steps", "sums_first"]
+__all__ = ["COMMUNICATING", "GATHERING", "Move", "Step", "moves", "steps", "sums_first"]
+
+#: Steps that bring what other devices have.
+GATHERING = ("all_gather", "all_to_all")
 
 
 class Step(NamedTuple):

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from passes.graph import RECOMPUTE, above, annotate, below
+from passes.layouts.reshard import GATHERING
 from passes.overlap.aliasing import held, source_of
 from passes.overlap.primitives import COLLECTIVE_OF, crop, in_one_format, own, pad
 from passes.overlap.trace import Joint
@@ -116,7 +117,7 @@ def _gathered(nodes: Sequence[fx.Node], parameters: set[fx.Node], later: set[fx.
         if node.op != "call_function" or node in later:
             continue
         packet = getattr(node.target, "overloadpacket", node.target)
-        gathers = COLLECTIVE_OF.get(node.target) in ("all_gather", "all_to_all")
+        gathers = COLLECTIVE_OF.get(node.target) in GATHERING
         cast = node.target is _aten._to_copy.default and node.all_input_nodes[0] in parameters
         if not (gathers or cast or packet in _MOVES or node.target in _PLACED or node.target is operator.getitem):
             continue

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Partial
 
 from passes.graph import RECOMPUTE, annotate, cast_of, differentiable, note_of
 from passes.layouts.layout import Layout, even_chunk, is_shard, local_shape, splits
-from passes.layouts.reshard import COMMUNICATING, Step, steps
+from passes.layouts.reshard import COMMUNICATING, GATHERING, Step, steps
 from passes.rules.factors import Operator, Value, value_of
 from passes.rules.rule import Rule
 from passes.rules.shapes import operands_of
@@ -48,7 +48,7 @@ class Sharding:
         parameters: names of the placeholders that are parameters.
         recomputed: operator name -> whether the backward pass, which computes its results again, also repeats the
             collectives that bring them into other layouts; operators that are not named are kept.
-        once: names of the parameters whose gathered copies are kept until the backward pass has read them.
+        gathered_once: names of the parameters whose gathered copies are kept until the backward pass has read them.
     """
 
     mesh: tuple[int, ...]
@@ -56,7 +56,7 @@ class Sharding:
     resting: Mapping[str, Layout]
     parameters: frozenset[str]
     recomputed: Mapping[str, bool] = field(default_factory=dict)
-    once: frozenset[str] = frozenset()
+    gathered_once: frozenset[str] = frozenset()
 
 
 def shard(
@@ -164,8 +164,9 @@ class _Rewriter:
         key = value, want
         if key not in self.edges:
             parameter = value[0].name in self.sharding.parameters
-            again = any(step.kind == "all_gather" for step in forward) or (cast is not None and cast.there)
-            target = ops.gather if parameter and again and value[0].name not in self.sharding.once else ops.reshard
+            copied = any(step.kind in GATHERING for step in forward) or (cast is not None and cast.there)
+            again = parameter and copied and value[0].name not in self.sharding.gathered_once
+            target = ops.gather if again else ops.reshard
             ways: tuple[Any, ...] = tuple(map(tuple, forward)), tuple(map(tuple, backward))
             if cast is not None:
                 ways += ((cast.used, cast.reduced),)

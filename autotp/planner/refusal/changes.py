@@ -106,6 +106,8 @@ def _trials(job: Job) -> Iterator[_Trial]:
 
     if options.trains and options.recompute != "auto":
         yield _Trial("recompute='auto'", False, partial(anew, replace(options, recompute="auto")))
+    if options.reshard_after_forward is False:
+        yield _Trial("reshard_after_forward=True", False, partial(anew, replace(options, reshard_after_forward=True)))
     if options.mesh is None:
         for times in _TIMES:
             count = times * topology.devices

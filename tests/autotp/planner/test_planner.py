@@ -291,5 +291,5 @@ def test_gathered_parameters_are_kept_while_memory_allows():
 def test_what_contradicts_reshard_after_forward_is_an_error():
     with pytest.raises(autotp.AutotpError, match="reshard_after_forward='no': give True or False"):
         Options(reshard_after_forward="no")
-    with pytest.raises(autotp.AutotpError, match="panels 2 are gathered again"):
+    with pytest.raises(autotp.AutotpError, match="panels=2 gathers parameters again"):
         Options(panels=2, reshard_after_forward=False)
