@@ -50,9 +50,9 @@ class MemoryBoundError(AutotpError):
     """No plan fits the memory of a device.
 
     Attributes:
-        needed: bytes that the smallest plan needs on each device.
+        needed: bytes that the smallest plan found needs on each device.
         available: bytes that a device has.
-        consists: what the smallest plan holds at its worst moment, in bytes by kind, most first; sums to ``needed``.
+        consists: what that plan holds at its worst moment, in bytes by kind, most first; sums to ``needed``.
         changes: single changes of the job, and whether it would fit with each.
     """
 

@@ -100,6 +100,14 @@ def _first(build: Builder, node: fx.Node, given: Arguments) -> Any:
     return source if _same(source.meta["val"], node.meta["val"]) else None
 
 
+def _one_hot(build: Builder, node: fx.Node, given: Arguments) -> Any:
+    """As torch computes it where it checks the classes; a trace of it compares them, and lets any pass."""
+    source = source_of(given)
+    nothing = build.emit(aten.new_zeros.default, (source, list(node.meta["val"].shape)), like=node)
+    places = build.emit(aten.unsqueeze.default, (source, -1), like=node)
+    return build.emit(aten.scatter.value, (nothing, -1, places, 1), like=node)
+
+
 def _cast(build: Builder, node: fx.Node, given: Arguments) -> Any:
     source, value = source_of(given), node.meta["val"]
     if _same(source.meta["val"], value):
@@ -155,4 +163,5 @@ _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("aten::mul", "aten::div", "aten::true_divide"), _neutral(1)),
     "aten::cat": _cat,
     "aten::embedding": _embedding,
+    "aten::one_hot": _one_hot,
 }  # fmt: skip

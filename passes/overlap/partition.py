@@ -88,7 +88,10 @@ def cut(joint: Joint) -> Cut:
     forward, values = fx.Graph(), {}
     for node in inputs:
         values[node] = _placeholder(forward, node)
-    wanted = above([*outputs, *kept])
+    checks = [
+        n for n in nodes if n.op == "call_function" and n not in later and n.is_impure()
+    ]  # nobody reads what they say
+    wanted = above([*outputs, *kept, *checks])
     for node in nodes:
         if node in wanted and node not in values and node not in later:
             values[node] = forward.node_copy(node, lambda n: values[n])

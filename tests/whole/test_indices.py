@@ -73,6 +73,31 @@ def test_tables_of_several_sizes_are_all_checked(sentences, constraints, schedul
         simulated(changed(ids, 40))
 
 
+class Checked(nn.Module):
+    """Operators whose checks a trace does without."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, classes, matrix):
+        return self.out(nn.functional.one_hot(classes, 8).double()) + self.out(torch.linalg.cholesky(matrix))
+
+
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+def test_what_a_kernel_refuses_is_refused(schedule):
+    """Overlapped graphs are traced, and what nobody reads, such as an error's number, was left out of them."""
+    model, args = Checked().double(), (torch.arange(8), torch.eye(8).double())
+    plan = autotp.plan(model, autotp.Topology.flat(2), args, mesh=(2,))
+    simulated = autotp.simulate(model, plan, args, schedule=schedule)
+    torch.testing.assert_close(simulated(*args), model(*args))
+    with pytest.raises(torch.linalg.LinAlgError):
+        simulated(args[0], args[1] + 2 * args[1].flip(0))
+    for wrong in (8, -1):
+        with pytest.raises(RuntimeError):
+            simulated(changed(args[0], wrong), args[1])
+
+
 @pytest.mark.distributed
 def test_all_ranks_raise(torchrun):
     """Also where each has its own part of the batch, and the index is in one of them."""

@@ -28,7 +28,7 @@ def nothing_fits(job: Job, smallest: Found, strategy: str) -> MemoryBoundError:
     consists = _consists(smallest)
     changes = changes_of(job)
     lines = [
-        f"no plan of strategy {strategy!r} fits {gigabytes(bound)} on each device: the smallest needs "
+        f"no plan of strategy {strategy!r} fits {gigabytes(bound)} on each device: the smallest found needs "
         f"{gigabytes(needed)}, {gigabytes(needed - bound)} more",
         "of these: " + _shown(consists, needed),
         *_listed(changes),

@@ -141,7 +141,7 @@ def test_families():
 
 def test_no_memory_and_no_batch_are_rows():
     (short,) = sweep(mlp, ["dgx-a100"], [4], memory=1e3)
-    assert "the smallest needs" in short.reason and short.tokens == 64
+    assert "the smallest found needs" in short.reason and short.tokens == 64
     odd, even = sweep(lambda: mlp(4), ["dgx-a100"], [8, 4], strategies=("data",))
     assert "multiple of 8" in odd.reason and even.planned
 

@@ -79,7 +79,7 @@ def test_the_message_says_what_fits_and_what_does_not():
     model, x = Layers(), torch.randn(2048, 64)
     error = refused(model, x, recompute="none", memory=0.85 * needed(model, x, recompute="none"))
     first, consists, *changes = str(error).splitlines()
-    assert "the smallest needs" in first
+    assert "the smallest found needs" in first
     assert "saved for the backward pass" in consists
     assert "parameters and optimizer state" in consists
     assert changes[0].strip().startswith("fits with: recompute='auto' (takes ")
