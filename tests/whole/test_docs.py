@@ -114,6 +114,7 @@ def test_what_the_guide_shows_works(page, tmp_path):
             printed = run(["bash", "-euo", "pipefail", "-c", text], tmp_path) if "benchmarks." not in text else ""
         elif language == "text" and printed:
             given = said(printed)
+            assert said(text), f"{page.name} shows nothing below a command"
             missing = [line for line in said(text) if not any(other.startswith(line) for other in given)]
             assert not missing, f"{page.name} shows what is not printed:\n" + "\n".join(missing) + f"\n\n{printed}"
 
