@@ -153,7 +153,7 @@ def captured(name):
         return capture(model, args, kwargs)
 
 
-def check(name, strategy, mesh, panels=None, chunks=None, overlapped=False, recompute="none", again=None):
+def check(name, strategy, mesh, panels=None, chunks=None, overlapped=False, recompute="none", again=True):
     options = Options(strategy, mesh=mesh, panels=panels, schedule="none", recompute=recompute, reshard_after_forward=again)
     plan = plan_captured(captured(name), slow_machine(mesh), options)
     plan = dataclasses.replace(plan, chunks=chunks or {})
