@@ -59,8 +59,9 @@ def parallelize(
         topology: the machine; by default ``Topology.local()``.
         args, kwargs: example inputs of the global batch, the same on every rank.
         plan: a plan made before; left out, one is made with the options that follow.
-        strategy, mesh, mode, memory, optimizer, accumulate, panels, chunks, constraints, recompute, reshard_after_forward,
-            precision, gap: see `autotp.plans.options.Options`.
+        strategy, mesh, mode, memory, optimizer, accumulate, panels, chunks, constraints, precision, gap: see
+            `autotp.plans.options.Options`.
+        recompute, reshard_after_forward: see there.
         inputs: what each call is given: ``global``, the whole batch on every rank, or ``local``, this rank's part of it
             (dim 0, split by the mesh axes that the plan splits the batch over). Outputs are whole either way.
         schedule: ``overlap`` runs scheduled forward and backward graphs, whose collectives are under way while something is

@@ -251,7 +251,7 @@ def test_parameters_gathered_once(case):
     twice = plan_captured(captured(name), slow_machine(mesh), options)
     assert not twice.gathered_once and len(plan.gathered_once) >= 0.3 * len(plan.layouts)
     assert plan.predicted.memory_bytes > twice.predicted.memory_bytes
-    assert plan.predicted.communication_seconds < 0.9 * twice.predicted.communication_seconds
+    assert plan.predicted.communication_seconds < 0.97 * twice.predicted.communication_seconds
 
 
 @pytest.mark.exact
