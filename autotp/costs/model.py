@@ -139,8 +139,8 @@ class Model:
 
     def reads_back(self, node: fx.Node, value: Value) -> bool:
         """Whether the backward pass reads an operand for an operator's gradients, or to run it again."""
-        operands = self.operands[node]
-        positions = range(len(operands)) if node in self.recomputed else self.kept(node).operands
+        operands = self.operands.get(node, ())  # an output of the model has none
+        positions = range(len(operands)) if node in self.recomputed else self.kept(node).operands if operands else ()
         return any(value_of(operands[position]) == value for position in positions)
 
     def kept(self, node: fx.Node) -> Kept:
