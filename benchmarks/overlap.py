@@ -36,7 +36,7 @@ from benchmarks.overlap_steps import WAYS
 from benchmarks.phases import asking
 from benchmarks.tables import command, machine, table
 from costmodel import Level, Topology
-from costmodel.files import write_atomically
+from costmodel.text.files import write_atomically
 from passes.capture import capture
 from passes.overlap.schedule import Slot
 

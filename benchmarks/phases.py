@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.cluster import Cluster
-from costmodel.files import write_atomically
+from costmodel.text.files import write_atomically
 
 __all__ = ["answered", "asking"]
 

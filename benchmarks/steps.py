@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import autotp
 from benchmarks.models import trained
-from costmodel.files import write_atomically
+from costmodel.text.files import write_atomically
 
 #: Steps of a plan at each turn before any is timed, and then timed. After another plan's steps a process has to ask for its
 #: memory anew, page by page, which in training happens once.

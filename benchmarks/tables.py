@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from costmodel.files import write_atomically
+from costmodel.text.files import write_atomically
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 

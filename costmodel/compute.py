@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 import sympy
 
-from .device import Device
 from .formula import Number, compile_formula
+from .machine.device import Device
 
 __all__ = ["KERNEL", "ROOFLINE", "SMALL", "B", "F", "L", "P", "Q", "Work", "eta", "h", "k", "m", "n", "s", "seconds"]
 
@@ -59,7 +59,7 @@ def seconds(
         device: provides the rates and the launch time.
         dtype: the dtype of the computation, with or without the prefix ``torch.``.
         dims: m, k, n of the local product; None if the operator is not a product. A dim of size 0 counts as 1.
-        kind: one of ``costmodel.device.KINDS``, whose measured slowdown applies.
+        kind: one of ``costmodel.KINDS``, whose measured slowdown applies.
         launches: the number of kernels that share the work.
 
     Returns:

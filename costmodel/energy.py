@@ -14,8 +14,8 @@ from __future__ import annotations
 import numpy as np
 import sympy
 
-from .device import Device
 from .formula import Number, compile_formula
+from .machine.device import Device
 
 __all__ = ["ENERGY", "MONEY", "per_token", "step_energy", "step_money"]
 

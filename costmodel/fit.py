@@ -13,7 +13,7 @@ import numpy as np
 
 from .collectives import ALGORITHMS, LIBRARIES, OF_LINK, figures
 from .formula import compile_formula
-from .links import Link
+from .machine.links import Link
 
 __all__ = ["LinkFit", "ProductFit", "Sample", "fit_link", "fit_products", "robust", "split_overhead"]
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from .text.units import Quantity, format_quantity
 from .topology import Topology
-from .units import Quantity, format_quantity
 
 __all__ = ["topology_toml"]
 

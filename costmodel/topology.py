@@ -37,13 +37,13 @@ from pathlib import Path
 from typing import Any
 
 from .collectives import LIBRARIES
-from .device import Device
 from .errors import TopologyError, suggestion
-from .groups import group_link
-from .links import Level, Link
-from .local import DRIVER, local_topology
-from .tables import Table, plain, read_toml
-from .units import parse_quantity
+from .machine.device import Device
+from .machine.groups import group_link
+from .machine.links import Level, Link
+from .machine.local import DRIVER, local_topology
+from .text.tables import Table, plain, read_toml
+from .text.units import parse_quantity
 
 __all__ = ["Device", "Level", "Link", "Topology", "TopologyError"]
 
@@ -250,7 +250,7 @@ class Topology:
 
     @classmethod
     def local(cls, environ: Mapping[str, str] | None = None, driver: Path = DRIVER) -> Topology:
-        """A guess at the machine that this process runs on, named ``local``; see `costmodel.local.local_topology`.
+        """A guess at the machine that this process runs on, named ``local``; see `costmodel.machine.local.local_topology`.
 
         Args:
             environ: environment variables as set by torchrun; by default, those of this process.

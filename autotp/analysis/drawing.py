@@ -12,7 +12,7 @@ from torch import fx
 from autotp.analysis.inspection import Row
 from autotp.costs.model import Model
 from autotp.errors import AutotpError
-from costmodel.files import write_atomically
+from costmodel.text.files import write_atomically
 from passes.rules.factors import value_of
 from passes.rules.shapes import operands_of
 

@@ -23,7 +23,7 @@ from autotp.runtime.durations import overlap_of
 from autotp.runtime.recording import Event, event_of
 from autotp.runtime.rewrite import Rewritten, apply
 from autotp.runtime.schedules import Agreement, NoOrder, overlapped
-from costmodel.files import write_atomically
+from costmodel.text.files import write_atomically
 from passes.capture import Captured, capture
 from passes.graph import cast_of
 from passes.layouts.layout import local_shape

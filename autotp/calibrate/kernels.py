@@ -34,7 +34,7 @@ class Operator:
     """One operator at one size.
 
     Attributes:
-        kind: one of ``costmodel.device.KINDS``.
+        kind: one of ``costmodel.KINDS``.
         name: the function's name.
         function: runs it forward.
         inputs: what needs a gradient.

@@ -23,7 +23,7 @@ from autotp.calibrate import Calibration, calibrate, shape_of_job
 from autotp.cli.render import bytes_of, make_console, time_of
 from autotp.errors import AutotpError
 from costmodel import format_quantity
-from costmodel.files import check_writable, write_atomically
+from costmodel.text.files import check_writable, write_atomically
 from costmodel.toml_out import topology_toml
 
 __all__ = ["calibrate_command", "calibration_table", "calibration_toml"]

@@ -17,7 +17,7 @@ from rich.text import Text
 from autotp.analysis.sweep import Point
 from autotp.errors import AutotpError
 from costmodel import format_quantity
-from costmodel.files import write_atomically
+from costmodel.text.files import write_atomically
 
 __all__ = ["PLOTS", "check_plot", "sweep_csv", "sweep_table", "write_file", "write_plot"]
 

@@ -16,7 +16,7 @@ from autotp.errors import AutotpError, PlanMismatchError
 from autotp.plans.plan_file import AS_WRITTEN, FORMAT, Written, decode_layout, encode_layout, read
 from autotp.plans.planned_operator import PlannedOperator, Predicted
 from costmodel import Topology
-from costmodel.files import write_atomically
+from costmodel.text.files import write_atomically
 from passes.capture import Captured, Precision, precision_name
 from passes.graph import note_of
 from passes.layouts.layout import Layout, describe

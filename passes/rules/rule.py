@@ -37,7 +37,7 @@ class Rule:
 
     Attributes:
         form: an expression of the notation, or a builder that makes one (or an ``OpRule``) from a node.
-        kind: which of ``costmodel.device.KINDS`` its speed is.
+        kind: which of ``costmodel.KINDS`` its speed is.
         inner: whole factors that ``lower`` can shard.
         additive, linear: see ``OpRule``.
         lower: builds the operator's sharded form when a factor in ``inner`` or a reduced factor is sharded.

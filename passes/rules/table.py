@@ -48,7 +48,7 @@ def rule_of(node: fx.Node) -> Rule | None:
 
 
 def kind_of(node: fx.Node) -> str:
-    """Which of ``costmodel.device.KINDS`` an operator is, of a captured graph or a traced one."""
+    """Which of ``costmodel.KINDS`` an operator is, of a captured graph or a traced one."""
     name = name_of(node)
     rule = RULES.get(name)
     return rule.kind if rule is not None else KERNELS.get(name, "pointwise")

@@ -14,7 +14,7 @@ from benchmarks import cluster as module
 from benchmarks import netns
 from benchmarks.cluster import Cluster, ClusterError, NodeError, RunTimeout, main
 from benchmarks.phases import asking
-from costmodel.device import Device
+from costmodel.machine.device import Device
 from costmodel.topology import Level, Topology
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,7 +20,7 @@ from autotp.analysis.report import save_report
 from autotp.analysis.trace import save_trace
 from autotp.cli.sweep_output import write_file
 from benchmarks import tables
-from costmodel.files import check_writable, write_atomically
+from costmodel.text.files import check_writable, write_atomically
 
 ROOT = Path(__file__).parents[2]
 MODEL = "from torch import nn, zeros\n\ndef build():\n    return nn.Linear(4, 4), (zeros(4, 4),)\n"
@@ -194,7 +194,9 @@ def test_what_cannot_be_written_to_is_refused_and_stays(tmp_path, device, monkey
 def test_own_output_in_a_file_is_written_in_order(path, tmp_path):
     # A link as /dev/stdout is one, which code that replaces links would replace on this machine.
     (tmp_path / "stdout").symlink_to("/proc/self/fd/1")
-    program = f"from costmodel.files import write_atomically as w\nprint('before')\nw({path!r}, 'text\\n')\nprint('after')"
+    program = (
+        f"from costmodel.text.files import write_atomically as w\nprint('before')\nw({path!r}, 'text\\n')\nprint('after')"
+    )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with (tmp_path / "out").open("w") as out:
         subprocess.run([sys.executable, "-c", program], cwd=tmp_path, stdout=out, env=environment, check=True)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from costmodel import COLLECTIVES, Device, Level, Link, Measured, Topology, collectives
-from costmodel.files import write_atomically
 from costmodel.fit import fit_link, fit_products, robust
+from costmodel.text.files import write_atomically
 from costmodel.toml_out import topology_toml
 
 VOLUMES = [1024.0 * 4**k for k in range(8)]

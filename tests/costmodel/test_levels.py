@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel import Device, Level, Link, Measured, Topology, TopologyError, collectives
-from costmodel.matrix import ring_bandwidth
+from costmodel.machine.matrix import ring_bandwidth
 
 DEVICE = Device("d", {"float32": 1e12}, 1e9, 1e11, 1e-6)
 #: 8 devices a box, 8 adapters of 10 each; 4 boxes.

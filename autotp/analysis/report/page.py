@@ -11,7 +11,7 @@ from typing import Any
 
 from autotp.analysis.report.content import encode
 from autotp.errors import AutotpError
-from costmodel.files import write_atomically
+from costmodel.text.files import write_atomically
 
 __all__ = ["page", "save_report"]
 

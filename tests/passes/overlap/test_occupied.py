@@ -12,7 +12,7 @@ import autotp
 from autotp.analysis.explain import priced_plan
 from autotp.costs.prices import Prices
 from costmodel import Level, Topology
-from costmodel.links import Measured
+from costmodel.machine.links import Measured
 from costmodel.overlap import copied
 from passes.capture import capture
 from passes.overlap.bucket import merge

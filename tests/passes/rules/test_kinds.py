@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from costmodel.device import KINDS
+from costmodel.machine.device import KINDS
 from passes.rules.kinds import KERNELS
 from passes.rules.table import RULES
 

@@ -11,7 +11,7 @@ import math
 import re
 from typing import Literal, get_args
 
-from .errors import UnitError, suggestion
+from ..errors import UnitError, suggestion
 
 __all__ = ["Quantity", "format_quantity", "parse_quantity"]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import TopologyError, suggestion
-from .tables import Table
+from ..errors import TopologyError, suggestion
+from ..text.tables import Table
 
 __all__ = ["DTYPES", "KINDS", "Device"]
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import TopologyError
+from ..errors import TopologyError
+from ..text.tables import Table
 from .matrix import check_matrix
-from .tables import Table
 
 __all__ = ["COLLECTIVES", "Level", "Link", "Measured", "Stage"]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import TopologyError, UnitError, suggestion
+from ..errors import TopologyError, UnitError, suggestion
 from .units import Quantity, parse_quantity
 
 __all__ = ["Table", "plain", "read_toml"]
@@ -57,7 +57,7 @@ class Table:
         return value
 
     def quantity(self, key: str, quantity: Quantity, *, positive: bool = False) -> float:
-        """The value of a key, in the quantity's base unit; see `costmodel.units.parse_quantity`."""
+        """The value of a key, in the quantity's base unit; see `costmodel.text.units.parse_quantity`."""
         try:
             value = parse_quantity(self.data[key], quantity)
         except UnitError as error:

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from .errors import TopologyError
+from ..errors import TopologyError
 
 __all__ = ["Matrix", "check_matrix", "ring_bandwidth"]
 

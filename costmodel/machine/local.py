@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from ..errors import TopologyError
 from .device import Device
-from .errors import TopologyError
 from .links import Level
 
 __all__ = ["DRIVER", "Preset", "local_topology"]

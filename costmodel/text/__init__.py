@@ -1,0 +1,1 @@
+"""Text in and out: `units` reads and writes quantities, `tables` reads TOML, and `files` writes files atomically."""
