@@ -183,12 +183,12 @@ def rows(frontier: Frontier) -> list[list[str]]:
     distinct = {point.plan.hash: point for point in reversed(frontier.points)}  # by the most memory that it is the best for
     for point in reversed(distinct.values()):
         size, seconds = frontier.measured.get(point.name, (0.0, 0.0))
-        predicted, again = point.plan.predicted, len(point.plan.recomputed)
+        predicted, recomputed = point.plan.predicted, len(point.plan.recomputed)
         found.append(
             [
                 where,
                 f"autotp, {point.share:.0%}",
-                f"{again} of {len(point.plan.operators)}",
+                f"{recomputed} of {len(point.plan.operators)}",
                 f"{predicted.memory_bytes / 1e6:.0f}",
                 f"{size / 1e6:.0f}" if size else "",
                 f"{predicted.step_seconds:.3f}",

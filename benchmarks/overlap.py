@@ -105,7 +105,7 @@ class Cell:
     @property
     def reach(self) -> float:
         """The floor of two passes one after the other, on cores from which communicating takes time as computing does."""
-        compute, busy = self.times["compute alone"], self.times["processor"]
+        compute, busy = self.times["compute alone"], self.times["core seconds"]
         passes = self.shares, tuple(1 - share for share in self.shares)
         return sum(max(c * compute + m * busy, m * self.moving) for c, m in passes)
 

@@ -91,7 +91,7 @@ class _Runner:
         steps["communication at once"] = lambda: [pending.wait() for pending in [call() for call in merged]]
         steps["compute alone"] = lambda: _muted(world, whole)
         found = medians(steps, rounds, timed_steps=1, first=False)
-        found["processor"] = _core_seconds(steps["communication at once"])
+        found["core seconds"] = _core_seconds(steps["communication at once"])
         found["sent"] = sum(map(_sent, sizes))
         return found
 
@@ -125,7 +125,7 @@ class _Runner:
 
 
 class _Mute:
-    """Collectives that answer at once, with something of the right shape."""
+    """Collectives that answer at once, with something of the correct shape."""
 
     def __init__(self, world: ProcessWorld) -> None:
         self.shape = world.mesh_shape

@@ -140,7 +140,7 @@ def report(rows: Sequence[Row], over: Sequence[Sequence[str]]) -> str:
         if others
         else ""
     )
-    alike = [row.times[GLOBAL_LOSS] / row.times["auto"] for row in rows]
+    ratios = [row.times[GLOBAL_LOSS] / row.times["auto"] for row in rows]
     said = f"`auto` is slower in {len(slower)} of {len(pairs)}: than {', '.join(slower)}"
     said = said if slower else "`auto` is never slower"
     return f"""# Comparison with DDP, FSDP2 and manual tensor parallelism
@@ -157,8 +157,8 @@ computation, and overlap gains less than on devices that only compute. "{SERIAL}
 without overlap, run with overlap, if it is a different plan{differ}.
 
 {table(header, shown)}
-{said}. If DDP also returns the loss of the global batch, its step takes {min(alike):.2f} to {max(alike):.2f} times as
-long as that of `auto` (median {statistics.median(alike):.2f}).
+{said}. If DDP also returns the loss of the global batch, its step takes {min(ratios):.2f} to {max(ratios):.2f} times as
+long as that of `auto` (median {statistics.median(ratios):.2f}).
 
 The overhead of the distributed graph itself: one process compared with the eager model, and two processes with unlimited
 links compared with the tensor parallelism of DTensor.

@@ -1,7 +1,7 @@
 """Whether anything that `auto` contains is ever predicted faster: python -m benchmarks.settings [--write] (two hours)
 
 60 settings: six models, five machines, and memory that is ample or short. In each, `auto` and every family are planned as
-they are by default, with overlap, chunks and recomputation; where `auto` is slower than a family, that is told.
+they are by default, with overlap, chunks and recomputation; where `auto` is slower than a family, the page says so.
 """
 
 from __future__ import annotations
@@ -198,12 +198,12 @@ def report(found: Sequence[Outcome]) -> str:
     for one in found:
         name, seconds = one.best
         auto = one.plans["auto"]
-        again = f"{len(auto.recomputed)} of {len(auto.operators)}" if auto is not None else "–"
+        recomputed = f"{len(auto.recomputed)} of {len(auto.operators)}" if auto is not None else "–"
         gap = f"{auto.gap:.2%}" if auto is not None else "–"
         ratio = f"{one.auto / seconds - 1:+.2%}" if seconds < float("inf") else "none fits"
         steps = f"{one.auto * 1e3:.2f}", f"{seconds * 1e3:.2f}" if seconds < float("inf") else "–"
         rows.append(
-            [one.model, one.machine, one.memory, *steps, name if seconds < float("inf") else "–", ratio, gap, again]
+            [one.model, one.machine, one.memory, *steps, name if seconds < float("inf") else "–", ratio, gap, recomputed]
         )
     slower = behind(found)
     said = "\n".join(f"- {line}" for line in slower) or "In no setting is a family faster."

@@ -62,7 +62,7 @@ def nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
     if source.is_complex():
         made = torch.view_as_complex(nudged(torch.view_as_real(source.resolve_conj()).contiguous(), generator))
     elif source.is_floating_point():
-        # On the processor: kernels of accelerators know fewer formats.
+        # On the CPU: kernels of accelerators support fewer formats.
         value = source.cpu()
         towards = torch.randint(0, 2, value.shape, generator=generator).to(value.dtype).mul_(2).sub_(1) * math.inf
         other = torch.nextafter(value, towards)

@@ -16,7 +16,7 @@ _FIGURES = ("step_seconds", "compute_seconds", "communication_seconds", "exposed
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Operators that are alike but for the number of their layer, and differ between the plans.
+    """Operators that are identical except for the number of their layer, and differ between the plans.
 
     Attributes:
         module: their module, with layer numbers as ``*``.

@@ -136,7 +136,7 @@ def explain_operator(captured: Captured, plan: Plan, name: str, *, count: int = 
         captured: the model that was planned, captured for the same inputs.
         plan: the plan.
         name: of the operator, as the plan has it.
-        count: how many alternatives to tell.
+        count: how many alternatives to list.
         planned: around how many of them to plan anew.
 
     Raises:

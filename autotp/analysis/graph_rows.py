@@ -42,7 +42,7 @@ class GraphRow:
 
 
 def graph_rows(slots: Sequence[Slot], axes: Sequence[str]) -> list[GraphRow]:
-    """A scheduled graph's nodes, in the order in which they run; waiting for a collective is told with its launch.
+    """A scheduled graph's nodes, in the order in which they run; waiting for a collective is listed with its launch.
 
     Args:
         slots: of the graph, as `autotp.analysis.trace.scheduled` gives them.

@@ -170,7 +170,7 @@ def reshard_steps(plan: Plan, priced: Priced, moved: Moved, shared: int) -> Sequ
     ways = [(have, want.layout, False)]
     if prices.train and moved.value in model.trained:
         ways.append((want.gradient, gradient_of(have), True))
-    again = priced.twice(moved.value, moved.users)
+    twice = priced.twice(moved.value, moved.users)
     found = []
     for source, target, back in ways:
         change = f"{describe(source, names)} → {describe(target, names)}"
@@ -178,7 +178,7 @@ def reshard_steps(plan: Plan, priced: Priced, moved: Moved, shared: int) -> Sequ
             size = float(elements * (cast.reduced if back else cast.used).itemsize)
             travels = step.kind in COMMUNICATING
             seconds = prices.collective(step.kind, step.axes, size, moved.parameter)[0] if travels else 0.0
-            times = 2 if again and not back and prices.train else 1
+            times = 2 if twice and not back and prices.train else 1
             hidden = moved.parameter and plan.schedule == "overlap"
             axes = tuple(names[a] for a in step.axes)
             found.append(Reshard(value.name, change, back, step.kind, axes, size, seconds, times, shared, hidden))

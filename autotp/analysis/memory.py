@@ -174,10 +174,10 @@ def _position(node: fx.Node, moment: Moment, held: Sequence[tuple[str, str, floa
 def _groups(priced: Priced, roots: Mapping[Value, Value]) -> list[list[fx.Node]]:
     """What is recomputed, by what is decided together; what only views a result goes with that."""
     groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    stands, again = priced.model.stands, priced.model.recomputed
+    stands, recomputed = priced.model.stands, priced.model.recomputed
     for node in priced.model.operators:
         source = roots.get((node, 0), (node, 0))[0]
-        if node in again and source in again:
+        if node in recomputed and source in recomputed:
             groups[stands[source]].append(node)
     return list(groups.values())
 

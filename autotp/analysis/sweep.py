@@ -249,7 +249,7 @@ def _check_sweep(machines: Sequence[Topology], counts: Sequence[int], tokens: in
             raise AutotpError(f"{what} is empty; a sweep needs one at least")
     for name in names:
         if names.count(name) > 1:
-            raise AutotpError(f"two of the topologies are named {name!r}; points are told apart by it, so rename one")
+            raise AutotpError(f"two of the topologies are named {name!r}; points are identified by it, so rename one")
     for count in counts:
         if not isinstance(count, int) or count < 1:
             raise AutotpError(f"devices {count!r}: give positive whole numbers")

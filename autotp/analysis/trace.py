@@ -122,7 +122,7 @@ def events_of(label: str, number: int, events: Sequence[Mapping[str, Any]], orig
     Args:
         label: its name.
         number: its place among the processes.
-        events: with ``begin`` and ``seconds``; those of one track may overlap, and what waited for its turn tells how long
+        events: with ``begin`` and ``seconds``; those of one track may overlap, and what waited for its turn says how long
             (``queued_us``).
         origin: what ``begin`` is counted from.
     """

@@ -1,4 +1,4 @@
-"""Checks that a distributed graph is right: every value, forward and backward, is compared with the plain model's.
+"""Checks that a distributed graph is correct: every value, forward and backward, is compared with the plain model's.
 
 The sharded graph runs for all devices in this process, as in ``simulate``; the captured graph runs beside it, whole. An
 operator's result must be the whole result in the layout that its strategy says, a reshard's the same tensor in the layout
@@ -63,7 +63,7 @@ class Verification:
     Attributes:
         outputs: number of the output -> its error.
         gradients: name of the parameter -> its gradient's error.
-        departure: the first place that is wrong; None where all is right.
+        departure: the first place that is wrong; None where all is correct.
         tolerance: errors up to this are rounding.
         compared: how many values and gradients were compared on the way.
         ill_conditioned: what is beyond the tolerance, but by no more than rounding moves it: an operator, ``output 0``,
@@ -105,10 +105,10 @@ def verify(
 
     Raises:
         PlanMismatchError: the plan is for another model or other inputs.
-        AutotpError: the model draws random numbers, is on ``meta``, or is planned with a precision: nothing can compare.
+        AutotpError: the model draws random numbers, is on ``meta``, or is planned with a precision: it cannot be compared.
     """
     if plan.precision is not None:
-        raise AutotpError(f"precision {plan.precision!r} rounds what the model does not; verify a plan without precision")
+        raise AutotpError(f"precision {plan.precision!r} rounds where the model does not; verify a plan without precision")
     return verify_graph(model, rewrite(model, plan, args, kwargs), args, kwargs, tolerance=tolerance)
 
 
@@ -302,7 +302,7 @@ class _Comparison:
         return found
 
     def unreduced(self, gradients: Mapping[str, float]) -> Departure | None:
-        """A parameter whose gradient departs although all that it is made of is right."""
+        """A parameter whose gradient departs although all that it is made of is correct."""
         for fqn, error in gradients.items():
             if self.wrong(self.names[fqn], error, gradient=True):
                 return self.departure(self.names[fqn], "the reshard of its gradient gives other values", error)

@@ -1,4 +1,4 @@
-"""Whether a captured graph computes what the model itself computes, which comparing graphs with each other cannot tell."""
+"""Whether a captured graph computes what the model itself computes, which comparing graphs with each other cannot show."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Clock:
         device: what this rank computes on.
 
     Attributes:
-        least: seconds that a repetition of calls of a kernel must last to be told apart from noise.
+        least: seconds that a repetition of calls of a kernel must last to stand out from noise.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -137,7 +137,7 @@ def job(kind: str, axis: int, ways: int, volume: float, device: torch.device) ->
 def time_collective(
     world: ProcessWorld, axis: int, kind: str, volume: float, effort: Effort, clock: Clock, *, alone: bool = False
 ) -> Timing:
-    """Times one size of one collective along a mesh axis; every rank must call it alike.
+    """Times one size of one collective along a mesh axis; every rank must call it with the same arguments.
 
     Args:
         world: has a process group for the axis.

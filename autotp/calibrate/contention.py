@@ -1,9 +1,9 @@
 """How much computation and communication slow each other down.
 
-Collectives take processor time (sockets and sums on a CPU, some multiprocessors on a GPU) and memory bandwidth, which slows
-down what is computed meanwhile. So some work is timed alone, then collectives that take about as long, and then both at
-once. If they take nothing from each other, both at once last as long as the longer one; if they share everything, as long
-as the sum.
+Collectives take compute time (sockets and sums on a CPU, some streaming multiprocessors on a GPU) and memory bandwidth,
+which slows down what is computed meanwhile. So some work is timed alone, then collectives that take about as long, and
+then both at once. If they take nothing from each other, both at once last as long as the longer one; if they share
+everything, as long as the sum.
 
 On a CPU, the core seconds that collectives use are known as well, whatever else the machine does: they take at least what
 idle cores do not cover. Latency, during which nothing is taken, is counted too: it is a small part where so many bytes move
@@ -28,7 +28,7 @@ _TRIALS = 3
 
 
 def time_contention(world: ProcessWorld, axis: int, effort: Effort, clock: Clock) -> float:
-    """The share of a second of communicating that is taken from what is computed meanwhile; every rank must call it alike.
+    """The share of a second of communicating that is taken from what is computed meanwhile; every rank must call it.
 
     Args:
         world: has a process group for the axis.

@@ -70,7 +70,7 @@ def calibrate_device(
         clock: of this rank.
         effort: how long to measure.
         local_ranks: how many ranks share the node's memory.
-        progress: told of every stage.
+        progress: called at every stage.
     """
     seconds, turns = effort.kernel_seconds, _turns(clock)
     progress("device: memory and launches")
@@ -176,14 +176,14 @@ def _identity(clock: Clock, local_ranks: int) -> tuple[str, float]:
         name, memory = properties.name, float(properties.total_memory)
     else:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        # Whole GiB: nodes alike but for a few pages that the firmware keeps must give the same plan.
-        name, memory = _processor(), float(max(total // local_ranks // _GIB, 1) * _GIB)
+        # Whole GiB: nodes that differ by a few pages that the firmware keeps must give the same plan.
+        name, memory = _cpu_name(), float(max(total // local_ranks // _GIB, 1) * _GIB)
     names = [name]
     dist.broadcast_object_list(names, src=0, device=clock.device)
     return names[0], -clock.slowest([-memory])[0]
 
 
-def _processor() -> str:
+def _cpu_name() -> str:
     threads = torch.get_num_threads()
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()

@@ -1,9 +1,9 @@
 """Calibration: measures the machine that this job runs on, and fits a topology to it.
 
-Two levels are told apart by torchrun's numbering: the ranks of a node, and the nodes. For each level, the times of every
+Two levels are distinguished by torchrun's numbering: the ranks of a node, and the nodes. For each level, the times of every
 collective at many sizes give a latency and a bandwidth; for the device, the times of kernels give its rates. What the
 levels then predict for a group across both, which no fit has seen, is compared with what it takes. Last, whole steps of a
-small model tell how much of their rates kernels and collectives keep in a step.
+small model show how much of their rates kernels and collectives keep in a step.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Calibration:
 
 
 def shape_of_job(world_size: int, environ: dict[str, str] | os._Environ[str]) -> tuple[int, int]:
-    """(nodes, ranks of each), as torchrun tells; all ranks on one node where it does not.
+    """(nodes, ranks of each), from torchrun's variables; all ranks on one node where they are not set.
 
     Raises:
         AutotpError: there is one process, or the nodes have different numbers.
@@ -125,12 +125,12 @@ def shape_of_job(world_size: int, environ: dict[str, str] | os._Environ[str]) ->
 def calibrate(
     *, quick: bool = False, name: str = "calibrated", progress: Callable[[str], None] | None = None
 ) -> Calibration:
-    """Measures this job's machine. Every process of an initialised process group must call it, alike.
+    """Measures this job's machine. Every process of an initialised process group must call it with the same arguments.
 
     Args:
         quick: measure fewer and smaller sizes, less often.
         name: the topology's.
-        progress: told of every stage, on every rank.
+        progress: called at every stage, on every rank.
 
     Returns:
         The same on every rank.
@@ -193,9 +193,9 @@ class _Job:
         return LevelFit(level, fit_link(kind, self.shape[axis], volumes, seconds, self.library), timings)
 
     def split(self, levels: Sequence[Level], fits: Sequence[Sequence[LevelFit]]) -> list[Level]:
-        """The levels with what a fit cannot tell from latency put where it belongs: each collective's overhead.
+        """The levels with what a fit cannot separate from latency put where it belongs: each collective's overhead.
 
-        A fit knows what a collective of no bytes costs among the groups of one level. Groups of another size tell how much
+        A fit knows what a collective of no bytes costs among the groups of one level. Groups of another size show how much
         of that grows with the hops of a ring: all ranks together where there are two levels, else pairs.
         """
         sizes = [fit[0].link.ranks for fit in fits]

@@ -56,7 +56,7 @@ class Operator:
 
 
 def time_call(function: Callable[[], object], clock: Clock, seconds: float) -> float:
-    """Seconds of a call: the median over repetitions of as many calls as the clock can tell apart.
+    """Seconds of a call: the median over repetitions of as many calls as the clock can resolve.
 
     Args:
         function: what to call.

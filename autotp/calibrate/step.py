@@ -23,7 +23,7 @@ from costmodel import Device, Level, Topology
 
 __all__ = ["StepFit", "fit_steps", "slowed"]
 
-#: Width, tokens of a sequence, sequences and blocks of the reference model, on a processor and on a GPU.
+#: Width, tokens of a sequence, sequences and blocks of the reference model, on a CPU core and on a GPU.
 _SIZES = {"cpu": (256, 64, 16, 2), "cuda": (4096, 2048, 16, 2)}
 _RANGE = (1.0, 2.0)
 
@@ -74,7 +74,7 @@ def fit_steps(
         shape: nodes, and ranks of each.
         clock: of this rank.
         effort: how long to measure.
-        progress: told of every plan.
+        progress: called for every plan.
     """
     ranks = math.prod(shape)
     plans: list[tuple[str, tuple[int, ...]]] = [("data", (ranks,)), ("megatron-1d", (ranks,)), ("zero3", (ranks,))]

@@ -50,7 +50,7 @@ def calibrate_command(
         # A group that is still there when the interpreter ends may abort the process.
         if dist.is_initialized():
             dist.destroy_process_group()
-        # Every rank finds the same mistake, and one tells of it.
+        # Every rank finds the same mistake, and one reports it.
         if os.environ.get("RANK", "0") != "0":
             raise typer.Exit(2) from None
         raise

@@ -25,7 +25,7 @@ _SHOWN = 20
 _COLUMNS, _ROWS = 64, 6  # of the curve
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _MOMENTS = 12
-#: What is told of the moments of the backward pass: heading -> kinds.
+#: What is shown of the moments of the backward pass: heading -> kinds.
 _KINDS = {
     "kept": ("saved for the backward pass",),
     "recomputed": ("recomputed",),
@@ -34,7 +34,7 @@ _KINDS = {
 
 
 def captured_for(plan: Plan, model: str) -> Captured:
-    """The plan's model, captured again."""
+    """The plan's model, captured anew."""
     module, args, kwargs = load_model(model, plan.devices)
     return capture(module, tuple(args), kwargs, plan.precision)
 

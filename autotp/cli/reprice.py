@@ -29,7 +29,7 @@ def reprice_command(
 ) -> None:
     """Price a plan on another machine, all of its decisions kept.
 
-    What is saved is a plan like any other: inspect, explain and diff tell of it what they tell of one that was made there.
+    What is saved is a plan like any other: inspect, explain and diff work as for a plan that was made for that machine.
     """
     loaded = Plan.load(plan)
     machine = Topology.load(topology).resized(loaded.devices)

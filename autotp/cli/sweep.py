@@ -102,7 +102,7 @@ def sweep_command(
 
 
 def _loader(factory: Callable[..., Any], spec: str) -> Callable[..., Any]:
-    """The factory with its mistakes told as the user's; the sweep looks at whether it takes ``devices``."""
+    """The factory with its errors reported as the user's; the sweep looks at whether it takes ``devices``."""
 
     def grown(devices: int) -> Any:
         return call_factory(factory, spec, devices)

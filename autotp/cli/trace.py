@@ -58,7 +58,7 @@ def trace_command(
 def _measure(model: str, plan: Plan) -> list[list[Event]]:
     """The events of one step on every rank."""
     if torch.cuda.is_available():
-        raise AutotpError("a step is measured on processors alone: on GPUs use torch.profiler, which sees their streams")
+        raise AutotpError("trace measures steps on CPUs only; on GPUs, use torch.profiler, which records their streams")
     dist.init_process_group("gloo")
     module, args, kwargs = load_model(model, plan.devices)
     parallel: Any = parallelize(module, args=args, kwargs=kwargs, plan=plan, schedule="overlap")

@@ -30,8 +30,8 @@ def verify_command(
 ) -> None:
     """Run a plan for all of its devices in this process, and compare every value and gradient with the model's.
 
-    Exits with 1 where they differ, and says at which operator that begins. What rounding alone moves as far is told, and is
-    no difference.
+    Exits with 1 where they differ, and says at which operator that begins. What rounding alone moves as far is listed, and
+    does not count as a difference.
     """
     loaded = Plan.load(plan)
     with working("comparing"):
@@ -51,7 +51,7 @@ def _shown(found: Verification) -> RenderableType:
         colour = "green" if error <= found.tolerance else "yellow" if name in found.ill_conditioned else "red"
         table.add_row(escape(name), f"[{colour}]{error:.2e}[/]")
     if found.departure is None:
-        said = f"[green]right[/]: {found.compared} values and gradients agree to {found.tolerance:.0e}"
+        said = f"[green]correct[/]: {found.compared} values and gradients agree to {found.tolerance:.0e}"
     else:
         at = found.departure
         place = place_of(at.module, at.source)

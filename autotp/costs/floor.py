@@ -1,7 +1,7 @@
 """Bytes that every plan of a model holds on a device, whatever its mesh and strategies.
 
 Of a tensor that is there, a device has at least its share. Parameters, optimizer state and inputs are there throughout. As
-the backward pass begins, so is what gradients of operators read and nothing may make again; as it ends, gradients of
+the backward pass begins, so is what gradients of operators read and nothing may recompute; as it ends, gradients of
 parameters are. Nothing here needs an integer program, so a job that cannot fit is known to be one in no time.
 """
 
@@ -50,7 +50,7 @@ def least_bytes(model: Model, prices: Prices) -> float:
 
 
 def _saved(model: Model) -> float:
-    """Bytes of the storages that the backward pass reads, whatever is made again: of each, under its largest name."""
+    """Bytes of the storages that the backward pass reads, whatever is recomputed: of each, under its largest name."""
     found: dict[Value, float] = defaultdict(float)
     for node in model.operators:
         for value in _read(model, node):

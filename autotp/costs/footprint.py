@@ -3,7 +3,7 @@
 Parameters, buffers, the inputs and the optimizer's state are there throughout. The forward pass adds what operators
 return, and what reshards bring (`transit`), and drops both after their last reader, unless the backward pass reads them
 (`needs`). That runs the operators in reverse, and holds gradients until they have come to where they belong (`returns`);
-those of parameters stay. What is recomputed, and parameters that are gathered, are made again when they are first read,
+those of parameters stay. What is recomputed, and parameters that are gathered, are restored when they are first read,
 with what that takes, and held until they are read for the last time. Of several micro-batches this is the last one, which
 begins with the gradients of the others, not reduced. Views own no storage. Workspaces inside kernels are not known.
 
@@ -46,7 +46,7 @@ class Footprint:
     def __init__(self, priced: Priced) -> None:
         self.priced, self.model, self.prices = priced, priced.model, priced.prices
         self.strategies, self.layouts = priced.strategies, priced.layouts
-        self.panels, self.again = priced.panels, priced.again
+        self.panels, self.regathered = priced.panels, priced.regathered
         self.mesh = priced.prices.mesh
         self.parameters = self.model.captured.parameters
         self.storages = Storages(priced)
@@ -135,10 +135,10 @@ class Footprint:
         Args:
             peak: bytes at that moment, if they are known.
         """
-        again = Footprint(self.priced)
-        again.watched = (self.run() if peak is None else peak) * (1 - 1e-12)
-        again.run()
-        return sorted(again.worst, key=lambda entry: -entry[2])
+        second = Footprint(self.priced)
+        second.watched = (self.run() if peak is None else peak) * (1 - 1e-12)
+        second.run()
+        return sorted(second.worst, key=lambda entry: -entry[2])
 
     def holding(self, passing: float) -> list[tuple[str, str, float]]:
         """What is held now: (kind, name, bytes)."""
@@ -188,7 +188,7 @@ class Footprint:
             key, own = self.storages.key(value, want.layout), self.storages.key(value, self.layouts[value])
             if key in self.live:
                 continue
-            if node.name in self.panels and (value[0].name in self.parameters or (value, node) in self.again):
+            if node.name in self.panels and (value[0].name in self.parameters or (value, node) in self.regathered):
                 passing += self.bytes(operand.meta["val"], want.layout) / self.panels[node.name]
                 continue
             source = ((value[0], 0), self.layouts[value]) if casts(value) else (own[0], self.layouts[value])
@@ -205,7 +205,7 @@ class Footprint:
                 self.drop(key)
 
     def beside(self, node: fx.Node, needs: Needs) -> None:
-        """What an operator keeps besides operands and results appears; it stays unless it is made again."""
+        """What an operator keeps besides operands and results appears; it stays unless it is recomputed."""
         key = (node, BESIDES), self.strategies[node.name].results[0]
         self.take(key, self.parts(node, needs.besides[node]))
         if key not in needs.kept and self.now.turn is Turn.FORWARD:
@@ -221,7 +221,7 @@ class Footprint:
         return found
 
     def restore(self, key: Key, needs: Needs) -> None:
-        """Makes a storage again that the forward pass dropped, by running operators again as far as need be."""
+        """Restores a storage that the forward pass dropped, by running operators again as far as need be."""
         if key in self.live:
             return
         (node, number), layout = key
@@ -235,7 +235,7 @@ class Footprint:
             self.move(key, (own[0], self.layouts[node, 0 if number == CAST else number]), tensor, leaves=False)
             self.done(own, needs)
             return
-        strategy, inputs = self.strategies[node.name], needs.again[node]
+        strategy, inputs = self.strategies[node.name], needs.recomputing[node]
         for each in inputs:
             self.restore(each, needs)
         made = [((node, i), layout) for i, layout in enumerate(strategy.results) if (node, i) not in self.storages.roots]
@@ -258,7 +258,7 @@ class Footprint:
         return sum(
             self.bytes(operand.meta["val"], want.layout) / self.panels[node.name]
             for operand, want in wanted
-            if operand.name in self.parameters or (value_of(operand), node) in self.again
+            if operand.name in self.parameters or (value_of(operand), node) in self.regathered
         )
 
     def done(self, key: Key, needs: Needs) -> None:

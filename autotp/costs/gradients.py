@@ -22,7 +22,7 @@ class Gradients:
     """Gradients, each under what it is the gradient of: a tensor in any layout, or a tensor as some operators want it.
 
     Args:
-        reach: is told of bytes that are held for a moment, beside ``total``.
+        reach: called with bytes that are held for a moment, beside ``total``.
 
     Attributes:
         total: bytes that are held.
@@ -36,7 +36,7 @@ class Gradients:
         return slot in self.held
 
     def items(self) -> Iterator[tuple[Hashable, float]]:
-        """What is held of what; a memory that several share is told once."""
+        """What is held of what; a memory that several share is listed once."""
         seen: set[int] = set()
         for slot, memory in self.held.items():
             if id(memory) not in seen:

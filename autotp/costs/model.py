@@ -46,10 +46,10 @@ class Model:
         stands: operator or parameter node -> the node that stands for it.
         trained: tensors through which gradients flow.
         pins: what constraints ask of operators and parameters.
-        recomputed: operator that the backward pass runs again -> whether it repeats the collectives that bring its results
+        recomputed: operator that the backward pass recomputes -> whether it repeats the collectives that bring its results
             into other layouts.
-        undecided: operator that the planner may have run again, with all collectives -> the last operator of its block;
-            views among them are run again if and only if what they show is.
+        undecided: operator that the planner may have recomputed, with all collectives -> the last operator of its block;
+            views among them are recomputed if and only if what they show is.
         known: what was worked out of the graph.
     """
 
@@ -122,23 +122,23 @@ class Model:
     @cached_property
     def saved(self) -> Mapping[fx.Node, frozenset[Value]]:
         """Operator -> the tensors, made in the step, that the backward pass reads for it."""
-        return {node: frozenset(self.read_again(node, node in self.recomputed)) for node in self.operators}
+        return {node: frozenset(self.read_back(node, node in self.recomputed)) for node in self.operators}
 
-    def read_again(self, node: fx.Node, recomputed: bool) -> list[Value]:
+    def read_back(self, node: fx.Node, recomputed: bool) -> list[Value]:
         """The tensors, made in the step, that the backward pass reads for an operator's gradient, or to recompute it."""
         operands = self.operands[node]
-        found = [value_of(n) for position, n in enumerate(operands) if self.reads_again(node, position, recomputed)]
+        found = [value_of(n) for position, n in enumerate(operands) if self.reads_operand_back(node, position, recomputed)]
         if self.kept(node).results or self.kept(node).besides:  # a mask, for one, is made as the results are
             found += [(node, i) for i in range(len(results_of(node)))]
         return found
 
-    def reads_again(self, node: fx.Node, position: int, recomputed: bool) -> bool:
-        """Whether an operand is made in the step, and the backward pass reads it; see ``read_again``."""
+    def reads_operand_back(self, node: fx.Node, position: int, recomputed: bool) -> bool:
+        """Whether an operand is made in the step, and the backward pass reads it; see ``read_back``."""
         made = value_of(self.operands[node][position])[0].op != "placeholder"
         return made and (recomputed or position in self.kept(node).operands)
 
     def reads_back(self, node: fx.Node, value: Value) -> bool:
-        """Whether the backward pass reads an operand for an operator's gradients, or to run it again."""
+        """Whether the backward pass reads an operand for an operator's gradients, or to recompute it."""
         operands = self.operands.get(node, ())  # an output of the model has none
         positions = range(len(operands)) if node in self.recomputed else self.kept(node).operands if operands else ()
         return any(value_of(operands[position]) == value for position in positions)

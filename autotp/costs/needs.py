@@ -1,8 +1,8 @@
-"""What the backward pass keeps of the forward pass, in which layout, and what it makes again from that.
+"""What the backward pass keeps of the forward pass, in which layout, and what it recomputes from that.
 
 A formula of a gradient reads an operand as its operator did: in the layout in which that wanted it, behind the reshard,
 which operators that want it so share. What is recomputed is not kept, nor what a reshard makes of it that does not
-communicate, or that is repeated; to make it again takes its operator's operands, which are kept or made again themselves.
+communicate, or that is repeated; recomputing it takes its operator's operands, which are kept or recomputed themselves.
 What nothing of this comes to is not kept, whatever was asked to be recomputed: of sums over devices, the sum, and not the
 summands.
 """
@@ -32,7 +32,7 @@ class Needs:
 
     Attributes:
         reads: operator -> the storages that its gradients are made of.
-        again: operator that is run again -> the storages that it reads then.
+        recomputing: operator that is recomputed -> the storages that it reads then.
         besides: operator -> what it keeps that is no operand or result.
         kept: the storages that the forward pass leaves.
         left: storage -> how often the backward pass reads it.
@@ -43,7 +43,7 @@ class Needs:
         self.mesh = priced.prices.mesh
         self.parameters = self.model.captured.parameters
         self.reads: dict[fx.Node, tuple[Key, ...]] = {}
-        self.again: dict[fx.Node, tuple[Key, ...]] = {}
+        self.recomputing: dict[fx.Node, tuple[Key, ...]] = {}
         self.besides: dict[fx.Node, tuple[tuple[int, float], ...]] = {}
         self.kept: set[Key] = set()
         self.left: Counter[Key] = Counter()
@@ -72,7 +72,7 @@ class Needs:
         """The storage of an operand as a gradient's formula reads it; None where panels bring it bit by bit."""
         operand, want = self.storages.operands[node][position], self.priced.strategies[node.name].wants[position]
         value = value_of(operand)
-        if (value, node) in self.priced.again:
+        if (value, node) in self.priced.regathered:
             return self.storages.key(value, self.priced.layouts[value])
         if node.name in self.priced.panels and value[0].name in self.parameters:
             return None
@@ -112,20 +112,20 @@ class Needs:
                     self.kept.add(key)
 
     def _sources(self, key: Key) -> tuple[Key, ...]:
-        """What is read to make a storage again; nothing where its operator is run again already."""
+        """What is read to restore a storage; nothing where its operator is already among those recomputed."""
         (node, number), layout = key
         if node.name in self.parameters:
             return ()
         if number != BESIDES and layout != self.priced.layouts[node, number]:
             return (self.storages.key((node, number), self.priced.layouts[node, number]),)
-        if node in self.again:
+        if node in self.recomputing:
             return ()
         found = {self._operand(node, position) for position in range(len(self.storages.operands[node]))}
-        self.again[node] = tuple(key for key in found if key is not None)
-        return self.again[node]
+        self.recomputing[node] = tuple(key for key in found if key is not None)
+        return self.recomputing[node]
 
     def transient(self, key: Key) -> bool:
-        """Whether a storage is made again for the backward pass: a result, its copy in another layout, a parameter's."""
+        """Whether a storage is restored for the backward pass: a result, its copy in another layout, a parameter's."""
         (node, number), layout = key
         if node.op == "placeholder":
             if node.name in self.priced.gathered_once:

@@ -10,7 +10,7 @@ __all__ = ["Price"]
 class Price(tuple):
     """Bytes received, and of the forward and of the backward pass the same figures each.
 
-    Those of a pass are seconds: of computing; of communicating; of those that take the processors' time; and then, for
+    Those of a pass are seconds: of computing; of communicating; of those that take compute time; and then, for
     every level of the network, innermost first, those in which it is occupied.
     """
 
@@ -53,7 +53,7 @@ class Price(tuple):
         return Price(self.received, [0.0] * len(both), both)
 
     @property
-    def again(self) -> Price:
+    def recomputed(self) -> Price:
         """The same with its forward pass once more in the backward pass."""
         ahead, behind = self.passes
         share = ahead[1] / self.communication if self.communication else 0.0

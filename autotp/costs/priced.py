@@ -89,7 +89,7 @@ class Priced:
         strategies: operator name -> strategy.
         layouts: in which every tensor is made or rests.
         panels: of the products that gather their operands panel by panel, by name.
-        again: (operand, product) where the backward pass gathers the product's data operand again.
+        regathered: (operand, product) where the backward pass gathers the product's data operand again.
         gathered_once: names of the parameters whose gathered copies are kept until the backward pass has read them.
     """
 
@@ -98,7 +98,7 @@ class Priced:
     strategies: Mapping[str, Strategy]
     layouts: Mapping[Value, Layout]
     panels: Mapping[str, int] = field(default_factory=dict)
-    again: Set[tuple[Value, fx.Node]] = frozenset()
+    regathered: Set[tuple[Value, fx.Node]] = frozenset()
     gathered_once: Set[str] = frozenset()
 
     @classmethod
@@ -124,13 +124,13 @@ class Priced:
         layouts: dict[Value, Layout] = {(node, 0): resting.get(node.name, whole) for node in given}
         for node in model.operators:
             layouts |= {(node, i): layout for i, layout in enumerate(strategies[node.name].results)}
-        again = {
+        regathered = {
             (value_of(loop.data), node)
             for loop in found
             for node in loop.members
             if node.name in panels and loop.absorbed[0]
         }
-        return cls(model, prices, strategies, layouts, panels, again, frozenset(gathered_once))
+        return cls(model, prices, strategies, layouts, panels, regathered, frozenset(gathered_once))
 
     @cached_property
     def own(self) -> Mapping[fx.Node, Price]:
@@ -147,7 +147,7 @@ class Priced:
         """What an operator costs by itself with a strategy."""
         gradient = node in self.model.differentiated
         price = self.prices.operator(self.model.operators[node], strategy, flop_of(node), gradient=gradient)
-        price = price.again if self.prices.train and node in self.model.recomputed else price
+        price = price.recomputed if self.prices.train and node in self.model.recomputed else price
         return price if self.prices.accumulate == 1 else price.times(self.prices.accumulate)
 
     @cached_property
@@ -200,7 +200,7 @@ class Priced:
         repeated = self.model.recomputed.get(value[0]) and any(value in self.model.saved[user] for user in users)
         gathered = value[0].name in self.model.captured.parameters and value[0].name not in self.gathered_once
         read = gathered and any(self.model.reads_back(user, value) for user in users)
-        return bool(repeated) or read or any((value, user) in self.again for user in users)
+        return bool(repeated) or read or any((value, user) in self.regathered for user in users)
 
     def _origins(self) -> dict[Value, fx.Node]:
         """A tensor of partial sums -> the operator that made them, which may have passed them on since."""

@@ -30,7 +30,7 @@ __all__ = ["Prices"]
 _STAGED = 0.95
 #: The share of what is held that a schedule may hold besides: what is gathered early, and messages of several tensors.
 _SPARE = 0.025
-#: Libraries whose collectives processors drive from beginning to end.
+#: Libraries whose collectives CPU cores drive from beginning to end.
 _DRIVEN = ("gloo", "mpi")
 
 
@@ -78,11 +78,11 @@ class Prices:
         return _SPARE if self.together > 0 else 0.0
 
     def _contention(self, kind: str, axes: tuple[int, ...]) -> float:
-        """The share of a collective's seconds over ``axes`` that takes the processors' time."""
+        """The share of a collective's seconds over ``axes`` that takes compute time from the device."""
         return self.topology.link(self.devices, axes, kind).contention
 
     def _shares(self, kind: str, axes: tuple[int, ...]) -> np.ndarray:
-        """Of a second of a collective over ``axes``: 1, its bytes' share of the processors' time, and of each level's."""
+        """Of a second of a collective over ``axes``: 1, its bytes' share of the device's time, and of each level's."""
         busy = self.topology.link(self.devices, axes, kind).busy
         return np.array([1.0, self.contention(kind, axes), *(busy.get(level.name, 0.0) for level in self.topology.levels)])
 
@@ -107,7 +107,7 @@ class Prices:
                 and out of it.
 
         Returns:
-            ``[2 + levels, ...]`` seconds: of communicating; of those that take the processors' time; and for every level of
+            ``[2 + levels, ...]`` seconds: of communicating; of those that take compute time; and for every level of
             the network, innermost first, those in which it is occupied.
         """
         found = self.at_once(kind, axes, volumes, parameter)
@@ -126,14 +126,14 @@ class Prices:
         found[1] = taken
         bytes_copied = overlap.copied(kind, math.prod(self.mesh[a] for a in axes), volumes)
         copying = np.where(share < 1, 2 * np.asarray(bytes_copied) / self.topology.device.memory_bandwidth, 0.0)
-        found[:2] += copying  # which keeps the processors busy, and no level
+        found[:2] += copying  # which keeps the device busy, and no level
         return np.asarray(found)
 
     def at_once(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray, parameter: bool = False) -> np.ndarray:
         """``spent`` by one collective, which neither goes in stages nor travels with others.
 
-        What moves parameters is hidden in few messages, of which only the bytes take the processors' time. Chunks hide
-        activations in many; where processors drive them, they have to wake for each, and its latency is their time.
+        What moves parameters is hidden in few messages, of which only the bytes take compute time. Chunks hide
+        activations in many; where CPU cores drive them, they have to wake for each, and its latency is compute time.
         """
         alone = self.alone(kind, axes, volumes)
         found = np.multiply.outer(self.shares(kind, axes), alone)

@@ -73,9 +73,9 @@ def undecided(model: Model) -> Model:
     return replace(model, undecided=found)
 
 
-def decided(model: Model, again: Collection[fx.Node]) -> Model:
-    """The model where so many of the undecided operators are run again, as far as the backward pass reads them."""
-    chosen = dict.fromkeys(again, True) | dict(model.recomputed)
+def decided(model: Model, recomputed: Collection[fx.Node]) -> Model:
+    """The model where these of the undecided operators are recomputed, as far as the backward pass reads them."""
+    chosen = dict.fromkeys(recomputed, True) | dict(model.recomputed)
     _keep_what_is_shown(model, chosen)
     return replace(model, recomputed=_needed(model, chosen), undecided={})
 
@@ -88,7 +88,7 @@ def keeping(model: Model, nodes: Collection[fx.Node]) -> Model:
 
 
 def _inside(model: Model, blocks: Mapping[fx.Node, str]) -> list[fx.Node]:
-    """Operators whose results do not leave their blocks, and can be made again."""
+    """Operators whose results do not leave their blocks, and can be recomputed."""
     fresh = set(undrawn(model.captured.graph_module.graph))
     leaving = {
         value[0] for value, uses in model.readers.items() for user, _ in uses if blocks.get(user) != blocks.get(value[0])
@@ -136,9 +136,9 @@ def _needed(model: Model, chosen: Mapping[fx.Node, bool]) -> dict[fx.Node, bool]
     """Those that the backward pass reads."""
     found: dict[fx.Node, bool] = {}
     for node in reversed(list(model.operators)):
-        reads = {value[0] for value in model.read_again(node, node in found)}
+        reads = {value[0] for value in model.read_back(node, node in found)}
         if node in chosen and node in reads:  # its own result
             found[node] = chosen[node]
-            reads |= {value[0] for value in model.read_again(node, recomputed=True)}
+            reads |= {value[0] for value in model.read_back(node, recomputed=True)}
         found |= {source: chosen[source] for source in reads if source in chosen}
     return found

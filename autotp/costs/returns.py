@@ -32,7 +32,7 @@ class Returns:
         priced: the plan's strategies and layouts.
         operands: of every operator.
         size: of tensors.
-        reach: is told of bytes that are held for a moment, beside ``held.total``.
+        reach: called with bytes that are held for a moment, beside ``held.total``.
         traced: sums over devices are left where the summands were.
 
     Attributes:

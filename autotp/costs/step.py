@@ -21,7 +21,7 @@ class Pass:
         compute: of computing.
         activations: of communication that moves activations or their gradients.
         parameters: of communication that moves parameters or their gradients.
-        contended_activations, contended_parameters: those of them that take the processors' time.
+        contended_activations, contended_parameters: those of them that take compute time from the device.
         levels: of either communication on each level of the network, innermost first.
     """
 
@@ -52,7 +52,7 @@ class Pass:
         return replace(found, activations=more, contended_activations=taken)
 
     def sides(self, depth: int, chunks: int, hidden: float) -> tuple[float, ...]:
-        """Seconds of the pass if the processors limit it, and if each level of the network does."""
+        """Seconds of the pass if the device limits it, and if each level of the network does."""
         seconds = self.compute, self.activations, self.parameters, hidden
         shares = (
             self.contended_activations / self.activations if self.activations else 0.0,
@@ -104,7 +104,7 @@ class Sums:
 
     @property
     def sides(self) -> tuple[tuple[float, ...], ...]:
-        """Of either pass: seconds if the processors limit it, and if each level of the network does.
+        """Of either pass: seconds if the device limits it, and if each level of the network does.
 
         With several micro-batches: of all forward passes, of all backward passes but the last, and of the last.
         """

@@ -1,4 +1,4 @@
-"""What a step costs when one operator and its copies change: tensors that are alike are priced once, and counted."""
+"""What a step costs when one operator and its copies change: equivalent tensors are priced once, and counted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TensorClasses:
                 self.beside[stand].append((first, len(values)))
 
     def _class(self, value: Value) -> Hashable:
-        """Equal for tensors of which one stands for all: made alike, read alike."""
+        """Equal for tensors of which one stands for all: made and read in the same way."""
         model, (node, number) = self.priced.model, value
         if node in model.operators:
             made: Hashable = model.stands[node], number
@@ -46,9 +46,9 @@ class TensorClasses:
             held = model.named[value].meta["val"]
             parameter = node.name in model.captured.parameters
             made = self.priced.layouts[value], tuple(held.shape), cast_of(node), parameter, value in model.trained
-        again = self.priced.again
+        regathered = self.priced.regathered
         read = Counter(
-            (model.stands.get(user, user), place, (value, user) in again) for user, place in model.readers[value]
+            (model.stands.get(user, user), place, (value, user) in regathered) for user, place in model.readers[value]
         )
         return made, frozenset(read.items())
 

@@ -49,35 +49,35 @@ class Assembled:
         return whole_layout(len(self.mesh)) if choice is None else decode(choice.rows[row], self.mesh)
 
     def strategies(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """What a choice chooses, whatever is made again."""
+        """What a choice chooses, whatever is rematerialized."""
         rows = zip(self.structure.nodes, choice, strict=True)
         return tuple(row if c is None else row % c.count for (_, c, _), row in rows)
 
     def joined(self, choice: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
-        """The strategies of one choice, where what the other makes again is."""
+        """The strategies of one choice, with what the other rematerializes."""
         own, pairs = self.strategies(choice), zip(self.structure.nodes, self.strategies(other), other, strict=True)
         return tuple(mine + row - its for mine, ((_, _, _), its, row) in zip(own, pairs, strict=True))
 
     def keeping(self, choice: Sequence[int], nodes: Collection[fx.Node]) -> tuple[int, ...]:
-        """A choice that does not make some results again."""
+        """A choice that does not recompute some results."""
         rows = zip(self.structure.nodes, self.strategies(choice), choice, strict=True)
         return tuple(strategy if node in nodes else row for (node, _, _), strategy, row in rows)
 
-    def again(self, choice: Sequence[int]) -> set[fx.Node]:
-        """The operators that a choice runs again of what was undecided, and the parameters that it gathers again.
-
-        Of what is alike, the one that stands for all.
-        """
-        rows = zip(self.structure.nodes, choice, strict=True)
-        return {node for (node, made, _), row in rows if made is not None and made.again[row]}
+    def rematerialized(self, choice: Sequence[int]) -> set[fx.Node]:
+        """Undecided operators that a choice recomputes, and parameters that it gathers again; one for all copies."""
+        found = set()
+        for (node, made, _), row in zip(self.structure.nodes, choice, strict=True):
+            if made is not None and (made.recomputing if isinstance(made, Choice) else made.regathered)[row]:
+                found.add(node)
+        return found
 
     @property
     def frugal(self) -> Assembled:
-        """With parameters gathered again that may be, which never takes more memory."""
+        """With every parameter gathered again that may be, which never takes more memory."""
         nodes = []
         for node, (_, rest, _) in zip(self.problem.nodes, self.structure.nodes, strict=True):
-            again = rest.again if isinstance(rest, Rest) and rest.again.any() else True
-            nodes.append(replace(node, cost=np.where(again, node.cost, np.inf)))
+            allowed = rest.regathered if isinstance(rest, Rest) and rest.regathered.any() else True
+            nodes.append(replace(node, cost=np.where(allowed, node.cost, np.inf)))
         return replace(self, problem=replace(self.problem, nodes=tuple(nodes)))
 
 
@@ -150,7 +150,7 @@ class _Assembly:
         tensors = [self.tensor(edge) for edge in self.structure.edges]
         tensors += [self.needed(edge, edge.needs) for edge in self.structure.edges if edge.needs is not None]
         tensors += [
-            self.alike(edge, view) for edge in self.structure.edges if edge.needs is not None for view in edge.needs.views
+            self.tied(edge, view) for edge in self.structure.edges if edge.needs is not None for view in edge.needs.views
         ]
         for index, memory in self.kept.items():
             nodes[index] = Node(nodes[index].name, nodes[index].cost, nodes[index].memory + memory)
@@ -186,12 +186,12 @@ class _Assembly:
         forward, backward = self.weights.forward, self.weights.backward
         seconds = ((1 - late) * forward.compute + late * backward.compute) * compute
         seconds = seconds + (1 - inner_late) * forward.of(spent, parameter=False)
-        again = (1 - late) * backward.compute * compute + (1 - inner_late) * backward.of(spent, parameter=False)
+        recomputing = (1 - late) * backward.compute * compute + (1 - inner_late) * backward.of(spent, parameter=False)
         if choice.recomputed and self.prices.train:
-            seconds = seconds + again
+            seconds = seconds + recomputing
         seconds = seconds + inner_late * backward.of(spent, parameter=False)
         if choice.undecided:
-            seconds = np.concatenate([seconds, seconds + again])
+            seconds = np.concatenate([seconds, seconds + recomputing])
         return np.where(choice.twice(valid), self.prices.accumulate * seconds, np.inf), choice.twice(memory)
 
     def layouts(self, rest: Rest, pins: Sequence[Requirement]) -> tuple[np.ndarray, np.ndarray]:
@@ -202,7 +202,7 @@ class _Assembly:
             return np.zeros(1), elements * rest.value.element_size()
         fits = fitting(shape, rest.rows, self.mesh)
         fits &= ~((rest.rows != WHOLE) & (np.array(self.mesh) == 1)).any(axis=-1)
-        fits &= restoring(rest.rows, self.mesh) & (rest.again | (not self.panelled))
+        fits &= restoring(rest.rows, self.mesh) & (rest.regathered | (not self.panelled))
         for pin in pins:
             fits &= pin.allows(rest.rows)
         offered = np.zeros(len(fits), bool)
@@ -216,14 +216,14 @@ class _Assembly:
     def tensor(self, edge: Edge) -> Tensor:
         prices, shape, itemsize = self.prices, tuple(edge.value.shape), edge.value.element_size()
         regather = np.zeros((len(edge.rows), len(edge.wants)), bool)
-        again = edge.again[:, None] & edge.saved
+        for_backward = edge.regathered[:, None] & edge.saved
         if self.panelled and self.either is None:
-            again |= edge.products
+            for_backward |= edge.products
         comes = np.full(regather.shape, edge.cast.there)  # a parameter is also cast, from its own part, which is near
-        if not edge.cast.there and (edge.parameter or again.any()):
+        if not edge.cast.there and (edge.parameter or for_backward.any()):
             rows, wants = edge.rows[:, None, :], edge.wants[None, :, :]
             comes = ((rows >= 0) & (rows != wants)).any(axis=-1)
-        regather |= comes & again
+        regather |= comes & for_backward
         if edge.repeats and prices.train:
             saved = edge.saved | edge.products
             regather |= (edge.rows[:, None, :] != edge.wants[None, :, :]).any(axis=-1) & saved
@@ -239,7 +239,7 @@ class _Assembly:
                 else:  # kept once for all readers, or once for each way of wanting it
                     least = np.minimum(kept[:, None] / len(edge.uses), edge.count * wanted[None, :])
                     held = self.either * np.where(edge.products & ~edge.saved, least, 0.0)
-        stays = comes & ~edge.again[:, None] & edge.saved & (edge.parameter and prices.train)
+        stays = comes & ~edge.regathered[:, None] & edge.saved & (edge.parameter and prices.train)
         memory = memory + np.where(stays, edge.count * wanted, 0.0)
         if edge.parameter and edge.trained and prices.train and prices.accumulate > 1:
             # Sums that are not reduced yet wait beside the gradient that they will be.
@@ -255,7 +255,7 @@ class _Assembly:
         return Tensor(edge.name, edge.producer, edge.have, uses, cost, memory, temporary)
 
     def needed(self, edge: Edge, needs: Needs) -> Tensor:
-        """How a tensor that is made again comes to those whose gradients, or who themselves made again, read it."""
+        """How a tensor that is recomputed comes to the readers that need it for their gradients, or to be recomputed."""
         rows, columns = len(edge.rows), len(edge.wants)
         cost = np.zeros((2 * rows, columns))
         cost[rows:] = edge.count * self.prices.accumulate * self.there(edge, self.weights.backward)
@@ -264,14 +264,14 @@ class _Assembly:
         uses = tuple(Use(index, want) for index, want in needs.uses)
         return Tensor(edge.name, edge.producer, needs.have, uses, cost, np.zeros(cost.shape), np.zeros(cost.shape))
 
-    def alike(self, edge: Edge, view: int) -> Tensor:
-        """A view is made again if and only if what it shows is."""
+    def tied(self, edge: Edge, view: int) -> Tensor:
+        """A view is recomputed if and only if what it is a view of is."""
         (_, made, _), (_, shown, _) = self.structure.nodes[view], self.structure.nodes[edge.producer]
         assert isinstance(made, Choice) and isinstance(shown, Choice)
         cost = np.where(np.eye(2, dtype=bool), 0.0, np.inf)
-        uses = (Use(view, made.again.astype(np.int64)),)
+        uses = (Use(view, made.recomputing.astype(np.int64)),)
         return Tensor(
-            edge.name, edge.producer, shown.again.astype(np.int64), uses, cost, np.zeros((2, 2)), np.zeros((2, 2))
+            edge.name, edge.producer, shown.recomputing.astype(np.int64), uses, cost, np.zeros((2, 2)), np.zeros((2, 2))
         )
 
     def pay(self, parameter: bool, weight: Weight) -> Collective:
@@ -305,8 +305,8 @@ class _Assembly:
         if not self.prices.train:
             return found
         if regather.any():
-            again = found if forward == backward else times * self.there(edge, backward)
-            found = np.where(regather, found + again, found)
+            repeated = found if forward == backward else times * self.there(edge, backward)
+            found = np.where(regather, found + repeated, found)
         if edge.trained:
             back = np.where(edge.rows == PARTIAL, WHOLE, edge.rows)
             if edge.parameter and not cast.changes:  # reduced once, by the last micro-batch

@@ -17,7 +17,7 @@ __all__ = ["Choice", "Edge", "Needs", "Rest"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """The strategies of operators that are alike.
+    """The strategies of identical operators.
 
     Attributes:
         space: of one of them.
@@ -25,9 +25,8 @@ class Choice:
         gradient: gradients flow through it.
         saves: its results are kept for the backward pass.
         kept: what else its gradients are made of.
-        recomputed: the backward pass runs it again.
-        undecided: whether it does is to be chosen: behind the strategies that keep its results stand the same ones again,
-            which do not.
+        recomputed: the backward pass runs it again, whatever is chosen.
+        undecided: whether it does is to be chosen: the strategies stand there twice, first those that keep its results.
         best: only the strategies of the highest score are the family's.
         score: per strategy.
     """
@@ -52,8 +51,8 @@ class Choice:
         return len(self.space.serves)
 
     @property
-    def again(self) -> np.ndarray:
-        """Of all that may be chosen: whether it runs the operator again."""
+    def recomputing(self) -> np.ndarray:
+        """Of all that may be chosen: whether it runs the operator again for the backward pass."""
         never = np.zeros(len(self.space.serves), bool)
         return np.concatenate([never, ~never]) if self.undecided else never
 
@@ -67,8 +66,8 @@ class Rest:
         cast: its dtypes.
         rows: coded layouts.
         groups: of the layouts of one group, only the first that fits a mesh is offered.
-        again: of a parameter: whether what is gathered from there is gathered again for the backward pass, or else kept.
-            Where both may be chosen, the layouts stand there twice.
+        regathered: of a parameter: whether what is gathered from there is gathered again for the backward pass, or kept.
+        undecided: whether it is to be chosen: the layouts stand there twice, first for those that are kept.
         parameter: it has a gradient and optimizer state.
     """
 
@@ -76,13 +75,14 @@ class Rest:
     cast: Cast
     rows: np.ndarray
     groups: np.ndarray
-    again: np.ndarray
+    regathered: np.ndarray
+    undecided: bool
     parameter: bool
 
     @property
     def count(self) -> int:
         """How many layouts there are, whatever is kept."""
-        return len(self.rows) // 2 if 0 < self.again.sum() < len(self.rows) else len(self.rows)
+        return len(self.rows) // 2 if self.undecided else len(self.rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,10 +90,10 @@ class Needs:
     """What the backward pass needs of a tensor, where the planner decides what is kept.
 
     Attributes:
-        have: per choice of the producer, a row of ``Edge.rows``, or, if it is made again, of the same rows behind them.
-        uses: of every reader, per choice, the column of ``Edge.wants`` that its gradient, or running it again, reads; -1:
+        have: per choice of the producer, a row of ``Edge.rows``, or, if it is recomputed, of the same rows behind them.
+        uses: of every reader, per choice, the column of ``Edge.wants`` that its gradient, or recomputing it, reads; -1:
             none.
-        views: readers that show it, and are made again if and only if it is.
+        views: readers that are views of it, and are recomputed if and only if it is.
     """
 
     have: np.ndarray
@@ -112,7 +112,7 @@ class Edge:
         producer: index of the producing node.
         have: per strategy of the producer, a row of ``rows``.
         rows: the coded layouts that it can have.
-        again: of those of a parameter: whether what is gathered from there is gathered again for the backward pass.
+        regathered: of those of a parameter: whether what is gathered from there is gathered again for the backward pass.
         uses: (index of the reader, per strategy a row of ``wants``).
         wants, gradients: the layouts that readers want, and in which they return the gradient.
         saved: wanted tensors that a reader keeps for its backward pass.
@@ -131,7 +131,7 @@ class Edge:
     producer: int
     have: np.ndarray
     rows: np.ndarray
-    again: np.ndarray
+    regathered: np.ndarray
     uses: tuple[tuple[int, np.ndarray], ...]
     wants: np.ndarray
     gradients: np.ndarray

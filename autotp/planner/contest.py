@@ -127,7 +127,7 @@ class Contest:
         return replace(self.anew(self.allowed), candidates=candidates, leasts={}, floors={})
 
     def admits(self, meshes: Sequence[tuple[int, ...]]) -> bool:
-        """Whether there is a choice at all on some mesh, as far as layouts and a bound of its memory tell."""
+        """Whether there is a choice at all on some mesh, as far as layouts and a bound on its memory show."""
         for candidate in self.candidates.over(meshes):
             problem = self.anew(math.inf).assemble(candidate).problem
             with suppress(Infeasible):

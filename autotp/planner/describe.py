@@ -46,9 +46,9 @@ class Found:
         solution: its optimum.
         prices: of the mesh.
         panels: panels of each product: a number, None for the fastest; 1 for none.
-        layers: of operators that were undecided and stand for several, the share, of the first ones, that is run again as
-            ``other`` says and not as the solution does; likewise of parameters that may be gathered again.
-        other: what is made again in those.
+        layers: of undecided operators that stand for several, the share, of the first ones, that follows ``other`` instead
+            of the solution; likewise of parameters that may be gathered again.
+        other: what is rematerialized in those.
         spared: which of them are not in the last of those layers, but as the solution says.
     """
 
@@ -61,9 +61,9 @@ class Found:
     spared: Set[fx.Node] = frozenset()
 
     @cached_property
-    def again(self) -> Set[fx.Node]:
-        """Of what was undecided, the operators that are run again, and the parameters that are gathered again."""
-        model, mine = self.assembled.structure.model, self.assembled.again(self.solution.choice)
+    def rematerialized(self) -> Set[fx.Node]:
+        """Of what was undecided, the operators that are recomputed, and the parameters that are gathered again."""
+        model, mine = self.assembled.structure.model, self.assembled.rematerialized(self.solution.choice)
         copies = Counter(model.stands.values())
         met: Counter[fx.Node] = Counter()
         found = set()
@@ -77,11 +77,11 @@ class Found:
 
     @cached_property
     def model(self) -> Model:
-        """The model with what is run again."""
+        """The model with what is recomputed."""
         model = self.assembled.structure.model
         if not model.undecided:
             return model
-        found = decided(model, [node for node in model.undecided if node in self.again])
+        found = decided(model, [node for node in model.undecided if node in self.rematerialized])
         return folded(found) if self.layers else found
 
     @cached_property
@@ -92,7 +92,7 @@ class Found:
         resting = {node.name: self._chosen(node) for node in self._parameters}
         possible = [] if self.panels == 1 else loops(model.operators, strategies, resting, prices.mesh)
         panels = choose_panels(possible, model.operators, strategies, prices, self.panels)
-        once = [node.name for node in self._parameters if node not in self.again]
+        once = [node.name for node in self._parameters if node not in self.rematerialized]
         return Priced.of(model, prices, strategies, resting, panels, possible, once)
 
     @property

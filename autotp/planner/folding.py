@@ -2,7 +2,7 @@
 
 Operators of identical layers are *tied*: one representative stands for all of them, so the integer program does not grow
 with depth. Tying never makes a plan wrong (the copies have the same rules and shapes); it only asks identical layers to be
-sharded alike.
+sharded in the same way.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _LEAST_SAVING = 6
 
 
 def folded(model: Model) -> Model:
-    """The model with what is alike, and is pinned and recomputed alike, tied."""
-    pins, again = model.pins, model.recomputed
-    marks = {node: (pins.get(node, ()), again.get(node)) for node in (*pins, *again)}
+    """The model with identical operators tied, if they are also pinned and recomputed in the same way."""
+    pins, recomputed = model.pins, model.recomputed
+    marks = {node: (pins.get(node, ()), recomputed.get(node)) for node in (*pins, *recomputed)}
     return replace(model, stands=fold(model.operators, frozenset(model.captured.parameters), marks))
 
 
@@ -44,7 +44,7 @@ def fold(
     Args:
         operators: the analysis of a captured graph, in order.
         parameters: names of the placeholders that are parameters.
-        marks: of operators and parameters; only what is marked alike is tied.
+        marks: of operators and parameters; only what has equal marks is tied.
     """
     nodes = list(operators)
     index: dict[object, int] = {}

@@ -6,7 +6,7 @@ Of the moments of a step the worst one counts, and which one that is depends on 
 
 is at least  max over shares of moments  min over plans  of the bytes weighted by the shares. The inner minimum is an
 integer program without a bound on memory, which is easy (`autotp.planner.ilp.eliminate`), and the shares are found by
-cutting planes, as those of processors and network are in `autotp.planner.least_step`: every plan met adds a line, and its
+cutting planes, as those of devices and network are in `autotp.planner.least_step`: every plan met adds a line, and its
 worst moment another share. Seconds at a low price settle what bytes leave open, and lead to other plans close by. What is
 met is measured by its footprint. A choice that takes no more than all choices hold for certain ends the search, and so does
 a mesh that cannot do better than another; in haste also one whose tables, which are close, promise no better. Nothing here
@@ -72,7 +72,7 @@ def smallest(
     floor: float = 0.0,
     rounds: int | None = None,
 ) -> Smallest | None:
-    """The choice with the least memory; None where none takes less than is known, as far as tables tell.
+    """The choice with the least memory; None where, by the tables, none takes less than is known.
 
     Args:
         problem: what choices cost, without a bound.

@@ -1,4 +1,4 @@
-"""Layers that are alike, treated in two ways.
+"""Identical layers, treated in two ways.
 
 The first layers, which the backward pass reaches last, keep what one choice keeps, the others what another does; so the
 bytes of a plan fall between those of both, and its seconds too. Of the last of the first layers, single results may be kept
@@ -47,7 +47,7 @@ def mix(
         more, less: plans with the same strategies, which take more memory than there is, and less.
         moments: of steps on their mesh.
         room: bytes of a device.
-        layers: how many are alike.
+        layers: how many identical ones there are.
         gap: the share of a step that is of no interest.
         offer: measures a plan.
     """
@@ -57,7 +57,7 @@ def mix(
         if held > max(room, less.held.get(moment, 0.0))
     ]
     count = math.ceil(layers * max(over, default=0.0) - 1e-9)
-    other = frozenset(less.found.assembled.again(less.found.solution.choice))
+    other = frozenset(less.found.assembled.rematerialized(less.found.solution.choice))
     fine = (less.step - more.step) / layers < gap / 4 * more.step
     fitting: Met | None = None
     for _ in range(_TRIES):
@@ -82,7 +82,7 @@ def _spare(one: Met, less: Met, moments: Moments, room: float, offer: Callable[[
     worst = max(one.held, key=one.held.__getitem__)
     own = evaluate(assembled.problem, choice).seconds, moments.bytes(worst, choice, surely=True)
     groups: dict[fx.Node, set[fx.Node]] = defaultdict(set)  # views go with what they show
-    for node in one.found.other - assembled.again(one.found.solution.choice):
+    for node in one.found.other - assembled.rematerialized(one.found.solution.choice):
         groups[moments.model.root((node, 0))[0]].add(node)
     worth: list[tuple[float, float, set[fx.Node]]] = []
     for nodes in groups.values():

@@ -98,7 +98,7 @@ class Moments:
         return Problem(made, tuple(found))
 
     def _use(self, number: int, use: int, once: str) -> Use:
-        """A use of a tensor that is there once for all that is alike."""
+        """A use of a tensor that is there once for all equal uses."""
         found, first = self.tensors[number].uses[use], self.first[number].get(once) if number in self.first else None
         return found if first is None else Use(found.node, np.where(found.want < 0, -1, first[found.want]))
 
@@ -166,7 +166,7 @@ class Moments:
             kept = choice.twice(kept_inside(choice, self.prices.mesh))
             if self.shared:
                 kept = np.full_like(kept, kept.max() / math.prod(self.prices.mesh))
-            kept = kept * ~choice.again
+            kept = kept * ~choice.recomputing
             if kept.any() and node not in self.model.recomputed:
                 found.append((number, at, kept, choice.twice(parts_of(choice, working(node), self.prices.mesh))))
         return found
@@ -184,7 +184,7 @@ class _Lives:
         self.known: dict[int, list[Counter[Life]]] = {}
 
     def around(self, at: int) -> list[Counter[Life]]:
-        """The lives of every edge as seen from an operator, from where what is far ahead or behind looks alike."""
+        """The lives of every edge as seen from an operator, from where what is far ahead or behind looks the same."""
         if at not in self.known:
             self.known[at] = [Counter[Life]() for _ in self.every]
             for lives, found in zip(self.every, self.known[at], strict=True):
@@ -264,20 +264,20 @@ class _Lives:
         until = self.latest.get(user, -1) if block >= 0 else -1
         data = self.panelled and data_position(user) == position
         view, flows = position == 0 and self.model.shown.get(user) == value, user in self.model.differentiated
-        alike = rule is not None and (rule.hands_on or rule.view)
-        return Reader(self.order[user], saves and self.train, gradient, until, block, data, view, flows, alike, False)
+        same, saves = rule is not None and (rule.hands_on or rule.view), saves and self.train
+        return Reader(self.order[user], saves, gradient, until, block, data, view, flows, same_storage=same, ends=False)
 
 
 def _twice(tensors: Sequence[Tensor], structure: Structure, needs: Sequence[int]) -> list[Tensor]:
-    """The tensors of a program, with behind the uses of what is needed those again of what is itself made again."""
+    """The tensors of a program, where the uses of what is needed stand once more, for readers that are recomputed."""
     found = list(tensors)
     for edge, number in zip(structure.edges, needs, strict=True):
         if edge.needs is not None:
             more = []
             for use in found[number].uses:
                 choice = structure.nodes[use.node][1]
-                again = choice.again if isinstance(choice, Choice) else np.zeros(len(use.want), bool)
-                more.append(Use(use.node, np.where(again, use.want, -1)))
+                recomputing = choice.recomputing if isinstance(choice, Choice) else np.zeros(len(use.want), bool)
+                more.append(Use(use.node, np.where(recomputing, use.want, -1)))
             found[number] = replace(found[number], uses=(*found[number].uses, *more))
     return found
 

@@ -24,7 +24,7 @@ from autotp.planner.fitting import best_of_ways
 from autotp.planner.folding import folded
 from autotp.planner.ilp import NO_LAYOUT
 from autotp.planner.least_step import best_chunks, chunked, in_parts, sharding_of
-from autotp.planner.refusal import Again, Job, nothing_fits
+from autotp.planner.refusal import Job, Recapture, nothing_fits
 from autotp.plans.constraints import Constraint, minimal, requirements
 from autotp.plans.families import Family
 from autotp.plans.options import Options
@@ -117,22 +117,22 @@ def plan_model(
     started = time.perf_counter()
     captured = capture(model, tuple(args), kwargs, options.precision)
 
-    def again(parts: int, precision: Precision) -> Captured:
+    def recapture(parts: int, precision: Precision) -> Captured:
         return capture(model, *_part_of(captured, (tuple(args), dict(kwargs or {})), parts), precision)
 
-    return plan_captured(captured, topology, options, {"capture_seconds": time.perf_counter() - started}, again)
+    return plan_captured(captured, topology, options, {"capture_seconds": time.perf_counter() - started}, recapture)
 
 
 def _part_of(captured: Captured, call: tuple[tuple[Any, ...], dict[str, Any]], parts: int) -> tuple[Any, Any]:
-    """One of so many parts of a call's batch, which is dim 0 of its first tensor.
+    """The first of ``parts`` equal parts of a call's batch, which is dim 0 of its first tensor.
 
     Raises:
-        AutotpError: it has no such part.
+        AutotpError: the batch does not divide.
     """
     shapes = [tuple(captured.placeholders[name].shape) for name in captured.inputs]
     batch = next((shape[0] for shape in shapes if shape), 1)
     if batch % parts:
-        raise AutotpError(f"a batch of {batch} has no {parts} parts")
+        raise AutotpError(f"a batch of {batch} cannot be split into {parts} equal parts")
 
     def part(leaf: Any) -> Any:
         batched = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == batch
@@ -150,15 +150,15 @@ def prepare(
     Args:
         captured: the model.
         constraints: that its plans keep.
-        recomputed: names of operators that the backward pass runs again; see `autotp.costs.model.Model`.
+        recomputed: names of operators that the backward pass recomputes; see `autotp.costs.model.Model`.
 
     Raises:
         AutotpError: a constraint names nothing in the model.
     """
     operators = analyse(captured.graph_module.graph, captured.inputs)
     model = Model(captured, operators, {}, trained_values(captured, operators))
-    again = {node: recomputed[node.name] for node in operators if recomputed and node.name in recomputed}
-    return _pinned(replace(model, recomputed=again), constraints)
+    by_node = {node: recomputed[node.name] for node in operators if recomputed and node.name in recomputed}
+    return _pinned(replace(model, recomputed=by_node), constraints)
 
 
 def _pinned(model: Model, constraints: Sequence[Constraint]) -> Model:
@@ -189,7 +189,7 @@ def plan_captured(
     topology: Topology,
     options: Options,
     stats: Mapping[str, Any] | None = None,
-    again: Again | None = None,
+    recapture: Recapture | None = None,
 ) -> Plan:
     """``plan`` for a model that was captured already.
 
@@ -198,7 +198,7 @@ def plan_captured(
         topology: of as many devices as the mesh has, if one is asked for.
         options: what is asked for.
         stats: what ``Plan.planning`` is to say besides.
-        again: captures the model again, to try what would fit where this does not.
+        recapture: captures the model again, to try what would fit where this does not.
 
     Raises:
         AutotpError: as ``plan`` does.
@@ -221,7 +221,7 @@ def plan_captured(
         if conflict is not None or found.smallest is None:
             raise conflict or _no_plan(contest)
         until = max(started + _ANSWERING, time.perf_counter() + _TRYING)
-        job = Job(first, contest, _begin, _meshes, again, (stats or {}).get("capture_seconds", 0.0), until)
+        job = Job(first, contest, _begin, _meshes, recapture, (stats or {}).get("capture_seconds", 0.0), until)
         raise nothing_fits(job, found.smallest, chosen.name)
     prices = best.priced
     sums, least = prices.sums, best.solution.seconds

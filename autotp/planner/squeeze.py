@@ -1,13 +1,13 @@
-"""The fastest plan whose memory fits at every moment of a step, with what it keeps and what it makes again.
+"""The fastest plan whose memory fits at every moment of a step, with what it keeps and what it recomputes.
 
-Seconds and bytes are weighted alike: of each pass the share of whatever limits it (`autotp.planner.least_step`), and of
+Seconds and bytes are both weighted: of each pass the share of whatever limits it (`autotp.planner.least_step`), and of
 every moment at which memory is short, a price of its bytes. Whatever the shares mu and the prices are,
 
     step  >=  min over choices  sum of mu * sides  +  sum over moments of price * (bytes - bound)              (1)
 
-holds for every plan that fits, also for one that treats layers differently which the program decides alike: the minimum is
-a sum over layers. The right side is an integer program without a bound on memory, over strategies, layouts and what is made
-again; its maximum over shares and prices is found by cutting planes, which every choice met adds one to. At the maximum, a
+holds for every plan that fits, even if it treats layers differently for which the program makes one decision: the minimum
+is a sum over layers. The right side is an integer program without a bound on memory, over strategies, layouts and what is
+recomputed; its maximum over shares and prices is found by cutting planes, one for every choice met. At the maximum, a
 mixture of choices has that value and fits on average. The plan mixes them too: the first layers, which the backward pass
 reaches last, are treated as one choice says, and the rest as the other.
 """
@@ -148,7 +148,7 @@ class _Squeeze:
         return floor
 
     def in_chunks(self, candidate: Candidate, moments: Moments | None = None) -> float:
-        """Seconds that no plan in chunks is below, as far as one point tells."""
+        """A lower bound on the seconds of plans in chunks, from one point alone."""
         try:
             solved = self.solve(candidate, self.point, moments, surely=True, chunks=self.most)
         except BatchError as error:
@@ -297,7 +297,7 @@ class _Squeeze:
         return one
 
     def follow(self, lines: Sequence[Met]) -> tuple[_Point, Multipliers]:
-        """Where the bound may be greatest, as far as the choices met tell, not far from where it was best."""
+        """Where the bound may be greatest, judged by the choices met, not far from where it was best."""
         centre = self.point.prices
         seen = dict.fromkeys((*centre, *(max(one.held, key=one.held.__getitem__) for one in lines)))
         first = _FIRST * min(one.step for one in lines) / self.room
@@ -311,7 +311,7 @@ class _Squeeze:
     def mix(
         self, candidate: Candidate, moments: Moments, lines: Sequence[Met], parts: Sequence[float], floor: float
     ) -> None:
-        """Mixes the choices of a mixture, where layers are alike, to plans that fit."""
+        """Mixes the choices of a mixture, where layers are identical, to plans that fit."""
         mixed = sorted(zip(parts, lines, strict=False), key=lambda pair: -pair[0])
         two = sorted((one for part, one in mixed[:2] if part > 0), key=lambda one: -one.found.memory)
         if self.layers == 1 or len(two) < 2:
@@ -325,7 +325,7 @@ class _Squeeze:
             known.add(pair)
 
     def like(self, candidate: Candidate, base: Met, other: Met) -> Met:
-        """A choice with the strategies of one, which makes again what the other does."""
+        """A choice with the strategies of one, which recomputes what the other does."""
         assembled, choice = base.found.assembled, other.found.solution.choice
         joined = assembled.joined(base.found.solution.choice, choice)
         return other if joined == choice else self.offer(self.contest.candidates.found(candidate, assembled, joined))

@@ -148,7 +148,7 @@ class _Builder:
         rests = self.chosen.family.rest
         if node.name not in self.captured.parameters or rests == "whole":
             parameter = node.name in self.captured.parameters
-            return Rest(value, cast_of(node), self.whole, np.zeros(1, np.int64), np.full(1, parameter), parameter)
+            return Rest(value, cast_of(node), self.whole, np.zeros(1, np.int64), np.full(1, parameter), False, parameter)
         layouts = np.unique(np.concatenate([self.whole, *(np.where(w == PARTIAL, WHOLE, w) for w in wanted)]), axis=0)
         options: dict[tuple[int, ...], int] = {}
         groups = 0
@@ -160,10 +160,10 @@ class _Builder:
                         options.setdefault(option, groups)
                     groups += 1
         gathers = self.chosen.family.gathers if self.read_back(node) else "twice"
-        again = [number for number, name in enumerate(("once", "twice")) if gathers in (name, "free")]
-        found = [(row, group + groups * number, number) for number in again for row, group in options.items()]
+        offered = [number for number, name in enumerate(("once", "twice")) if gathers in (name, "free")]
+        found = [(row, group + groups * number, number) for number in offered for row, group in options.items()]
         rows, numbers, twice = map(np.array, zip(*found, strict=True))
-        return Rest(value, cast_of(node), rows, numbers, twice.astype(bool), True)
+        return Rest(value, cast_of(node), rows, numbers, twice.astype(bool), gathers == "free", True)
 
     def read_back(self, node: fx.Node) -> bool:
         """Whether a backward pass may read a parameter."""
@@ -200,10 +200,11 @@ class _Builder:
         made = self.nodes[self.index[producer]][1]
         rows, wants = _Registry(self.axes), _Registry(self.axes)
         have = rows.add(made.twice(made.space.results[result]) if isinstance(made, Choice) else made.rows)  # type: ignore[union-attr]
-        layouts_of, again = rows.array, np.full(len(rows.rows), parameter)
-        if isinstance(made, Rest) and not made.again.all() and parameter:
-            have = have + np.where(made.again, len(again), 0)
-            layouts_of, again = np.concatenate([layouts_of, layouts_of]), np.concatenate([~again, again])
+        layouts_of, regathered = rows.array, np.full(len(rows.rows), parameter)
+        if isinstance(made, Rest) and not made.regathered.all() and parameter:
+            have = have + np.where(made.regathered, len(regathered), 0)
+            layouts_of = np.concatenate([layouts_of, layouts_of])
+            regathered = np.concatenate([~regathered, regathered])
         found: list[tuple[int, np.ndarray]] = []
         saved: list[np.ndarray] = []
         products: list[np.ndarray] = []
@@ -233,7 +234,7 @@ class _Builder:
             producer=self.index[producer],
             have=have,
             rows=layouts_of,
-            again=again,
+            regathered=regathered,
             uses=tuple(found),
             wants=np.ascontiguousarray(wants.array[:, : self.axes]),
             gradients=np.ascontiguousarray(wants.array[:, self.axes :]),
@@ -259,9 +260,9 @@ class _Builder:
         for user, position, want in uses:
             choice = self.nodes[self.index[user]][1]
             if isinstance(choice, Choice):
-                needed = self.model.reads_again(user, position, choice.recomputed)
-                again = choice.again & self.model.reads_again(user, position, recomputed=True)
-                want = np.where(again | needed, want, -1)
+                needed = self.model.reads_operand_back(user, position, choice.recomputed)
+                recomputing = choice.recomputing & self.model.reads_operand_back(user, position, recomputed=True)
+                want = np.where(recomputing | needed, want, -1)
             else:
                 want = np.full_like(want, -1)
             read.append((self.index[user], want))
@@ -270,4 +271,4 @@ class _Builder:
             for u, position, _ in uses
             if position == 0 and u in self.model.undecided and u in self.model.shown
         }
-        return Needs(have + np.where(made.again, have.max() + 1, 0), tuple(read), tuple(views))
+        return Needs(have + np.where(made.recomputing, have.max() + 1, 0), tuple(read), tuple(views))

@@ -31,8 +31,8 @@ class Reader:
 
     ``saves`` is whether it ever is: where the planner decides, that depends on the choice. ``gradient``: the reader's
     gradient needs it in any case. ``until``: the last operator whose gradient needs a result of the reader, which, if it is
-    made again, is there by then. ``block``: the last operator of the block in whose backward pass it may be. ``flows``: a
-    gradient comes back, ``alike``: which may be that of the reader's result. ``ends``: it is an output of the model.
+    recomputed, is there by then. ``block``: the last operator of the block in whose backward pass it may be. ``flows``: a
+    gradient comes back, ``same_storage``: which may be that of the reader's result. ``ends``: it is an output of the model.
     """
 
     at: int
@@ -43,7 +43,7 @@ class Reader:
     panelled: bool
     view: bool
     flows: bool
-    alike: bool
+    same_storage: bool
     ends: bool
 
 
@@ -51,7 +51,7 @@ class Reader:
 class Life:
     """When one tensor is made (before all operators: -1), whether its producer keeps it or it is a view; who reads it.
 
-    ``until`` is the last operator of the block in whose backward pass it may be made again. ``alone``: of the names of its
+    ``until`` is the last operator of the block in whose backward pass it may be recomputed. ``alone``: of the names of its
     storage, which are views, it is the one that counts; ``shown``: how many times its bytes the storage has.
     """
 
@@ -84,7 +84,7 @@ class Sizes:
         wanted: as it is wanted, ``[W]``.
         back: of the gradient that a reader returns, ``[W]``.
         stays: where nothing has to move, ``[H, W]``.
-        first: of the columns that are alike, the first one, by what a tensor is there once for (`Held`), ``[W]``.
+        first: of equal columns, the first one, by what a tensor is there once for (`Held`), ``[W]``.
     """
 
     own: np.ndarray
@@ -125,15 +125,15 @@ class Ledger:
         self.nodes: dict[int, np.ndarray] = {}
         self.tensors: dict[Held, np.ndarray] = {}
 
-    def own(self, edge: Edge, sizes: np.ndarray, again: bool = True) -> None:
-        """Bytes that a tensor takes by how it is made, or rests; and where it is made again, if it is there then."""
+    def own(self, edge: Edge, sizes: np.ndarray, recomputed: bool = True) -> None:
+        """Bytes that a tensor takes by how it is made, or rests; where it is recomputed, only if it is there then."""
         mine = sizes[edge.have]
-        if not again and edge.needs is not None:
+        if not recomputed and edge.needs is not None:
             mine = np.where(edge.needs.have < len(sizes), mine, 0.0)
         self.nodes[edge.producer] = self.nodes.get(edge.producer, 0.0) + mine
 
     def held(self, number: int, uses: Sequence[int], table: np.ndarray, once: str = "layouts") -> None:
-        """Bytes that a tensor takes by how these uses want it, once for those that want it alike."""
+        """Bytes that a tensor takes by how these uses want it, once for those that want the same layout."""
         if uses:
             key = number, tuple(uses), once
             self.tensors[key] = self.tensors.get(key, 0.0) + table
@@ -151,7 +151,7 @@ class Ledger:
         self.own(edge, count * (state - (own if self.prices.train else 0.0) + (own if come else 0.0)))
         moved = np.where(stays, 0.0, wanted[None, :] / (_PANELS if panelled else 1))
         kept = [use for use, r in enumerate(life.readers) if r.saves and r.at < moment.at]
-        self.held(number, kept, count * np.where(edge.again[:, None], 0.0, moved))
+        self.held(number, kept, count * np.where(edge.regathered[:, None], 0.0, moved))
         now = [use for use, reader in enumerate(life.readers) if reader.at == moment.at]
         if forward and not surely:
             begun = any(reader.at <= moment.at for reader in life.readers)
@@ -159,7 +159,7 @@ class Ledger:
             self.held(number, later if begun else [], count * moved)
         elif moment.turn is Turn.BACKWARD:
             if trained and surely:  # a product's weight may be gone when its gradient comes, or is counted above
-                there = np.where(edge.again[:, None] | (not kept), moved, 0.0)
+                there = np.where(edge.regathered[:, None] | (not kept), moved, 0.0)
                 self.held(number, now, count * np.maximum(there, sizes.back), "pairs")
             else:
                 self.held(number, now, count * (moved + sizes.back if trained else moved), "pairs")
@@ -179,17 +179,17 @@ class Ledger:
         in_use = forward and life.made <= at <= life.last
         there = given or life.returned or in_use
         whole = there or life.kept
-        back = not forward and at <= life.until  # made again by now
+        back = not forward and at <= life.until  # recomputed by now
         if whole and not given and not life.view:
-            self.own(edge, count * own, again=there or back)
+            self.own(edge, count * own, recomputed=there or back)
         moved = np.where(stays, 0.0, wanted[None, :])
         kept = moved if whole else np.broadcast_to(wanted[None, :], stays.shape)
         saved = [use for use, r in readers if r.saves and not r.panelled and r.at <= at]
         rests = [use for use, r in readers if r.saves and r.panelled and r.at <= at]
         if edge.needs is not None:
-            again = [use for use in saved if life.readers[use].at == at]
-            again += [len(readers) + use for use in saved if life.readers[use].at < at]
-            self.held(self.needs[number], again if back else [], count * np.concatenate([np.zeros_like(kept), kept]))
+            recomputed = [use for use in saved if life.readers[use].at == at]
+            recomputed += [len(readers) + use for use in saved if life.readers[use].at < at]
+            self.held(self.needs[number], recomputed if back else [], count * np.concatenate([np.zeros_like(kept), kept]))
             kept = np.concatenate([kept, np.zeros_like(kept)])
         self.held(self.needs[number], saved, count * kept)
         if rests and not whole:
@@ -213,7 +213,7 @@ class Ledger:
             self.gradient(number, edge, life, count, moment)
 
     def least(self, number: int, edge: Edge, life: Life, count: int, moment: Moment) -> None:
-        """What there is of a tensor in any case, however many names a storage has, and whenever it is made again."""
+        """What there is of a tensor in any case, however many names a storage has, and whenever it is recomputed."""
         sizes = self.sizes[number]
         own, wanted, back, stays = sizes.own, sizes.wanted, sizes.back, sizes.stays
         if life.made < 0:
@@ -229,11 +229,11 @@ class Ledger:
                 self.held(number, ends, np.broadcast_to(count * back, stays.shape), "gradients")
         elif life.alone:
             if life.kept and not life.view:
-                self.own(edge, count * own, again=False)
+                self.own(edge, count * own, recomputed=False)
             else:
                 kept = np.where(stays, life.shown * wanted[None, :], wanted[None, :])
         kept = count * kept
-        # What is kept to make a reader again may be gone once its block has begun.
+        # What is kept to recompute a reader may be gone once its block has begun.
         saved = [
             use
             for use, r in enumerate(life.readers)
@@ -244,18 +244,18 @@ class Ledger:
         ]
         if edge.needs is not None:
             come = moment.at + (moment.turn is not Turn.BACKWARD)
-            again = [use for use in saved if life.readers[use].gradient and life.readers[use].at == come]
-            again += [
+            recomputed = [use for use in saved if life.readers[use].gradient and life.readers[use].at == come]
+            recomputed += [
                 len(life.readers) + use
                 for use in saved
                 if life.readers[use].gradient and life.readers[use].at < moment.at and come <= life.readers[use].until
             ]
-            again = again if moment.turn is not Turn.FORWARD else []
-            self.held(self.needs[number], again, np.concatenate([np.zeros_like(kept), kept]))
+            recomputed = recomputed if moment.turn is not Turn.FORWARD else []
+            self.held(self.needs[number], recomputed, np.concatenate([np.zeros_like(kept), kept]))
             kept = np.concatenate([kept, np.zeros_like(kept)])
         self.held(self.needs[number], saved, kept)
         if moment.turn is Turn.BACKWARD and edge.trained:
-            now = [use for use, r in enumerate(life.readers) if r.at == moment.at and r.flows and not r.alike]
+            now = [use for use, r in enumerate(life.readers) if r.at == moment.at and r.flows and not r.same_storage]
             self.held(number, now, np.broadcast_to(count * back, stays.shape), "gradients")
             if life.made == moment.at and not life.view and any(r.flows for r in life.readers):
                 self.own(edge, count * own)

@@ -13,7 +13,7 @@ __all__ = ["FoldedOperator", "fold_operators", "unnumbered"]
 
 @dataclass(frozen=True, slots=True)
 class FoldedOperator:
-    """One row of the table: operators that are alike in everything but the number of their layer.
+    """One row of the table: operators that are identical except for the number of their layer.
 
     Attributes:
         module: The operators' module with every layer number written as ``*``.

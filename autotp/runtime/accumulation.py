@@ -133,14 +133,14 @@ class Accumulation:
         return found | {cut.name: self._sink(cut, values) for cut in self.deferred.cuts}
 
     def _sink(self, cut: Cut, values: Mapping[str, Any]) -> Any:
-        """The leaves that take a cut's gradient: of the right shape, but without memory."""
+        """The leaves that take a cut's gradient: of the correct shape, but without memory."""
         first = values[cut.parameters[0]]
         parts = list(first) if isinstance(first, Parts) else [first]
         if cut.name not in self._sinks:
             shapes = [part.shape for part in parts]
             if cut.layout is not None:
                 whole, mesh = torch.empty(cut.value.shape, device="meta"), self.world.mesh_shape
-                layout = cut.layout[: len(mesh)]  # chunks come behind, and do not tell these values apart
+                layout = cut.layout[: len(mesh)]  # chunks come behind, and do not split these values
                 shapes = [take(whole, layout, mesh, at).shape for at in self.world.hosted]
             like = parts[0].new_empty((), dtype=cut.value.dtype)
             self._sinks[cut.name] = [like.detach().expand(shape) for shape in shapes]

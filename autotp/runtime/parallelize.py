@@ -73,7 +73,7 @@ def parallelize(
         A ``torch.fx.GraphModule`` with the model's call signature: ``loss.backward(); optimizer.step()`` is all there is.
 
     Raises:
-        AutotpError: on every rank alike, when an argument is wrong or no plan fits.
+        AutotpError: on every rank, when an argument is wrong or no plan fits.
         PlanMismatchError: when the plan is not for this model or this number of processes.
     """
     if inputs not in ("global", "local"):

@@ -34,7 +34,7 @@ def event_of(node: fx.Node, part: str, lane: str, begin: float, seconds: float) 
 def recorded(compiled: Compiled, events: list[Event]) -> Iterator[Compiled]:
     """Graphs that note when each node begins and ends on this rank.
 
-    Computing is timed where it is called, which on a processor is where it runs. A collective lasts from its launch to the
+    Computing is timed where it is called, which on a CPU is where it runs. A collective lasts from its launch to the
     moment at which its last message has arrived.
     """
 

@@ -31,7 +31,7 @@ Traced = Mapping[tuple[int, ...], Sequence[Halves]]
 
 
 class NoOrder(AutotpError):
-    """Graphs that cannot be traced, or are not alike on all devices, or without a schedule; raised in every process."""
+    """Graphs that cannot be traced, or differ between devices, or have no schedule; raised in every process."""
 
 
 class Agreement:
@@ -47,7 +47,7 @@ class Agreement:
 
 
 class JobAgreement(Agreement):
-    """How the processes of a ``torch.distributed`` job agree; each must call it alike."""
+    """How the processes of a ``torch.distributed`` job agree; each must make the same calls."""
 
     def gathered(self, mine: Any) -> list[Any]:
         """Every process's value."""
@@ -75,7 +75,7 @@ class JobAgreement(Agreement):
 
 
 def overlapped(make: Callable[[], Traced], how: Overlap, agreement: Agreement) -> Mapping[tuple[int, ...], Overlapped]:
-    """The forward and backward graphs of some devices, alike on all devices of all processes.
+    """The forward and backward graphs of some devices, the same on all devices of all processes.
 
     Args:
         make: traces the graphs of this process's devices.
@@ -93,7 +93,7 @@ def overlapped(make: Callable[[], Traced], how: Overlap, agreement: Agreement) -
 
 
 def _agreed(make: Callable[[], Traced], agreement: Agreement) -> tuple[Traced, int, bool]:
-    """This process's graphs, the place of the first choice that is alike on all devices, and whether its sizes are."""
+    """This process's graphs, the place of the first choice that is the same on all devices, and whether its sizes are."""
     traced: Traced = {}
     failure: Exception | None = None
     try:
@@ -105,9 +105,9 @@ def _agreed(make: Callable[[], Traced], agreement: Agreement) -> tuple[Traced, i
     if reason := next((why for _, why in reports if why), ""):
         raise NoOrder(reason) from failure
     devices = [device for each, _ in reports for device in each]
-    for which, alike in enumerate(zip(*devices, strict=True)):
-        if len({signature for signature, _ in alike}) == 1:
-            return traced, which, len({sizes for _, sizes in alike}) == 1
+    for which, choices in enumerate(zip(*devices, strict=True)):
+        if len({signature for signature, _ in choices}) == 1:
+            return traced, which, len({sizes for _, sizes in choices}) == 1
     raise NoOrder("dims are split unevenly, so devices have different graphs")
 
 

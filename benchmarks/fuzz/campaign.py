@@ -79,7 +79,7 @@ def shrunk(
     case: Case,
     outcome: Outcome,
     name: str,
-    again: Callable[[Case], Outcome] = run,
+    rerun: Callable[[Case], Outcome] = run,
     tries: int = 300,
     *,
     processes: bool = False,
@@ -88,7 +88,7 @@ def shrunk(
     kind = outcome.reason if outcome.kind == "crash" else ""
 
     def reproduces(simpler: Case) -> bool:
-        other = again(simpler)
+        other = rerun(simpler)
         return other.kind == outcome.kind and (not kind or other.reason == kind)
 
     return as_test(shrink(case, reproduces, tries), name, f"{outcome.kind}: {outcome.reason}", processes=processes)

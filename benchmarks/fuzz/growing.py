@@ -65,11 +65,11 @@ class Growing:
             return True
         except (Reject, RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
             self.leaves, self.steps = before
-            self.again()
+            self.rerun()
             return False
 
-    def again(self) -> None:
-        """All values anew: a step that was taken back may have written to some."""
+    def rerun(self) -> None:
+        """Computes all values anew: a step that was taken back may have written to some."""
         self.env = {"torch": torch, "self": SimpleNamespace()}
         for leaf in self.leaves:
             self.hold(leaf)

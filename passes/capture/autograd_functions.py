@@ -2,11 +2,11 @@
 
 ``torch.export`` looks into a ``torch.autograd.Function`` and keeps what its forward does; the gradient that the model
 defines for it is lost silently. While a model is captured, `kept_whole` makes every such function one operator,
-``autotp::function``, which calls it: under autograd it has the model's gradient. It has no factors, so it is computed on
-every device alike.
+``autotp::function``, which calls it: under autograd it has the model's gradient. It has no factors, so it is computed
+whole on every device.
 
 Torch's own functions, and those that ``vmap`` maps, are looked into; a checkpoint becomes what it runs. A function that is
-given a callable is refused, because nothing tells which parameters the callable reads, and what gradient they have.
+given a callable is refused, because nothing says which parameters the callable reads, and what gradient they have.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def kept_whole(regions: Regions) -> Iterator[None]:
     """Within it, functions with gradients of their own are one operator each, and hooks on gradients are refused.
 
     Args:
-        regions: are told of reentrant checkpoints.
+        regions: where reentrant checkpoints are noted.
 
     Raises:
         Lost: within it, where a captured graph would lose something that changes gradients.

@@ -39,8 +39,8 @@ def operator_name(target: Any) -> str:
 def outer_order(target: Any, rank: int, arguments: dict[str, Any]) -> list[int]:
     """The permutation of dims that a transposing operator makes.
 
-    Asked of the operator itself, on a tensor whose strides tell its dims apart, so that every spelling
-    (``t``, ``transpose``, ``movedim``, ``mT``, ...) is right by construction.
+    Asked of the operator itself, on a tensor whose dims have different strides, so that every spelling
+    (``t``, ``transpose``, ``movedim``, ``mT``, ...) is correct by construction.
 
     Args:
         target: an operator that only permutes dims.

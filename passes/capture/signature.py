@@ -1,4 +1,4 @@
-"""How a model is called: checks later calls against the example call and flattens them alike."""
+"""How a model is called: checks later calls against the example call and flattens them in the same way."""
 
 from __future__ import annotations
 

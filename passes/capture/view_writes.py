@@ -110,7 +110,7 @@ def refuse_unsure(node: fx.Node, written: fx.Node, root: fx.Node) -> None:
     Args:
         node: the write.
         written: what it writes to.
-        root: the node whose memory that is, as far as can be told.
+        root: the node whose memory that is, as far as is known.
 
     Raises:
         CaptureError: see above.
@@ -122,6 +122,6 @@ def refuse_unsure(node: fx.Node, written: fx.Node, root: fx.Node) -> None:
     if len(root.users) > 1 or written is not root:
         raise CaptureError(
             f"{where(node)}: {node.target} writes to a result of {root.target}, or to a copy of it: torch.export is wrong "
-            "about its strides, so it cannot tell whether contiguous() or reshape() copied; use an out-of-place "
+            "about its strides, so it is not known whether contiguous() or reshape() copied; use an out-of-place "
             "operator, or clone()"
         )

@@ -1,9 +1,9 @@
 """Takes in-place operators out of a graph: each becomes its out-of-place form, and later uses see its result.
 
 Writes through views are put back into the tensor that the view shows, step by step (a slice by ``slice_scatter`` and so
-on); other views of it are made again where they are used next. Running the graph once on fake tensors tells which tensors
+on); other views of it are rebuilt where they are used next. Running the graph once on fake tensors shows which tensors
 share memory. ``ExportedProgram.run_decompositions`` would functionalise too, but it forgets ``torch.no_grad`` blocks and
-``detach`` and with them the right gradients.
+``detach`` and with them the correct gradients.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _RENAMED = {
 
 @dataclass
 class _Value:
-    """A node of the old graph: its value in the new one, and how to make it again from what it shows."""
+    """A node of the old graph: its value in the new one, and how to rebuild it from what it shows."""
 
     now: Any
     version: int
@@ -63,7 +63,7 @@ def functionalise(
         the model's own outputs.
 
     Raises:
-        CaptureError: a write to a parameter, input or constant, or one whose gradient cannot be told.
+        CaptureError: a write to a parameter, input or constant, or one whose gradient cannot be determined.
     """
     if not any(_has_effect(node) for node in graph.nodes):
         return graph, {}
@@ -133,10 +133,10 @@ class _Functionaliser:
             assert value.source is not None
             self.current(value.source)
             args, kwargs = map_arg((node.args, node.kwargs), self.current)
-            value.now, value.version = self.again(node, args, kwargs), self.versions[value.root]
+            value.now, value.version = self.rebuilt(node, args, kwargs), self.versions[value.root]
         return value.now
 
-    def again(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    def rebuilt(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         # A rewritten value may have other strides than the one it replaces: a view must become a reshape.
         if _is_write(node):
             return args[0]
@@ -197,7 +197,7 @@ class _Functionaliser:
                 return
         source = self.source_of(node)
         same = all(a.meta["val"] is b.meta["val"] for a, b in self._pairs(node, args, kwargs))
-        new = self.build.copy(node, args, kwargs) if same else self.again(node, args, kwargs)
+        new = self.build.copy(node, args, kwargs) if same else self.rebuilt(node, args, kwargs)
         if source is None:
             self.root(node, new)
         else:

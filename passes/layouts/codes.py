@@ -1,8 +1,8 @@
 """Layouts as integers, so that many can be processed at once.
 
-A layout is a row of codes, one per mesh axis: ``WHOLE``, ``PARTIAL``, or ``dim * DIM + blocks`` for a shard of ``dim`` that
-splits every one of ``blocks`` blocks alike. ``INNER`` in place of ``blocks`` means inside whatever else splits the dim, on
-whichever mesh; it is the one code that needs a mesh to become a placement.
+A layout is a row of codes, one per mesh axis: ``WHOLE``, ``PARTIAL``, or ``dim * DIM + blocks`` for a shard of ``dim``
+that splits each of ``blocks`` blocks the same way. ``INNER`` in place of ``blocks`` means inside whatever else splits the
+dim, on whichever mesh; it is the one code that needs a mesh to become a placement.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def resolved(rows: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
     if not inner.any():
         return rows
     dims, others = dims_of(rows), np.where(inner, WHOLE, rows)
-    made = np.maximum(others % DIM * _alike(others, mesh), 1)  # parts of the dim behind each cut and those like it
+    made = np.maximum(others % DIM * _parts_together(others, mesh), 1)  # parts of the dim behind each cut and those like it
     finest = [np.where(dims_of(others) == dims[..., a : a + 1], made, 1).max(axis=-1) for a in range(len(mesh))]
     return np.where(inner, dims * DIM + np.stack(finest, axis=-1), rows)
 
 
-def _alike(rows: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
+def _parts_together(rows: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
     """Per axis the number of parts that all axes with its code make of a block together."""
     same = [np.where(rows == rows[..., a : a + 1], mesh, 1).prod(axis=-1) for a in range(len(mesh))]
     return np.stack(same, axis=-1)
@@ -165,7 +165,7 @@ def _fitting(shape: tuple[int, ...], data: bytes, mesh: tuple[int, ...]) -> np.n
 
 def _in_chunks(size: int, here: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
     """Whether chunks of chunks of a dim, as its axes cut them one after the other, leave something to every device."""
-    # All chunks but the last are alike. Each must split further: of 5, three chunks of 2 are none for a fourth device,
+    # All chunks but the last are equal. Each must split further: of 5, three chunks of 2 are none for a fourth device,
     # though of 4 there are four.
     lengths, found = np.full((len(here), 1), size, dtype=np.int64), np.ones(len(here), bool)
     for axis, n in enumerate(mesh):
@@ -180,7 +180,7 @@ def _in_chunks(size: int, here: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray
 def _in_blocks(size: int, rows: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
     """Whether the cuts of one dim, some of them in blocks, are even and the finer ones' blocks line up with the others."""
     here, blocks = rows >= 0, np.where(rows >= 0, rows % DIM, 0)
-    parts = np.where(here, blocks * _alike(rows, mesh), 1)
+    parts = np.where(here, blocks * _parts_together(rows, mesh), 1)
     finer = here[:, :, None] & (blocks[:, :, None] < blocks[:, None, :])
     lined_up = (blocks[:, None, :] % parts[:, :, None] == 0) | ~finer
     return (

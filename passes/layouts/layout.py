@@ -2,7 +2,7 @@
 
 A layout is a tuple of torch's own placements. ``Shard(dim)`` splits a dim into contiguous chunks (``torch.chunk``
 semantics, so the last chunk may be smaller). A dim that is a product of factors, ``(blocks rest)``, can also be split in
-its minor factor: that is torch's ``_StridedShard(dim, split_factor=blocks)``, every block split alike. With it a fused
+its minor factor: that is torch's ``_StridedShard(dim, split_factor=blocks)``, each block split equally. With it a fused
 query-key-value projection is sharded by heads, and a flattened ``(batch sequence)`` by sequence, without moving data.
 
 Where several axes split one dim, they apply in the order (blocks, axis): coarser cuts first, outer axes first.
@@ -59,7 +59,7 @@ def is_shard(placement: Placement) -> bool:
 
 
 def blocks_of(placement: Placement) -> int:
-    """The number of blocks that a shard placement splits alike (1 for ``Shard``)."""
+    """The number of blocks that a shard placement splits the same way (1 for ``Shard``)."""
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
 
 
@@ -95,7 +95,7 @@ def extent(size: int, ways: Sequence[int], coordinates: Sequence[int]) -> int:
 def local_shape(
     shape: Sequence[int], layout: Layout, mesh: tuple[int, ...], coordinates: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """The shape of one device's part (of the device at the origin, the largest, unless told)."""
+    """The shape of one device's part (by default of the device at the origin, the largest)."""
     result = []
     for dim, size in enumerate(shape):
         parts = splits(layout, dim, mesh)

@@ -223,7 +223,7 @@ def _merge(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     kind = COLLECTIVE_OF[members[0].target]
     parts = [node.args[0] for node in members]
     shapes = [list(node.meta["val"].shape) for node in members]
-    # What a group's members exchange is told apart by the leading dim, but for all_reduce and what is yet to be stacked.
+    # What a group's members exchange is separated by the leading dim, but for all_reduce and what is yet to be stacked.
     rows = kind in ("reduce_scatter", "all_to_all")
     ways = members[0].args[2] if kind == "all_gather" else 0
     with graph.inserting_before(members[-1].next):

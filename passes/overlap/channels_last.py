@@ -29,7 +29,7 @@ _aten = torch.ops.aten
 #: Orders of elements -> how many dims they are for, the batch among them.
 _DIMS = {torch.channels_last: 4, torch.channels_last_3d: 5}
 _IMAGES = tuple(_DIMS.values())
-_PROCESSORS = (torch.float32, torch.bfloat16)
+_CPU = (torch.float32, torch.bfloat16)
 _TENSOR_CORES = (torch.float16, torch.bfloat16)
 #: So many convolutions are worth it for every image that travels.
 _EACH = 2
@@ -84,14 +84,14 @@ def worthwhile(module: fx.GraphModule) -> bool:
 
 
 def quicker(device: torch.device, convolution: fx.Node) -> bool:
-    """Whether a convolution is quicker so on a device: by a processor's matrix library, and on tensor cores."""
+    """Whether a convolution is quicker so on a device: by a CPU's matrix library, and on tensor cores."""
     value, order = convolution.meta.get("val"), _order(convolution)
     if order is None or not isinstance(value, Tensor) or value.dim() != _DIMS[order]:
         return False
     if device.type == "cuda":
         return value.dtype in _TENSOR_CORES
-    # what is on meta is planned for a processor
-    return value.dtype in _PROCESSORS and torch.backends.mkldnn.is_available()
+    # what is on meta is planned for a CPU
+    return value.dtype in _CPU and torch.backends.mkldnn.is_available()
 
 
 def _order(node: fx.Node) -> torch.memory_format | None:

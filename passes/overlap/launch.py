@@ -54,7 +54,7 @@ def local(world: World, name: str, value: Any, *args: Any) -> Any:
     return function(world, value, 0, *args)
 
 
-def _alike(function: Callable[..., Any], world: World, value: Any, index: int, *args: Any) -> Any:
+def _value_only(function: Callable[..., Any], world: World, value: Any, index: int, *args: Any) -> Any:
     return function(value, *args)
 
 
@@ -62,7 +62,7 @@ _LOCAL: Mapping[str, Any] = {
     "own": lambda world, x, i, dim, blocks, axis, *_: world.own(x, Step("slice", (axis,), dim=dim, blocks=blocks), i),
     "mask": lambda world, x, i, axes: world.masked(x, axes, i).contiguous(),
     "laid_out": lambda world, x, i, order: x.contiguous(memory_format=order),
-    **{name: functools.partial(_alike, function) for name, function in LOCAL.items()},
+    **{name: functools.partial(_value_only, function) for name, function in LOCAL.items()},
     "pad": lambda world, x, i, dim, length: LOCAL["pad"](x, dim, length).contiguous(),
 }
 

@@ -2,7 +2,7 @@
 
 The backward pass is what depends on the gradients of the outputs. What it reads of the rest is saved, with two exceptions.
 Parameters that were gathered are gathered again, from the parts that rest anyway. What is marked to be recomputed is
-recomputed right before it is first read, from what is saved or recomputed itself.
+recomputed just before it is first read, from what is saved or recomputed itself.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ def cut(joint: Joint) -> Cut:
     leaves: Any = nodes[-1].args[0]
     outputs, gradients = list(leaves[: joint.outputs]), list(leaves[joint.outputs :])
     later = below(nodes, tangents)
-    again = _gathered(nodes, {inputs[i] for i in joint.regathered}, later)
-    for node in nodes:  # what only shows something that is computed again would keep it
-        if node not in later and (node.meta.get(RECOMPUTE) or source_of(node) in again):
-            again.add(node)
-    needed, saved = _needed(gradients, later, again, above(outputs))
+    rematerialized = _gathered(nodes, {inputs[i] for i in joint.regathered}, later)
+    for node in nodes:  # a view of something that is recomputed would keep it
+        if node not in later and (node.meta.get(RECOMPUTE) or source_of(node) in rematerialized):
+            rematerialized.add(node)
+    needed, saved = _needed(gradients, later, rematerialized, above(outputs))
     kept = [n for n in nodes if n in saved]
     forward, values = fx.Graph(), {}
     for node in inputs:
@@ -133,11 +133,11 @@ def _gathered(nodes: Sequence[fx.Node], parameters: set[fx.Node], later: set[fx.
 
 
 def _needed(
-    gradients: Sequence[Any], later: set[fx.Node], again: set[fx.Node], forward: set[fx.Node]
+    gradients: Sequence[Any], later: set[fx.Node], rematerialized: set[fx.Node], forward: set[fx.Node]
 ) -> tuple[set[fx.Node], set[fx.Node]]:
     """Nodes that the backward pass runs, and the values that it is given.
 
-    It runs what depends on a gradient, what is done again, and what the outputs do not need.
+    It runs what depends on a gradient, what is rematerialized, and what the outputs do not need.
     """
     runs: set[fx.Node] = set()
     given: set[fx.Node] = set()
@@ -148,7 +148,7 @@ def _needed(
             continue
         source = node.all_input_nodes[0] if node.target is operator.getitem else node
         spared = node.op != "placeholder" and source not in forward
-        if node in later or node in again or spared or (node.op != "placeholder" and not node.all_input_nodes):
+        if node in later or node in rematerialized or spared or (node.op != "placeholder" and not node.all_input_nodes):
             runs.add(node)
             pending += node.all_input_nodes
         else:
@@ -157,7 +157,7 @@ def _needed(
 
 
 def _when_needed(nodes: Sequence[fx.Node], later: set[fx.Node]) -> list[fx.Node]:
-    """The nodes in their order, but what the backward pass does again right before it is first read.
+    """The nodes in their order, but what the backward pass recomputes just before it is first read.
 
     Of several results, each is taken at once: an operator's results are held together until all have been.
     """

@@ -75,7 +75,7 @@ offset = _define(
     "offset(int size, int[] axes, Tensor like) -> Tensor",
     lambda size, axes, like: torch.empty((), dtype=torch.int64, device=like.device),
 )
-#: Random numbers, alike on devices that differ on none of the axes: of a tensor's method, such as ``bernoulli_``.
+#: Random numbers, the same on devices that differ on none of the axes: of a tensor's method, such as ``bernoulli_``.
 draw = _define(
     "draw(Tensor seed, int salt, int[] axes, Tensor like, str method, float[] by) -> Tensor",
     lambda seed, salt, axes, like, method, by: _like(like),

@@ -1,6 +1,6 @@
 """A backward graph for when only some outputs have gradients: what serves only the others' gradients is not run.
 
-Which nodes stay depends on the graph's edges alone, so that all devices' graphs stay alike; sums of one term and zeros that
+Which nodes stay depends on the graph's edges alone, so that all devices' graphs stay equal; sums of one term and zeros that
 this leaves are removed by ``drop_zeros``, which looks at sizes.
 
 Gradients of zeros would not do instead: where a function has an infinite slope, zero times that is not zero.

@@ -236,7 +236,7 @@ def _reached(ends: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[frozenset
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """A fake tensor like one that is real, or on meta, where a processor is meant."""
+    """A fake tensor like one that is real, or on meta, which stands for a CPU."""
     device = "cpu" if tensor.device.type == "meta" else tensor.device
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 

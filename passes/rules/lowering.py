@@ -66,7 +66,7 @@ class At(Protocol):
         """All-reduce whose gradient is all-reduced too."""
 
     def reduce(self, value: Any, axes: tuple[int, ...]) -> Any:
-        """All-reduce of a value that every device then uses alike: its gradient is already whole."""
+        """All-reduce of a value that every device then uses in the same way: its gradient is already whole."""
 
     def max(self, value: Any, axes: tuple[int, ...]) -> Any:
         """All-reduce by maximum, without gradient."""

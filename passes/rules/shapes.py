@@ -122,7 +122,7 @@ def broadcast(node: fx.Node) -> OpRule | None:
 
 
 def along(position: int | None = 1, name: str = "dim", *, linear: bool = False) -> Any:
-    """A builder for operators that work along some dims and treat all others alike (cumsum, flip, slice, sort)."""
+    """A builder for operators that work along some dims and leave all others independent (cumsum, flip, slice, sort)."""
 
     def build(node: fx.Node) -> OpRule | None:
         operands, results = shapes_of(node)

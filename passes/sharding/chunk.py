@@ -65,7 +65,7 @@ def in_chunks(
         sharding: for the mesh, without virtual axes.
         inputs: placeholders that are the user's inputs.
         chunks: kind of `CHUNKS` -> how many.
-        stands: operator -> one that is alike in everything, its strategy included; those not in it stand for themselves.
+        stands: operator -> an identical one, with the same strategy; those not in it stand for themselves.
     """
     made = sharding
     counts: dict[str, int] = {}
@@ -78,7 +78,7 @@ def in_chunks(
         talking = _communicating(operators, sharding) if kind == "rows" else []
         if kind == "rows" and not talking:
             continue
-        # In chunks, operators that were alike may not be.
+        # In chunks, operators that were identical may not be.
         options = _options(operators, made, count, {} if counts else stands or {})
         if kind == "batch":
             cuts = _by_batch(graph, operators, options, inputs, count)
@@ -125,7 +125,7 @@ def _why(operator: Operator, options: Sequence[Strategy], kind: str) -> str:
 def _options(
     operators: Mapping[fx.Node, Operator], sharding: Sharding, chunks: int, stands: Mapping[fx.Node, fx.Node]
 ) -> _Options:
-    """The strategies that extend operators' own by a virtual axis; those of operators that are alike are found once."""
+    """The strategies that extend operators' own by a virtual axis; those of identical operators are found once."""
     found: dict[fx.Node, list[Strategy]] = {}
     for node in operators:
         stand = stands.get(node, node)

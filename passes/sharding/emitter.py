@@ -34,7 +34,7 @@ class Emitter:
         return self.graph.call_function(target, args, kwargs)
 
     def random(self, function: Any, axes: tuple[int, ...], args: Any, kwargs: Any) -> fx.Node:
-        """A node that draws random numbers, alike on devices that do not differ on ``axes``."""
+        """A node that draws random numbers, the same on devices that do not differ on ``axes``."""
         if self._seed is None:
             self._seed = self.call(ops.next_seed, self.world)
         self._salt += 1

@@ -165,8 +165,8 @@ class _Rewriter:
         if key not in self.edges:
             parameter = value[0].name in self.sharding.parameters
             copied = any(step.kind in GATHERING for step in forward) or (cast is not None and cast.there)
-            again = parameter and copied and value[0].name not in self.sharding.gathered_once
-            target = ops.gather if again else ops.reshard
+            regathered = parameter and copied and value[0].name not in self.sharding.gathered_once
+            target = ops.gather if regathered else ops.reshard
             ways: tuple[Any, ...] = tuple(map(tuple, forward)), tuple(map(tuple, backward))
             if cast is not None:
                 ways += ((cast.used, cast.reduced),)

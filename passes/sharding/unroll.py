@@ -74,7 +74,7 @@ class _Unroller:
         self.axes[node], self.values[node] = axes, values
 
     def places(self, axes: frozenset[int]) -> list[Place]:
-        """The chunks that some virtual axes tell apart; 0 on the others."""
+        """The chunks along some virtual axes; 0 on the others."""
         return list(itertools.product(*(range(n if a in axes else 1) for a, n in enumerate(self.chunks, self.real))))
 
     def at(self, node: fx.Node, place: Place) -> fx.Node:
@@ -145,7 +145,7 @@ class _Unroller:
         )
         mine = self.axes[value]
         if mine <= after and not self.crossed(forward):
-            # What is alike for the chunks moves once; their gradients are added before they move.
+            # What is the same for all chunks moves once; their gradients are added before they move.
             summed, rest = self.summed_first(backward)
             if summed is not None:
                 source = value

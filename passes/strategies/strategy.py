@@ -136,5 +136,5 @@ def _shard_of(dims: tuple[Dim, ...], sizes: Mapping[str, int], chosen: str) -> P
 
 
 def replicated(operator: Operator, axes: int) -> Strategy:
-    """Every device computes the whole operator: always right."""
+    """Every device computes the whole operator: always valid."""
     return Strategy.of((None,) * axes, [effect(operator, None)] * axes)

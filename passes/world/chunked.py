@@ -53,9 +53,9 @@ class ChunkedWorld(World):
         if not virtual:
             return self._values
         where = [tuple(place[a - self.real] for a in virtual) for place in self.places]
-        alike = groups(self.places, [axis - self.real for axis in virtual])
+        grouped = groups(self.places, [axis - self.real for axis in virtual])
         joined: dict[int, Hashable] = {
-            i: tuple(self._values[other] for other in members) for members in alike for i in members
+            i: tuple(self._values[other] for other in members) for members in grouped for i in members
         }
         if step.kind in ("slice", "mask"):
             return list(zip(self._values, where, strict=True))
@@ -143,7 +143,7 @@ class ChunkedWorld(World):
     def seeded(
         self, seed: Any, salt: int, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any
     ) -> Any:
-        """See ``World.seeded``: chunks that a virtual axis tells apart draw different numbers."""
+        """See ``World.seeded``: chunks at different places of a virtual axis draw different numbers."""
         real, virtual = self._split_axes(axes)
         for axis in virtual:
             salt = salt * 1_000_003 + 1 + self.hosted[index][axis]

@@ -134,13 +134,13 @@ class _Reshard(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         world, count = ctx.world, ctx.world.count
         places = world.places
-        # A place whose result is not kept had the same result as one that is: chunks are alike along what is not kept.
+        # A place whose result is not kept had the same result as one that is: chunks are equal along what is not kept.
         source = [_represented_by(place, [places[i] for i in ctx.kept]) for place in places]
         first = [ctx.spread.index(i) for i in range(ctx.given)]
         if torch.is_grad_enabled():
             casts = None if ctx.casts is None else ctx.casts[::-1]
-            again = _Reshard.apply(world, ctx.steps, ctx.forward_steps, source, first, casts, *gradients)
-            return None, None, None, None, None, None, *again
+            resharded = _Reshard.apply(world, ctx.steps, ctx.forward_steps, source, first, casts, *gradients)
+            return None, None, None, None, None, None, *resharded
         if ctx.casts is not None:
             gradients = tuple(gradient.to(ctx.casts[1][0]) for gradient in gradients)
         results = world.run(ctx.steps, [gradients[i * count + d] for i in source for d in range(count)], source)
@@ -150,8 +150,8 @@ class _Reshard(torch.autograd.Function):
 
 
 def _represented_by(place: tuple[int, ...], kept: Sequence[tuple[int, ...]]) -> int:
-    told_apart = [any(other[a] for other in kept) for a in range(len(place))]
-    return kept.index(tuple(c if apart else 0 for c, apart in zip(place, told_apart, strict=True)))
+    differs = [any(other[a] for other in kept) for a in range(len(place))]
+    return kept.index(tuple(c if apart else 0 for c, apart in zip(place, differs, strict=True)))
 
 
 @hosted
@@ -168,7 +168,7 @@ def reshard_chunks(
     """``reshard`` along virtual axes too.
 
     Args:
-        world: of the chunks that are told apart before or after; of the devices, where there is one chunk.
+        world: of the chunks that differ before or after; of the devices, where there is one chunk.
         values: what differs before, a tensor or ``Parts`` each.
         forward, backward: steps.
         spread: per chunk of the world, which of the values it has.

@@ -73,14 +73,14 @@ def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
 
 
 def _within(ids: Tensor, outside: Tensor, message: str) -> Tensor:
-    if outside.is_cuda:  # as torch's own lookups: the processor does not wait for the device to find out
+    if outside.is_cuda:  # as torch's own lookups: the CPU does not wait for the device to find out
         torch._assert_async(outside == 0, message)
     elif outside:
         raise IndexError(message)
     return ids
 
 
-#: What devices do alike, wherever they are: zeros at the end of a dim, up to a length; the inverse; a tensor in a memory
+#: What every device does in the same way: zeros at the end of a dim, up to a length; the inverse; a tensor in a memory
 #: format that leaves no doubt (`passes.layouts.layout.in_one_format`); checked indices (`passes.world.ops.within`).
 LOCAL: Mapping[str, Callable[..., Tensor]] = {
     "pad": _padded,
@@ -182,7 +182,7 @@ class World(nn.Module):
         return tensor if all(self.hosted[index][axis] == 0 for axis in axes) else torch.zeros_like(tensor)
 
     def local(self, name: str, tensor: Tensor, *args: Any) -> Tensor:
-        """What every device does alike to its part: the function of `LOCAL` of that name."""
+        """What every device does to its part in the same way: the function of `LOCAL` of that name."""
         return LOCAL[name](tensor, *args)
 
     def seeded(
@@ -204,7 +204,7 @@ class World(nn.Module):
 
     @contextmanager
     def generator(self, seed: int, salt: int, axes: Sequence[int], index: int, near: Iterable[Any]) -> Iterator[None]:
-        """Seeds torch's generators, of the processor and of the devices of the tensors ``near``, for one operator."""
+        """Seeds torch's generators, of the CPU and of the devices of the tensors ``near``, for one operator."""
         devices = {t.device for t in near if isinstance(t, Tensor) and t.device.type == "cuda"}
         with torch.random.fork_rng(devices=list(devices)):
             mixed = seed

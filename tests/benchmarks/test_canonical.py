@@ -22,7 +22,7 @@ def test_a_job_is_planned_in_a_process_of_its_own():
     assert 0 < found["memory"] < 80e9 and 0 < found["seconds"] < 60 and found["peak"] > 1e8
 
 
-def test_a_job_that_does_not_fit_is_told_so():
+def test_a_job_that_does_not_fit_is_reported():
     job = dataclasses.replace(TINY, batch=2**20, sequence=512, recompute="none", fits=False)
     found = planned(job)
     assert found["needed"] > 80e9

@@ -45,12 +45,12 @@ def test_the_first_and_the_last_plan_are_measured(plans):
     assert named == [0, len(points) - 1]
 
 
-def test_ways_that_are_better_are_told(plans):
+def test_ways_that_are_better_are_reported(plans):
     first, *_, last = (point.name for point in some(plans[1], 2))
     measured = {first: (100e6, 1.0), last: (60e6, 1.2)}
     measured |= {PLAIN: (100e6, 0.9), CHECKPOINT: (70e6, 1.3), budget(0.5): (50e6, 2.0), budget(0.75): (70e6, 1.1)}
-    told = behind(frontier(plans, measured))
-    assert [line.partition(":")[0] for line in told] == [PLAIN, budget(0.5), budget(0.75)]
+    reported = behind(frontier(plans, measured))
+    assert [line.partition(":")[0] for line in reported] == [PLAIN, budget(0.5), budget(0.75)]
     page, others = report([frontier(plans, measured)])
     assert "as it is: 0.900 s, 11.1% less" in page and others[PICTURE].count("<svg") == 1
 

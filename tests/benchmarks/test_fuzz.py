@@ -1,4 +1,4 @@
-"""The fuzzer: its cases are the same again, right plans run clean, and a wrong lowering is found and shrunk to a test."""
+"""The fuzzer: its cases are reproducible, correct plans run clean, and a wrong lowering is found and shrunk to a test."""
 
 import random
 from dataclasses import replace

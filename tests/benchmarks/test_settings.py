@@ -31,7 +31,7 @@ def test_every_family_is_inside_auto(model, machine):
     assert found.auto <= found.best[1] * (1 + found.plans["auto"].gap + 1e-9)
 
 
-def test_what_is_slower_is_told():
+def test_what_is_slower_is_reported():
     found = outcomes("perceptron 4096, 16384", "4 × ethernet-25g", ["ample", "short"], ["data", "zero3"])
     assert [one.memory for one in found] == ["ample", "short"]
     short = found[1].plans
@@ -40,9 +40,9 @@ def test_what_is_slower_is_told():
     )
     best = next(plan for plan in found[0].plans.values())
     worse = dataclasses.replace(best, predicted=dataclasses.replace(best.predicted, step_seconds=1.0))
-    told = behind([dataclasses.replace(found[0], plans={"auto": worse, "data": best})])
-    assert len(told) == 1 and "data is faster" in told[0]
-    assert told[0] in report([dataclasses.replace(found[0], plans={"auto": worse, "data": best})])
+    reported = behind([dataclasses.replace(found[0], plans={"auto": worse, "data": best})])
+    assert len(reported) == 1 and "data is faster" in reported[0]
+    assert reported[0] in report([dataclasses.replace(found[0], plans={"auto": worse, "data": best})])
 
 
 def test_there_are_sixty():

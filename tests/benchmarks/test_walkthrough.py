@@ -71,7 +71,7 @@ def test_the_story():
 
     # Verified: slow, but never wrong.
     verified = [text for words, text in outputs.items() if words.startswith("autotp verify")]
-    assert len(verified) == 3 and all("right: " in text for text in verified)
+    assert len(verified) == 3 and all("correct: " in text for text in verified)
 
     # Fixed: as good as the pinned plan without its pin, and so much faster than the bad one on the same machine.
     assert not plans["fixed"].constraints and plans["fixed"].topology.name == "measured"

@@ -213,7 +213,7 @@ class Sliced(nn.Module):
 
 
 def test_devices_differ_in_what_may_be_written_over():
-    """In lockstep all devices do alike; parts in the tests before were laid out alike on all of them."""
+    """In lockstep all devices do the same; in the tests before, their parts had the same strides."""
     torch.manual_seed(0)
     model = Sliced().double()
     plan = planned(model, (), "auto", (2, 3), schedule="overlap", chunks={})

@@ -23,7 +23,7 @@ from passes.rules.shapes import operands_of
 
 __all__ = ["content"]
 
-#: Other strategies told of each operator.
+#: How many other strategies of each operator are shown.
 ALTERNATIVES = 3
 #: The largest tensors at the worst moment.
 _LARGEST = 50
@@ -44,7 +44,7 @@ def content(
         plan: the plan.
         events: of the plan's schedule, as `autotp.analysis.trace.predicted` gives them; none: there is no timeline.
         title: what the report is called.
-        progress: told how many operators are explained, and of how many.
+        progress: called with how many operators are explained, and of how many.
 
     Raises:
         PlanMismatchError: the plan is for another model or other inputs.

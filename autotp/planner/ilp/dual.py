@@ -34,7 +34,7 @@ _ROUNDING = 1e-13
 
 @dataclass(slots=True)
 class _Port:
-    """What a table can tell apart of one node's strategies: class of each, and how to minimise over
+    """What a table distinguishes of one node's strategies: class of each, and how to minimise over
     classes.
     """
 

@@ -8,7 +8,7 @@ table
 
 and the tables are kept to restore ``o`` afterwards. A node with one tensor in and one out is the min-plus
 matrix product of the two; a leaf becomes a cost of its only neighbour. A table is not indexed by its nodes'
-strategies but by what it can tell apart of them (rows, columns, pairs of these), which keeps it small.
+strategies but by what it distinguishes of them (rows, columns, pairs of these), which keeps it small.
 
 :func:`eliminate_all` does this for every node if the tables stay within a budget of work;
 :func:`eliminate_some` takes out the nodes whose removal leaves at most a table between two nodes and returns

@@ -135,7 +135,7 @@ class _Prices:
         return self.finish(bound, best_price)
 
     def at_most(self, price: float) -> float:
-        """The bound at a price, as far as the choices met so far tell."""
+        """The bound at a price, from the choices met so far."""
         return min(seconds + price * slope for seconds, slope in self.lines)
 
     def offer(self, choice: tuple[int, ...]) -> None:

@@ -103,7 +103,7 @@ class _Labels:
         return self.kept(table)
 
     def drop(self, table: _Table, node: int) -> _Table:
-        """Forget the strategy of ``node``; of the labels that then look alike keep the undominated ones."""
+        """Forget the strategy of ``node``; of the labels that then look the same keep the undominated ones."""
         rest = tuple(n for n in table.nodes if n != node)
         _, rank = np.unique(table.largest, return_inverse=True)
         key = self.key(table, rest) * (int(rank.max(initial=0)) + 1) + rank

@@ -144,7 +144,7 @@ def validate(problem: Problem) -> None:
     for node in problem.nodes:
         size = len(node.cost)
         if size == 0:
-            raise ValueError(f"node {node.name!r}: no strategies; give at least one (replicated is always right)")
+            raise ValueError(f"node {node.name!r}: no strategies; give at least one (replicated is always valid)")
         if node.memory.shape != (size,):
             raise ValueError(f"node {node.name!r}: memory has shape {node.memory.shape}, cost {node.cost.shape}")
         _check_values(f"node {node.name!r}", "cost", node.cost, inf=True, sign=False)

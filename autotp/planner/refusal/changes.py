@@ -17,10 +17,10 @@ from costmodel import Topology
 from costmodel.memory import OPTIMIZERS
 from passes.capture import Captured, Precision, policy_of
 
-__all__ = ["Again", "Job", "changes_of"]
+__all__ = ["Job", "Recapture", "changes_of"]
 
-#: Captures the model again: with so many parts of the batch as one, and under a precision.
-Again = Callable[[int, Precision], Captured]
+#: Captures the model again: with one of so many parts of the batch, and under a precision.
+Recapture = Callable[[int, Precision], Captured]
 
 _Posed = tuple[Contest, Sequence[tuple[int, ...]]]
 
@@ -38,7 +38,7 @@ class Job:
         contest: of the job as it was asked for.
         last: the one that found nothing, with everything that may be recomputed.
         begin, meshes: a contest of a model, a machine and options, and its meshes.
-        again: captures the model again; None where the model is not at hand.
+        recapture: captures the model again; None where the model is not at hand.
         capturing: seconds that took.
         until: on the performance counter, when nothing else is to be tried.
     """
@@ -47,7 +47,7 @@ class Job:
     last: Contest
     begin: Callable[[Captured, Topology, Options], Contest]
     meshes: Callable[[Topology, Options], Sequence[tuple[int, ...]]]
-    again: Again | None
+    recapture: Recapture | None
     capturing: float
     until: float
 
@@ -67,8 +67,8 @@ def changes_of(job: Job) -> list[Change]:
     for trial in sorted(_trials(job), key=lambda trial: trial.captures):
         begun = time.perf_counter()
         late = begun + longest + trial.captures * job.capturing > job.until
-        if trial.captures and (late or job.again is None):
-            found.append(Change(trial.name, None, reason=_LATE if job.again is not None else _ABSENT))
+        if trial.captures and (late or job.recapture is None):
+            found.append(Change(trial.name, None, reason=_LATE if job.recapture is not None else _ABSENT))
             continue
         try:
             contest, meshes = trial.pose()
@@ -91,17 +91,17 @@ def _trials(job: Job) -> Iterator[_Trial]:
     candidates = job.contest.candidates
     options, captured, topology = candidates.options, candidates.model.captured, candidates.topology
 
-    def alike(machine: Topology, asked: Options) -> _Posed:
+    def same_choices(machine: Topology, asked: Options) -> _Posed:
         """With what may be chosen as it was."""
         other = replace(job.last.candidates, topology=machine, options=asked, meshes={})
         return job.last.posing(other), job.meshes(machine, asked)
 
     def larger(count: int) -> _Posed:
-        return alike(topology.resized(count), options)
+        return same_choices(topology.resized(count), options)
 
     def anew(asked: Options, parts: int = 1) -> _Posed:
         same = parts == 1 and asked.precision == options.precision
-        model = captured if same or job.again is None else job.again(parts, asked.precision)
+        model = captured if same or job.recapture is None else job.recapture(parts, asked.precision)
         return ways(job.begin(model, topology, asked))[1], job.meshes(topology, asked)
 
     if options.trains and options.recompute != "auto":
@@ -116,7 +116,7 @@ def _trials(job: Job) -> Iterator[_Trial]:
         return
     lighter = [name for name, count in OPTIMIZERS.items() if count < OPTIMIZERS[options.optimizer]]
     for name in sorted(lighter, key=lambda name: -OPTIMIZERS[name]):
-        yield _Trial(f"optimizer={name!r}", False, partial(alike, topology, replace(options, optimizer=name)))
+        yield _Trial(f"optimizer={name!r}", False, partial(same_choices, topology, replace(options, optimizer=name)))
     values = captured.placeholders
     if policy_of(options.precision) is None and any(values[n].dtype == torch.float32 for n in captured.parameters):
         yield _Trial("precision='bf16-mixed'", True, partial(anew, replace(options, precision="bf16-mixed")))

@@ -2,7 +2,7 @@
 
 Models with batch norm that were tested before take images of several channels, laid out as they are computed. Here, the
 spectrogram comes in with one channel, and its permuted form is normalised: strides of a dim of size 1 say nothing, and a
-reshard chooses others than the plain model's. That gradients come out right under every family is not enough if devices
+reshard chooses others than the plain model's. That gradients come out correct under every family is not enough if devices
 hand a kernel a layout that the plain model never does.
 """
 

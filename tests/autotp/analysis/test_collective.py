@@ -1,4 +1,4 @@
-"""What a collective costs, told in symbols and numbers."""
+"""What a collective costs, in symbols and numbers."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def test_the_command_reports_it(tmp_path, capsys):
             assert found["ill_conditioned"]["new value of buffer second.running_mean"] > 1e-3
     said = " ".join(printed.split())
     assert "ill-conditioned: moving weights and inputs by one unit in the last place" in said
-    assert "new value of buffer second.running_mean (" in said and "right: " in said
+    assert "new value of buffer second.running_mean (" in said and "correct: " in said
 
 
 def efficientnet():

@@ -246,7 +246,7 @@ def test_commands(run_cli, plans, capsys):
     assert run_cli("diff", folder / "data.json", plan, "--json") == 1
     assert json.loads(capsys.readouterr().out)["settings"]["strategy"] == ["data", "megatron-1d"]
     assert run_cli("verify", plan, "--model", spec) == 0
-    assert "right" in capsys.readouterr().out
+    assert "correct: " in capsys.readouterr().out
     assert run_cli("verify", plan, "--model", spec, "--json") == 0
     assert json.loads(capsys.readouterr().out)["departure"] is None
     assert run_cli("verify", plan, "--model", spec, "--tolerance", 0) == 1

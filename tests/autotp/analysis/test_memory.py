@@ -108,7 +108,7 @@ def test_the_command_shows_the_curve_and_what_is_made_again(tmp_path, capsys, ru
     assert "held along a step" in said and "█" in said and "recomputed" in said
     assert "at the worst moment" in said and "like it" in said
     assert run_cli(*command, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["peak_bytes"] == pytest.approx(plan.predicted.memory_bytes)
-    assert len(told["recomputed"]) == 2 and len(told["curve"]) > 2 * LAYERS
-    assert {"kind", "name", "bytes"} == set(told["held"][0])
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["peak_bytes"] == pytest.approx(plan.predicted.memory_bytes)
+    assert len(shown["recomputed"]) == 2 and len(shown["curve"]) > 2 * LAYERS
+    assert {"kind", "name", "bytes"} == set(shown["held"][0])

@@ -178,8 +178,8 @@ def test_in_a_browser(opened, planned, contents):
     tab.click("[data-tab=Costs]")
     assert "all_reduce" in tab.text_content("section:not([hidden])")
     tab.click("[data-tab=Memory]")
-    told = tab.text_content("section:not([hidden])")
-    assert tab.evaluate("() => bytes(DATA.memory.peak)") in told and "Recomputed" in told
+    content = tab.text_content("section:not([hidden])")
+    assert tab.evaluate("() => bytes(DATA.memory.peak)") in content and "Recomputed" in content
     drawn = tab.locator("svg[data-curve=memory]")
     assert drawn.locator("polygon").count() == len(contents["memory"]["kinds"])
     drawn.hover()

@@ -1,4 +1,4 @@
-"""``autotp verify``: a right graph passes, and a planted defect is found where it is."""
+"""``autotp verify``: a correct graph passes, and a planted defect is found where it is."""
 
 import pytest
 import torch
@@ -135,7 +135,7 @@ def test_wrong_gradient_mirror():
     assert not node.args[2] and node.args[3]
     node.args = (*node.args[:3], ())
     found = verify_graph(model, made, (x,))
-    assert max(found.outputs.values()) <= found.tolerance, "the forward pass is right"
+    assert max(found.outputs.values()) <= found.tolerance, "the forward pass is correct"
     assert found.departure.operator == note_of(node).tensor and "gradient" in found.departure.where
     assert max(found.gradients.values()) > 0.01
 

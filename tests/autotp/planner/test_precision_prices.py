@@ -1,4 +1,4 @@
-"""Under a precision, the integer program's seconds are those of the plan that it finds: dtypes count alike in both."""
+"""Under a precision, the integer program's seconds are those of the plan that it finds: dtypes count the same in both."""
 
 import pytest
 from models import MODELS
@@ -35,7 +35,7 @@ def test_the_program_counts_what_the_plan_costs(precision, name):
     strategies = {node.name: chosen(node) for node in analysed.operators}
     given = captured.graph_module.graph.find_nodes(op="placeholder")
     resting = {node.name: chosen(node) for node in given if node.name in captured.parameters}
-    again = assembled.again(choice)
-    once = [node.name for node in given if analysed.stands.get(node, node) not in again]
+    rematerialized = assembled.rematerialized(choice)
+    once = [node.name for node in given if analysed.stands.get(node, node) not in rematerialized]
     sums = Priced.of(analysed, prices, strategies, resting, {}, [], once).sums
     assert evaluate(assembled.problem, choice).seconds == pytest.approx(sums.compute + sums.communication, rel=1e-9)

@@ -47,10 +47,10 @@ def test_every_change_does_what_is_said_of_it(rows, recompute="none"):
     error = refused(model, x, recompute=recompute, memory=bound)
     assert sum(error.consists.values()) == pytest.approx(error.needed, abs=1.0)
     assert list(error.consists.values()) == sorted(error.consists.values(), reverse=True)
-    told = {change.name: change for change in error.changes}
+    changes = {change.name: change for change in error.changes}
     fewer = {"1/2 of the batch": 2, "1/4 of the batch": 4}
     several = {"the batch in parts, accumulate=2": 2, "the batch in parts, accumulate=4": 4}
-    for name, change in told.items():
+    for name, change in changes.items():
         machine, given, asked = TOPOLOGY, x, Options(schedule="none", recompute=recompute, memory=bound)
         if name.endswith("devices"):
             machine = TOPOLOGY.resized(int(name.split()[0]))
@@ -70,8 +70,8 @@ def test_every_change_does_what_is_said_of_it(rows, recompute="none"):
             assert change.needed > bound
             with pytest.raises(autotp.MemoryBoundError):
                 plan_model(model, machine, (given,), None, asked)
-    assert {"4 devices", "8 devices", "optimizer='sgd'", "precision='bf16-mixed'", *fewer, *several} <= set(told)
-    assert "recompute='auto'" in told
+    assert {"4 devices", "8 devices", "optimizer='sgd'", "precision='bf16-mixed'", *fewer, *several} <= set(changes)
+    assert "recompute='auto'" in changes
     assert True in {change.fits for change in error.changes}
 
 

@@ -80,9 +80,9 @@ def everything(captured, topology, options, sharded=False):
     found = []
     open_model = undecided(model)
     for some in subsets(open_model.undecided):
-        again = replace(decided(open_model, some), stands={node: node for node in model.stands})
+        recomputed = replace(decided(open_model, some), stands={node: node for node in model.stands})
         for once in subsets(parameters):
-            priced = Priced.of(again, candidates.prices(mesh), strategies, resting, {}, [], once)
+            priced = Priced.of(recomputed, candidates.prices(mesh), strategies, resting, {}, [], once)
             found.append((priced.sums.step(options.hides), Footprint(priced).run()))
     return found
 
@@ -166,7 +166,7 @@ def test_a_bound_counts_no_more_than_what_is_held(name):
 
 
 class Deep(nn.Module):
-    """Layers that are alike, and a loss."""
+    """Identical layers, and a loss."""
 
     def __init__(self, layers):
         super().__init__()
@@ -202,7 +202,7 @@ def test_no_way_for_all_layers_is_faster_and_gradients_are_exact(mesh, schedule)
         close(parameter.grad, gradient, max(1.0, gradient.abs().max().item()), name)
 
 
-def test_the_first_of_layers_that_are_alike_may_keep_less():
+def test_the_first_of_identical_layers_may_keep_less():
     captured, topology = capture(Deep(6), (torch.randn(8, 32, 32),)), autotp.Topology.load("dgx-h100").resized(4)
     prepared = folded(undecided(prepare(captured)))
     candidates = Candidates(prepared, topology, Options(schedule="none"), 0.0)
@@ -210,14 +210,14 @@ def test_the_first_of_layers_that_are_alike_may_keep_less():
     candidate = Candidate((4,), restriction, 1)
     assembled = candidates.assemble(candidate, math.inf)
     kept = cheapest(assembled.problem)
-    again = tuple(
+    recomputing = tuple(
         row + len(made.space.serves) if isinstance(made, Choice) and made.undecided else row
         for (_, made, _), row in zip(assembled.structure.nodes, kept, strict=True)
     )
-    none, full = (candidates.found(candidate, assembled, choice) for choice in (kept, again))
+    none, full = (candidates.found(candidate, assembled, choice) for choice in (kept, recomputing))
     before = none
     for layers in (0.5, 1.0):
-        found = replace(none, layers=layers, other=frozenset(assembled.again(again)))
+        found = replace(none, layers=layers, other=frozenset(assembled.rematerialized(recomputing)))
         modules = {".".join(note_of(node).module.split(".")[:2]) for node in found.model.recomputed}
         assert modules == {f"layers.{i}" for i in range(round(6 * layers))}
         assert found.memory < before.memory

@@ -1,4 +1,4 @@
-"""Constraints: what is pinned holds, the numbers stay right, and and a conflict is reported as a minimal subset."""
+"""Constraints: what is pinned holds, the numbers stay correct, and a conflict is reported as a minimal subset."""
 
 import json
 
@@ -34,7 +34,7 @@ def planned(*constraints, model=None, **options):
     return model, x, autotp.plan(model, FOUR, (x,), constraints=constraints, **options)
 
 
-def right(model, x, plan):
+def check_numbers(model, x, plan):
     """Output and gradients of a plan are the model's."""
     expected = model(x)
     model.zero_grad()
@@ -55,7 +55,7 @@ def operators(plan, module):
 def test_a_parameter():
     model, x, plan = planned("head.weight=Shard(0)@x Shard(1)@y")
     assert plan.layouts["head.weight"] == (Shard(0), Shard(1))
-    right(model, x, plan)
+    check_numbers(model, x, plan)
     model, x, plan = planned("head.weight=Replicate", memory=None)
     assert plan.layouts["head.weight"] == (Replicate(), Replicate())
 
@@ -68,7 +68,7 @@ def test_one_layer_of_many_and_all_of_them():
         (up,), (down,) = operators(plan, f"layers.{layer}.0"), operators(plan, f"layers.{layer}.2")
         assert up.strategy["n"] == ("y",) and down.strategy["k"] == ("y",)
     assert len({up.fold for up in plan.operators if up.module.endswith(".0")}) == 1, "identical layers stay folded"
-    right(model, x, plan)
+    check_numbers(model, x, plan)
 
 
 def test_operators_by_kind_and_node_inputs_and_outputs():
@@ -78,7 +78,7 @@ def test_operators_by_kind_and_node_inputs_and_outputs():
     assert "S(0)@y" in operators(plan, "head")[0].layouts[-1]
     first = operators(plan, "layers.0.0")[0]
     assert "S(0)@y" in first.layouts[0]
-    right(model, x, plan)
+    check_numbers(model, x, plan)
     _, _, plan = planned("linear_1=Partial@x")
     assert "P@x" in next(op for op in plan.operators if op.name == "linear_1").layouts[-1]
 

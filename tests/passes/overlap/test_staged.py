@@ -1,4 +1,4 @@
-"""All_reduces level by level: where they are, that their numbers are right, and that the planner counts on them."""
+"""All_reduces level by level: where they are, that their numbers are correct, and that the planner counts on them."""
 
 import math
 

@@ -130,7 +130,7 @@ class NoRule(nn.Module):
         return self.down(torch.cummax(self.up(x), 1).values).square().mean()
 
 
-def test_what_has_no_rule_is_whole_and_told():
+def test_what_has_no_rule_is_whole_and_reported():
     torch.manual_seed(0)
     model, args = NoRule().double(), (torch.randn(8, 8, **F64),)
     plan = planned(model, args, chunks={"batch": 2})
@@ -153,7 +153,7 @@ def test_chunks_that_cut_nothing_are_not_planned(caplog):
     assert data.chunks == {} and "nothing communicates" in caplog.text
 
 
-def test_what_is_told_is_saved_with_the_plan(tmp_path):
+def test_what_is_reported_is_saved_with_the_plan(tmp_path):
     model, args = images("batch norm")
     plan = planned(model, args, chunks={"batch": 2})
     plan.save(tmp_path / "plan.json")

@@ -1,4 +1,4 @@
-"""Panelled products: which there are, that their numbers are right, and that they hold less."""
+"""Panelled products: which there are, that their numbers are correct, and that they hold less."""
 
 import math
 

@@ -14,11 +14,11 @@ class List {
   set(items) {
     this.items = items;
     this.inner.style.height = `${items.length * HEIGHT}px`;
-    this.again();
+    this.redraw();
   }
 
   /** Makes the rows in sight anew. */
-  again() {
+  redraw() {
     this.inner.replaceChildren();
     this.rows.clear();
     this.draw();
@@ -43,6 +43,6 @@ class List {
 
   mark(item) {
     this.chosen = item;
-    this.again();
+    this.redraw();
   }
 }
