@@ -92,7 +92,7 @@ class RunTimeout(ClusterError):
 
 
 class Cluster:
-    """An emulated cluster; a context manager that makes it and removes it again, whatever happens inside.
+    """An emulated cluster; a context manager that creates it, and removes it whatever happens inside.
 
     SIGTERM and SIGHUP, where they are not handled otherwise, become SystemExit meanwhile, so that they clean up too.
 

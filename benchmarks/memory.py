@@ -131,14 +131,14 @@ The predicted memory of a device (`Plan.predicted.memory_bytes`), compared with 
 tensors during a training step with AdamW, measured operator by operator. Both include parameters, gradients, optimizer
 state, buffers, inputs, saved activations, what is recomputed for the backward pass, temporarily gathered tensors and
 messages; neither includes workspaces inside kernels and collectives. Plans are made and run with overlap. A prediction
-contains 2.5% for it: what is gathered early, and messages of several tensors. Each plan's memory bound is what it
-says, which its schedule keeps to; where there is more memory, schedules use it.
+includes 2.5% for it: parameters gathered early, and messages of several tensors. Each plan's memory limit is set to its
+own prediction, and its schedule stays within that; with more memory, schedules would use more.
 
 Recomputation is `none`, `selective`, `full`, or what `auto` finds with {SHORT:.0%} of the memory that `none` takes. The
 vision transformer has dropout.
 
 For {len(rows)} plans, the median error is {statistics.median(sizes):.1%} and the largest {max(sizes):.1%}. Plans that
-allocate more than they say: {sum(error < 0 for error in errors) or "none"}.
+allocate more than predicted: {sum(error < 0 for error in errors) or "none"}.
 
 {table(["model", "strategy", "mesh", "recompute", "precision", "predicted MB", "allocated MB", "error"], rows)}"""
 

@@ -180,7 +180,7 @@ def _sent(call: tuple[str, int, float]) -> float:
 
 
 def _recorded(world: Any, step: Callable[[], Any]) -> tuple[list[Callable[[], Pending]], list[tuple[str, int, float]]]:
-    """The collectives of one step, to be called again, and their kinds, ranks and bytes."""
+    """The collectives of one step, to be called repeatedly, and their kinds, ranks and bytes."""
     calls: list[Callable[[], Pending]] = []
     sizes: list[tuple[str, int, float]] = []
     inside = False

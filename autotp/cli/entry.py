@@ -125,18 +125,19 @@ def _plan(
     ] = Options.schedule,
     recompute: Annotated[
         str,
-        typer.Option(help="What the backward pass computes again: auto, none, selective, full, or modules: h.0,h.1."),
+        typer.Option(help="What the backward pass recomputes: auto, none, selective, full, or modules: h.0,h.1."),
     ] = str(Options.recompute),
     reshard_after_forward: Annotated[
         bool | None,
         typer.Option(help="Whether parameters are gathered again for the backward pass."),
     ] = Options.reshard_after_forward,
     gap: Annotated[
-        float, typer.Option(help="The share of a step that a search for what to recompute may leave unproven.")
+        float,
+        typer.Option(help="How far from the proven bound a search for what to recompute may end, as a share of the step."),
     ] = Options.gap,
     pin: Annotated[
         list[str] | None,
-        typer.Option(help="A layout that something must have, such as lm_head.weight=Shard(0)@x; may be given again."),
+        typer.Option(help="A layout that something must have, such as lm_head.weight=Shard(0)@x; may be repeated."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan, as JSON, to this file too.")] = None,

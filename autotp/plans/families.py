@@ -29,7 +29,7 @@ class Family:
         name: as the user writes it.
         summary: one line.
         axes: the greatest number of mesh axes that it has a use for, and ``least`` the smallest that shows the scheme.
-        roles: given the number of axes, the words of roles to try; None leaves every axis free.
+        roles: given the number of axes, the roles of all of them to try, a string each; None leaves every axis free.
         between: what ``w`` axes may split outside contractions besides features: roles of factors.
         both: with two ``w`` axes, a weight's operator uses one for its result and one for its reduction.
         whole_norms: normalisation sees the whole hidden dim.
@@ -37,8 +37,8 @@ class Family:
         fills: every operator uses as many axes as it can, so that all tensors rest as the scheme says; else only those
             with a weight do.
         rest: how parameters rest: "free", "whole" or "sharded".
-        gathers: how often parameters are gathered: "once", and kept until the backward pass has read them; "twice", again
-            for the backward pass; or, for each as the planner likes, "free".
+        gathers: how often parameters are gathered: "once", and kept until the backward pass has read them; "twice", also
+            for the backward pass; or "free": the planner decides for each.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Family:
 
     def restrictions(self, axes: int) -> list[Restriction]:
         """The restrictions to try on a mesh of so many axes; the best plan of all is the family's."""
-        return [Restriction(self, word) for word in ([None] if self.roles is None else self.roles(axes))]
+        return [Restriction(self, roles) for roles in ([None] if self.roles is None else self.roles(axes))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +109,13 @@ def _vocabularies(operator: Operator) -> Collection[str]:
     return rule.bounded.values() if rule is not None and rule.bounded else ()
 
 
-def _words(*tails: str) -> Callable[[int], list[str]]:
-    """Roles by number of axes: the word of that length; beyond the longest, batch axes outside it."""
+def _roles(*tails: str) -> Callable[[int], list[str]]:
+    """By number of axes: the given roles of that number, in every order; any axes outside them split the batch."""
 
     def roles(axes: int) -> list[str]:
         length = min(axes, max(map(len, tails)))
         orders = {"".join(order) for tail in tails if len(tail) == length for order in itertools.permutations(tail)}
-        return ["b" * (axes - length) + word for word in sorted(orders)]
+        return ["b" * (axes - length) + order for order in sorted(orders)]
 
     return roles
 
@@ -124,12 +124,12 @@ FAMILIES: dict[str, Family] = {
     f.name: f
     for f in (
         Family("auto", "the whole space, per operator"),
-        Family("data", "every axis splits the batch; parameters whole", 1, roles=_words("b"), rest="whole"),
+        Family("data", "every axis splits the batch; parameters whole", 1, roles=_roles("b"), rest="whole"),
         Family(
             "zero3",
             "every axis splits the batch; parameters sharded at rest",
             1,
-            roles=_words("b"),
+            roles=_roles("b"),
             rest="sharded",
             gathers="twice",
         ),
@@ -137,27 +137,27 @@ FAMILIES: dict[str, Family] = {
             "megatron-1d",
             "the last axis splits columns, then rows; the others the batch",
             2,
-            roles=_words("w"),
+            roles=_roles("w"),
             scatters=False,
         ),
         Family(
             "megatron-sp",
             "megatron-1d with the sequence split between",
             2,
-            roles=_words("w"),
+            roles=_roles("w"),
             between=frozenset({"token"}),
         ),
         Family(
             "tensor3d",
             "two axes split columns and rows, swapped in the next layer",
-            roles=_words("w", "ww"),
+            roles=_roles("w", "ww"),
             both=True,
             scatters=False,
         ),
         Family(
             "atp",
             "tensor3d with norms that see the whole hidden dim",
-            roles=_words("w", "ww"),
+            roles=_roles("w", "ww"),
             both=True,
             whole_norms=True,
             scatters=False,
@@ -166,7 +166,7 @@ FAMILIES: dict[str, Family] = {
             "summa-2d",
             "one axis splits rows, one columns; operands are gathered panel by panel",
             least=2,
-            roles=_words("m", "mn"),
+            roles=_roles("m", "mn"),
             fills=True,
             rest="sharded",
             gathers="twice",
@@ -175,7 +175,7 @@ FAMILIES: dict[str, Family] = {
             "tesseract-2.5d",
             "summa-2d in each of several layers of depth that share the weights and split the batch",
             least=3,
-            roles=_words("m", "mn", "dmn"),
+            roles=_roles("m", "mn", "dmn"),
             fills=True,
             rest="sharded",
             gathers="twice",
@@ -184,7 +184,7 @@ FAMILIES: dict[str, Family] = {
             "3d",
             "one axis each splits rows, columns and the reduction; every operand rests on all three",
             least=3,
-            roles=_words("w", "mw", "mww"),
+            roles=_roles("w", "mw", "mww"),
             between=frozenset({"batch", "token"}),
             both=True,
             fills=True,

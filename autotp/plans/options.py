@@ -37,7 +37,7 @@ class Options:
             none. Left out, operands are gathered whole unless the memory bound asks for panels.
         chunks: ``{"batch": 2}``, ``{"rows": 2}`` or both: in how many chunks devices do their work, so that one's
             collectives are under way while another is computed (see ``Plan.chunks``); operands are then gathered whole.
-            ``{}`` for none; left out, the planner chooses.
+            ``{}`` disables chunks; left out, the planner chooses.
         precision: ``bf16-mixed``, ``fp16-mixed`` or a ``torch.distributed.fsdp.MixedPrecisionPolicy``: parameters rest in
             their own dtype, are moved and used in a narrower one, and their gradients are reduced in ``reduce_dtype`` (see
             `passes.capture.precision`). Left out, dtypes stay as they are.
@@ -46,13 +46,12 @@ class Options:
         constraints: layouts that parameters, operators, inputs or outputs must have, such as
             ``"lm_head.weight=Shard(0)@x"`` (see `autotp.plans.constraints`).
         time_limit: seconds for the solver, over all meshes.
-        gap: the share of a step by which a plan may be slower than what is proven to be impossible for the search to end
-            there, where memory is short and operators are recomputed.
-        recompute: which results are not kept for the backward pass, which computes them again: ``auto``, as the planner
-            decides (while memory is ample, only what the model's own ``torch.utils.checkpoint`` says), ``none``,
-            ``selective`` (all but those of matrix products, lookups in weights, and collectives), ``full`` (all inside
-            repeated blocks but what leaves them, as with ``torch.utils.checkpoint`` around every block), or names of
-            modules, which are such blocks.
+        gap: where memory is short and operators are recomputed, the search ends with a plan whose step is proven to be
+            longer than the shortest possible by at most this share.
+        recompute: which results are not kept for the backward pass but recomputed: ``auto``, as the planner decides (while
+            memory is ample, only what the model's own ``torch.utils.checkpoint`` says), ``none``, ``selective`` (all but
+            those of matrix products, lookups in weights, and collectives), ``full`` (all inside repeated blocks but what
+            leaves them, as with ``torch.utils.checkpoint`` around every block), or names of modules, which are such blocks.
         reshard_after_forward: whether parameters that are gathered are gathered again for the backward pass (True), or kept
             until it has read them (False), as in ``torch.distributed.fsdp.fully_shard``. Left out, the planner decides for
             each, where the family does not.

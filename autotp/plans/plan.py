@@ -128,7 +128,7 @@ class Plan:
 
     @property
     def recomputed(self) -> list[str]:
-        """Operators whose results are not kept for the backward pass, which computes them again."""
+        """Operators whose results are not kept for the backward pass, which recomputes them."""
         return list(self.repeated)
 
     def resting(self, parameter: str) -> Layout:
@@ -229,7 +229,7 @@ class Plan:
         except OSError as error:
             raise AutotpError(f"{path}: cannot read the plan ({error.strerror})") from error
         except UnicodeDecodeError as error:
-            raise AutotpError(f"{path}: cannot read the plan, it is no text ({error.reason})") from error
+            raise AutotpError(f"{path}: cannot read the plan: the file is not UTF-8 text ({error.reason})") from error
         return cls.from_json(text, str(path))
 
 

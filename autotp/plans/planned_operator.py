@@ -48,7 +48,7 @@ class PlannedOperator:
             backward, when nothing rests in copies (``costmodel.bounds``); else 0.
         panels: how many panels its gathered operands come in; 1: they are gathered whole.
         replicated: it has no rule, so every device computes it whole.
-        recomputed: what the backward pass does again, as its results are not kept: ``""`` nothing, ``"local"`` the
+        recomputed: what the backward pass repeats, as its results are not kept: ``""`` nothing, ``"local"`` the
             operator, ``"all"`` also the collectives that bring its results into other layouts.
     """
 

@@ -69,7 +69,7 @@ def _trains(node: fx.Node) -> bool:
 
 
 class OneMode(nn.Module):
-    """A module whose graph is of the mode in which its model was captured, and of the figures that it had."""
+    """A module whose graph has the mode in which its model was captured, and the values of the attributes it had then."""
 
     _path = ""
     _different: tuple[str, ...] = ()  # what `different_otherwise` found
@@ -79,7 +79,7 @@ class OneMode(nn.Module):
         if name in self._plain and not (type(value) is type(self._plain[name]) and value == self._plain[name]):
             raise AutotpError(
                 f"{self._path or type(self).__name__}.{name} was {self._plain[name]!r} when the model was captured, and "
-                f"the graph stays so: it cannot become {value!r}. Set it on the model, and distribute that"
+                f"the graph cannot follow a change to {value!r}. Set it on the model, and distribute the model again"
             )
         super().__setattr__(name, value)
 

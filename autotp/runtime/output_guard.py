@@ -39,7 +39,7 @@ def made_of(graph: fx.Graph, count: int) -> dict[int, frozenset[int]]:
 
 
 def guard(outputs: Sequence[Any], others: Mapping[int, frozenset[int]]) -> None:
-    """Lets the backward pass look whether someone wants gradients of an output that others hand theirs on to.
+    """Lets the backward pass check whether the user reads the gradient of an output from which others are computed.
 
     Args:
         outputs: of a call, flat.
@@ -63,9 +63,9 @@ def _looking(entries: Sequence[tuple[int, int, int, weakref.ref[Tensor]]]) -> Ca
             output = reference()
             if output is not None and gradients[place] is not None and (output._backward_hooks or output.retains_grad):
                 raise AutotpError(
-                    f"output {i} has a hook or retains its gradient, and output {j} is made of it inside the model: "
-                    "outputs are side by side here, and what flows from one into another is not seen. Compute "
-                    f"output {j} outside the model, from output {i}, or take away the hook"
+                    f"output {i} has a hook or retains its gradient, and output {j} is computed from it inside the model: "
+                    f"here, outputs are independent in autograd, so the gradient of output {i} would lack the part that "
+                    f"comes from output {j}. Compute output {j} outside the model from output {i}, or remove the hook"
                 )
 
     return look

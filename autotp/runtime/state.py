@@ -125,8 +125,8 @@ class _LocalParts(torch.autograd.Function):
         if changed:
             shown = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
             raise AutotpError(
-                f"parameters were changed in place between the forward pass and its backward pass: {shown}; a gradient "
-                "that is made of them would be of neither"
+                f"parameters were changed in place between the forward pass and its backward pass: {shown}; gradients "
+                "computed from them would match neither the old nor the new values"
             )
         pairs = zip(gradients, ctx.parameters, strict=True)
         if torch.is_grad_enabled():

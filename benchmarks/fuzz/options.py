@@ -1,4 +1,4 @@
-"""Random options of a case: family, mesh, schedule, chunks, panels, pins, modes, what the backward pass makes again."""
+"""Random options of a case: family, mesh, schedule, chunks, panels, pins, modes, what the backward pass recomputes."""
 
 from __future__ import annotations
 

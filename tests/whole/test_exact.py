@@ -153,8 +153,8 @@ def captured(name):
         return capture(model, args, kwargs)
 
 
-def check(name, strategy, mesh, panels=None, chunks=None, overlapped=False, recompute="none", again=True):
-    options = Options(strategy, mesh=mesh, panels=panels, schedule="none", recompute=recompute, reshard_after_forward=again)
+def check(name, strategy, mesh, panels=None, chunks=None, overlapped=False, recompute="none", twice=True):
+    options = Options(strategy, mesh=mesh, panels=panels, schedule="none", recompute=recompute, reshard_after_forward=twice)
     plan = plan_captured(captured(name), slow_machine(mesh), options)
     plan = dataclasses.replace(plan, chunks=chunks or {})
     # No topology asks for stages, buckets and chunks at once: every all_reduce over several axes goes level by level.
@@ -248,7 +248,7 @@ def test_recomputation(case):
 @pytest.mark.parametrize("case", ONCE, ids=lambda v: str(v).replace(" ", ""))
 def test_parameters_gathered_once(case):
     name, strategy, mesh, chunks, recompute = case
-    plan = check(name, strategy, mesh, 1, chunks, chunks is not None, recompute, again=False)
+    plan = check(name, strategy, mesh, 1, chunks, chunks is not None, recompute, twice=False)
     options = Options(strategy, mesh=mesh, panels=1, schedule="none", recompute=recompute, reshard_after_forward=True)
     twice = plan_captured(captured(name), slow_machine(mesh), options)
     assert not twice.gathered_once and len(plan.gathered_once) >= 0.3 * len(plan.layouts)

@@ -59,11 +59,11 @@ def test_batches_follow_from_the_step_alone() -> None:
     digits = train_unet.images()
     assert len(text) > 1_000_000
     assert digits.shape[1:] == (1, 16, 16) and digits.abs().max() <= 1
-    for first, again, other in (
+    for first, repeated, other in (
         tuple(train_gpt.batches(text, step) for step in (3, 3, 4)),
         tuple(train_unet.batches(digits, step) for step in (3, 3, 4)),
     ):
-        assert all(torch.equal(first[name], again[name]) for name in first)
+        assert all(torch.equal(first[name], repeated[name]) for name in first)
         assert any(not torch.equal(first[name], other[name]) for name in first)
 
 

@@ -1,10 +1,9 @@
 """Choose one strategy per operator: the abstract integer program and its solver (no torch).
 
-Input: a `Problem` (`problem`): nodes with choices, and tensors that link them, with seconds and bytes. Output: a `Solution`
-with its proof, or bounds (`Estimate`). `solve` calls `presolve`, `eliminate` where nothing binds the memory, and `search`
-for the rest, which bounds by `dual`, and settles what is left by `labels` or `mip`; `estimate` gives bounds alone, `local`
-good choices, `prices` the price of memory. `minimax` is one program for a small model where several sums limit: what a
-pass may be limited by, and the bytes at several moments.
+Input: a `problem`, whose nodes have choices and whose tensors link them, with seconds and bytes; output: a `Solution` with
+its proof, or bounds. `solve` calls `presolve`, then `eliminate` where nothing binds the memory, else `search`, which bounds
+by `dual`, improves by `local`, and settles the rest by `labels` or `mip`. `estimate` gives only bounds, `prices` the price
+of memory, and `minimax` solves a small model under several limits at once.
 
 Every method is here because it wins by a factor of 2 or more on an instance of a real model. The tables hold CPU seconds on
 one thread of a shared machine; the instances are small models on four devices, the programs as the planner states them.

@@ -31,11 +31,11 @@ def captured():
 def test_on_its_own_machine_a_plan_costs_what_was_predicted(captured, schedule, options):
     name = "summa-2d" if options else "auto"
     plan = plan_captured(captured, FAST, Options(name, mesh=(2, 2), schedule=schedule, **options))
-    for again in (repriced(captured, plan, FAST), repriced(captured, repriced(captured, plan, FAR), FAST)):
-        assert again.hash == plan.hash and again.predicted.memory_bytes == plan.predicted.memory_bytes
+    for same in (repriced(captured, plan, FAST), repriced(captured, repriced(captured, plan, FAR), FAST)):
+        assert same.hash == plan.hash and same.predicted.memory_bytes == plan.predicted.memory_bytes
         for figure in ("step_seconds", "compute_seconds", "communication_seconds", "exposed_seconds"):
-            assert getattr(again.predicted, figure) == pytest.approx(getattr(plan.predicted, figure), rel=1e-9, abs=1e-15)
-        for one, other in zip(again.operators, plan.operators, strict=True):
+            assert getattr(same.predicted, figure) == pytest.approx(getattr(plan.predicted, figure), rel=1e-9, abs=1e-15)
+        for one, other in zip(same.operators, plan.operators, strict=True):
             assert one.seconds == pytest.approx(other.seconds, rel=1e-9, abs=1e-15)
             assert one.communication_seconds == pytest.approx(other.communication_seconds, rel=1e-9, abs=1e-15)
 

@@ -134,7 +134,7 @@ def test_a_plan_file_without_a_key(written, tmp_path):
 def test_a_plan_file_that_is_no_text(tmp_path, capsys):
     file = tmp_path / "plan.json"
     file.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(autotp.AutotpError, match="it is no text"):
+    with pytest.raises(autotp.AutotpError, match="the file is not UTF-8 text"):
         autotp.Plan.load(file)
     with pytest.raises(SystemExit) as ended:
         main(["diff", str(file), str(file)])

@@ -99,9 +99,9 @@ def gradients(model, run):
 def test_a_checkpoint_is_recomputed(form, schedule):
     model, args = made(form)
     plan = planned(model, args, schedule=schedule)
-    again = [op for op in plan.operators if op.recomputed]
-    assert {op.target for op in again} == INSIDE
-    assert all(op.module.startswith("blocks") for op in again if op.target == "aten.linear.default")
+    recomputed = [op for op in plan.operators if op.recomputed]
+    assert {op.target for op in recomputed} == INSIDE
+    assert all(op.module.startswith("blocks") for op in recomputed if op.target == "aten.linear.default")
     wanted = gradients(model, lambda: model(*args))
     got = gradients(model, lambda: autotp.simulate(model, plan, args, schedule=schedule)(*args))
     for name, gradient in wanted.items():
@@ -162,8 +162,8 @@ def test_what_the_policy_of_a_selective_checkpoint_saves_is_kept():
 def test_a_model_that_was_exported_keeps_its_checkpoints():
     model, args = _selective()
     exported = torch.export.export(model, args, strict=True)  # torch 2.13 exports checkpoints with a policy alone
-    again = exported.module()
-    assert planned(again, args).recomputed == planned(model, args).recomputed != []
+    unlifted = exported.module()
+    assert planned(unlifted, args).recomputed == planned(model, args).recomputed != []
 
 
 def test_a_reentrant_checkpoint_of_what_has_no_gradient_has_none():

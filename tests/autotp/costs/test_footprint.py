@@ -68,7 +68,7 @@ def test_parameters_that_are_gathered_once_are_held_until_they_are_read(name, fa
     topology = autotp.Topology.load("dgx-h100").resized(math.prod(mesh))
     options = {"strategy": family, "mesh": mesh, "recompute": "none", "precision": precision, "panels": 1}
     alone = options | {"schedule": "none"}
-    once, twice = (autotp.plan(model, topology, args, **alone, reshard_after_forward=again) for again in (False, True))
+    once, twice = (autotp.plan(model, topology, args, **alone, reshard_after_forward=way) for way in (False, True))
     assert once.gathered_once and not twice.gathered_once
     more = once.predicted.memory_bytes - twice.predicted.memory_bytes
     assert more > 0.03 * twice.predicted.memory_bytes

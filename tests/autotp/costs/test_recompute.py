@@ -101,10 +101,10 @@ def test_auto_recomputes_where_memory_is_short():
 def test_a_plan_remembers_what_it_recomputes(tmp_path):
     args = (torch.zeros(4, 8, dtype=torch.long),)
     topology = autotp.Topology.flat(2)
-    kept, again = (autotp.plan(Model(), topology, args, mesh=(2,), recompute=way) for way in ("none", "full"))
-    again.save(tmp_path / "plan.json")
-    assert autotp.Plan.load(tmp_path / "plan.json").recomputed == again.recomputed != []
-    assert kept.hash != again.hash
+    kept, full = (autotp.plan(Model(), topology, args, mesh=(2,), recompute=way) for way in ("none", "full"))
+    full.save(tmp_path / "plan.json")
+    assert autotp.Plan.load(tmp_path / "plan.json").recomputed == full.recomputed != []
+    assert kept.hash != full.hash
 
 
 @pytest.mark.parametrize("schedule", ["none", "overlap"])

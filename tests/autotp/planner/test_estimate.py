@@ -56,10 +56,10 @@ def test_a_short_look_bounds_what_enumeration_finds(tightness):
             assert found.solution is not None and found.solution.seconds == pytest.approx(best, rel=1e-9), seed
             settled += 1
         for factor in (0.9, 1.05):
-            again = estimate(problem, time_limit=10, cutoff=factor * best, price=found.price)
-            assert again.bound <= max(best, factor * best) * (1 + 1e-9), seed
-            if factor > 1 and again.settled:
-                assert again.solution is not None and again.solution.seconds == pytest.approx(best, rel=1e-9), seed
+            repeated = estimate(problem, time_limit=10, cutoff=factor * best, price=found.price)
+            assert repeated.bound <= max(best, factor * best) * (1 + 1e-9), seed
+            if factor > 1 and repeated.settled:
+                assert repeated.solution is not None and repeated.solution.seconds == pytest.approx(best, rel=1e-9), seed
         for price in (0.0, 0.3 * found.price, found.price, 3 * found.price):
             assert glance(problem, cutoff=2 * best, price=price) <= best * (1 + 1e-9), seed
     assert settled < SEEDS, "a bound that settles every chain leaves nothing to bound"

@@ -104,9 +104,9 @@ def test_round_trip(tmp_path):
     plan = autotp.plan(Deep(2), autotp.Topology.flat(4), (torch.randn(8, 16),), strategy="tensor3d", mesh=(2, 2))
     path = tmp_path / "plan.json"
     plan.save(path)
-    again = autotp.Plan.load(path)
-    assert again.hash == plan.hash
-    assert again == plan
+    loaded = autotp.Plan.load(path)
+    assert loaded.hash == plan.hash
+    assert loaded == plan
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
     data = json.loads(path.read_text())
     data["mesh_shape"] = [4, 1]
@@ -269,11 +269,11 @@ def test_gathered_parameters_are_kept_while_memory_allows():
     model(*args)
     topology = autotp.Topology.flat(4)
 
-    def planned(memory=None, again=None):
+    def planned(memory=None, regather=None):
         family = dataclasses.replace(FAMILIES["zero3"], gathers="free")
-        return autotp.plan(model, topology, args, strategy=family, mesh=(4,), memory=memory, reshard_after_forward=again)
+        return autotp.plan(model, topology, args, strategy=family, mesh=(4,), memory=memory, reshard_after_forward=regather)
 
-    once, twice = planned(again=False), planned(again=True)
+    once, twice = planned(regather=False), planned(regather=True)
     weights = {name for name in once.layouts if name.endswith("weight")}
     assert weights <= set(once.gathered_once) and not twice.gathered_once
     assert once.predicted.memory_bytes > twice.predicted.memory_bytes

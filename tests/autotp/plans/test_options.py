@@ -57,6 +57,6 @@ def test_what_a_plan_was_asked_for_makes_it_again():
     captured = capture(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), (torch.randn(4, 8),))
     asked = Options("megatron-1d", optimizer="sgd", schedule="none", constraints=["0.weight=Shard(0)@x"])
     plan = plan_captured(captured, autotp.Topology.flat(4), asked)
-    again = plan_captured(captured, plan.topology, Options.of(plan))
-    assert again.hash == plan.hash and again.predicted == plan.predicted
-    assert (again.optimizer, again.schedule, again.constraints) == ("sgd", "none", plan.constraints)
+    replanned = plan_captured(captured, plan.topology, Options.of(plan))
+    assert replanned.hash == plan.hash and replanned.predicted == plan.predicted
+    assert (replanned.optimizer, replanned.schedule, replanned.constraints) == ("sgd", "none", plan.constraints)

@@ -172,7 +172,7 @@ def test_gradients_of_what_other_outputs_are_made_of_are_refused(schedule):
         found = ours(*args)
         found[0].retain_grad()
         with pytest.raises(
-            autotp.AutotpError, match="output 0 has a hook or retains its gradient, and output 1 is made of"
+            autotp.AutotpError, match="output 0 has a hook or retains its gradient, and output 1 is computed from"
         ):
             sum(found[i].sum() for i in wanted).backward()
     found = ours(*args)

@@ -97,9 +97,9 @@ def test_a_plan_remembers_its_panels(tmp_path):
     model, x = Chain(1, 16, 16), torch.randn(4, 2, 16)
     plan = planned(model, x, "summa-2d", (2, 2), 2)
     plan.save(tmp_path / "plan.json")
-    again = autotp.Plan.load(tmp_path / "plan.json")
-    assert again.hash == plan.hash != planned(model, x, "summa-2d", (2, 2), 1).hash
-    assert [op.panels for op in again.operators] == [op.panels for op in plan.operators]
+    loaded = autotp.Plan.load(tmp_path / "plan.json")
+    assert loaded.hash == plan.hash != planned(model, x, "summa-2d", (2, 2), 1).hash
+    assert [op.panels for op in loaded.operators] == [op.panels for op in plan.operators]
 
 
 def test_low_precision_sums_are_kept_in_single_precision():

@@ -54,7 +54,7 @@ function colourOf(layout) {
   return colours.get(layout);
 }
 
-/** Operators as objects; `row` is what is told of all that were decided together. */
+/** Operators as objects; `row` is what is shown of all that were decided together. */
 const OPERATORS = DATA.operators.map(([name, module, row, time, communication, reads], index) => ({
   index, name, module: DATA.modules[module], row: DATA.rows[row], number: row, time, communication, reads,
 }));

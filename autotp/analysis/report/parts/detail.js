@@ -58,7 +58,7 @@ const detail = {
   },
 
   alternatives(row) {
-    if (!row.alternatives.length) return element("div.dim", {}, "None is told.");
+    if (!row.alternatives.length) return element("div.dim", {}, "No alternatives are listed.");
     return element("div", {}, element("div.dim", {}, `The step with only this changed, beside ${seconds(row.step_seconds)} (computing ${seconds(row.step_terms[0])}, moving activations ${seconds(row.step_terms[1])}, parameters ${seconds(row.step_terms[2])}); what to pin to ask for it:`),
       ...row.alternatives.map((other) => element("div", { style: "margin-top:6px" }, element("b", {}, other.scheme),
         ` ${seconds(other.in_place_seconds)} (+${percent(other.in_place_seconds - row.step_seconds, row.step_seconds)})`,

@@ -46,7 +46,7 @@ class ModuleGraph {
   edges(parts) {
     const owner = new Map();
     const claim = (part, place) => {
-      if (part instanceof Alike) part.members.forEach((each) => claim(each, place));
+      if (part instanceof FoldedLayers) part.members.forEach((each) => claim(each, place));
       else if (part instanceof Module) part.parts.forEach((each) => claim(each, place));
       else owner.set(part.index, place);
     };
@@ -124,7 +124,7 @@ class ModuleGraph {
   box({ part, x, y }) {
     const holder = inside(part) instanceof Module;
     const layout = holder ? "" : layoutOf(part);
-    const name = part.name + (part instanceof Alike ? ` × ${part.members.length}` : "");
+    const name = part.name + (part instanceof FoldedLayers ? ` × ${part.members.length}` : "");
     const under = holder ? `${several(part.operators, "operator")}, ${seconds(part.time)}` : `${part.row.scheme}, ${seconds(part.time)}`;
     const cut = (text, most) => text.length > most ? `${text.slice(0, most - 1)}…` : text;
     const made = drawn("g", { class: "box", transform: `translate(${x} ${y})`, onclick: () => (holder ? this.enter(inside(part)) : this.choose(part)) },

@@ -5,7 +5,7 @@ function facts() {
   const { predicted } = plan;
   const mesh = plan.axes.map((axis, i) => `${axis} ${plan.mesh[i]}`).join(" × ") || "1 device";
   const chunks = Object.entries(plan.chunks).filter(([, each]) => each > 1).map(([kind, each]) => `${each} of ${kind}`).join(", ");
-  const told = {
+  const shown = {
     mesh, machine: DATA.machine.name, strategy: plan.strategy, mode: plan.mode,
     step: seconds(predicted.step_seconds), computing: seconds(predicted.compute_seconds),
     exposed: seconds(predicted.exposed_seconds),
@@ -15,7 +15,7 @@ function facts() {
     ...(plan.constraints.length ? { pinned: plan.constraints.join("; ") } : {}),
     ...(plan.replicated.length ? { "without a rule": several(plan.replicated.length, "operator") } : {}),
   };
-  document.getElementById("facts").replaceChildren(...Object.entries(told).map(([name, value]) =>
+  document.getElementById("facts").replaceChildren(...Object.entries(shown).map(([name, value]) =>
     element("div", {}, element("dt", {}, name), element("dd", {}, value))));
 }
 

@@ -12,14 +12,14 @@ const memory = {
   view() {
     const { curve, kinds, worst, held, recomputed } = DATA.memory;
     const sum = (kind) => curve[worst][3][kinds.indexOf(kind)];
-    this.told = element("div.dim", {}, "Point at the curve to see what is held there.");
+    this.caption = element("div.dim", {}, "Point at the curve to see what is held there.");
     const at = curve[worst];
     return element("div.memory", {},
       element("div", {}, `At the worst moment, at the ${this.pass(at)} pass of `, element("code", {}, at[0]), `, a device holds ${bytes(DATA.memory.peak)}`
         + (DATA.plan.allowed ? ` of the ${bytes(DATA.plan.allowed)} that it may.` : ".")),
       element("div.legend", { style: "margin:6px 0" }, ...kinds.map((kind) => element("span", {},
         element("i.swatch", { style: `background:${this.colours[kind]}` }), kind))),
-      this.chart(curve, kinds, worst), this.told,
+      this.chart(curve, kinds, worst), this.caption,
       element("h2", {}, "Held at the worst moment"),
       table(["kind", "bytes", "share"], kinds.filter(sum).sort((a, b) => sum(b) - sum(a)).map((kind) => [kind, bytes(sum(kind)), percent(sum(kind), DATA.memory.peak)])),
       element("h2", {}, "Largest"),
@@ -66,6 +66,6 @@ const memory = {
     const { left, width } = picture.getBoundingClientRect();
     const one = curve[Math.max(0, Math.min(curve.length - 1, Math.floor(curve.length * (event.clientX - left) / width)))];
     const parts = kinds.map((kind, number) => [kind, one[3][number]]).filter(([, size]) => size).sort((a, b) => b[1] - a[1]);
-    this.told.textContent = `${this.pass(one)} pass of ${one[0]}: ${bytes(one[2])} = ${parts.map(([kind, size]) => `${kind} ${bytes(size)}`).join(" + ")}`;
+    this.caption.textContent = `${this.pass(one)} pass of ${one[0]}: ${bytes(one[2])} = ${parts.map(([kind, size]) => `${kind} ${bytes(size)}`).join(" + ")}`;
   },
 };

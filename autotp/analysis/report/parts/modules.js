@@ -1,9 +1,9 @@
-// The model's own modules as a tree, layers that are alike folded into one.
+// The model's own modules as a tree, equal layers folded into one.
 
 /** A module with its children in the order of the graph. */
 class Module {
   constructor(name, path, parent) {
-    Object.assign(this, { name, path, parent, children: new Map(), parts: [], operators: 0, time: 0, communication: 0, open: false, alike: null });
+    Object.assign(this, { name, path, parent, children: new Map(), parts: [], operators: 0, time: 0, communication: 0, open: false, foldedParts: null });
   }
 
   child(name) {
@@ -41,8 +41,8 @@ for (const operator of OPERATORS) {
 }
 ROOT.open = true;
 
-/** Layers that follow each other and are alike, as one. */
-class Alike {
+/** Consecutive equal layers, as one. */
+class FoldedLayers {
   constructor(members) {
     const sum = (name) => members.reduce((total, each) => total + each[name], 0);
     Object.assign(this, { members, first: members[0], operators: sum("operators"), time: sum("time"), communication: sum("communication") });
@@ -50,28 +50,28 @@ class Alike {
   }
 }
 
-/** A module's parts, alike ones folded if asked for; kept, so that what is open stays so. */
+/** A module's parts, equal ones folded if asked for; kept, so that what is open stays open. */
 function partsOf(module, folded) {
   if (!folded) return module.parts;
-  if (module.alike === null) {
-    module.alike = [];
+  if (module.foldedParts === null) {
+    module.foldedParts = [];
     let run = [];
     const close = () => {
-      if (run.length) module.alike.push(run.length > 1 ? new Alike(run) : run[0]);
+      if (run.length) module.foldedParts.push(run.length > 1 ? new FoldedLayers(run) : run[0]);
       run = [];
     };
     for (const part of module.parts) {
       const layer = part instanceof Module && /^\d+$/.test(part.name);
       if (!layer || (run.length && run[0].signature !== part.signature)) close();
       if (layer) run.push(part);
-      else module.alike.push(part);
+      else module.foldedParts.push(part);
     }
     close();
   }
-  return module.alike;
+  return module.foldedParts;
 }
 
-const inside = (part) => part instanceof Alike ? part.first : part;
+const inside = (part) => part instanceof FoldedLayers ? part.first : part;
 
 class Tree {
   constructor(choose) {
@@ -96,12 +96,12 @@ class Tree {
 
   row({ part, holder, depth }) {
     const layout = holder ? null : layoutOf(part);
-    const alike = part instanceof Alike ? ` × ${part.members.length}` : "";
+    const times = part instanceof FoldedLayers ? ` × ${part.members.length}` : "";
     return [
       element("span", { style: `flex:none;width:${depth * 14}px` }),
       element("span.twist", {}, holder ? (holder.open ? "▾" : "▸") : ""),
       layout === null ? null : swatch(layout),
-      element("span.name", { title: holder ? holder.path : part.name }, part.name + alike),
+      element("span.name", { title: holder ? holder.path : part.name }, part.name + times),
       element("span.grow.dim", {}, holder ? several(part.operators, "operator") : `${part.row.scheme}  ${layout}`),
       meter(part.time, part.communication, holder ? STEP : STEP / 20),
       element("span.cell.number", { style: "width:70px" }, seconds(part.time)),

@@ -5,14 +5,14 @@ const LEFT = 110;
 
 const timeline = {
   view() {
-    const told = DATA.timeline;
-    if (!told) return element("div.dim", {}, "This report has no schedule: it was made with --no-timeline, or the plan runs without one.");
-    this.tracks = told.tracks.map(() => []);
-    this.names = told.names;
-    for (const event of told.events) this.tracks[event[0]].push(event);
+    const schedule = DATA.timeline;
+    if (!schedule) return element("div.dim", {}, "This report has no schedule: it was made with --no-timeline, or the plan runs without one.");
+    this.tracks = schedule.tracks.map(() => []);
+    this.names = schedule.names;
+    for (const event of schedule.events) this.tracks[event[0]].push(event);
     for (const track of this.tracks) track.sort((a, b) => a[1] - b[1]);
-    this.end = Math.max(...told.events.map((event) => event[1] + event[2]));
-    this.turn = Math.min(this.end, ...told.events.filter((event) => event[5]).map((event) => event[1]));
+    this.end = Math.max(...schedule.events.map((event) => event[1] + event[2]));
+    this.turn = Math.min(this.end, ...schedule.events.filter((event) => event[5]).map((event) => event[1]));
     Object.assign(this, { from: 0, to: this.end });
     this.canvas = element("canvas", { onwheel: (event) => this.wheel(event), onmousedown: (event) => this.grab(event), onmousemove: (event) => this.point(event), onmouseleave: () => this.tip.remove() });
     this.tip = element("div.tip");
@@ -25,7 +25,7 @@ const timeline = {
         element("button", { onclick: () => this.window(this.turn, this.end) }, "backward"),
         element("span.dim", {}, "Turn the wheel to zoom, drag to move.")),
       element("div", { style: "height:8px" }), this.canvas,
-      element("h2", {}, "Tracks"), table(["track", "busy", "of the schedule"], told.tracks.map((name, i) => [this.called(name), seconds(busy[i]), percent(busy[i], this.end)])));
+      element("h2", {}, "Tracks"), table(["track", "busy", "of the schedule"], schedule.tracks.map((name, i) => [this.called(name), seconds(busy[i]), percent(busy[i], this.end)])));
   },
 
   called(track) {
