@@ -65,16 +65,17 @@ Accumulate = Annotated[
     typer.Option(help="Micro-batches that make a step, of which the example inputs are one; gradients are reduced once."),
 ]
 Optimizer = Annotated[
-    str, typer.Option(help=f"Whose state to count: {', '.join(OPTIMIZERS)}.", autocompletion=beginning(OPTIMIZERS))
+    str,
+    typer.Option(help=f"The optimizer to plan for: {', '.join(OPTIMIZERS)}.", autocompletion=beginning(OPTIMIZERS)),
 ]
 Panels = Annotated[
-    int | None, typer.Option(help="Panels in which products gather their operands; left out, as memory needs.")
+    int | None, typer.Option(help="Panels in which products gather their operands; left out, only if memory is short.")
 ]
 PrecisionName = Annotated[
     str | None,
     typer.Option(
         "--precision",
-        help="bf16-mixed or fp16-mixed: parameters are moved and used in 16 bits, and rest and are reduced in 32; left "
+        help="bf16-mixed or fp16-mixed: parameters are moved and used in 16 bits, and stored and reduced in 32; left "
         "out, dtypes stay as they are.",
         autocompletion=beginning(PRECISIONS),
     ),

@@ -140,7 +140,7 @@ def _plan(
         typer.Option(help="A layout that something must have, such as lm_head.weight=Shard(0)@x; may be repeated."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
-    save: Annotated[Path | None, typer.Option(help="Write the plan, as JSON, to this file too.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Also write the plan to this JSON file.")] = None,
     html: Html = None,
     timeline: Timeline = None,
     everything: Everything = False,

@@ -33,7 +33,7 @@ def explain_command(
     model: Annotated[str | None, typer.Option(help="FILE.py:FACTORY or package.module:factory, as it was planned.")] = None,
     memory: Annotated[bool, typer.Option("--memory", help="Explain what takes the plan's memory.")] = False,
     alternatives: Annotated[int, typer.Option(help="How many other strategies to show.")] = 5,
-    planned: Annotated[int, typer.Option(help="For how many of them to plan everything else anew.")] = 1,
+    planned: Annotated[int, typer.Option(help="For how many of them to replan everything else.")] = 1,
     topology: Annotated[str | None, typer.Option(help="Of a collective: a preset's name or a TOML file.")] = None,
     size: Annotated[str | None, typer.Option("--bytes", help='Of a collective\'s whole tensor, such as "32 MB".')] = None,
     devices: Annotated[int | None, typer.Option(help="How many devices; left out, as many as the topology has.")] = None,

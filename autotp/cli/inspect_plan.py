@@ -39,14 +39,14 @@ def inspect_command(
     op: Annotated[str | None, typer.Option(help="Only operators of this name or kind, such as addmm or linear_3.")] = None,
     module: Annotated[str | None, typer.Option(help="Only those in this module, such as h.0.mlp or h.*.attn.")] = None,
     collectives: Annotated[bool, typer.Option("--collectives", help="Only those that communicate.")] = False,
-    unsharded: Annotated[bool, typer.Option("--unsharded", help="Only those that every device computes whole.")] = False,
+    unsharded: Annotated[bool, typer.Option("--unsharded", help="Only operators that are not sharded.")] = False,
     top: Annotated[int | None, typer.Option(help="Only this many, the most expensive first.")] = None,
     code: Annotated[bool, typer.Option("--code", help="Print the Python code of the distributed graph.")] = False,
     dot: Annotated[
         Path | None, typer.Option(help="Draw the graph: FILE.dot, or with graphviz installed FILE.svg, .pdf or .png.")
     ] = None,
     graph: Annotated[
-        str | None, typer.Option(help="Instead, the graph that a device runs, as it is scheduled: forward or backward.")
+        str | None, typer.Option(help="Show instead the graph that a device runs, in scheduled order: forward or backward.")
     ] = None,
     html: Html = None,
     timeline: Timeline = None,

@@ -24,7 +24,7 @@ def reprice_command(
         str, typer.Option(help="The other machine: a preset's name or a TOML file; resized to the plan's devices.")
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
-    save: Annotated[Path | None, typer.Option(help="Write the plan with these prices, as JSON, to this file too.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Also write the plan with these prices to this JSON file.")] = None,
     everything: Everything = False,
 ) -> None:
     """Price a plan on another machine, all of its decisions kept.

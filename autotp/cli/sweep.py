@@ -46,11 +46,11 @@ def sweep_command(
         bool, typer.Option("--families", help="Plan every family too, and say which is the fastest.")
     ] = False,
     weak: Annotated[
-        bool, typer.Option("--weak", help="Insist on weak scaling: the factory must have an argument `devices`.")
+        bool, typer.Option("--weak", help="Require weak scaling: the factory must have an argument `devices`.")
     ] = False,
     tokens: Annotated[
         int | None,
-        typer.Option(help="Tokens of a step; left out, the elements of the first integer input, else samples."),
+        typer.Option(help="Tokens per step; left out, the elements of the first integer input, else samples."),
     ] = None,
     memory: Memory = None,
     mode: Mode = Options.mode,
@@ -59,9 +59,9 @@ def sweep_command(
     panels: Panels = Options.panels,
     precision: PrecisionName = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the points as JSON.")] = False,
-    csv: Annotated[Path | None, typer.Option(help="Write the points, as CSV, to this file too.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Also write the points to this CSV file.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw tokens a second, MFU and exposed communication: FILE.svg or FILE.png.")
+        Path | None, typer.Option(help="Plot tokens per second, MFU and exposed communication: FILE.svg or FILE.png.")
     ] = None,
 ) -> None:
     """Plan a model for many device counts and topologies. Exit code 1: none of them has a plan."""
@@ -74,7 +74,7 @@ def sweep_command(
             raise AutotpError(f"{file}: there is no directory {file.parent}")
     factory = find_factory(model)
     if weak and not takes_devices(factory):
-        raise AutotpError(f"--weak: the factory of --model {model!r} has no argument `devices` to make its batch by")
+        raise AutotpError(f"--weak: the factory of --model {model!r} has no argument `devices` to choose its batch by")
     # Status on stderr, and nothing at all where that is no terminal: stdout stays clean for pipes.
     with Console(stderr=True).status(f"building {model} …") as status, native_output_on_stderr():
         points = sweep(

@@ -118,9 +118,9 @@ def cast_parameters(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str,
         used = rests if policy.param_dtype is None or id(parameter) in apart else policy.param_dtype
         if policy.param_dtype is not None and rests.itemsize < _SINGLE:
             raise AutotpError(
-                f"precision: parameter {name} is {_short(rests)} already, so the optimizer has no wider one to step beside "
-                f"those in {_short(policy.param_dtype)}: call model.float() first, or leave precision out to train in the "
-                "model's own dtypes (for their gradients' sums alone: MixedPrecisionPolicy(reduce_dtype=torch.float32))"
+                f"precision: parameter {name} is {_short(rests)} already, so the optimizer has no wider one to update "
+                f"besides those in {_short(policy.param_dtype)}: call model.float() first, or leave precision out to train "
+                "in the model's own dtypes (to reduce gradients in float32: MixedPrecisionPolicy(reduce_dtype=torch.float32))"
             )
         reduced = policy.reduce_dtype or used
         if used is not rests or reduced is not rests:

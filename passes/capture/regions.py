@@ -135,7 +135,7 @@ def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
         value = getattr(value, part)
     if isinstance(value, torch.nn.Module):
         return value
-    raise CaptureError(f"{where(node)}: attribute '{node.target}' is no module; register it as a buffer of the model")
+    raise CaptureError(f"{where(node)}: attribute '{node.target}' is not a module; register it as a buffer of the model")
 
 
 def _neutral(module: fx.GraphModule, region: fx.Node, builder: Builder, device: Any) -> None:

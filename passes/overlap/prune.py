@@ -71,7 +71,7 @@ def _same_memory(one: fx.Node, other: fx.Node) -> bool:
 
 def _zeros(graph: fx.Graph, node: fx.Node) -> fx.Node:
     like: Any = node.meta["val"]
-    assert isinstance(like, Tensor), f"{node} is no tensor"
+    assert isinstance(like, Tensor), f"{node} is not a tensor"
     shape = list(like.shape)
     found = graph.call_function(_aten.zeros.default, (shape,), {"dtype": like.dtype, "device": like.device})
     with like.fake_mode:  # type: ignore[attr-defined]
