@@ -28,6 +28,38 @@ _SINGLE = 4
 
 
 @functools.cache
+def update_expression(optimizer: str = "adamw") -> sympy.Expr:
+    """Bytes that the optimizer's step reads and writes for one parameter, in the symbols E and e.
+
+    One fused kernel reads the gradient, and reads and writes the parameter and each tensor of the state, as
+    ``torch.optim`` does with ``fused=True``.
+
+    Raises:
+        ValueError: the optimizer is unknown.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"no optimizer is called {optimizer!r}{suggestion(optimizer, OPTIMIZERS)}")
+    return E * e * (3 + 2 * OPTIMIZERS[optimizer])
+
+
+def update_bytes(elements: Number, itemsize: Number, optimizer: str = "adamw") -> Number:
+    """Bytes that the optimizer's step moves, for one or many parameters at once; see `update_expression`.
+
+    Args:
+        elements: elements on one device.
+        itemsize: bytes per element.
+        optimizer: a key of `OPTIMIZERS`.
+
+    Returns:
+        Bytes, with the broadcast shape of ``elements`` and ``itemsize``.
+
+    Raises:
+        ValueError: the optimizer is unknown.
+    """
+    return compile_formula((E, e), update_expression(optimizer))(elements, itemsize)
+
+
+@functools.cache
 def expression(optimizer: str = "adamw", *, train: bool = True, master: bool = False) -> sympy.Expr:
     """Bytes of state of one parameter, in the symbols E and e.
 

@@ -179,11 +179,13 @@ class Weights:
     Attributes:
         forward, backward: the weights of either pass, on average over all micro-batches.
         last: the weights of the backward pass of the last micro-batch, if there are several; it reduces the gradients.
+        update: the weight of the optimizer's step, which hides nothing.
     """
 
     forward: Weight = Weight()
     backward: Weight = Weight()
     last: Weight | None = None
+    update: float = 1.0
 
     @property
     def reductions(self) -> Weight:
@@ -252,13 +254,15 @@ def weights(shares: Sequence[Sequence[float]], depth: float, accumulate: int = 1
 
     Args:
         shares: for each pass, the mu of DEVICE and of each level's NETWORK, whose sum is 1. With several micro-batches, the
-            backward passes of all but the last, and that of the last one, which reduces gradients, have their own.
+            backward passes of all but the last, and that of the last one, which reduces gradients, have their own. At the
+            end that of the optimizer's step, which has one side.
         depth: the number of operators with a weight.
         accumulate: the number of micro-batches of a step.
         chunks: the number of chunks; no step in at most so many chunks has smaller sides.
     """
     factor = float(CHUNKED.subs(c, chunks))
     exposed = 1.0 if chunks == 1 else 1 / (chunks * depth)
+    *passes, (update,) = shares
     forward, backward, *last = (
         Weight(
             factor * (device + sum(levels) / (depth * chunks)),
@@ -267,8 +271,8 @@ def weights(shares: Sequence[Sequence[float]], depth: float, accumulate: int = 1
             tuple(factor * level for level in levels),
             factor * device,
         )
-        for device, *levels in shares
+        for device, *levels in passes
     )
     if not last:
-        return Weights(forward, backward)
-    return Weights(forward, backward.mean(last[0], accumulate), last[0])
+        return Weights(forward, backward, update=update)
+    return Weights(forward, backward.mean(last[0], accumulate), last[0], update)

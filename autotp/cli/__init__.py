@@ -1,8 +1,8 @@
 """The command line: a thin layer over the library.
 
 Input: command-line arguments. Output: text on stdout, files, and an exit code. `entry` has the commands ``plan`` and
-``topology`` and collects the others: `calibrate`, `explain` (with `explain_plan`), `inspect_plan` (``inspect`` and
-``diff``, with `inspect_graph`), `reprice`, `sweep`, `trace` and `verify`. `arguments` reads what they share,
+``topology`` and collects the others: `calibrate`, `explain` (with `explain_plan`), `inspect_plan` (``inspect``, ``diff``
+and ``reprice``, with `inspect_graph`), `sweep`, `trace`, `validate` and `verify`. `arguments` reads what they share,
 `huggingface` makes models of configurations, and `render`, `report` and `sweep_output` show results.
 """
 

@@ -36,12 +36,12 @@ from autotp.cli.arguments import (
 )
 from autotp.cli.calibrate import calibrate_command
 from autotp.cli.explain import explain_command
-from autotp.cli.inspect_plan import diff_command, inspect_command
+from autotp.cli.inspect_plan import diff_command, inspect_command, reprice_command
 from autotp.cli.render import presets_table, show, show_plan, topology_table
 from autotp.cli.report import write_report
-from autotp.cli.reprice import reprice_command
 from autotp.cli.sweep import sweep_command
 from autotp.cli.trace import trace_command
+from autotp.cli.validate import validate_command
 from autotp.cli.verify import verify_command
 from autotp.errors import AutotpError
 from autotp.planner import plan_model
@@ -199,3 +199,4 @@ app.command("verify")(verify_command)
 app.command("inspect")(inspect_command)
 app.command("diff")(diff_command)
 app.command("reprice")(reprice_command)
+app.command("validate")(validate_command)

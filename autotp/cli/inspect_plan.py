@@ -1,4 +1,4 @@
-"""``autotp inspect`` and ``autotp diff``: reading a plan, and comparing two."""
+"""``autotp inspect``, ``diff`` and ``reprice``: reading a plan, comparing two, and what one costs on another machine."""
 
 from __future__ import annotations
 
@@ -18,17 +18,29 @@ from autotp.analysis.difference import Difference, difference
 from autotp.analysis.drawing import draw
 from autotp.analysis.explain import priced_plan
 from autotp.analysis.inspection import Filters, Reshard, Row, inspect_plan
-from autotp.cli.arguments import AsJson, Html, PlannedModel, SavedPlan, Timeline, load_model, working
+from autotp.analysis.reprice import repriced
+from autotp.cli.arguments import (
+    AsJson,
+    Everything,
+    Html,
+    PlannedModel,
+    SavedPlan,
+    Timeline,
+    load_model,
+    save_plan,
+    working,
+)
+from autotp.cli.explain_plan import captured_for
 from autotp.cli.inspect_graph import show_graph
-from autotp.cli.render import bytes_of, short_target, show, time_of
+from autotp.cli.render import bytes_of, short_target, show, show_plan, time_of
 from autotp.cli.report import write_report
 from autotp.plans.folded import unnumbered
 from autotp.plans.plan import Plan
 from autotp.runtime.rewrite import apply
-from costmodel import format_quantity
+from costmodel import Topology, format_quantity
 from passes.capture import capture
 
-__all__ = ["diff_command", "inspect_command"]
+__all__ = ["diff_command", "inspect_command", "reprice_command"]
 
 _SHOWN = 30
 
@@ -121,6 +133,28 @@ def diff_command(
     show(asdict(found), _difference_table(found), as_json)
     if found.settings or found.parameters or found.operators:
         raise typer.Exit(1)
+
+
+def reprice_command(
+    plan: SavedPlan,
+    model: PlannedModel,
+    topology: Annotated[
+        str, typer.Option(help="The other machine: a preset's name or a TOML file; resized to the plan's devices.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Also write the plan with these prices to this JSON file.")] = None,
+    everything: Everything = False,
+) -> None:
+    """Price a plan on another machine, all of its decisions kept.
+
+    What is saved is a plan like any other: inspect, explain and diff work as for a plan that was made for that machine.
+    """
+    loaded = Plan.load(plan)
+    machine = Topology.load(topology).resized(loaded.devices)
+    with working("pricing the plan"):
+        found = repriced(captured_for(loaded, model), loaded, machine)
+    save_plan(found, save)
+    show_plan(found, as_json, everything)
 
 
 def _difference_table(found: Difference) -> RenderableType:

@@ -19,7 +19,7 @@ from autotp.errors import AutotpError
 from costmodel import format_quantity
 from costmodel.text.files import write_atomically
 
-__all__ = ["PLOTS", "check_plot", "sweep_csv", "sweep_table", "write_file", "write_plot"]
+__all__ = ["PLOTS", "check_plot", "figure_class", "save_figure", "sweep_csv", "sweep_table", "write_file", "write_plot"]
 
 #: File name endings of plots.
 PLOTS = (".svg", ".png")
@@ -88,7 +88,7 @@ def check_plot(path: str | os.PathLike[str]) -> None:
     """
     if Path(path).suffix not in PLOTS:
         raise AutotpError(f"--plot {path}: a plot's name ends in {' or '.join(PLOTS)}")
-    _figure()
+    figure_class()
 
 
 def write_plot(points: Sequence[Point], path: str | os.PathLike[str]) -> None:
@@ -103,7 +103,7 @@ def write_plot(points: Sequence[Point], path: str | os.PathLike[str]) -> None:
     """
     check_plot(path)
     unit = next((point.unit for point in points if point.planned), "tokens")
-    figure = _figure()(figsize=(12, 4), layout="constrained")
+    figure = figure_class()(figsize=(12, 4), layout="constrained")
     panels: Sequence[tuple[str, Callable[[Point], float | None]]] = (
         (f"{unit} per second and device", lambda p: p.tokens_per_second),
         ("model FLOP utilisation (%)", lambda p: _scaled(p.mfu)),
@@ -126,6 +126,11 @@ def write_plot(points: Sequence[Point], path: str | os.PathLike[str]) -> None:
         axes.grid(alpha=0.3)
         if lines:
             axes.legend()
+    save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Writes a figure of matplotlib's; the same figure makes the same file."""
     suffix = Path(path).suffix[1:]
     # The date would make every file another one.
     metadata: Mapping[str, Any] = {"Date": None} if suffix == "svg" else {}
@@ -134,7 +139,12 @@ def write_plot(points: Sequence[Point], path: str | os.PathLike[str]) -> None:
     write_file(path, drawn.getvalue())
 
 
-def _figure() -> Any:
+def figure_class() -> Any:
+    """matplotlib's ``Figure``.
+
+    Raises:
+        AutotpError: matplotlib is not installed.
+    """
     # A figure of its own rather than pyplot's: no window system is asked for.
     try:
         from matplotlib.figure import Figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from autotp.costs.prices import Prices
 from autotp.costs.step import Pass, Sums
 from costmodel import overlap
 from passes.graph import cast_of
-from passes.layouts.layout import Layout
+from passes.layouts.layout import Layout, local_shape
 from passes.rules.factors import Value, value_of
 from passes.rules.table import flop_of
 from passes.sharding.panel import Loop
@@ -255,7 +256,17 @@ class Priced:
             hidden = float(overlap.hidden_by_batch(joined, found.depth, chunks))
         else:
             hidden = sum(float(overlap.hidden_by_rows(near[node], self.own[node].compute, chunks)) for node in near)
-        return replace(found, hidden=hidden)
+        return replace(found, hidden=hidden, update=self.prices.updating(self.updated))
+
+    @property
+    def updated(self) -> float:
+        """Bytes that the optimizer's step moves."""
+        found = 0.0
+        for node in self.model.captured.graph_module.graph.find_nodes(op="placeholder"):
+            if node.name in self.model.captured.parameters:
+                part = math.prod(local_shape(tuple(node.meta["val"].shape), self.layouts[node, 0], self.prices.mesh))
+                found += self.prices.update_bytes(part, cast_of(node).rests.itemsize)
+        return found
 
 
 def _total(prices: Sequence[Price]) -> Price:

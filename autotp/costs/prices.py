@@ -280,7 +280,7 @@ class Prices:
             made = [frozenset(f.name for f in factors if f.kind == kind) for kind in "mkn"]
             sizes = (math.prod(f.size for f in factors if f.kind == kind) for kind in "mkn")
             dims = tuple(size / self._ways(space.axes_of(names)) for size, names in zip(sizes, made, strict=True))
-        passes = self._passes(gradient)
+        passes = self._passes(node, gradient)
         share = flop / self._ways(space.factors())
         return compute.Work(passes * share, passes * moved, dtype, kind_of(node), dims, passes)
 
@@ -293,16 +293,17 @@ class Prices:
         work = self.work(space, flop, gradient=gradient)
         return np.zeros(len(space.serves)) if work is None else np.asarray(work.seconds(self.topology.device))
 
-    def _passes(self, gradient: bool) -> float:
-        """Times an operator's work is done: forward, and as much again for each operand's gradient."""
-        return 3.0 if self.train and gradient else 1.0
+    def _passes(self, node: fx.Node, gradient: bool) -> float:
+        """Times an operator's work is done, forward and backward."""
+        rule = rule_of(node)
+        return 1.0 + (2.0 if rule is None else rule.backward) if self.train and gradient else 1.0
 
     def behind(self, node: fx.Node, *, gradient: bool) -> tuple[float, float]:
         """Which shares of an operator's computing, and of the collectives inside it, belong to the backward pass."""
         table = rule_of(node)
         forward, backward = table.statistics if table is not None else (1, 0)
         inner = backward / (forward + backward) if self.train and gradient and backward else 0.0
-        return 1 - 1 / self._passes(gradient), inner
+        return 1 - 1 / self._passes(node, gradient), inner
 
     def inside(self, space: Space, *, gradient: bool) -> tuple[np.ndarray, np.ndarray]:
         """Of collectives inside the operator for all strategies at once: bytes received, ``[S]``, and `spent`."""
@@ -335,6 +336,14 @@ class Prices:
         times = self._times([factor is not None for factor in strategy.assignment[len(self.devices) :]])
         price = self._price(float(received[0]), seconds, spent[:, 0], *self.behind(operator.node, gradient=gradient))
         return price.times(times)
+
+    def update_bytes(self, elements: Any, itemsize: int) -> Any:
+        """Bytes that the optimizer's step moves for parameters of so many elements on one device."""
+        return memory.update_bytes(elements, itemsize, self.optimizer) if self.train else 0.0 * elements
+
+    def updating(self, moved: Any) -> Any:
+        """Seconds of an optimizer's step that moves so many bytes."""
+        return compute.seconds(0.0, moved, self.topology.device, "float32", kind="pointwise", launches=0.0)
 
     def states(self, elements: np.ndarray, itemsize: int) -> np.ndarray:
         """Bytes of parameters of so many elements on one device, with gradient and optimizer state."""

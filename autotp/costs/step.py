@@ -72,6 +72,7 @@ class Sums:
         hidden: seconds of activations' communication that other chunks hide, in both passes.
         accumulate: how many micro-batches the step has; the passes are of all of them together.
         reductions: what of the backward pass the last of several micro-batches does alone.
+        update: seconds of the optimizer's step, which follows the last backward pass.
     """
 
     forward: Pass
@@ -81,11 +82,12 @@ class Sums:
     hidden: float = 0.0
     accumulate: int = 1
     reductions: Pass = Pass()
+    update: float = 0.0
 
     @property
     def compute(self) -> float:
         """All computing."""
-        return self.forward.compute + self.backward.compute
+        return self.forward.compute + self.backward.compute + self.update
 
     @property
     def activations(self) -> float:
@@ -106,14 +108,15 @@ class Sums:
     def sides(self) -> tuple[tuple[float, ...], ...]:
         """Of either pass: seconds if the device limits it, and if each level of the network does.
 
-        With several micro-batches: of all forward passes, of all backward passes but the last, and of the last.
+        With several micro-batches: of all forward passes, of all backward passes but the last, and of the last. At the end
+        those of the optimizer's step.
         """
         share = self.hidden / self.activations if self.activations else 0.0
         passes = [self.forward, self.backward]
         if self.accumulate > 1:
             one = Pass().and_so_often(self.backward.and_so_often(self.reductions, -1), 1 / self.accumulate)
             passes[1:] = [Pass().and_so_often(one, self.accumulate - 1), one.and_so_often(self.reductions, 1)]
-        return tuple(each.sides(self.depth, self.chunks, share * each.activations) for each in passes)
+        return (*(each.sides(self.depth, self.chunks, share * each.activations) for each in passes), (self.update,))
 
     def at_least(self, chunks: int) -> Sums:
         """What the step would take in chunks that cost nothing, if all can be."""
@@ -146,4 +149,4 @@ class Sums:
     def predicted(self, hides: bool, memory_bytes: float) -> Predicted:
         """What a plan is to say of a step."""
         step = self.step(hides)
-        return Predicted(step, self.compute, self.communication, step - self.compute, memory_bytes)
+        return Predicted(step, self.compute, self.communication, step - self.compute, memory_bytes, self.update)

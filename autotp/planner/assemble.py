@@ -195,7 +195,7 @@ class _Assembly:
         return np.where(choice.twice(valid), self.prices.accumulate * seconds, np.inf), choice.twice(memory)
 
     def layouts(self, rest: Rest, pins: Sequence[Requirement]) -> tuple[np.ndarray, np.ndarray]:
-        """Where something may rest, and the bytes of its state there."""
+        """Where something may rest: seconds of the optimizer's step there, and bytes of its state."""
         shape = tuple(rest.value.shape)
         elements = local_elements(shape, rest.rows, self.mesh)
         if not rest.parameter:
@@ -211,7 +211,8 @@ class _Assembly:
             parts = np.where(rest.rows >= 0, np.array(self.mesh), 1).prod(axis=-1)
             offered &= parts == parts[fits].max(initial=0)
         memory = self.prices.states(elements, rest.cast.rests.itemsize)
-        return np.where(offered, 0.0, np.inf), memory
+        seconds = self.weights.update * self.prices.updating(self.prices.update_bytes(elements, rest.cast.rests.itemsize))
+        return np.where(offered, seconds, np.inf), memory
 
     def tensor(self, edge: Edge) -> Tensor:
         prices, shape, itemsize = self.prices, tuple(edge.value.shape), edge.value.element_size()

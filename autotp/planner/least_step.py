@@ -19,7 +19,7 @@ from costmodel.overlap import Weights
 from passes.sharding.chunk import CHUNKS, Chunked, in_chunks
 from passes.sharding.shard import Sharding
 
-__all__ = ["Searched", "best_chunks", "chunked", "in_parts", "least_step", "most_chunks", "sharding_of"]
+__all__ = ["Searched", "best_chunks", "chunked", "first_shares", "in_parts", "least_step", "most_chunks", "sharding_of"]
 
 _ROUNDS = 8
 _COUNTS = (2, 4)  # in how many chunks it may be best to work
@@ -62,8 +62,7 @@ def least_step(
         What was met, the shortest step first, and the bound in seconds; what the first search found where nothing fits.
     """
     met: list[tuple[Sums, Searched]] = []
-    shares: Shares = ((1.0,),) * (2 if accumulate == 1 else 3)
-    floor = 0.0
+    shares, floor = first_shares(accumulate), 0.0
     for _ in range(_ROUNDS):
         if met and time.perf_counter() > deadline:
             break
@@ -85,6 +84,11 @@ def least_step(
         shares = following.shares
     met.sort(key=lambda each: each[0].step(hides=True))
     return [found for _, found in met], min(floor, met[0][0].step(hides=True))
+
+
+def first_shares(accumulate: int) -> Shares:
+    """Shares of a step that the devices limit in every pass."""
+    return ((1.0,),) * (3 if accumulate == 1 else 4)
 
 
 def most_chunks(options: Options) -> int:

@@ -31,7 +31,7 @@ from autotp.planner.contest import Contest
 from autotp.planner.describe import Found
 from autotp.planner.ilp import Problem, least, minimax, promising
 from autotp.planner.least_memory import dearer
-from autotp.planner.least_step import Searched, most_chunks
+from autotp.planner.least_step import Searched, first_shares, most_chunks
 from autotp.planner.mixing import Met, mix
 from autotp.planner.moments import Moments
 from autotp.planner.shares import Multipliers, Shares, next_shares
@@ -247,12 +247,11 @@ class _Squeeze:
         passes, sides = 2 if options.accumulate == 1 else 3, 1 + len(self.contest.candidates.topology.levels)
         found = []
         for one in range(passes):
-            weights = [
-                overlap.weights(
-                    [np.eye(sides)[side] * (other == one) for other in range(passes)], depth, options.accumulate, chunks
-                )
-                for side in range(sides)
-            ]
+            weights = []
+            for side in range(sides):
+                shares = [np.eye(sides)[side] * (other == one) for other in range(passes)]
+                shares.append(np.full(1, float(one == 0)))  # the optimizer, whatever limits the pass
+                weights.append(overlap.weights(shares, depth, options.accumulate, chunks))
             found.append([self.contest.anew(math.inf, weight).assemble(candidate).problem for weight in weights])
         return found
 
@@ -277,7 +276,7 @@ class _Squeeze:
     def at(self, point: _Point, chunks: int = 1) -> Contest:
         """The contest whose seconds are weighted as at a point."""
         options, depth = self.contest.candidates.options, self.contest.candidates.model.depth
-        shares = point.shares or ((1.0,),) * (2 if options.accumulate == 1 else 3)
+        shares = point.shares or first_shares(options.accumulate)
         weights = overlap.weights(shares, depth, options.accumulate, chunks) if options.hides else None
         self.contest = self.contest.anew(math.inf, weights)
         return self.contest

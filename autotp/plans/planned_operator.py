@@ -15,10 +15,11 @@ class Predicted:
 
     Attributes:
         step_seconds: the whole step: computing, and the communication that nothing hides.
-        compute_seconds: of computing, in chunks if there are any.
+        compute_seconds: of computing, in chunks if there are any, with the optimizer's step.
         communication_seconds: of all communication, hidden or not.
         exposed_seconds: of communication that nothing hides.
         memory_bytes: parameters, gradients, optimizer state, saved activations and the largest gathered temporary.
+        update_seconds: of the optimizer's step, which is no operator.
     """
 
     step_seconds: float
@@ -26,6 +27,7 @@ class Predicted:
     communication_seconds: float
     exposed_seconds: float
     memory_bytes: float
+    update_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,9 +61,10 @@ def einsum_flop(node: fx.Node) -> float:
 
 
 def attention_flop(node: fx.Node) -> float:
-    """Of both products."""
+    """Of both products; half of it where scores are causal, as kernels skip the others."""
     q, k, v = (by.shape_of(n) for n in by.operands_of(node)[:3])
-    return 2.0 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+    causal = bool(by.argument(node, 5, "is_causal", False))
+    return (1.0 if causal else 2.0) * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
 
 
 def attention(node: fx.Node) -> OpRule:

@@ -43,7 +43,8 @@ class Rule:
         lower: builds the operator's sharded form when a factor in ``inner`` or a reduced factor is sharded.
         shape: position of an argument that is the result's shape, to be made local.
         divide: argument position -> factor whose shards divide it (``num_groups``, equal split sizes).
-        flop: FLOP of the whole forward operator; the backward of such an operator costs twice that.
+        flop: FLOP of the whole forward operator.
+        backward: the work of the backward operator, in units of the forward one's.
         product: its operands, where it multiplies matrices.
         statistics: how many numbers per row a lowering reduces over the axes of its inner factors, forward and backward.
         contiguous: factors whose lowering counts positions, so that a device must hold neighbouring ones.
@@ -73,6 +74,7 @@ class Rule:
     shape: int | None = None
     divide: Mapping[int, str] | None = None
     flop: Callable[[fx.Node], float] | None = None
+    backward: float = 2.0
     product: Product | None = None
     statistics: tuple[int, int] = (2, 2)
     contiguous: tuple[str, ...] = ()

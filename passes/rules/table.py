@@ -208,6 +208,7 @@ RULES: Mapping[str, Rule] = {
         "attention",
         lower=low.attention,
         flop=of.attention_flop,
+        backward=2.5,  # it computes the scores once more: FlashAttention-2, arXiv 2307.08691, section 4.1
         contiguous=("s",),
         saves="all",
         besides=of.kept_by_attention,

@@ -1,0 +1,23 @@
+"""Measured training runs against predictions: what comes in is a table of runs, what goes out is how far off plans are.
+
+`runs` reads a table, `models` has the architectures of such runs, `predict` plans every run as it was run and compares, and
+`fit` fits a device's figures to them.
+"""
+
+from autotp.validate.fit import DeviceFit, fit_device
+from autotp.validate.predict import Accuracy, Prediction, accuracy, kendall, predicted, rankings
+from autotp.validate.runs import MeasuredRun, Skipped, read_runs
+
+__all__ = [
+    "Accuracy",
+    "DeviceFit",
+    "MeasuredRun",
+    "Prediction",
+    "Skipped",
+    "accuracy",
+    "fit_device",
+    "kendall",
+    "predicted",
+    "rankings",
+    "read_runs",
+]

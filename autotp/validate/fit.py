@@ -1,0 +1,88 @@
+"""Fits the figures of a device to measured runs: few of them, so that they hold for runs that were not fitted.
+
+The data sheet's rates stay. Fitted are the share of the peak that large products reach and the size that halves it, how
+much slower fused attention is than that, and how much slower than the memory's bandwidth everything else moves its bytes:
+`costmodel.compute.KERNEL` has the formula. The launch stays too: steps of large models do not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autotp.errors import AutotpError
+from autotp.validate.predict import Accuracy, Prediction, accuracy
+from costmodel import KINDS, Device
+
+__all__ = ["DeviceFit", "fit_device", "split"]
+
+#: Figure -> least, greatest and first value.
+_FIGURES = {
+    "efficiency": (0.3, 1.0, 0.7),
+    "half_size": (1.0, 3000.0, 200.0),
+    "attention": (0.5, 10.0, 2.0),
+    "memory": (1.1, 3.0, 1.25),
+}
+_LEAST = 5  # runs for as many figures
+_ROBUST = 0.05  # relative errors beyond which a run counts less
+_HELD_OUT = 4  # every so many-th run is kept out of a fit
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFit:
+    """A device with fitted figures.
+
+    Attributes:
+        device: with them.
+        fitted, held_out: how far off predictions are with it, of the runs of the fit and of others.
+    """
+
+    device: Device
+    fitted: Accuracy
+    held_out: Accuracy | None
+
+
+def split(predictions: Sequence[Prediction]) -> tuple[list[Prediction], list[Prediction]]:
+    """Runs to fit, and every fourth, which is kept out."""
+    chosen = [one for number, one in enumerate(predictions) if number % _HELD_OUT != _HELD_OUT - 1]
+    return chosen, [one for one in predictions if one not in chosen]
+
+
+def fit_device(predictions: Sequence[Prediction]) -> DeviceFit:
+    """The device of some runs, with figures that make the relative errors of most of their steps smallest.
+
+    Raises:
+        AutotpError: the runs have different devices or are too few, or scipy is not installed.
+    """
+    devices = {one.run.topology.device.name: one.run.topology.device for one in predictions}
+    if len(devices) != 1:
+        raise AutotpError(f"runs on {', '.join(devices) or 'no device'} cannot be fitted together")
+    (own,) = devices.values()
+    chosen, others = split(predictions)
+    if len(chosen) < _LEAST:
+        raise AutotpError(f"{len(chosen)} runs on {own.name} are too few: {_LEAST} are needed for {len(_FIGURES)} figures")
+    try:
+        from scipy.optimize import least_squares
+    except ImportError as error:
+        raise AutotpError("fitting needs scipy: pip install scipy") from error
+
+    def errors(logarithms: np.ndarray) -> np.ndarray:
+        device = _device(own, np.exp(logarithms))
+        return np.log([one.work.seconds(device, own) / one.run.seconds for one in chosen])
+
+    low, high, first = np.log(np.array(list(_FIGURES.values()))).T
+    found = least_squares(errors, first, bounds=(low, high), loss="soft_l1", f_scale=_ROBUST, diff_step=1e-3)
+    device = _device(own, [float(f"{figure:.3g}") for figure in np.exp(found.x)])
+
+    def accurate(runs: Sequence[Prediction]) -> Accuracy:
+        return accuracy([one.work.seconds(device, own) / one.run.seconds for one in runs])
+
+    return DeviceFit(device, accurate(chosen), accurate(others) if others else None)
+
+
+def _device(own: Device, figures: Sequence[float] | np.ndarray) -> Device:
+    efficiency, half_size, attention, memory = (float(figure) for figure in figures)
+    slowdown = dict.fromkeys(KINDS, memory) | {"product": 1.0, "convolution": 1.0, "attention": attention}
+    return replace(own, efficiency=min(1.0, efficiency), half_size=half_size, slowdown=slowdown)

@@ -1,0 +1,186 @@
+"""Plans measured runs as they were run, and compares what is predicted with what was measured."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from autotp.analysis.explain import priced_plan
+from autotp.costs.step import Sums
+from autotp.planner import plan_captured
+from autotp.plans.families import Family
+from autotp.plans.options import Options
+from autotp.plans.plan import Plan
+from autotp.validate.models import LanguageModel
+from autotp.validate.runs import MeasuredRun
+from costmodel import Device
+from costmodel.compute import Work
+from passes.capture import Captured, Precision, capture
+from passes.rules.table import flop_of
+from passes.strategies.space import Space
+
+__all__ = ["Accuracy", "Prediction", "StepWork", "accuracy", "kendall", "predicted", "rankings"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step computes, for pricing it on other devices.
+
+    Attributes:
+        kernels: kernels of equal kind and dtype with arrays of their sizes, and how often they run in each pass.
+        sums: the step on the run's own device.
+        update: kernels of the optimizer's step.
+    """
+
+    kernels: Sequence[tuple[Work, np.ndarray, np.ndarray]]
+    sums: Sums
+    update: Work
+
+    def seconds(self, device: Device, own: Device) -> float:
+        """Seconds of the step on ``device``, whose rates differ from those of the run's ``own``."""
+        passes = []
+        for number, one in enumerate((self.sums.forward, self.sums.backward)):
+            changed = sum(
+                float((counts[number] * (work.seconds(device) - work.seconds(own))).sum()) for work, *counts in self.kernels
+            )
+            passes.append(replace(one, compute=one.compute + changed))
+        update = float(self.update.seconds(device))
+        return replace(self.sums, forward=passes[0], backward=passes[1], update=update).step(hides=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A run, its plan, and what its step computes."""
+
+    run: MeasuredRun
+    plan: Plan
+    work: StepWork = field(repr=False)
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured seconds of a step."""
+        return self.plan.predicted.step_seconds / self.run.seconds
+
+    @property
+    def memory_ratio(self) -> float | None:
+        """Predicted over measured bytes; None where they were not published."""
+        return self.plan.predicted.memory_bytes / self.run.memory if self.run.memory else None
+
+
+def predicted(run: MeasuredRun) -> Prediction:
+    """Plans a run as it was run: its mesh, its scheme, what it recomputes; without a memory bound, because it did run.
+
+    Raises:
+        AutotpError: it has no plan.
+    """
+    precision = _PRECISIONS[run.precision]
+    with torch.device("meta"):
+        model = LanguageModel(run.model, run.sequence)
+        tokens = torch.zeros(run.batch * run.data, run.sequence, dtype=torch.long)
+        captured = capture(model, (tokens, tokens), None, precision)
+    options = replace(_options(run), precision=precision)
+    plan = plan_captured(captured, run.topology, options)
+    return Prediction(run, plan, _work(captured, plan))
+
+
+_PRECISIONS: Mapping[str, Precision] = {
+    "bf16-mixed": "bf16-mixed",
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+    "fp16": MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16),
+}
+
+
+def _options(run: MeasuredRun) -> Options:
+    sharded = run.sharding != "ddp"
+    within = max(1, run.node // run.tensor) if run.sharding == "hsdp" else run.data
+    outer, inner = run.data // within, "b" if sharded else "d"
+    axes = [(role, degree) for role, degree in (("d", outer), (inner, within), ("w", run.tensor)) if degree > 1]
+    axes = axes or [("d", 1)]
+    family = Family(
+        "as it was run",
+        "the degrees and the scheme of a measured run",
+        roles=lambda _: ["".join(role for role, _ in axes)],
+        between=frozenset({"token"}) if run.sequence_parallel else frozenset(),
+        scatters=run.sequence_parallel or run.tensor == 1,
+        rest="sharded" if sharded else "free",
+        gathers="once" if run.sharding == "zero2" else "twice",
+    )
+    recompute: str | list[str] = run.recompute
+    if recompute == "every 2nd":
+        recompute = [f"blocks.{number}" for number in range(1, run.model.layers, 2)]
+    mesh = tuple(degree for _, degree in axes)
+    return Options(family, mesh=mesh, memory=math.inf, recompute=recompute, accumulate=run.accumulate, panels=1, chunks={})
+
+
+def _work(captured: Captured, plan: Plan) -> StepWork:
+    priced = priced_plan(captured, plan)
+    found: dict[tuple[str, str, bool], list[tuple[list[float], float, float]]] = defaultdict(list)
+    for node, operator in priced.model.operators.items():
+        gradient = node in priced.model.differentiated
+        work = priced.prices.work(Space.alone(operator, priced.strategies[node.name]), flop_of(node), gradient=gradient)
+        if work is None:
+            continue
+        late, _ = priced.prices.behind(node, gradient=gradient)
+        ahead = (1 - late) * plan.accumulate
+        behind = (late + (1 - late) * (node in priced.model.recomputed)) * plan.accumulate
+        figures = [
+            float(np.asarray(x).ravel()[0]) for x in (work.flop, work.bytes, *(work.dims or (1, 1, 1)), work.launches)
+        ]
+        found[work.kind, work.dtype, work.dims is not None].append((figures, ahead, behind))
+    kernels: list[tuple[Work, np.ndarray, np.ndarray]] = []
+    for (kind, dtype, multiplies), rows in found.items():
+        flop, moved, m, k, n, launches = np.array([figures for figures, _, _ in rows]).T
+        forward, backward = np.array([counts for _, *counts in rows]).T
+        work = Work(flop, moved, dtype, kind, (m, k, n) if multiplies else None, launches)
+        kernels.append((work, forward, backward))
+    return StepWork(kernels, priced.sums, Work(0.0, priced.updated, "float32", "pointwise", None, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """How far off the predictions of some runs are, relative to what was measured.
+
+    Attributes:
+        runs: how many there are.
+        mean, median, largest: of the absolute errors.
+        bias: the geometric mean of predicted over measured.
+    """
+
+    runs: int
+    mean: float
+    median: float
+    largest: float
+    bias: float
+
+
+def accuracy(ratios: Sequence[float]) -> Accuracy:
+    """Of predicted over measured."""
+    errors = [abs(ratio - 1) for ratio in ratios]
+    mean, median = statistics.fmean(errors), statistics.median(errors)
+    return Accuracy(len(errors), mean, median, max(errors), statistics.geometric_mean(ratios))
+
+
+def kendall(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """Kendall's tau-a of two rankings: pairs that agree less pairs that do not, over all pairs."""
+    pairs = list(itertools.combinations(range(len(predicted)), 2))
+    signs = [np.sign((predicted[i] - predicted[j]) * (measured[i] - measured[j])) for i, j in pairs]
+    return float(sum(signs)) / len(pairs)
+
+
+def rankings(predictions: Sequence[Prediction]) -> list[list[Prediction]]:
+    """Runs that differ in their degrees alone, three or more together."""
+    groups: dict[object, list[Prediction]] = defaultdict(list)
+    for one in predictions:
+        run = one.run
+        whole = run.batch * run.accumulate * run.data
+        key = run.source, run.model, run.sequence, run.topology.device.name, run.topology.devices, whole, run.recompute
+        groups[key].append(one)
+    return [group for group in groups.values() if len({(one.run.data, one.run.tensor) for one in group}) > 2]

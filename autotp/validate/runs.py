@@ -1,0 +1,300 @@
+"""Measured training runs: tables of them are read, and every run becomes a record or a reason why it cannot be planned.
+
+A table is TOML with one ``[[runs]]`` for each run, or CSV with a column for each key:
+
+- ``id``, ``source``; ``model`` (a name), ``architecture`` (``gpt`` or ``llama``; left out, guessed from the name),
+  ``layers``, ``hidden``, ``ffn``, ``heads``, ``kv_heads``, ``vocab``, ``seq``; ``attention`` (``fused`` or
+  ``written out``), ``dropout``, ``tied``, ``loss`` (``fused`` or ``float32``);
+- ``gpu_type``, ``gpus``; ``interconnect``: text with the rate of a node's network, such as ``8x200 Gbit/s``, or of a
+  device's, such as ``400 Gbit/s per GPU``;
+- ``dp_fsdp_degree``, ``tp_degree``, ``pp_degree``, ``sequence_parallel``, ``kind`` (``ddp``, ``zero2``, ``zero3``,
+  ``hsdp``);
+  ``global_batch``, ``micro_batch``, ``grad_accum``; ``recompute``, ``dtype``, ``torch_compile``;
+- what was measured: ``step_seconds``, and if known ``memory_gb`` (10^9 bytes of a device).
+
+In CSV, keys that are no columns may stand in ``notes``, as ``key=value;``.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autotp.errors import AutotpError
+from costmodel import Device, Topology, parse_quantity
+from costmodel.text.tables import Table, read_toml
+
+__all__ = ["Architecture", "MeasuredRun", "Skipped", "read_runs"]
+
+#: gpu_type, in lower case -> preset of the machine.
+_DEVICES = {
+    "a100-sxm-40gb": "dgx-a100-40gb",
+    "a100-sxm-80gb": "dgx-a100",
+    "h100-sxm-80gb": "dgx-h100",
+    "h100-sxm-96gb hbm2e 2.4tb/s 500w": "h100-96gb",
+    "v100-sxm2-16gb": "dgx-v100",
+    "v100-sxm2-32gb": "dgx-v100",
+    "h200": "h200",
+}
+_DTYPES = {
+    "bf16": "bf16-mixed",
+    "bf16 compute, fp32 reduce": "bf16-mixed",
+    "bf16, bf16 reduce": "bf16",
+    "fp16": "fp16",
+    "fp16 mixed": "fp16",
+}
+_RECOMPUTE = {
+    "": "none",
+    "none": "none",
+    "full": "full",
+    "selective op": "selective",
+    "selective (attention core)": "selective",
+    "selective layer (every 2nd)": "every 2nd",
+}
+_KINDS = ("ddp", "zero2", "hsdp", "zero3")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A decoder.
+
+    Attributes:
+        kind: ``gpt`` (LayerNorm, GELU, learned positions, biases) or ``llama`` (RMSNorm, SwiGLU, rotary positions).
+        layers, hidden, ffn, heads, kv_heads, vocabulary: its sizes.
+        tied: the head's weight is the embedding's.
+        fused_attention: scores are not in memory, as with FlashAttention.
+        dropout: the probability.
+        float_loss: logits are cast to float32 for the loss; else a fused kernel takes them as they are.
+    """
+
+    kind: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    tied: bool = True
+    fused_attention: bool = True
+    dropout: float = 0.0
+    float_loss: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """A training run as it was run, with what was measured.
+
+    Attributes:
+        name, source: which run, and who measured it.
+        model: its architecture.
+        sequence: tokens of a sequence.
+        topology: the machine, of as many devices.
+        data, tensor: degrees of data parallelism, over the outer mesh axis, and of tensor parallelism, over the inner one.
+        sharding: ``ddp``, ``zero2``, ``zero3`` or ``hsdp``, which is ``zero3`` in every node.
+        sequence_parallel: activations between tensor-parallel layers are split.
+        batch: sequences of a micro-batch on each data-parallel rank.
+        accumulate: micro-batches of a step.
+        recompute: as ``autotp.plan`` takes it; ``every 2nd``: every second block, as a whole.
+        precision: ``bf16-mixed``, or ``bf16`` or ``fp16`` where gradients are reduced in that as well.
+        seconds: of a step.
+        memory: bytes of a device; 0 if not published.
+        compiled: kernels between products were fused by a compiler.
+    """
+
+    name: str
+    source: str
+    model: Architecture
+    sequence: int
+    topology: Topology
+    data: int
+    tensor: int
+    sharding: str
+    sequence_parallel: bool
+    batch: int
+    accumulate: int
+    recompute: str
+    precision: str
+    seconds: float
+    memory: float = 0.0
+    compiled: bool = False
+
+    @property
+    def node(self) -> int:
+        """Devices of a node."""
+        return math.prod(level.size for level in self.topology.levels[:-1])
+
+    @property
+    def device(self) -> str:
+        """The device's name."""
+        return self.topology.device.name
+
+    def machine(self, device: Device) -> Topology:
+        """The run's machine with another device."""
+        return replace(self.topology, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A run that cannot be planned, and why."""
+
+    name: str
+    why: str
+
+
+def read_runs(path: Path) -> tuple[list[MeasuredRun], list[Skipped]]:
+    """The runs of a table, and those that cannot be planned as they were run.
+
+    Raises:
+        AutotpError: the file cannot be read, or has no runs.
+    """
+    runs: list[MeasuredRun] = []
+    skipped: list[Skipped] = []
+    for number, row in enumerate(_rows(path)):
+        name = str(row.get("id") or f"run {number}")
+        try:
+            runs.append(_run(name, row))
+        except AutotpError as error:
+            skipped.append(Skipped(name, str(error)))
+    if not runs and not skipped:
+        raise AutotpError(f"{path}: has no runs; write one [[runs]] for each, or one line of CSV")
+    return runs, skipped
+
+
+def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    if path.suffix.lower() != ".csv":
+        table = Table(read_toml(path), str(path), ("runs",), ("sources",))
+        sources = table.mapping("sources") if "sources" in table.data else {}
+        for row in table.mappings("runs"):
+            yield {**row, "source": sources.get(row.get("source", ""), row.get("source", ""))}
+        return
+    try:
+        with path.open(newline="", encoding="utf-8") as stream:
+            for row in csv.DictReader(stream):
+                noted = re.findall(r"(?:^|; ?)([a-z_]+)=([^;]*)", row.get("notes") or "")
+                yield {**dict(noted), **{key: value for key, value in row.items() if value}}
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise AutotpError(f"{path}: cannot be read: {error}") from error
+
+
+def _run(name: str, row: Mapping[str, Any]) -> MeasuredRun:
+    if _whole(row, "pp_degree", 1) > 1:
+        raise AutotpError(f"a pipeline of {row['pp_degree']} stages; plans have none")
+    kind = str(row.get("kind", "")).lower()
+    if "one transformer layer" in kind:
+        raise AutotpError("one layer by itself, which is no training step")
+    devices, data, tensor = _whole(row, "gpus"), _whole(row, "dp_fsdp_degree"), _whole(row, "tp_degree", 1)
+    if data * tensor != devices:
+        raise AutotpError(f"{data} x {tensor} ways on {devices} devices")
+    accumulate = _whole(row, "grad_accum", 1)
+    batch = _whole(row, "micro_batch", 0) or _whole(row, "global_batch") // (data * accumulate)
+    if "global_batch" in row and batch * data * accumulate != _whole(row, "global_batch"):
+        raise AutotpError(
+            f"a batch of {row['global_batch']} is not {accumulate} micro-batches of {batch} on {data} data-parallel ranks"
+        )
+    dtype = _one_of(row, "dtype", _DTYPES)
+    return MeasuredRun(
+        name,
+        str(row.get("source", "")),
+        _architecture(row, dtype),
+        _whole(row, "seq"),
+        _topology(row, devices),
+        data,
+        tensor,
+        next((one for one in _KINDS if one in kind), "ddp"),
+        str(row.get("sequence_parallel", "no")).lower() in ("yes", "true"),
+        batch,
+        accumulate,
+        _one_of({"recompute": "", **row}, "recompute", _RECOMPUTE),
+        dtype,
+        _number(row, "step_seconds"),
+        _number(row, "memory_gb", 0.0) * 1e9,
+        str(row.get("torch_compile", row.get("compiler", "no"))).lower() not in ("no", "eager", "not stated", "false"),
+    )
+
+
+def _architecture(row: Mapping[str, Any], dtype: str) -> Architecture:
+    model, traits = str(row.get("model", "")).lower(), str(row.get("model_traits", "")).lower()
+    hidden, ffn, heads = _whole(row, "hidden"), _whole(row, "ffn"), _whole(row, "heads")
+    kind = str(row.get("architecture", "llama" if "llama" in model or "aurora" in model else "gpt"))
+    if kind not in ("gpt", "llama"):
+        raise AutotpError(f"architecture {kind!r} is unknown; the known ones are gpt and llama")
+    # Half precision without bfloat16 means Megatron-LM before FlashAttention, with dropout.
+    old = dtype == "fp16" and "attention" not in row
+    attention = str(row.get("attention", "written out" if old or "no flash" in traits else "fused"))
+    return Architecture(
+        kind,
+        _whole(row, "layers"),
+        hidden,
+        ffn,
+        heads,
+        _whole(row, "kv_heads", heads),
+        _whole(row, "vocab"),
+        str(row.get("tied", kind == "gpt")).lower() in ("yes", "true"),
+        attention == "fused",
+        _number(row, "dropout", 0.1 if old else 0.0),
+        str(row.get("loss", "float32" if kind == "llama" or attention != "fused" else "fused")) == "float32",
+    )
+
+
+def _topology(row: Mapping[str, Any], devices: int) -> Topology:
+    """The preset of the run's device, with the network of its nodes, as far as that is stated."""
+    name = str(row.get("gpu_type", "")).lower()
+    if name not in _DEVICES:
+        raise AutotpError(f"device {row.get('gpu_type', '')!r} is unknown; the known ones are {', '.join(_DEVICES)}")
+    machine = Topology.load(_DEVICES[name])
+    node = math.prod(level.size for level in machine.levels[:-1])
+    machine = machine.resized(devices)
+    stated = _stated(str(row.get("interconnect", "")), node)
+    if stated is None or len(machine.levels) < 2:
+        return machine
+    *inside, outer = machine.levels
+    # A preset's bandwidth is achieved, a table's is that of the data sheet.
+    share = outer.bandwidth / _SHEET.get(machine.name, outer.bandwidth)
+    return replace(machine, levels=(*inside, replace(outer, bandwidth=stated * share)))
+
+
+#: Preset -> bytes/s of a node's network by its data sheet.
+_SHEET = {"dgx-a100": 200e9, "dgx-a100-40gb": 200e9, "dgx-h100": 400e9, "h100-96gb": 400e9, "dgx-v100": 50e9, "h200": 400e9}
+
+
+def _stated(text: str, node: int) -> float | None:
+    """Bytes/s of a node's network that a text states."""
+    found = re.search(r"(?:(\d+) ?x ?)?(\d+(?:\.\d+)?) (Gbit/s|GB/s)(?:[^+]*per (GPU))?", text)
+    if found is None:
+        return None
+    count, figure, unit, each = found.groups()
+    return parse_quantity(f"{figure} {unit}", "bandwidth") * int(count or 1) * (node if each else 1)
+
+
+def _one_of(row: Mapping[str, Any], key: str, known: Mapping[str, str]) -> str:
+    value = str(row.get(key, "")).lower()
+    if value not in known:
+        raise AutotpError(f"{key} {row.get(key, '')!r} cannot be represented; known are {', '.join(filter(None, known))}")
+    return known[value]
+
+
+def _whole(row: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = _number(row, key, None if default is None else float(default))
+    if value != int(value):
+        raise AutotpError(f"{key} is {row[key]!r}; it must be a whole number")
+    return int(value)
+
+
+def _number(row: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = row.get(key, "")
+    if value == "" or value is None:
+        if default is None:
+            raise AutotpError(f"{key} is missing")
+        return default
+    try:
+        found = float(str(value))
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf or (default is None and found == 0):
+        raise AutotpError(f"{key} is {value!r}; it must be a positive number")
+    return found
