@@ -120,7 +120,7 @@ def cast_parameters(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str,
             raise AutotpError(
                 f"precision: parameter {name} is {_short(rests)} already, so the optimizer has no wider one to update "
                 f"besides those in {_short(policy.param_dtype)}: call model.float() first, or leave precision out to train "
-                "in the model's own dtypes (gradients reduced in float32: MixedPrecisionPolicy(reduce_dtype=torch.float32))"
+                "in the model's own dtypes (to reduce in float32: MixedPrecisionPolicy(reduce_dtype=torch.float32))"
             )
         reduced = policy.reduce_dtype or used
         if used is not rests or reduced is not rests:
