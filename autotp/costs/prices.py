@@ -275,7 +275,7 @@ class Prices:
             moved += local_elements(tuple(tensor.shape), rows, self.mesh) * tensor.element_size()
         dtype = str((results or operands)[0].dtype).removeprefix("torch.")
         dims: Any = None
-        if kind_of(node) == "product":
+        if kind_of(node) == "product" and space.operator.factors:
             factors = space.operator.factors.values()
             made = [frozenset(f.name for f in factors if f.kind == kind) for kind in "mkn"]
             sizes = (math.prod(f.size for f in factors if f.kind == kind) for kind in "mkn")

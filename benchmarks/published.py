@@ -1,0 +1,179 @@
+"""Predictions against published training runs: python -m benchmarks.published [--fit] [--write] (a quarter of an hour)
+
+Every run of benchmarks/published.toml is planned as it was run, and its step is compared with what was measured. With
+``--fit``, the figures of every device are fitted to the runs first, and printed as a preset has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from autotp.errors import AutotpError
+from autotp.validate import Prediction, Skipped, accuracy, fit_device, kendall, predicted, rankings, read_runs
+from benchmarks.tables import command, machine, table
+
+RUNS = Path(__file__).with_name("published.toml")
+PICTURE = "images/published.svg"
+_SPREAD = 0.1  # relative error beyond which a run is listed by itself
+_SCALES = (128, 512)  # devices between which growth is compared
+
+
+def planned() -> tuple[list[Prediction], list[Skipped]]:
+    """Every run of the table."""
+    runs, skipped = read_runs(RUNS)
+    found = []
+    for run in runs:
+        try:
+            found.append(predicted(run))
+        except AutotpError as error:
+            skipped.append(Skipped(run.name, str(error)))
+    return found, skipped
+
+
+def fitted(found: Sequence[Prediction]) -> str:
+    """The figures of every device with enough runs, as a preset has them."""
+    parts = []
+    for device in sorted({one.run.device for one in found}):
+        mine = [one for one in found if one.run.device == device]
+        try:
+            fit = fit_device(mine)
+        except AutotpError as error:
+            parts.append(f"# {device}: {error}\n")
+            continue
+        slow = ", ".join(f"{kind} = {factor:g}" for kind, factor in fit.device.slowdown.items() if factor != 1)
+        held = "" if fit.held_out is None else f", held out {fit.held_out.mean:.1%} of {fit.held_out.runs}"
+        parts.append(
+            f"# {device}: mean error {fit.fitted.mean:.1%} of {fit.fitted.runs} runs{held}\n"
+            f"efficiency = {fit.device.efficiency:g}\nhalf_size = {fit.device.half_size:g}\nslowdown = {{ {slow} }}\n"
+        )
+    return "\n".join(parts)
+
+
+def report(fit: bool, write: bool) -> str | tuple[str, Mapping[str, str]]:
+    """The page."""
+    found, skipped = planned()
+    if fit:
+        return fitted(found)
+    groups: dict[tuple[str, str], list[Prediction]] = defaultdict(list)
+    for one in found:
+        groups[one.run.source, one.run.device].append(one)
+    text = _HEAD.format(machine=machine(), runs=len(found), skipped=len(skipped))
+    rows = [[*key, *_figures(group)] for key, group in groups.items()]
+    text += table(_COLUMNS, [*rows, ["**all**", "", *_figures(found)]])
+    text += f"\n![Predicted over measured seconds]({PICTURE})\n\n## Order\n\n{_ORDER}\n" + table(*_orders(found))
+    text += f"\n## Scale\n\n{_SCALE}\n" + table(*_growth(found))
+    far = sorted((one for one in found if abs(one.ratio - 1) > _SPREAD), key=lambda one: -abs(math.log(one.ratio)))
+    text += f"\n## Runs that are further off\n\n{_FAR}\n"
+    text += table(["run", "measured s", "predicted s", "ratio"], [_row(one) for one in far])
+    text += f"\n## Runs that were not planned\n\n{_SKIPPED}\n"
+    text += table(["run", "why"], [[one.name, one.why.split(";")[0]] for one in skipped])
+    return text, {PICTURE: _picture(groups)}
+
+
+def _figures(group: Sequence[Prediction]) -> list[str]:
+    found = accuracy([one.ratio for one in group])
+    memory = [abs(one.memory_ratio - 1) for one in group if one.memory_ratio is not None]
+    return [
+        str(found.runs),
+        f"{found.mean:.1%}",
+        f"{found.largest:.1%}",
+        f"{found.bias:.3f}",
+        f"{sum(memory) / len(memory):.1%} of {len(memory)}" if memory else "–",
+    ]
+
+
+def _row(one: Prediction) -> list[str]:
+    return [one.run.name, f"{one.run.seconds:.4g}", f"{one.plan.predicted.step_seconds:.4g}", f"{one.ratio:.3f}"]
+
+
+def _orders(found: Sequence[Prediction]) -> tuple[list[str], list[list[str]]]:
+    rows = []
+    for group in rankings(found):
+        steps = [(one.plan.predicted.step_seconds, one.run.seconds, one.run.name) for one in group]
+        told, measured = min(steps)[2], min(steps, key=lambda step: step[1])[2]
+        tau = kendall([step[0] for step in steps], [step[1] for step in steps])
+        rows.append([group[0].run.name, str(len(group)), f"{tau:.2f}", "yes" if told == measured else f"no: {told}"])
+    return ["first run", "runs", "Kendall's tau", "same fastest"], rows
+
+
+def _growth(found: Sequence[Prediction]) -> tuple[list[str], list[list[str]]]:
+    """Of runs that differ in their number of devices alone, by how much a step grows."""
+    groups: dict[object, dict[int, Prediction]] = defaultdict(dict)
+    for one in found:
+        run = one.run
+        key = run.source, run.model, run.sequence, run.device, run.batch, run.accumulate, run.tensor, run.recompute
+        groups[key][run.topology.devices] = one
+    rows = []
+    for group in groups.values():
+        few, *_, many = sorted(group) if len(group) > 1 else (0, 0)
+        if not few or many < _SCALES[0]:
+            continue
+        measured, told = (
+            group[many].run.seconds / group[few].run.seconds,
+            group[many].plan.predicted.step_seconds / group[few].plan.predicted.step_seconds,
+        )
+        rows.append([group[few].run.name, str(few), str(many), f"{measured - 1:+.1%}", f"{told - 1:+.1%}"])
+    return ["run", "devices", "to", "measured", "predicted"], rows
+
+
+def _picture(groups: Mapping[tuple[str, str], Sequence[Prediction]]) -> str:
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    axes = figure.subplots()
+    every = []
+    for (source, device), group in groups.items():
+        measured, told = ([f(one) for one in group] for f in (_measured, _predicted))
+        axes.plot(measured, told, ".", label=f"{source[:40]}, {device}")
+        every += [*measured, *told]
+    axes.plot([min(every), max(every)], [min(every), max(every)], color="black", linewidth=0.5)
+    axes.set(xscale="log", yscale="log", xlabel="measured seconds of a step", ylabel="predicted")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=6)
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", metadata={"Date": None})
+    return drawn.getvalue()
+
+
+def _measured(one: Prediction) -> float:
+    return one.run.seconds
+
+
+def _predicted(one: Prediction) -> float:
+    return one.plan.predicted.step_seconds
+
+
+_COLUMNS = ["source", "device", "runs", "mean error", "largest", "predicted / measured", "memory: mean error"]
+
+_HEAD = """# Published training runs
+
+Generated by `python -m benchmarks.published --write` on {machine}.
+
+`benchmarks/published.toml` has measured training runs with their settings and sources. {runs} of them are planned here as
+they were run, with their degrees, micro-batches, precision and recomputation, on the presets of their machines;
+{skipped} are [skipped](#runs-that-were-not-planned). The presets' efficiency, half size and slowdowns are fitted to three
+quarters of MosaicML's runs of each device; every fourth run was held out. `autotp validate` prints the same for a table of
+your own, and `autotp validate --fit` fits a device to it. The plot shows all runs.
+
+"""
+
+_ORDER = "Sets of runs that differ in their degrees alone:\n"
+_SCALE = (
+    "Runs that differ in their number of devices alone, by how much a step takes longer on the most than on the fewest:\n"
+)
+_FAR = "Runs whose step is predicted more than 10 % off:\n"
+_SKIPPED = "Runs that plans cannot represent, or whose settings are not published:\n"
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--fit", action="store_true", help="print fitted figures instead")
+
+
+if __name__ == "__main__":
+    sys.exit(command("published", "published.md", report, _options))
