@@ -483,3 +483,12 @@ def test_a_stray_symbol_is_refused():
 def test_no_torch_is_imported():
     code = "import sys, costmodel; costmodel.Topology.local({}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_optimizers_step_reads_and_writes_each_of_its_tensors():
+    # AdamW: the gradient is read; the parameter and two tensors of state are read and written.
+    assert memory.update_bytes(10, 4, "adamw") == 10 * 4 * 7
+    assert memory.update_bytes(10, 4, "sgd-momentum") == 10 * 4 * 5
+    assert memory.update_bytes(10, 8, "sgd") == 10 * 8 * 3
+    with pytest.raises(ValueError, match="no optimizer is called 'adam'"):
+        memory.update_expression("adam")
