@@ -45,9 +45,10 @@ def test_the_step_equals_exhaustive_search_where_it_is_proven(small_problems):
         pure = [
             [assemble(built, prices, math.inf, weights=weights).problem for weights in each]
             for each in (
-                [Weights(kind, nothing, nothing) for kind in kinds],
-                [Weights(nothing, kind, nothing) for kind in kinds],
-                [Weights(nothing, nothing, kind) for kind in kinds],
+                [Weights(kind, nothing, nothing, 0.0) for kind in kinds],
+                [Weights(nothing, kind, nothing, 0.0) for kind in kinds],
+                [Weights(nothing, nothing, kind, 0.0) for kind in kinds],
+                [Weights(nothing, nothing, nothing, 1.0)],
             )
         ]
         options = Options("auto", mesh=mesh, panels=1, chunks={}, memory=math.inf, accumulate=MICRO)
@@ -59,9 +60,9 @@ def test_the_step_equals_exhaustive_search_where_it_is_proven(small_problems):
 
         for choice in itertools.product(*(range(len(n.cost)) for n in problem.nodes)):
             if math.isfinite(evaluate(problem, choice).seconds):
-                forward, backward, once = ([evaluate(each, choice).seconds for each in every] for every in pure)
+                forward, backward, once, (update,) = ([evaluate(each, choice).seconds for each in every] for every in pure)
                 one = np.array(backward) / MICRO
-                step = seconds(forward) + (MICRO - 1) * seconds(one) + seconds(one + np.array(once))
+                step = seconds(forward) + (MICRO - 1) * seconds(one) + seconds(one + np.array(once)) + update
                 least = min(least, step)
         proven += proven_least(plan, least, seed)
     assert proven >= len(small_problems) // 3
@@ -98,7 +99,9 @@ def test_a_step_is_so_often_a_micro_batch_and_once_its_reductions():
         )
         captured = capture(model, (x,))
         sums, more = priced_plan(captured, one).sums, priced_plan(captured, many).sums
-        assert more.compute == pytest.approx(5 * sums.compute) == many.predicted.compute_seconds
+        passes = 5 * (sums.compute - sums.update)
+        assert more.compute == pytest.approx(passes + sums.update) == many.predicted.compute_seconds
+        assert more.update == sums.update == many.predicted.update_seconds > 0, "the optimizer steps once"
         assert more.activations == pytest.approx(5 * sums.activations)
         assert more.parameters == pytest.approx(sums.parameters) and more.parameters > 0
         exposed = one.predicted.exposed_seconds + 4 * sums.activations

@@ -34,7 +34,7 @@ positive = st.floats(1e-3, 1e3)
 @given(positive, positive, positive, st.integers(1, 100), st.tuples(st.floats(0, 1), st.floats(0, 1)), st.floats(0, 1))
 def test_a_weighted_sum_of_both_sides_is_the_programs_objective(compute, activations, parameters, depth, contention, share):
     device, network = overlap.sides(compute, activations, parameters, 0.0, depth, 1, contention)
-    weight = overlap.weights(((share, 1 - share), (1.0,)), depth).forward
+    weight = overlap.weights(((share, 1 - share), (1.0,), (1.0,)), depth).forward
     mixed = weight.compute * compute
     for seconds, taken, parameter in ((activations, contention[0], False), (parameters, contention[1], True)):
         mixed += float(weight.of(np.array([seconds, taken * seconds, seconds]), parameter=parameter))
@@ -74,7 +74,8 @@ def test_the_step_equals_exhaustive_search_where_it_is_proven(small_problems):
         topology = replace(flat.topology, levels=nodes) if len(mesh) == 2 else flat.topology
         prices = Prices(topology, mesh, together=model.parameter_bytes)
         every = (*kinds, *levels[: len(topology.levels)])
-        pure_weights = [*(Weights(kind, nothing) for kind in every), *(Weights(nothing, kind) for kind in every)]
+        pure_weights = [Weights(kind, nothing, update=0.0) for kind in every]
+        pure_weights += [Weights(nothing, kind, update=0.0) for kind in every] + [Weights(nothing, nothing, update=1.0)]
         pure = [
             assemble(
                 structure(model, family("auto").restrictions(len(mesh))[0], len(mesh)), prices, math.inf, weights=weights
@@ -90,10 +91,10 @@ def test_the_step_equals_exhaustive_search_where_it_is_proven(small_problems):
         depth = model.depth
         for choice in itertools.product(*(range(len(n.cost)) for n in problem.nodes)):
             if math.isfinite(evaluate(problem, choice).seconds):
-                sums = [evaluate(each.problem, choice).seconds for each in pure]
+                *sums, update = [evaluate(each.problem, choice).seconds for each in pure]
                 halves = sums[: len(every)], sums[len(every) :]
                 passes = (max(overlap.sides(*half[:3], 0.0, depth, 1, (0, 0), half[3:])) for half in halves)
-                least = min(least, sum(passes))
+                least = min(least, sum(passes) + update)
         proven += proven_least(plan, least, seed)
     assert proven >= len(small_problems) // 3
 
