@@ -123,7 +123,7 @@ def _let_go(world: weakref.ref[ProcessWorld], mesh: weakref.ref[DeviceMesh]) -> 
 
 def _in_memory(tensor: Tensor) -> Tensor:
     """A tensor without gaps. Some zeros that autograd makes (the gradient of ``sgn``) have no memory at all."""
-    return tensor.clone() if tensor._is_zerotensor() else tensor.contiguous()
+    return tensor.clone(memory_format=torch.contiguous_format) if tensor._is_zerotensor() else tensor.contiguous()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

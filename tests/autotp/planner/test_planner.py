@@ -259,7 +259,7 @@ def test_what_a_family_needs_is_found():
             autotp.plan(Deep(2), topology, (torch.randn(64, 16),), strategy=strategy, memory=1.0)
         needed = refused.value.needed
         plan = autotp.plan(Deep(2), topology, (torch.randn(64, 16),), strategy=strategy, memory=needed)
-        assert plan.predicted.memory_bytes == needed
+        assert 0.99 * needed <= plan.predicted.memory_bytes <= needed
         assert not plan.optimal or plan.gap == 0
 
 

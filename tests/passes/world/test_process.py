@@ -14,6 +14,13 @@ def test_zeros_without_memory_get_some():
     assert not sent._is_zerotensor() and torch.equal(sent, torch.zeros(2, 4))
 
 
+def test_zeros_without_memory_have_no_gaps_either():
+    """A transposed one, which a plain clone keeps transposed; the fuzzer met it, and no test had a gradient of ``sgn.T``."""
+    x = torch.randn(2, 4, requires_grad=True)
+    (zeros,) = torch.autograd.grad(torch.sgn(x).sum(), x)
+    assert not zeros.mT.clone().is_contiguous() and _in_memory(zeros.mT).is_contiguous()
+
+
 def test_what_lies_without_gaps_is_sent_as_it_is():
     x = torch.randn(2, 4)
     assert _in_memory(x) is x and _in_memory(x.t()).is_contiguous()
