@@ -76,6 +76,7 @@ GALLERY = {
         "One model on several machines and numbers of devices.",
     ),
     "calibrate": ("autotp calibrate --help", "Measures the machine that torchrun started it on, and writes a topology."),
+    "validate": ("autotp validate --help", "Plans measured runs as they were run, and compares steps and memory."),
 }
 
 

@@ -48,17 +48,18 @@ def test_the_story():
     # Found: the plan is the best where it was made, and far from what it promised where it runs.
     assert plans["claimed"].optimal and plans["there"].hash == plans["claimed"].hash
     assert plans["there"].topology.name == "measured" and not plans["there"].optimal
-    assert steps["there"] / steps["claimed"] == pytest.approx(1.7, abs=0.05) and "1.7 times" in PROSE
+    assert steps["there"] / steps["claimed"] == pytest.approx(1.44, abs=0.05) and "1.4 times" in PROSE
     dearest = max(plans["there"].operators, key=lambda op: op.seconds)
     assert (dearest.name, dearest.module) == ("linear_24", "head")
-    assert dearest.communication_seconds > plans["there"].predicted.compute_seconds * 2 / 3
+    told = plans["there"].predicted
+    assert dearest.communication_seconds > (told.compute_seconds - told.update_seconds) * 2 / 3
 
     # Explained: the pins that are offered exist, and the best of them is what the page calls it.
     explained = next(text for words, text in outputs.items() if words.startswith("autotp explain linear_24"))
     pins = re.findall(r"│ (linear_24=\S+ \S+)", explained)
-    assert pins == ["linear_24=m2@x m2@y", "linear_24=m2@x m1@y", "linear_24=m2@x n@y", "linear_24=m2@x k@y"]
+    assert pins == ["linear_24=m2@x m2@y", "linear_24=-@x m2@y", "linear_24=m2@x -@y", "linear_24=-@x -@y"]
     assert "chosen: data  linear_24=m2@x m2@y" in explained
-    assert steps["kept"] == pytest.approx(25.9e-3, rel=0.005) and "gives 25.9 ms" in PROSE
+    assert steps["kept"] - steps["pinned"] == pytest.approx(5e-3, rel=0.02) and "costs 5 ms" in PROSE
 
     # Pinned: the suspicion is kept, pays, and cannot be beaten.
     pinned = next(op for op in plans["pinned"].operators if op.name == "linear_24")
@@ -76,7 +77,7 @@ def test_the_story():
     # Fixed: as good as the pinned plan without its pin, and so much faster than the bad one on the same machine.
     assert not plans["fixed"].constraints and plans["fixed"].topology.name == "measured"
     assert steps["fixed"] == pytest.approx(steps["pinned"], rel=1e-3)
-    assert steps["there"] / steps["fixed"] == pytest.approx(1.6, abs=0.05) and "1.6 times as fast" in PROSE
+    assert steps["there"] / steps["fixed"] == pytest.approx(1.8, abs=0.05) and "1.8 times as fast" in PROSE
     assert "traceEvents" in trace
 
     for name in ("claimed", "there", "fixed"):

@@ -15,7 +15,7 @@ def test_zeros_without_memory_get_some():
 
 
 def test_zeros_without_memory_have_no_gaps_either():
-    """A transposed one, which a plain clone keeps transposed; the fuzzer met it, and no test had a gradient of ``sgn.T``."""
+    """A transposed one, which a plain clone keeps transposed; only the fuzzer had a gradient of ``sgn.T``."""
     x = torch.randn(2, 4, requires_grad=True)
     (zeros,) = torch.autograd.grad(torch.sgn(x).sum(), x)
     assert not zeros.mT.clone().is_contiguous() and _in_memory(zeros.mT).is_contiguous()
