@@ -5,11 +5,10 @@ A table is TOML with one ``[[runs]]`` for each run, or CSV with a column for eac
 - ``id``, ``source``; ``model`` (a name), ``architecture`` (``gpt`` or ``llama``; left out, guessed from the name),
   ``layers``, ``hidden``, ``ffn``, ``heads``, ``kv_heads``, ``vocab``, ``seq``; ``attention`` (``fused`` or
   ``written out``), ``dropout``, ``tied``, ``loss`` (``fused`` or ``float32``);
-- ``gpu_type``, ``gpus``; ``interconnect``: text with the rate of a node's network, such as ``8x200 Gbit/s``, or of a
-  device's, such as ``400 Gbit/s per GPU``;
-- ``dp_fsdp_degree``, ``tp_degree``, ``pp_degree``, ``sequence_parallel``, ``kind`` (``ddp``, ``zero2``, ``zero3``,
-  ``hsdp``);
-  ``global_batch``, ``micro_batch``, ``grad_accum``; ``recompute``, ``dtype``, ``torch_compile``;
+- ``gpu_type``, ``gpus``, ``nodes_of`` (devices of a node); ``interconnect``: text with the rate of a node's network,
+  such as ``8x200 Gbit/s``, or of a device's, such as ``400 Gbit/s per GPU``;
+- ``dp_fsdp_degree``, ``tp_degree``, ``pp_degree``, ``sequence_parallel``; ``kind``: ``ddp``, ``zero2``, ``zero3`` or
+  ``hsdp``; ``global_batch``, ``micro_batch``, ``grad_accum``; ``recompute``, ``dtype``, ``torch_compile``;
 - what was measured: ``step_seconds``, and if known ``memory_gb`` (10^9 bytes of a device).
 
 In CSV, keys that are no columns may stand in ``notes``, as ``key=value;``.
@@ -31,22 +30,22 @@ from costmodel.text.tables import Table, read_toml
 
 __all__ = ["Architecture", "MeasuredRun", "Skipped", "read_runs"]
 
-#: gpu_type, in lower case -> preset of the machine.
+#: What a gpu_type in lower case contains -> the preset of its machine; the first that fits.
 _DEVICES = {
-    "a100-sxm-40gb": "dgx-a100-40gb",
-    "a100-sxm-80gb": "dgx-a100",
-    "h100-sxm-80gb": "dgx-h100",
-    "h100-sxm-96gb hbm2e 2.4tb/s 500w": "h100-96gb",
-    "v100-sxm2-16gb": "dgx-v100",
-    "v100-sxm2-32gb": "dgx-v100",
-    "h200": "h200",
+    r"a100.*40 ?gb": "dgx-a100-40gb",
+    r"a100.*pcie": "pcie-a100",
+    r"\ba100": "dgx-a100",
+    r"h100.*(96 ?gb|hbm2e)": "h100-96gb",
+    r"\bh100(?!.*(pcie|nvl))": "dgx-h100",
+    r"\bh200": "h200",
+    r"\bgb200": "gb200-nvl72",
+    r"\bv100": "dgx-v100",
 }
+#: What a dtype in lower case contains -> precision; the first that fits.
 _DTYPES = {
-    "bf16": "bf16-mixed",
-    "bf16 compute, fp32 reduce": "bf16-mixed",
-    "bf16, bf16 reduce": "bf16",
-    "fp16": "fp16",
-    "fp16 mixed": "fp16",
+    r"bf16.*bf16 reduce": "bf16",
+    r"bf16|bfloat16": "bf16-mixed",
+    r"fp16|float16": "fp16",
 }
 _RECOMPUTE = {
     "": "none",
@@ -196,7 +195,7 @@ def _run(name: str, row: Mapping[str, Any]) -> MeasuredRun:
         raise AutotpError(
             f"a batch of {row['global_batch']} is not {accumulate} micro-batches of {batch} on {data} data-parallel ranks"
         )
-    dtype = _one_of(row, "dtype", _DTYPES)
+    dtype = _fitting(row, "dtype", _DTYPES)
     return MeasuredRun(
         name,
         str(row.get("source", "")),
@@ -243,23 +242,14 @@ def _architecture(row: Mapping[str, Any], dtype: str) -> Architecture:
 
 def _topology(row: Mapping[str, Any], devices: int) -> Topology:
     """The preset of the run's device, with the network of its nodes, as far as that is stated."""
-    name = str(row.get("gpu_type", "")).lower()
-    if name not in _DEVICES:
-        raise AutotpError(f"device {row.get('gpu_type', '')!r} is unknown; the known ones are {', '.join(_DEVICES)}")
-    machine = Topology.load(_DEVICES[name])
-    node = math.prod(level.size for level in machine.levels[:-1])
-    machine = machine.resized(devices)
-    stated = _stated(str(row.get("interconnect", "")), node)
-    if stated is None or len(machine.levels) < 2:
-        return machine
+    machine = Topology.load(_fitting(row, "gpu_type", _DEVICES))
     *inside, outer = machine.levels
-    # A preset's bandwidth is achieved, a table's is that of the data sheet.
-    share = outer.bandwidth / _SHEET.get(machine.name, outer.bandwidth)
-    return replace(machine, levels=(*inside, replace(outer, bandwidth=stated * share)))
-
-
-#: Preset -> bytes/s of a node's network by its data sheet.
-_SHEET = {"dgx-a100": 200e9, "dgx-a100-40gb": 200e9, "dgx-h100": 400e9, "h100-96gb": 400e9, "dgx-v100": 50e9, "h200": 400e9}
+    if len(inside) == 1:
+        inside = [replace(inside[0], size=_whole(row, "nodes_of", inside[0].size))]
+    stated = _stated(str(row.get("interconnect", "")), math.prod(level.size for level in inside))
+    if stated is not None and inside:
+        outer = replace(outer, bandwidth=stated)
+    return replace(machine, levels=(*inside, outer)).resized(devices)
 
 
 def _stated(text: str, node: int) -> float | None:
@@ -269,6 +259,15 @@ def _stated(text: str, node: int) -> float | None:
         return None
     count, figure, unit, each = found.groups()
     return parse_quantity(f"{figure} {unit}", "bandwidth") * int(count or 1) * (node if each else 1)
+
+
+def _fitting(row: Mapping[str, Any], key: str, known: Mapping[str, str]) -> str:
+    text = str(row.get(key, "")).lower()
+    found = next((name for pattern, name in known.items() if re.search(pattern, text)), None)
+    if found is None:
+        names = ", ".join(dict.fromkeys(known.values()))
+        raise AutotpError(f"{key} {row.get(key, '')!r} is unknown; the known ones are those of {names}")
+    return found
 
 
 def _one_of(row: Mapping[str, Any], key: str, known: Mapping[str, str]) -> str:

@@ -69,7 +69,9 @@ def test_what_a_step_computes_is_priced_on_other_devices_as_a_plan_is(tmp_path):
     ("change", "why"),
     [
         ({"pp_degree": 4}, "pipeline of 4 stages"),
-        ({"gpu_type": "Z9"}, "device 'Z9' is unknown"),
+        ({"gpu_type": "Z9"}, "gpu_type 'Z9' is unknown"),
+        ({"gpu_type": "GH200"}, "gpu_type 'GH200' is unknown"),
+        ({"gpu_type": "H100-PCIe"}, "gpu_type 'H100-PCIe' is unknown"),
         ({"layers": ""}, "layers is missing"),
         ({"step_seconds": "soon"}, "step_seconds is 'soon'"),
         ({"step_seconds": 0}, "step_seconds is 0"),
@@ -117,6 +119,25 @@ def test_csv_is_read_as_toml_is(tmp_path):
 def test_the_network_is_the_runs_own(tmp_path, text, rate):
     (run,), _ = runs_of(tmp_path, {"interconnect": text, "gpus": 16, "dp_fsdp_degree": 16, "global_batch": 32})
     assert run.topology.levels[-1].bandwidth == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("A100-SXM-40GB", "A100-SXM4-40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"),
+        ("A100-PCIE-80GB", "A100-PCIE-80GB"),
+        ("H100-SXM-80GB", "H100-SXM5-80GB"),
+        ("H100-SXM-96GB HBM2e 2.4TB/s 500W", "H100-96GB-HBM2e"),
+        ("H200", "H200-SXM-141GB"),
+        ("V100-SXM2-16GB", "V100-SXM2-32GB"),
+    ],
+)
+def test_devices_are_known_by_their_names(tmp_path, name, device):
+    (run,), _ = runs_of(tmp_path, {"gpu_type": name, "gpus": 16, "dp_fsdp_degree": 16, "global_batch": 32, "nodes_of": 4})
+    assert run.device == device
+    if len(run.topology.levels) == 2:
+        assert [level.size for level in run.topology.levels] == [4, 4]
 
 
 def test_a_fit_finds_the_device_that_made_the_figures(tmp_path):
