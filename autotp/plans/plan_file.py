@@ -21,7 +21,7 @@ from passes.sharding.chunk import CHUNKS
 __all__ = ["AS_WRITTEN", "FORMAT", "Written", "decode_layout", "encode_layout", "read"]
 
 #: Version of the JSON form; plans of another version are refused.
-FORMAT: Final = 5
+FORMAT: Final = 6
 
 
 def _one_of(names: Collection[str], name: str) -> str:
