@@ -49,7 +49,7 @@ class Written:
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
-    format: Literal[5]
+    format: Literal[6]
     hash: str
     strategy: str
     mesh_shape: tuple[_Count, ...]
