@@ -47,6 +47,7 @@ def validate_command(
         check_writable(fit)
     found, skipped = read_runs(file or SHIPPED)
     found = [run for run in found if any(only.lower() in text.lower() for text in (run.name, run.source, run.device))]
+    skipped = [one for one in skipped if any(only.lower() in text.lower() for text in (one.name, one.source))]
     if not found:
         raise AutotpError(f"no run to plan: {len(skipped)} skipped, none with {only!r} in its name, source or device")
     done: list[Prediction] = []

@@ -139,10 +139,11 @@ class MeasuredRun:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A run that cannot be planned, and why."""
+    """A run that cannot be planned, and why; ``source`` says who measured it."""
 
     name: str
     why: str
+    source: str = ""
 
 
 def read_runs(path: Path) -> tuple[list[MeasuredRun], list[Skipped]]:
@@ -158,7 +159,7 @@ def read_runs(path: Path) -> tuple[list[MeasuredRun], list[Skipped]]:
         try:
             runs.append(_run(name, row))
         except AutotpError as error:
-            skipped.append(Skipped(name, str(error)))
+            skipped.append(Skipped(name, str(error), str(row.get("source", ""))))
     if not runs and not skipped:
         raise AutotpError(f"{path}: has no runs; write one [[runs]] for each, or one line of CSV")
     return runs, skipped
@@ -263,6 +264,8 @@ def _stated(text: str, node: int) -> float | None:
 
 def _fitting(row: Mapping[str, Any], key: str, known: Mapping[str, str]) -> str:
     text = str(row.get(key, "")).lower()
+    if not text:
+        raise AutotpError(f"{key} is missing")
     found = next((name for pattern, name in known.items() if re.search(pattern, text)), None)
     if found is None:
         names = ", ".join(dict.fromkeys(known.values()))

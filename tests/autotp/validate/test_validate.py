@@ -73,6 +73,7 @@ def test_what_a_step_computes_is_priced_on_other_devices_as_a_plan_is(tmp_path):
         ({"gpu_type": "GH200"}, "gpu_type 'GH200' is unknown"),
         ({"gpu_type": "H100-PCIe"}, "gpu_type 'H100-PCIe' is unknown"),
         ({"layers": ""}, "layers is missing"),
+        ({"dtype": ""}, "dtype is missing"),
         ({"step_seconds": "soon"}, "step_seconds is 'soon'"),
         ({"step_seconds": 0}, "step_seconds is 0"),
         ({"tp_degree": 3}, "8 x 3 ways on 8 devices"),
@@ -194,7 +195,8 @@ def test_the_command_prints_fits_and_draws(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         cli.main(["validate", str(file), "--only", "r1", "--json"])
     assert not stop.value.code
-    assert [run["name"] for run in json.loads(capsys.readouterr().out)["runs"]] == ["r1"]
+    printed = json.loads(capsys.readouterr().out)
+    assert [run["name"] for run in printed["runs"]] == ["r1"] and not printed["skipped"]
     with pytest.raises(SystemExit) as stop:
         cli.main(["validate", str(file), "--only", "nothing"])
     assert stop.value.code == 2 and "no run to plan" in capsys.readouterr().err
