@@ -159,7 +159,7 @@ def drawn(frontiers: Sequence[Frontier]) -> str:
         panels: Any = figure.subplots(-(-len(frontiers) // 2), min(2, len(frontiers)), squeeze=False)
         for axes, frontier in zip(panels.flat, frontiers, strict=False):
             predicted = [point.plan.predicted for point in frontier.points]
-            line = [one.memory_bytes / 1e6 for one in predicted], [one.step_seconds for one in predicted]
+            line = [one.memory_bytes / 1e6 for one in predicted], [one.passes_seconds for one in predicted]
             axes.plot(*line, drawstyle="steps-pre", marker=".", label="predicted")
             for kind, mark in (("plan", "o"), (PLAIN, "s"), (CHECKPOINT, "D"), ("budget", "^")):
                 some = [figures for name, figures in frontier.measured.items() if name.startswith(kind)]
@@ -191,7 +191,7 @@ def rows(frontier: Frontier) -> list[list[str]]:
                 f"{recomputed} of {len(point.plan.operators)}",
                 f"{predicted.memory_bytes / 1e6:.0f}",
                 f"{size / 1e6:.0f}" if size else "",
-                f"{predicted.step_seconds:.3f}",
+                f"{predicted.passes_seconds:.3f}",
                 f"{seconds:.3f}" if seconds else "",
             ]
         )

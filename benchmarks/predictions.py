@@ -109,7 +109,7 @@ def measure(name: str, models: Sequence[str] = MODELS, rounds: int = 3, folder: 
             cluster.run(arguments, timeout=900)
             times = json.loads(out.read_text())
             points += [
-                Point(name, model, names[label], plan.mesh_shape, plan.predicted.step_seconds, times[label])
+                Point(name, model, names[label], plan.mesh_shape, plan.predicted.passes_seconds, times[label])
                 for label, plan in plans.items()
             ]
     return points

@@ -97,7 +97,7 @@ def fit_steps(
             _step(parallel, args)
             clock.synchronize()
             spans.append(time.perf_counter() - begun)
-        ratios[label] = statistics.median(clock.slowest(spans)) / parallel.plan.predicted.step_seconds
+        ratios[label] = statistics.median(clock.slowest(spans)) / parallel.plan.predicted.passes_seconds
     mean = statistics.geometric_mean(ratios.values())
     return StepFit(min(max(mean, _RANGE[0]), _RANGE[1]), ratios)
 

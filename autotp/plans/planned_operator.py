@@ -29,6 +29,11 @@ class Predicted:
     memory_bytes: float
     update_seconds: float = 0.0
 
+    @property
+    def passes_seconds(self) -> float:
+        """Of the forward and the backward pass: the step without the optimizer's."""
+        return self.step_seconds - self.update_seconds
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedOperator:

@@ -102,6 +102,10 @@ def test_a_step_is_so_often_a_micro_batch_and_once_its_reductions():
         passes = 5 * (sums.compute - sums.update)
         assert more.compute == pytest.approx(passes + sums.update) == many.predicted.compute_seconds
         assert more.update == sums.update == many.predicted.update_seconds > 0, "the optimizer steps once"
+        assert (
+            one.predicted.passes_seconds == pytest.approx(sum(max(each) for each in sums.sides[:-1]), rel=1e-9)
+            or schedule == "none"
+        )
         assert more.activations == pytest.approx(5 * sums.activations)
         assert more.parameters == pytest.approx(sums.parameters) and more.parameters > 0
         exposed = one.predicted.exposed_seconds + 4 * sums.activations
