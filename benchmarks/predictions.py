@@ -19,6 +19,7 @@ import autotp
 from autotp.errors import AutotpError
 from autotp.planner import plan_captured
 from autotp.plans.options import Options
+from autotp.validate import kendall
 from benchmarks.allocator import allocator
 from benchmarks.cluster import Cluster
 from benchmarks.models import trained
@@ -137,16 +138,6 @@ def _plans(model: str, topology: Topology) -> tuple[dict[str, autotp.Plan], dict
 
 def _called(name: str, points: Sequence[Point]) -> Point | None:
     return next((p for p in points if name in p.names), None)
-
-
-def kendall(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """Kendall's tau-a of two rankings: pairs that agree less pairs that do not, over all pairs."""
-    pairs = list(itertools.combinations(range(len(predicted)), 2))
-    score = 0
-    for i, j in pairs:
-        product = (predicted[i] - predicted[j]) * (measured[i] - measured[j])
-        score += (product > 0) - (product < 0)
-    return score / len(pairs)
 
 
 def make() -> str:

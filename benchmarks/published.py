@@ -12,30 +12,16 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from matplotlib.figure import Figure
-
+from autotp.cli.validate import SHIPPED as RUNS
+from autotp.cli.validate import drawn
 from autotp.errors import AutotpError
-from autotp.validate import Prediction, Skipped, accuracy, fit_device, kendall, predicted, rankings, read_runs
+from autotp.validate import Prediction, accuracy, by_source, fit_device, predicted_all, rankings, read_runs
 from benchmarks.tables import command, machine, table
 
-RUNS = Path(__file__).with_name("published.toml")
 PICTURE = "images/published.svg"
 _SPREAD = 0.1  # relative error beyond which a run is listed by itself
 _SCALES = (128, 512)  # devices between which growth is compared
-
-
-def planned() -> tuple[list[Prediction], list[Skipped]]:
-    """Every run of the table."""
-    runs, skipped = read_runs(RUNS)
-    found = []
-    for run in runs:
-        try:
-            found.append(predicted(run))
-        except AutotpError as error:
-            skipped.append(Skipped(run.name, str(error)))
-    return found, skipped
 
 
 def fitted(found: Sequence[Prediction]) -> str:
@@ -59,14 +45,13 @@ def fitted(found: Sequence[Prediction]) -> str:
 
 def report(fit: bool, write: bool) -> str | tuple[str, Mapping[str, str]]:
     """The page."""
-    found, skipped = planned()
+    runs, skipped = read_runs(RUNS)
+    found, unplanned = predicted_all(runs)
+    skipped += unplanned
     if fit:
         return fitted(found)
-    groups: dict[tuple[str, str], list[Prediction]] = defaultdict(list)
-    for one in found:
-        groups[one.run.source, one.run.device].append(one)
     text = _HEAD.format(machine=machine(), runs=len(found), skipped=len(skipped))
-    rows = [[*key, *_figures(group)] for key, group in groups.items()]
+    rows = [[*key, *_figures(group)] for key, group in by_source(found).items()]
     text += table(_COLUMNS, [*rows, ["**all**", "", *_figures(found)]])
     text += f"\n![Predicted over measured seconds]({PICTURE})\n\n## Order\n\n{_ORDER}\n" + table(*_orders(found))
     text += f"\n## Scale\n\n{_SCALE}\n" + table(*_growth(found))
@@ -75,7 +60,7 @@ def report(fit: bool, write: bool) -> str | tuple[str, Mapping[str, str]]:
     text += table(["run", "measured s", "predicted s", "ratio"], [_row(one) for one in far])
     text += f"\n## Runs that were not planned\n\n{_SKIPPED}\n"
     text += table(["run", "why"], [[one.name, one.why.split(";")[0]] for one in skipped])
-    return text, {PICTURE: _picture(groups)}
+    return text, {PICTURE: _picture(found)}
 
 
 def _figures(group: Sequence[Prediction]) -> list[str]:
@@ -91,16 +76,14 @@ def _figures(group: Sequence[Prediction]) -> list[str]:
 
 
 def _row(one: Prediction) -> list[str]:
-    return [one.run.name, f"{one.run.seconds:.4g}", f"{one.plan.predicted.step_seconds:.4g}", f"{one.ratio:.3f}"]
+    return [one.run.name, f"{one.run.seconds:.4g}", f"{one.seconds:.4g}", f"{one.ratio:.3f}"]
 
 
 def _orders(found: Sequence[Prediction]) -> tuple[list[str], list[list[str]]]:
     rows = []
-    for group in rankings(found):
-        steps = [(one.plan.predicted.step_seconds, one.run.seconds, one.run.name) for one in group]
-        told, measured = min(steps)[2], min(steps, key=lambda step: step[1])[2]
-        tau = kendall([step[0] for step in steps], [step[1] for step in steps])
-        rows.append([group[0].run.name, str(len(group)), f"{tau:.2f}", "yes" if told == measured else f"no: {told}"])
+    for one in rankings(found):
+        same = "yes" if one.fastest is one.predicted else f"no: {one.predicted.name}"
+        rows.append([one.predictions[0].run.name, str(len(one.predictions)), f"{one.tau:.2f}", same])
     return ["first run", "runs", "Kendall's tau", "same fastest"], rows
 
 
@@ -118,35 +101,16 @@ def _growth(found: Sequence[Prediction]) -> tuple[list[str], list[list[str]]]:
             continue
         measured, told = (
             group[many].run.seconds / group[few].run.seconds,
-            group[many].plan.predicted.step_seconds / group[few].plan.predicted.step_seconds,
+            group[many].seconds / group[few].seconds,
         )
         rows.append([group[few].run.name, str(few), str(many), f"{measured - 1:+.1%}", f"{told - 1:+.1%}"])
     return ["run", "devices", "to", "measured", "predicted"], rows
 
 
-def _picture(groups: Mapping[tuple[str, str], Sequence[Prediction]]) -> str:
-    figure = Figure(figsize=(7, 6), layout="constrained")
-    axes = figure.subplots()
-    every = []
-    for (source, device), group in groups.items():
-        measured, told = ([f(one) for one in group] for f in (_measured, _predicted))
-        axes.plot(measured, told, ".", label=f"{source[:40]}, {device}")
-        every += [*measured, *told]
-    axes.plot([min(every), max(every)], [min(every), max(every)], color="black", linewidth=0.5)
-    axes.set(xscale="log", yscale="log", xlabel="measured seconds of a step", ylabel="predicted")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=6)
-    drawn = io.StringIO()
-    figure.savefig(drawn, format="svg", metadata={"Date": None})
-    return drawn.getvalue()
-
-
-def _measured(one: Prediction) -> float:
-    return one.run.seconds
-
-
-def _predicted(one: Prediction) -> float:
-    return one.plan.predicted.step_seconds
+def _picture(found: Sequence[Prediction]) -> str:
+    picture = io.StringIO()
+    drawn(found).savefig(picture, format="svg", metadata={"Date": None})
+    return picture.getvalue()
 
 
 _COLUMNS = ["source", "device", "runs", "mean error", "largest", "predicted / measured", "memory: mean error"]

@@ -27,6 +27,12 @@ OPTIMIZERS: Mapping[str, int] = MappingProxyType({"adamw": 2, "sgd": 0, "sgd-mom
 _SINGLE = 4
 
 
+def _tensors(optimizer: str) -> int:
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"no optimizer is called {optimizer!r}{suggestion(optimizer, OPTIMIZERS)}")
+    return OPTIMIZERS[optimizer]
+
+
 @functools.cache
 def update_expression(optimizer: str = "adamw") -> sympy.Expr:
     """Bytes that the optimizer's step reads and writes for one parameter, in the symbols E and e.
@@ -37,9 +43,7 @@ def update_expression(optimizer: str = "adamw") -> sympy.Expr:
     Raises:
         ValueError: the optimizer is unknown.
     """
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"no optimizer is called {optimizer!r}{suggestion(optimizer, OPTIMIZERS)}")
-    return E * e * (3 + 2 * OPTIMIZERS[optimizer])
+    return E * e * (3 + 2 * _tensors(optimizer))
 
 
 def update_bytes(elements: Number, itemsize: Number, optimizer: str = "adamw") -> Number:
@@ -74,12 +78,10 @@ def expression(optimizer: str = "adamw", *, train: bool = True, master: bool = F
     """
     if not train:
         return E * e
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"no optimizer is called {optimizer!r}{suggestion(optimizer, OPTIMIZERS)}")
     copy, state = sympy.Integer(0), e
     if master:
         copy, state = sympy.Piecewise((_SINGLE, e < _SINGLE), (0, True)), sympy.Max(e, _SINGLE)
-    return E * (2 * e + copy + OPTIMIZERS[optimizer] * state)
+    return E * (2 * e + copy + _tensors(optimizer) * state)
 
 
 def state_bytes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,12 +16,22 @@ from rich.text import Text
 from autotp.cli.render import bytes_of, show, time_of
 from autotp.cli.sweep_output import check_plot, figure_class, save_figure
 from autotp.errors import AutotpError
-from autotp.validate import Accuracy, DeviceFit, Prediction, Skipped, accuracy, fit_device, kendall, rankings, read_runs
-from autotp.validate import predicted as predict
+from autotp.validate import (
+    Accuracy,
+    DeviceFit,
+    Prediction,
+    Skipped,
+    accuracy,
+    by_source,
+    fit_device,
+    predicted_all,
+    rankings,
+    read_runs,
+)
 from costmodel.text.files import check_writable, write_atomically
 from costmodel.toml_out import topology_toml
 
-__all__ = ["SHIPPED", "validate_command"]
+__all__ = ["SHIPPED", "drawn", "validate_command"]
 
 #: The runs that come with the repository.
 SHIPPED = Path(__file__).resolve().parents[2] / "benchmarks" / "published.toml"
@@ -50,31 +61,18 @@ def validate_command(
     skipped = [one for one in skipped if any(only.lower() in text.lower() for text in (one.name, one.source))]
     if not found:
         raise AutotpError(f"no run to plan: {len(skipped)} skipped, none with {only!r} in its name, source or device")
-    done: list[Prediction] = []
     with Console(stderr=True).status("planning") as status:
-        for number, run in enumerate(found):
-            status.update(f"planning {number + 1} of {len(found)}: {escape(run.name)}")
-            try:
-                done.append(predict(run))
-            except AutotpError as error:
-                skipped.append(Skipped(run.name, str(error)))
+        done, unplanned = predicted_all(found, lambda name: status.update(f"planning {escape(name)}"))
+    skipped += unplanned
     if not done:
         raise AutotpError(f"no run could be planned; the first: {skipped[0].name}: {skipped[0].why}")
     fitted = None if fit is None else fit_device(done)
     if fit is not None and fitted is not None:
-        machine = done[0].run.machine(fitted.device)
+        machine = replace(done[0].run.topology, device=fitted.device)
         write_atomically(fit, topology_toml(machine, _header(fitted, done)))
     if plot is not None:
-        _draw(done, plot)
+        save_figure(drawn(done), plot)
     show(_record(done, skipped, fitted), _shown(done, skipped, fitted, runs), as_json)
-
-
-def _sources(done: Sequence[Prediction]) -> dict[str, list[Prediction]]:
-    """Runs by who measured them and on what."""
-    groups: dict[str, list[Prediction]] = {}
-    for one in done:
-        groups.setdefault(f"{one.run.source}, {one.run.device}", []).append(one)
-    return groups
 
 
 def _shown(done: Sequence[Prediction], skipped: Sequence[Skipped], fitted: DeviceFit | None, runs: bool) -> RenderableType:
@@ -85,16 +83,15 @@ def _shown(done: Sequence[Prediction], skipped: Sequence[Skipped], fitted: Devic
     table.add_column("source and device", overflow="fold")
     for title in ("runs", "mean error", "median", "largest", "predicted\nover measured", "memory:\nlargest error"):
         table.add_column(title, justify="right")
-    groups = _sources(done)
+    groups = {f"{source}, {device}": group for (source, device), group in by_source(done).items()}
     for name, group in (*groups.items(), *([("all", list(done))] if len(groups) > 1 else [])):
         table.add_row(escape(name), *_accuracy(accuracy([one.ratio for one in group])), _memory(group))
     parts.append(table)
-    for group in rankings(done):
-        one = group[0].run
-        best, chosen = (min(group, key=key) for key in (_measured, _predicted))
-        tau = kendall([_predicted(each) for each in group], [_measured(each) for each in group])
-        winner = "the fastest is the same" if best is chosen else f"{chosen.run.name} instead of {best.run.name} is fastest"
-        parts.append(Text(f"degrees of {one.name} and {len(group) - 1} more: Kendall's tau {tau:.2f}, {winner}"))
+    for one in rankings(done):
+        same = one.fastest is one.predicted
+        winner = "the fastest is the same" if same else f"{one.predicted.name} instead of {one.fastest.name} is fastest"
+        first, more = one.predictions[0].run.name, len(one.predictions) - 1
+        parts.append(Text(f"degrees of {first} and {more} more: Kendall's tau {one.tau:.2f}, {winner}"))
     if fitted is not None:
         held = "" if fitted.held_out is None else f"; {fitted.held_out.mean:.1%} on {fitted.held_out.runs} held out"
         parts.append(Text(f"fitted: {_figures(fitted)}: mean error {fitted.fitted.mean:.1%} on {fitted.fitted.runs}{held}"))
@@ -128,14 +125,6 @@ def _memory(group: Sequence[Prediction]) -> str:
     return f"{max(abs(ratio - 1) for ratio in ratios):.1%} of {len(ratios)}" if ratios else "–"
 
 
-def _measured(one: Prediction) -> float:
-    return one.run.seconds
-
-
-def _predicted(one: Prediction) -> float:
-    return one.plan.predicted.step_seconds
-
-
 def _figures(fitted: DeviceFit) -> str:
     device = fitted.device
     slow = ", ".join(f"{kind} × {factor:g}" for kind, factor in device.slowdown.items() if factor != 1)
@@ -145,7 +134,7 @@ def _figures(fitted: DeviceFit) -> str:
 def _header(fitted: DeviceFit, done: Sequence[Prediction]) -> list[str]:
     held = "" if fitted.held_out is None else f", {fitted.held_out.mean:.1%} on {fitted.held_out.runs} that were held out"
     return [
-        f"Fitted by `autotp validate --fit` to {fitted.fitted.runs} measured runs of {len(_sources(done))} sources.",
+        f"Fitted by `autotp validate --fit` to {fitted.fitted.runs} measured runs of {len(by_source(done))} sources.",
         f"Mean error of a step: {fitted.fitted.mean:.1%}{held}. Everything else is as in the preset.",
     ]
 
@@ -156,7 +145,7 @@ def _record(done: Sequence[Prediction], skipped: Sequence[Skipped], fitted: Devi
             "name": one.run.name,
             "source": one.run.source,
             "measured_seconds": one.run.seconds,
-            "predicted_seconds": one.plan.predicted.step_seconds,
+            "predicted_seconds": one.seconds,
             "ratio": one.ratio,
             "measured_bytes": one.run.memory or None,
             "predicted_bytes": one.plan.predicted.memory_bytes,
@@ -174,15 +163,21 @@ def _record(done: Sequence[Prediction], skipped: Sequence[Skipped], fitted: Devi
     }
 
 
-def _draw(done: Sequence[Prediction], path: Path) -> None:
-    figure = figure_class()(figsize=(6, 6), layout="constrained")
+def drawn(done: Sequence[Prediction]) -> Any:
+    """A figure of matplotlib's with predicted over measured seconds.
+
+    Raises:
+        AutotpError: matplotlib is not installed.
+    """
+    figure = figure_class()(figsize=(7, 6), layout="constrained")
     axes = figure.subplots()
-    for name, group in _sources(done).items():
-        axes.plot([_measured(one) for one in group], [_predicted(one) for one in group], ".", label=name[:60])
-    every = [seconds for one in done for seconds in (_measured(one), _predicted(one))]
+    for (source, device), group in by_source(done).items():
+        measured, told = [one.run.seconds for one in group], [one.seconds for one in group]
+        axes.plot(measured, told, ".", label=f"{source[:40]}, {device}")
+    every = [seconds for one in done for seconds in (one.run.seconds, one.seconds)]
     ends = min(every), max(every)
     axes.plot(ends, ends, color="black", linewidth=0.5)
     axes.set(xscale="log", yscale="log", xlabel="measured seconds of a step", ylabel="predicted")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=6)
-    save_figure(figure, path)
+    return figure

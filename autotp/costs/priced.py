@@ -258,7 +258,7 @@ class Priced:
             hidden = sum(float(overlap.hidden_by_rows(near[node], self.own[node].compute, chunks)) for node in near)
         return replace(found, hidden=hidden, update=self.prices.updating(self.updated))
 
-    @property
+    @cached_property
     def updated(self) -> float:
         """Bytes that the optimizer's step moves."""
         found = 0.0

@@ -5,7 +5,17 @@
 """
 
 from autotp.validate.fit import DeviceFit, fit_device
-from autotp.validate.predict import Accuracy, Prediction, accuracy, kendall, predicted, rankings
+from autotp.validate.predict import (
+    Accuracy,
+    Prediction,
+    Ranking,
+    accuracy,
+    by_source,
+    kendall,
+    predicted,
+    predicted_all,
+    rankings,
+)
 from autotp.validate.runs import MeasuredRun, Skipped, read_runs
 
 __all__ = [
@@ -13,11 +23,14 @@ __all__ = [
     "DeviceFit",
     "MeasuredRun",
     "Prediction",
+    "Ranking",
     "Skipped",
     "accuracy",
+    "by_source",
     "fit_device",
     "kendall",
     "predicted",
+    "predicted_all",
     "rankings",
     "read_runs",
 ]

@@ -16,7 +16,7 @@ from autotp.errors import AutotpError
 from autotp.validate.predict import Accuracy, Prediction, accuracy
 from costmodel import KINDS, Device
 
-__all__ = ["DeviceFit", "fit_device", "split"]
+__all__ = ["DeviceFit", "fit_device"]
 
 #: Figure -> least, greatest and first value.
 _FIGURES = {
@@ -44,12 +44,6 @@ class DeviceFit:
     held_out: Accuracy | None
 
 
-def split(predictions: Sequence[Prediction]) -> tuple[list[Prediction], list[Prediction]]:
-    """Runs to fit, and every fourth, which is kept out."""
-    chosen = [one for number, one in enumerate(predictions) if number % _HELD_OUT != _HELD_OUT - 1]
-    return chosen, [one for one in predictions if one not in chosen]
-
-
 def fit_device(predictions: Sequence[Prediction]) -> DeviceFit:
     """The device of some runs, with figures that make the relative errors of most of their steps smallest.
 
@@ -60,7 +54,8 @@ def fit_device(predictions: Sequence[Prediction]) -> DeviceFit:
     if len(devices) != 1:
         raise AutotpError(f"runs on {', '.join(devices) or 'no device'} cannot be fitted together")
     (own,) = devices.values()
-    chosen, others = split(predictions)
+    others = predictions[_HELD_OUT - 1 :: _HELD_OUT]
+    chosen = [one for number, one in enumerate(predictions) if (number + 1) % _HELD_OUT]
     if len(chosen) < _LEAST:
         raise AutotpError(f"{len(chosen)} runs on {own.name} are too few: {_LEAST} are needed for {len(_FIGURES)} figures")
     try:

@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,19 +15,31 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autotp.analysis.explain import priced_plan
 from autotp.costs.step import Sums
+from autotp.errors import AutotpError
 from autotp.planner import plan_captured
 from autotp.plans.families import Family
 from autotp.plans.options import Options
 from autotp.plans.plan import Plan
 from autotp.validate.models import LanguageModel
-from autotp.validate.runs import MeasuredRun
+from autotp.validate.runs import MeasuredRun, Skipped
 from costmodel import Device
 from costmodel.compute import Work
 from passes.capture import Captured, Precision, capture
 from passes.rules.table import flop_of
 from passes.strategies.space import Space
 
-__all__ = ["Accuracy", "Prediction", "StepWork", "accuracy", "kendall", "predicted", "rankings"]
+__all__ = [
+    "Accuracy",
+    "Prediction",
+    "Ranking",
+    "StepWork",
+    "accuracy",
+    "by_source",
+    "kendall",
+    "predicted",
+    "predicted_all",
+    "rankings",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +77,14 @@ class Prediction:
     work: StepWork = field(repr=False)
 
     @property
+    def seconds(self) -> float:
+        """Predicted seconds of a step."""
+        return self.plan.predicted.step_seconds
+
+    @property
     def ratio(self) -> float:
         """Predicted over measured seconds of a step."""
-        return self.plan.predicted.step_seconds / self.run.seconds
+        return self.seconds / self.run.seconds
 
     @property
     def memory_ratio(self) -> float | None:
@@ -89,6 +106,28 @@ def predicted(run: MeasuredRun) -> Prediction:
     options = replace(_options(run), precision=precision)
     plan = plan_captured(captured, run.topology, options)
     return Prediction(run, plan, _work(captured, plan))
+
+
+def predicted_all(
+    runs: Sequence[MeasuredRun], progress: Callable[[str], None] = lambda name: None
+) -> tuple[list[Prediction], list[Skipped]]:
+    """Plans every run; those that have no plan are skipped. ``progress`` is called with the name of each."""
+    found, skipped = [], []
+    for run in runs:
+        progress(run.name)
+        try:
+            found.append(predicted(run))
+        except AutotpError as error:
+            skipped.append(Skipped(run.name, str(error), run.source))
+    return found, skipped
+
+
+def by_source(predictions: Sequence[Prediction]) -> dict[tuple[str, str], list[Prediction]]:
+    """Runs by who measured them, and on which device."""
+    groups: dict[tuple[str, str], list[Prediction]] = defaultdict(list)
+    for one in predictions:
+        groups[one.run.source, one.run.device].append(one)
+    return groups
 
 
 _PRECISIONS: Mapping[str, Precision] = {
@@ -145,6 +184,22 @@ def _work(captured: Captured, plan: Plan) -> StepWork:
 
 
 @dataclass(frozen=True, slots=True)
+class Ranking:
+    """Runs that differ in their degrees alone.
+
+    Attributes:
+        predictions: the runs.
+        tau: Kendall's tau of predicted and measured seconds.
+        fastest, predicted: the run that was the fastest, and the one that is predicted to be.
+    """
+
+    predictions: Sequence[Prediction]
+    tau: float
+    fastest: MeasuredRun
+    predicted: MeasuredRun
+
+
+@dataclass(frozen=True, slots=True)
 class Accuracy:
     """How far off the predictions of some runs are, relative to what was measured.
 
@@ -175,12 +230,21 @@ def kendall(predicted: Sequence[float], measured: Sequence[float]) -> float:
     return float(sum(signs)) / len(pairs)
 
 
-def rankings(predictions: Sequence[Prediction]) -> list[list[Prediction]]:
-    """Runs that differ in their degrees alone, three or more together."""
+def rankings(predictions: Sequence[Prediction]) -> list[Ranking]:
+    """Of runs that differ in their degrees alone, three or more together."""
     groups: dict[object, list[Prediction]] = defaultdict(list)
     for one in predictions:
         run = one.run
         whole = run.batch * run.accumulate * run.data
         key = run.source, run.model, run.sequence, run.topology.device.name, run.topology.devices, whole, run.recompute
         groups[key].append(one)
-    return [group for group in groups.values() if len({(one.run.data, one.run.tensor) for one in group}) > 2]
+    return [
+        Ranking(
+            group,
+            kendall([one.seconds for one in group], [one.run.seconds for one in group]),
+            min(group, key=lambda one: one.run.seconds).run,
+            min(group, key=lambda one: one.seconds).run,
+        )
+        for group in groups.values()
+        if len({(one.run.data, one.run.tensor) for one in group}) > 2
+    ]

@@ -8,7 +8,7 @@ A table is TOML with one ``[[runs]]`` for each run, or CSV with a column for eac
 - ``gpu_type``, ``gpus``, ``nodes_of`` (devices of a node); ``interconnect``: text with the rate of a node's network,
   such as ``8x200 Gbit/s``, or of a device's, such as ``400 Gbit/s per GPU``;
 - ``dp_fsdp_degree``, ``tp_degree``, ``pp_degree``, ``sequence_parallel``; ``kind``: ``ddp``, ``zero2``, ``zero3`` or
-  ``hsdp``; ``global_batch``, ``micro_batch``, ``grad_accum``; ``recompute``, ``dtype``, ``torch_compile``;
+  ``hsdp``; ``global_batch``, ``micro_batch``, ``grad_accum``; ``recompute``, ``dtype``;
 - what was measured: ``step_seconds``, and if known ``memory_gb`` (10^9 bytes of a device).
 
 In CSV, keys that are no columns may stand in ``notes``, as ``key=value;``.
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from autotp.errors import AutotpError
-from costmodel import Device, Topology, parse_quantity
+from costmodel import Topology, parse_quantity
 from costmodel.text.tables import Table, read_toml
 
 __all__ = ["Architecture", "MeasuredRun", "Skipped", "read_runs"]
@@ -102,7 +102,6 @@ class MeasuredRun:
         precision: ``bf16-mixed``, or ``bf16`` or ``fp16`` where gradients are reduced in that as well.
         seconds: of a step.
         memory: bytes of a device; 0 if not published.
-        compiled: kernels between products were fused by a compiler.
     """
 
     name: str
@@ -120,7 +119,6 @@ class MeasuredRun:
     precision: str
     seconds: float
     memory: float = 0.0
-    compiled: bool = False
 
     @property
     def node(self) -> int:
@@ -131,10 +129,6 @@ class MeasuredRun:
     def device(self) -> str:
         """The device's name."""
         return self.topology.device.name
-
-    def machine(self, device: Device) -> Topology:
-        """The run's machine with another device."""
-        return replace(self.topology, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +207,6 @@ def _run(name: str, row: Mapping[str, Any]) -> MeasuredRun:
         dtype,
         _number(row, "step_seconds"),
         _number(row, "memory_gb", 0.0) * 1e9,
-        str(row.get("torch_compile", row.get("compiler", "no"))).lower() not in ("no", "eager", "not stated", "false"),
     )
 
 

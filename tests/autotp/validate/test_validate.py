@@ -173,7 +173,7 @@ def test_degrees_alone_are_ranked(tmp_path):
     ]
     runs, _ = runs_of(tmp_path, *changes, {"id": "other", "seq": 64})
     groups = rankings([predicted(run) for run in runs])
-    assert [[one.run.name for one in group] for group in groups] == [["8x1", "4x2", "2x4"]]
+    assert [[one.run.name for one in group.predictions] for group in groups] == [["8x1", "4x2", "2x4"]]
 
 
 def test_the_command_prints_fits_and_draws(tmp_path, capsys, monkeypatch):
