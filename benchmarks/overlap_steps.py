@@ -101,11 +101,14 @@ class _Runner:
         parallel = self.parallel(plan, schedule)
         if schedule == "none":
             return lambda: step_of(parallel, self.args)
-        known = parallel._overlapping
-        schedules = Schedules(known.sharded, known.world, overlap_of(plan, merge=merge), known.agreement)
+        (program,) = parallel.programs
+        known = program.schedules
+        scheduled = replace(
+            program, schedules=Schedules(known.sharded, known.world, overlap_of(plan, merge=merge), known.agreement)
+        )
 
         def run() -> None:
-            parallel._overlapping = schedules
+            parallel._programs.known[program.key] = scheduled
             step_of(parallel, self.args)
 
         run()  # schedules the graphs

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from autotp.plans.constraints import Requirement
 from passes.capture import Captured
+from passes.layouts.layout import Layout
 from passes.rules.factors import Operator, Value, value_of
 from passes.rules.kept import NOTHING, Kept, kept
 from passes.rules.shapes import operands_of, results_of
@@ -46,6 +47,7 @@ class Model:
         stands: operator or parameter node -> the node that stands for it.
         trained: tensors through which gradients flow.
         pins: what constraints ask of operators and parameters.
+        resting: parameter node -> the layout in which it has to rest, on the mesh that is planned for.
         recomputed: operator that the backward pass recomputes -> whether it repeats the collectives that bring its results
             into other layouts.
         undecided: operator that the planner may have recomputed, with all collectives -> the last operator of its block;
@@ -58,6 +60,7 @@ class Model:
     stands: Mapping[fx.Node, fx.Node]
     trained: frozenset[Value]
     pins: Mapping[fx.Node, tuple[Requirement, ...]] = field(default_factory=dict)
+    resting: Mapping[fx.Node, Layout] = field(default_factory=dict)
     recomputed: Mapping[fx.Node, bool] = field(default_factory=dict)
     undecided: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
     known: dict[str, Any] = field(default_factory=dict)

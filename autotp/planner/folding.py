@@ -25,9 +25,9 @@ _LEAST_SAVING = 6
 
 
 def folded(model: Model) -> Model:
-    """The model with identical operators tied, if they are also pinned and recomputed in the same way."""
-    pins, recomputed = model.pins, model.recomputed
-    marks = {node: (pins.get(node, ()), recomputed.get(node)) for node in (*pins, *recomputed)}
+    """The model with identical operators tied, if they are also pinned, resting and recomputed in the same way."""
+    pins, recomputed, resting = model.pins, model.recomputed, model.resting
+    marks = {n: (pins.get(n, ()), recomputed.get(n), resting.get(n)) for n in (*pins, *recomputed, *resting)}
     return replace(model, stands=fold(model.operators, frozenset(model.captured.parameters), marks))
 
 

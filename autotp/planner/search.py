@@ -31,6 +31,7 @@ from autotp.plans.options import Options
 from autotp.plans.plan import Plan
 from costmodel import Topology
 from passes.capture import Captured, Precision, capture
+from passes.layouts.layout import Layout
 from passes.overlap.trace import undrawn
 from passes.rules.factors import analyse
 from passes.sharding.chunk import Chunked
@@ -143,7 +144,10 @@ def _part_of(captured: Captured, call: tuple[tuple[Any, ...], dict[str, Any]], p
 
 
 def prepare(
-    captured: Captured, constraints: Sequence[Constraint] = (), recomputed: Mapping[str, bool] | None = None
+    captured: Captured,
+    constraints: Sequence[Constraint] = (),
+    recomputed: Mapping[str, bool] | None = None,
+    resting: Mapping[str, Layout] | None = None,
 ) -> Model:
     """Analyses and folds a captured model; the same on every mesh.
 
@@ -151,6 +155,7 @@ def prepare(
         captured: the model.
         constraints: that its plans keep.
         recomputed: names of operators that the backward pass recomputes; see `autotp.costs.model.Model`.
+        resting: names of parameters, and the layouts in which they have to rest.
 
     Raises:
         AutotpError: a constraint names nothing in the model.
@@ -158,7 +163,9 @@ def prepare(
     operators = analyse(captured.graph_module.graph, captured.inputs)
     model = Model(captured, operators, {}, trained_values(captured, operators))
     by_node = {node: recomputed[node.name] for node in operators if recomputed and node.name in recomputed}
-    return _pinned(replace(model, recomputed=by_node), constraints)
+    graph, fqns = captured.graph_module.graph, captured.parameters
+    rests = {n: resting[fqns[n.name]] for n in graph.nodes if resting and fqns.get(n.name) in resting}
+    return _pinned(replace(model, recomputed=by_node, resting=rests), constraints)
 
 
 def _pinned(model: Model, constraints: Sequence[Constraint]) -> Model:
@@ -331,7 +338,7 @@ def _no_plan(contest: Contest) -> AutotpError:
 def _begin(captured: Captured, topology: Topology, options: Options, until: float = math.inf) -> Contest:
     """The contest of a job."""
     bound = topology.device.memory if options.memory is None else options.memory
-    model = prepare(captured, options.asked)
+    model = prepare(captured, options.asked, resting=options.resting)
     together = model.parameter_bytes if options.hides else 0.0
     return Contest(Candidates(model, topology, options, together), bound, bound, until)
 

@@ -20,7 +20,7 @@ from autotp.planner.choices import Choice, Edge, Needs, Rest
 from autotp.planner.folding import signature
 from autotp.plans.families import Restriction
 from passes.graph import cast_of
-from passes.layouts.codes import DIM, INNER, PARTIAL, WHOLE
+from passes.layouts.codes import DIM, INNER, PARTIAL, WHOLE, codes
 from passes.layouts.reshard_matrix import ReshardPricer
 from passes.rules.factors import Value, value_of
 from passes.rules.shapes import operands_of
@@ -146,6 +146,8 @@ class _Builder:
     def rest(self, node: fx.Node, wanted: Sequence[np.ndarray]) -> Rest:
         value = node.meta["val"]
         rests = self.chosen.family.rest
+        if node in self.model.resting:
+            return self.offered(node, codes([self.model.resting[node]]), np.zeros(1, np.int64))
         if node.name not in self.captured.parameters or rests == "whole":
             parameter = node.name in self.captured.parameters
             return Rest(value, cast_of(node), self.whole, np.zeros(1, np.int64), np.full(1, parameter), False, parameter)
@@ -159,11 +161,17 @@ class _Builder:
                     for option in self.further(tuple(int(c) for c in row), axes, value.dim()):
                         options.setdefault(option, groups)
                     groups += 1
+        return self.offered(node, np.array([*options], np.int64), np.array([*options.values()], np.int64))
+
+    def offered(self, node: fx.Node, rows: np.ndarray, groups: np.ndarray) -> Rest:
+        """Where a parameter may rest, gathered once or twice; of each group of layouts one is enough."""
         gathers = self.chosen.family.gathers if self.read_back(node) else "twice"
         offered = [number for number, name in enumerate(("once", "twice")) if gathers in (name, "free")]
-        found = [(row, group + groups * number, number) for number in offered for row, group in options.items()]
-        rows, numbers, twice = map(np.array, zip(*found, strict=True))
-        return Rest(value, cast_of(node), rows, numbers, twice.astype(bool), gathers == "free", True)
+        numbers = np.concatenate([groups + (groups.max() + 1) * number for number in offered])
+        twice = np.repeat(np.array(offered, bool), len(rows))
+        return Rest(
+            node.meta["val"], cast_of(node), np.tile(rows, (len(offered), 1)), numbers, twice, gathers == "free", True
+        )
 
     def read_back(self, node: fx.Node) -> bool:
         """Whether a backward pass may read a parameter."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from autotp.errors import AutotpError
 from autotp.plans.constraints import Constraint, parse
@@ -13,6 +13,7 @@ from autotp.plans.plan import AXIS_NAMES, Plan, check_accumulate, check_chunks, 
 from costmodel import Topology
 from costmodel.memory import OPTIMIZERS
 from passes.capture import Precision, policy_of, precision_name
+from passes.layouts.layout import Layout
 
 __all__ = ["RECOMPUTE", "Options"]
 
@@ -55,6 +56,7 @@ class Options:
         reshard_after_forward: whether parameters that are gathered are gathered again for the backward pass (True), or kept
             until it has read them (False), as in ``torch.distributed.fsdp.fully_shard``. Left out, the planner decides for
             each, where the family does not.
+        resting: parameter name -> the layout in which it rests already, on ``mesh``; the planner chooses all others.
 
     Raises:
         AutotpError: an option is wrong; names the choices.
@@ -77,6 +79,7 @@ class Options:
     gap: float = 1e-3
     recompute: str | Sequence[str] = "auto"
     reshard_after_forward: bool | None = None
+    resting: Mapping[str, Layout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Checks all that needs no machine."""

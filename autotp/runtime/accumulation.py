@@ -6,24 +6,25 @@ leaves for autograd, which adds up there what several backward passes bring. The
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from autotp.errors import AutotpError
-from autotp.runtime.compiled import Program
+from autotp.runtime.compiled import Variant
 from autotp.runtime.interpreter import execute
 from autotp.runtime.schedules import Schedules
 from passes.layouts.layout import take
 from passes.sharding.deferral import Cut, Deferred, defer
 from passes.world.ops import Parts
+from passes.world.regather import Regather
 from passes.world.world import World
 
-__all__ = ["Accumulating", "Accumulation"]
+__all__ = ["Accumulation"]
 
 
 class Accumulation:
@@ -37,7 +38,7 @@ class Accumulation:
 
     def __init__(self, sharded: fx.GraphModule, parameters: Mapping[str, str], world: World) -> None:
         self.sharded, self.parameters, self.world = sharded, parameters, world
-        self.syncing = True
+        sharded.world = world
         self.used = False
         self._sinks: dict[str, list[Tensor]] = {}
         self._versions: Mapping[str, int] = {}
@@ -54,10 +55,9 @@ class Accumulation:
         """Whether there are gradients that are not reduced yet."""
         return any(sink.grad is not None for sinks in self._sinks.values() for sink in sinks)
 
-    @property
-    def defers(self) -> bool:
+    def defers(self, *, syncing: bool) -> bool:
         """Whether the pass that begins runs the graph of inner steps: it is one, or comes after some."""
-        return torch.is_grad_enabled() and (not self.syncing or self.waiting)
+        return torch.is_grad_enabled() and (not syncing or self.waiting)
 
     def anew(self) -> Accumulation:
         """For another module of the same graph, whose gradients are its own."""
@@ -70,28 +70,33 @@ class Accumulation:
                 sink.grad = None
 
     def scheduled(
-        self, schedules: Schedules, values: Mapping[str, Any], parameters: Mapping[str, Tensor]
+        self, schedules: Schedules, values: Mapping[str, Any], parameters: Mapping[str, Tensor], *, syncing: bool
     ) -> Sequence[Any] | None:
         """The outputs of the pass that begins, by scheduled graphs; None if these cannot be.
 
         Args:
             schedules: of the sharded graph.
             values, parameters: see ``values``.
+            syncing: whether the pass reduces gradients.
         """
-        if not self.defers:
+        if not self.defers(syncing=syncing):
             return schedules.run(values)
         ending = self.values(values, parameters)
-        if not self.syncing:
-            return schedules.run(ending, Program(self.deferred.inner, {}, self.take))
+        if not syncing:
+            return schedules.run(ending, Variant(self.deferred.inner, {}, self.take))
         sinks = {cut.name: ending[cut.name] for cut in self.deferred.cuts}
-        return schedules.run(values, Program(self.deferred.last, sinks, self.take))
+        return schedules.run(values, Variant(self.deferred.last, sinks, self.take))
 
-    def inner(self, values: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> Sequence[Any]:
-        """The outputs of an inner step, as autograd runs it; see ``values``."""
-        graph, ending = self.deferred.inner, self.values(values, parameters)
-        if any(isinstance(value, Parts) for value in ending.values()):
-            return execute(graph, self.world, ending)
-        return graph(*_in_order(graph, ending))
+    def eager(self, values: Mapping[str, Any], parameters: Mapping[str, Tensor], *, syncing: bool) -> Sequence[Any]:
+        """The outputs of the pass that begins, as autograd runs the graph; see ``scheduled``."""
+        graph, given = self.sharded, values
+        if self.defers(syncing=syncing):
+            graph, given = self.deferred.inner, self.values(values, parameters)
+        if any(isinstance(value, Parts) for value in given.values()):
+            return execute(graph, self.world, given)
+        with Regather(self.world) if torch.is_grad_enabled() else nullcontext():
+            found: Sequence[Any] = graph(*_in_order(graph, given))
+        return found
 
     def take(self, name: str) -> list[Tensor]:
         """What waits at a cut, on every device of this process; it waits no longer. Empty where nothing does."""
@@ -106,6 +111,27 @@ class Accumulation:
             for g, s in zip(found, sinks, strict=True)
         ]
 
+    def check(self, parameters: Mapping[str, Tensor]) -> None:
+        """Checks that the gradients that wait are of the parameters as they are now.
+
+        Args:
+            parameters: see ``values``.
+
+        Raises:
+            AutotpError: they were changed.
+        """
+        if not self.waiting:
+            return
+        changed = [self.parameters[n] for n, parameter in parameters.items() if parameter._version != self._versions.get(n)]
+        if changed:
+            more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
+            raise AutotpError(
+                f"parameters were changed while gradients of steps under no_sync() wait to be reduced: "
+                f"{', '.join(changed[:4])}{more}. Run the "
+                "last forward and backward pass of an accumulated step outside no_sync(), before optimizer.step(); or "
+                "drop these gradients by the module's zero_grad()"
+            )
+
     def values(self, values: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
         """The inputs of the graph of inner steps, from those of the sharded graph.
 
@@ -117,18 +143,8 @@ class Accumulation:
             AutotpError: parameters were changed, and gradients for what they were are not reduced yet.
         """
         self.used = True
-        versions = {name: parameter._version for name, parameter in parameters.items()}
-        if self.waiting:
-            changed = [self.parameters[name] for name, version in versions.items() if version != self._versions.get(name)]
-            if changed:
-                more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
-                raise AutotpError(
-                    f"parameters were changed while gradients of steps under no_sync() wait to be reduced: "
-                    f"{', '.join(changed[:4])}{more}. Run the "
-                    "last forward and backward pass of an accumulated step outside no_sync(), before optimizer.step(); or "
-                    "drop these gradients by the module's zero_grad()"
-                )
-        self._versions = versions
+        self.check(parameters)
+        self._versions = {name: parameter._version for name, parameter in parameters.items()}
         found = {name: _detached(value) if name in self.parameters else value for name, value in values.items()}
         return found | {cut.name: self._sink(cut, values) for cut in self.deferred.cuts}
 
@@ -199,30 +215,3 @@ def _detached(value: Any) -> Any:
 
 def _requires_grad(value: Any) -> bool:
     return bool((value[0] if isinstance(value, Parts) else value).requires_grad)
-
-
-class Accumulating(nn.Module):
-    """A module whose gradients may wait to be reduced."""
-
-    _accumulation: Accumulation
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Leaves the gradients of forward passes in this context unreduced, as ``DistributedDataParallel.no_sync`` does.
-
-        They are summed on each device, in the layouts in which operators give them, until the backward pass of a forward
-        pass outside this context: that reduces the sum of all. Parameters' ``.grad`` stay as they are until then, and have
-        the total after it. The last micro-batch must therefore run outside, before ``optimizer.step()``; to change
-        parameters earlier is an error in the next pass. ``optimizer.zero_grad()`` does not know of sums that wait, and
-        keeps them; this module's ``zero_grad()`` drops them. ``torch.autograd.grad`` sees no parameter here.
-        """
-        before, self._accumulation.syncing = self._accumulation.syncing, False
-        try:
-            yield
-        finally:
-            self._accumulation.syncing = before
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As a module's own; gradients that wait to be reduced are dropped too."""
-        self._accumulation.drop()
-        super().zero_grad(set_to_none)

@@ -24,7 +24,7 @@ from passes.overlap.trace import Joint
 from passes.world.ops import Parts
 from passes.world.regather import version_of
 
-__all__ = ["Compiled", "Disjoint", "Overlap", "Plain", "Program", "Runner"]
+__all__ = ["Compiled", "Disjoint", "Overlap", "Plain", "Runner", "Variant"]
 
 #: Runs one of the two graphs: a list of its inputs, which it empties -> its outputs.
 Runner = Callable[[list[Any]], Sequence[Any]]
@@ -34,7 +34,7 @@ Plain = Callable[[int, Sequence[Parts]], Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class Variant:
     """A variant of a sharded graph.
 
     Attributes:
@@ -129,17 +129,17 @@ class Compiled:
     without: Callable[[frozenset[int]], Runner]
     plain: Plain
 
-    def __call__(self, seed: int, inputs: Sequence[Any], program: Program | None = None) -> list[Any]:
+    def __call__(self, seed: int, inputs: Sequence[Any], variant: Variant | None = None) -> list[Any]:
         """The outputs of the sharded graph; gradients flow to the trained inputs.
 
         Args:
             seed: for random operators.
             inputs: of the sharded graph; each a tensor, or ``Parts``.
-            program: what the graphs were made of, if it is no ordinary step.
+            variant: what the graphs were made of, if it is no ordinary step.
         """
         hosted = next((len(value) for value in inputs if isinstance(value, Parts)), 0)
         flat = [part for value in inputs for part in value] if hosted else inputs
-        return _grouped(_Pass.apply(self, seed, hosted, program, *flat), hosted)
+        return _grouped(_Pass.apply(self, seed, hosted, variant, *flat), hosted)
 
 
 def _grouped(flat: Sequence[Any], hosted: int) -> list[Any]:
@@ -154,11 +154,11 @@ class _Pass(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, compiled: Compiled, seed: int, hosted: int, program: Program | None, *inputs: Tensor
+        ctx: Any, compiled: Compiled, seed: int, hosted: int, variant: Variant | None, *inputs: Tensor
     ) -> tuple[Any, ...]:
         joint = compiled.graphs.joint
         results = list(compiled.forward([*_grouped(inputs, hosted), seed]))
-        ctx.compiled, ctx.seed, ctx.hosted, ctx.program = compiled, seed, hosted, program
+        ctx.compiled, ctx.seed, ctx.hosted, ctx.variant = compiled, seed, hosted, variant
         ctx.inputs, ctx.versions = inputs, [version_of(tensor) for tensor in inputs]
         outputs, saved = results[: joint.outputs], results[joint.outputs :]
         given = {id(tensor) for tensor in inputs}
@@ -191,7 +191,7 @@ class _Pass(torch.autograd.Function):
             return None, None, None, None, *_differentiable(ctx, gradients)
         mine = [gradients[i * count + d] for i in joint.tangents for d in range(count)]
         for name in joint.waiting:
-            mine += ctx.program.take(name) or [None] * count
+            mine += ctx.variant.take(name) or [None] * count
         missing = frozenset(i for i in range(len(mine) // count) if mine[i * count] is None)
         run = ctx.compiled.without(missing) if missing else ctx.compiled.backward
         flat = [None if gradient is None else gradient.resolve_conj().resolve_neg().contiguous() for gradient in mine]

@@ -17,11 +17,12 @@ from autotp.planner import plan_captured
 from autotp.plans.families import Family
 from autotp.plans.options import Options
 from autotp.plans.plan import Plan, overlapping
-from autotp.runtime.durations import how_to_run
+from autotp.runtime.agreement import JobAgreement, agreed
 from autotp.runtime.module import DistributedModule
+from autotp.runtime.programs import MOST
 from autotp.runtime.rewrite import apply
 from costmodel import Topology
-from passes.capture import Precision, capture
+from passes.capture import Captured, Precision, capture
 
 __all__ = ["parallelize"]
 
@@ -49,6 +50,7 @@ def parallelize(
     gap: float = Options.gap,
     precision: Precision = Options.precision,
     initialise: Callable[[nn.Module], None] | None = None,
+    max_programs: int = MOST,
 ) -> fx.GraphModule:
     """Distributes ``model`` over the processes that torchrun started.
 
@@ -68,6 +70,8 @@ def parallelize(
             computed; ``none`` runs the sharded graph as autograd does. Left out, it is the one that ``plan`` was made for;
             without a plan, ``overlap``.
         initialise: fills in a module's own parameters and buffers, for models on ``meta``.
+        max_programs: how many programs the module may have: a call in another mode, without gradients or with other inputs
+            makes one when it first happens, over the same parameters (see ``DistributedModule.programs``).
 
     Returns:
         A ``torch.fx.GraphModule`` with the model's call signature: ``loss.backward(); optimizer.step()`` is all there is.
@@ -84,50 +88,42 @@ def parallelize(
         raise AutotpError(
             f"accumulate={accumulate!r}, but the plan is for {plan.accumulate}: leave accumulate out, or make another plan"
         )
+    if not isinstance(max_programs, int) or max_programs < 1:
+        raise AutotpError(f"max_programs={max_programs!r}: give a positive number")
     _join()
-    captured, problem, options = None, None, None
-    try:
-        if plan is None:
-            options = Options(
-                strategy,
-                mesh=mesh,
-                mode=mode,
-                memory=memory,
-                optimizer=optimizer,
-                accumulate=accumulate,
-                panels=panels,
-                chunks=chunks,
-                schedule=schedule or Options.schedule,
-                constraints=constraints,
-                recompute=recompute,
-                reshard_after_forward=reshard_after_forward,
-                gap=gap,
-                precision=precision,
-            )
-        captured = capture(model, tuple(args), kwargs, precision if plan is None else plan.asked(precision))
+    agreement = JobAgreement()
+
+    def captured() -> Captured:
         _refuse_hooks(model)
-    except Exception as error:  # noqa: BLE001 - every rank must hear of it before it is raised
-        problem = error
-    agreed: list[Any] = [None]
-    if dist.get_rank() == 0:
-        agreed = [_decide(captured, problem, topology, plan or options)]
-    dist.broadcast_object_list(agreed, src=0)
-    if isinstance(agreed[0], Exception):
-        raise agreed[0]
-    agreed_plan = Plan.from_json(agreed[0][0])
-    rewritten = None
-    if problem is None and captured is not None:
-        try:
-            rewritten = apply(captured, agreed_plan, inputs)
-        except Exception as error:  # noqa: BLE001
-            problem = error
-    reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, (agreed_plan.hash, None if problem is None else f"{type(problem).__name__}: {problem}"))
-    _agree(reports, problem)
-    assert rewritten is not None
+        return capture(model, tuple(args), kwargs, precision if plan is None else plan.asked(precision))
+
+    def decide(graph: Captured) -> Plan:
+        if plan is not None:
+            return _for_all_processes(plan)
+        options = Options(
+            strategy,
+            mesh=mesh,
+            mode=mode,
+            memory=memory,
+            optimizer=optimizer,
+            accumulate=accumulate,
+            panels=panels,
+            chunks=chunks,
+            schedule=schedule or Options.schedule,
+            constraints=constraints,
+            recompute=recompute,
+            reshard_after_forward=reshard_after_forward,
+            gap=gap,
+            precision=precision,
+        )
+        return _planned(graph, topology, options)
+
+    split = None if inputs == "local" else ()
+    agreed_plan, rewritten = agreed(agreement, captured, decide, lambda graph, plan: apply(graph, plan, split))
+    seed = agreement.decided(torch.initial_seed)
     device_mesh = init_device_mesh(_kind_of_device(model), agreed_plan.mesh_shape, mesh_dim_names=agreed_plan.mesh_axes)
-    how = how_to_run(agreed_plan, schedule or agreed_plan.schedule)
-    return DistributedModule(model, agreed_plan, rewritten, device_mesh, initialise, agreed[0][1], how)
+    run = schedule or agreed_plan.schedule
+    return DistributedModule(model, agreed_plan, rewritten, device_mesh, initialise, seed, run, max_programs)
 
 
 def _join() -> None:
@@ -156,38 +152,25 @@ def _refuse_hooks(model: nn.Module) -> None:
             )
 
 
-def _decide(captured: Any, problem: Exception | None, topology: Topology | str | None, plan: Plan | Options | None) -> Any:
-    """(the plan's JSON, a seed), or the error that every rank is to raise."""
-    try:
-        if problem is not None:
-            return problem
-        devices = dist.get_world_size()
-        if isinstance(plan, Options):
-            machine = Topology.local() if topology is None else topology
-            machine = Topology.load(machine) if isinstance(machine, str) else machine
-            if machine.devices != devices:
-                raise PlanMismatchError(
-                    f"topology {machine.name!r} has {machine.devices} devices, but {devices} processes run; start torchrun "
-                    f"with {machine.devices} processes, or give topology.resized({devices})"
-                )
-            plan.check(machine)
-            plan = plan_captured(captured, machine, plan)
-        assert plan is not None
-        if plan.devices != devices:
-            raise PlanMismatchError(
-                f"the plan is for {plan.devices} devices (mesh {plan.mesh_shape}), but {devices} processes run; start "
-                f"torchrun with {plan.devices} processes, or make a plan for {devices}"
-            )
-        return plan.to_json(), torch.initial_seed()
-    except Exception as error:  # noqa: BLE001
-        return error
+def _planned(captured: Captured, topology: Topology | str | None, options: Options) -> Plan:
+    machine = Topology.local() if topology is None else topology
+    machine = Topology.load(machine) if isinstance(machine, str) else machine
+    devices = dist.get_world_size()
+    if machine.devices != devices:
+        raise PlanMismatchError(
+            f"topology {machine.name!r} has {machine.devices} devices, but {devices} processes run; start torchrun "
+            f"with {machine.devices} processes, or give topology.resized({devices})"
+        )
+    options.check(machine)
+    return plan_captured(captured, machine, options)
 
 
-def _agree(reports: Sequence[tuple[str, str | None]], problem: Exception | None) -> None:
-    if problem is not None:
-        raise problem
-    for rank, (digest, failure) in enumerate(reports):
-        if failure is not None:
-            raise PlanMismatchError(f"rank {rank} failed to build the plan's graph: {failure}")
-        if digest != reports[0][0]:
-            raise PlanMismatchError(f"rank {rank} holds plan {digest}, rank 0 {reports[0][0]}; give all ranks one model")
+def _for_all_processes(plan: Plan) -> Plan:
+    """The plan, if as many processes run as it has devices."""
+    devices = dist.get_world_size()
+    if plan.devices != devices:
+        raise PlanMismatchError(
+            f"the plan is for {plan.devices} devices (mesh {plan.mesh_shape}), but {devices} processes run; start "
+            f"torchrun with {plan.devices} processes, or make a plan for {devices}"
+        )
+    return plan

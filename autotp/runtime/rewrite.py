@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate
 
 from autotp.errors import AutotpError, PlanMismatchError
 from autotp.plans.plan import Plan, fingerprint
-from passes.capture import CallSignature, Captured, capture
+from passes.capture import Captured, capture
 from passes.graph import dump
 from passes.layouts.codes import fits, restorable
 from passes.layouts.layout import Layout, local_shape, place
@@ -30,20 +30,31 @@ __all__ = ["Rewritten", "apply", "checked", "rewrite"]
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A sharded graph with what it was made from; ``chunks`` are the sizes of its virtual axes."""
+    """A sharded graph with what it was made from.
+
+    Attributes:
+        captured, sharding: what it was made from.
+        graph_module: it.
+        chunks: sizes of its virtual axes.
+        split: the mesh axes that split dim 0 of what each device is given as inputs.
+    """
 
     captured: Captured
     sharding: Sharding
     graph_module: fx.GraphModule
     chunks: tuple[int, ...] = ()
+    split: tuple[int, ...] = ()
 
     @property
-    def signature(self) -> CallSignature:
-        """The model's calling convention, for this device's part of the inputs."""
+    def ways(self) -> int:
+        """In how many parts each device is given the inputs."""
+        return math.prod(self.sharding.mesh[axis] for axis in self.split)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of what each device is given as inputs, in their order."""
         given, mesh = self.captured.placeholders, self.sharding.mesh
-        return self.captured.signature.with_shapes(
-            [local_shape(tuple(given[name].shape), self.resting(name), mesh) for name in self.captured.inputs]
-        )
+        return [local_shape(tuple(given[name].shape), self.resting(name), mesh) for name in self.captured.inputs]
 
     @property
     def even(self) -> bool:
@@ -69,14 +80,20 @@ def rewrite(model: nn.Module, plan: Plan, args: Sequence[Any] = (), kwargs: Mapp
     return apply(capture(model, tuple(args), kwargs, plan.precision), plan)
 
 
-def apply(captured: Captured, plan: Plan, inputs: str = "global") -> Rewritten:
-    """Shards a captured graph by ``plan``; ``inputs`` are the ``global`` batch on every device, or its ``local`` part."""
+def apply(captured: Captured, plan: Plan, split: Sequence[int] | None = ()) -> Rewritten:
+    """Shards a captured graph by ``plan``.
+
+    Args:
+        captured: the graph.
+        plan: a plan for it.
+        split: the mesh axes that split dim 0 of what each device is given as inputs; None: as the plan splits the batch.
+    """
     panels = {op.name: op.panels for op in plan.operators if op.panels > 1}
     if panels and any(count > 1 for count in plan.chunks.values()):
         raise AutotpError(f"the plan has panels and chunks ({dict(plan.chunks)}); plan with panels=1, or without chunks")
     operators, chosen, resting = checked(captured, plan)
-    if inputs == "local":
-        resting |= _input_layouts(captured, operators, chosen, plan.mesh_shape)
+    split = _batch_axes(operators, chosen) if split is None else tuple(split)
+    resting |= _input_layouts(captured, split, plan.mesh_shape)
     once = frozenset(name for name, fqn in captured.parameters.items() if fqn in plan.gathered_once)
     sharding = Sharding(plan.mesh_shape, chosen, resting, frozenset(captured.parameters), plan.repeated, once)
     dump("captured", captured.graph_module.graph)
@@ -89,7 +106,7 @@ def apply(captured: Captured, plan: Plan, inputs: str = "global") -> Rewritten:
                 raise PlanMismatchError(f"operator {name}: it cannot have the plan's {count} panels; make a new plan")
         sharded = panel(sharded, found, panels)
         dump("panelled", sharded.graph)
-    return Rewritten(captured, sharding, sharded, virtual)
+    return Rewritten(captured, sharding, sharded, virtual, split)
 
 
 def checked(captured: Captured, plan: Plan) -> tuple[Mapping[fx.Node, Operator], dict[str, Strategy], dict[str, Layout]]:
@@ -121,16 +138,19 @@ def _sharded(
     return sharded, virtual
 
 
-def _input_layouts(
-    captured: Captured, operators: Mapping[fx.Node, Operator], chosen: Mapping[str, Strategy], mesh: tuple[int, ...]
-) -> dict[str, Layout]:
-    """Dim 0 of every input, split by the axes that split the batch anywhere."""
+def _batch_axes(operators: Mapping[fx.Node, Operator], chosen: Mapping[str, Strategy]) -> tuple[int, ...]:
+    """The mesh axes that split the batch anywhere."""
     axes = {
         axis
         for node, operator in operators.items()
         for axis, factor in enumerate(chosen[node.name].assignment)
         if factor is not None and factor in operator.factors and operator.factors[factor].role == "batch"
     }
+    return tuple(sorted(axes))
+
+
+def _input_layouts(captured: Captured, axes: Sequence[int], mesh: tuple[int, ...]) -> dict[str, Layout]:
+    """Dim 0 of every input, split by some axes."""
     layout = tuple(place(0) if axis in axes else Replicate() for axis in range(len(mesh)))
     ways = math.prod(mesh[axis] for axis in axes)
     if ways == 1:

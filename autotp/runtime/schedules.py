@@ -8,11 +8,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx
 
 from autotp.errors import AutotpError
-from autotp.runtime.compiled import Compiled, Overlap, Plain, Program, Runner
+from autotp.runtime.agreement import Agreement
+from autotp.runtime.compiled import Compiled, Overlap, Plain, Runner, Variant
 from autotp.runtime.interpreter import Lockstep, execute
 from autotp.runtime.strides import Arranged, as_traced
 from passes.overlap import Halves, Overlapped, halves
@@ -22,7 +22,7 @@ from passes.world import ops
 from passes.world.ops import Parts, part_of
 from passes.world.world import World
 
-__all__ = ["Agreement", "JobAgreement", "NoOrder", "Schedules", "overlapped"]
+__all__ = ["NoOrder", "Schedules", "overlapped"]
 
 _log = logging.getLogger("autotp.schedule")
 
@@ -32,46 +32,6 @@ Traced = Mapping[tuple[int, ...], Sequence[Halves]]
 
 class NoOrder(AutotpError):
     """Graphs that cannot be traced, or differ between devices, or have no schedule; raised in every process."""
-
-
-class Agreement:
-    """How the processes that run a graph together agree: this one runs it alone."""
-
-    def gathered(self, mine: Any) -> list[Any]:
-        """Every process's value."""
-        return [mine]
-
-    def decided(self, decide: Callable[[], Any]) -> Any:
-        """The first process's decision."""
-        return decide()
-
-
-class JobAgreement(Agreement):
-    """How the processes of a ``torch.distributed`` job agree; each must make the same calls."""
-
-    def gathered(self, mine: Any) -> list[Any]:
-        """Every process's value."""
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, mine)
-        return found
-
-    def decided(self, decide: Callable[[], Any]) -> Any:
-        """Rank 0's decision.
-
-        Raises:
-            NoOrder: on every rank, where rank 0 fails to decide.
-        """
-        decided: list[Any] = [None, ""]
-        failure: Exception | None = None
-        if dist.get_rank() == 0:
-            try:
-                decided[0] = decide()
-            except Exception as error:  # noqa: BLE001 - the others wait to hear of it
-                decided[1], failure = f"rank 0 found no schedule ({type(error).__name__}: {error})", error
-        dist.broadcast_object_list(decided, src=0)
-        if decided[1]:
-            raise NoOrder(decided[1]) from failure
-        return decided[0]
 
 
 def overlapped(make: Callable[[], Traced], how: Overlap, agreement: Agreement) -> Mapping[tuple[int, ...], Overlapped]:
@@ -88,8 +48,15 @@ def overlapped(make: Callable[[], Traced], how: Overlap, agreement: Agreement) -
     traced, which, same_sizes = _agreed(make, agreement)
     mine = {at: choices[which] for at, choices in traced.items()}
     first = next(iter(mine.values()))
-    decided = agreement.decided(lambda: how.decided(first))
+    decided = _decided(agreement, lambda: how.decided(first))
     return {at: each.overlapped(*decided, same_sizes=same_sizes) for at, each in mine.items()}
+
+
+def _decided(agreement: Agreement, decide: Callable[[], Any]) -> Any:
+    try:
+        return agreement.decided(decide)
+    except Exception as error:
+        raise NoOrder(f"rank 0 found no schedule ({type(error).__name__}: {error})") from error
 
 
 def _agreed(make: Callable[[], Traced], agreement: Agreement) -> tuple[Traced, int, bool]:
@@ -121,7 +88,7 @@ def _scheduled(
     make = functools.cache(make)
     graphs = overlapped(make, how, agreement)
     first = next(iter(graphs.values()))
-    orders = first.first_orders if how.durations is None else agreement.decided(lambda: first.orders(how.slots(first)))
+    orders = first.first_orders if how.durations is None else _decided(agreement, lambda: first.orders(how.slots(first)))
     _log.info("%d and %d nodes scheduled, forward and backward", *map(len, orders))
     modules = zip(*(each.modules(orders, world) for each in graphs.values()), strict=True)
     forward, backward = (_in_lockstep(half, world) if lockstep else Arranged(*half) for half in modules)
@@ -181,12 +148,12 @@ class Schedules:
         self.known: dict[Hashable, Compiled | None] = {}
         self.cast = False  # said already
 
-    def run(self, values: Mapping[str, Any], program: Program | None = None) -> Sequence[Any] | None:
+    def run(self, values: Mapping[str, Any], variant: Variant | None = None) -> Sequence[Any] | None:
         """The sharded graph's outputs for these values of its placeholders; None if it is to run as it is.
 
         Args:
             values: of the placeholders.
-            program: what is run instead of the graph of an ordinary step; it may have inputs of its own.
+            variant: what is run instead of the graph of an ordinary step; it may have inputs of its own.
         """
         firsts = [_first(value) for value in values.values()]
         if any(torch.is_autocast_enabled(device) for device in {tensor.device.type for tensor in firsts}):
@@ -195,22 +162,22 @@ class Schedules:
             self.cast = True
             return None  # what is cast where depends on the context of each call
         trained = _trained_among(values)
-        graph = self.sharded if program is None else program.graph
+        graph = self.sharded if variant is None else variant.graph
         key = graph, trained, tuple((tensor.dtype, tensor.stride()) for tensor in firsts)
         if key not in self.known:
-            self.known[key] = self._compiled(program, values, trained)
+            self.known[key] = self._compiled(variant, values, trained)
         found = self.known[key]
         if found is None:
             return None
         seed = self.world.next_seed() if self.draws else 0
-        return found(seed, [values[name] for name in found.graphs.joint.inputs], program)
+        return found(seed, [values[name] for name in found.graphs.joint.inputs], variant)
 
-    def _compiled(self, program: Program | None, values: Mapping[str, Any], trained: frozenset[str]) -> Compiled | None:
+    def _compiled(self, variant: Variant | None, values: Mapping[str, Any], trained: frozenset[str]) -> Compiled | None:
         """The scheduled graphs for such values; None, in every process, where there are none: the graph runs as it is."""
         devices = self.world.hosted[:1] if self.even else self.world.hosted
         lockstep = any(isinstance(value, Parts) for value in values.values())
-        sharded = self.sharded if program is None else program.graph
-        waiting = {} if program is None else dict(program.waiting)
+        sharded = self.sharded if variant is None else variant.graph
+        waiting = {} if variant is None else dict(variant.waiting)
 
         def make() -> Traced:
             mesh, given = self.world.mesh_shape, dict(values)

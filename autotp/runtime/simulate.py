@@ -10,19 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from autotp.errors import AutotpError
-from autotp.plans.plan import Plan
-from autotp.runtime.accumulation import Accumulating, Accumulation
+from autotp.plans.plan import Plan, overlapping
+from autotp.runtime.agreement import Agreement
 from autotp.runtime.compiled import Compiled, Overlap
 from autotp.runtime.durations import how_to_run
-from autotp.runtime.interpreter import execute
-from autotp.runtime.modes import OneMode, different_otherwise, training_only
-from autotp.runtime.output_guard import guard, made_of
+from autotp.runtime.output_guard import guard
+from autotp.runtime.programs import MOST, Program, Programmed, Programs
 from autotp.runtime.rewrite import Rewritten, rewrite
-from autotp.runtime.schedules import Agreement, Schedules
 from passes.capture import Precision
 from passes.graph import differentiable
 from passes.layouts.layout import Layout, is_shard, take
-from passes.sharding.shard import place_constants
 from passes.world.ops import Parts
 from passes.world.world import LocalWorld, World
 
@@ -57,71 +54,78 @@ def simulate(
         AutotpError: in the backward pass, when devices that should hold equal gradients do not.
     """
     plan.asked(precision)
-    how = how_to_run(plan, schedule)
-    return Simulated(model, rewrite(model, plan, args, kwargs), world or LocalWorld(plan.mesh_shape), how)
+    overlapping(schedule)
+    how = functools.partial(how_to_run, schedule=schedule)
+    return Simulated(model, plan, rewrite(model, plan, args, kwargs), world or LocalWorld(plan.mesh_shape), how)
 
 
-class Simulated(Accumulating, OneMode):
+class Simulated(Programmed):
     """A model whose forward and backward pass run as the devices of a plan would run them.
 
     Attributes:
-        rewritten: the sharded graph and what it was made from.
+        rewritten: the sharded graph of the first plan, and what it was made from.
         world: hosts every device.
     """
 
     rewritten: Rewritten
     world: World
-    _schedules: Schedules | None
-    _made_of: Mapping[int, frozenset[int]]
-    _compiled: Mapping[Hashable, Compiled | None]
 
-    def __init__(self, model: nn.Module, rewritten: Rewritten, world: World, how: Overlap | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        rewritten: Rewritten,
+        world: World,
+        how: Callable[[Plan], Overlap | None],
+        most: int = MOST,
+    ) -> None:
         super().__init__()
         # The model's own tables, not copies: names, state dict and later changes of the model are the same here.
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = model.__dict__[table]
         self.training = model.training
-        schedules = None
-        if how is not None:
-            schedules = Schedules(rewritten.graph_module, world, how, Agreement(), even=rewritten.even)
-        self.__dict__ |= {"rewritten": rewritten, "world": world, "_schedules": schedules}
-        self.__dict__["_different"] = different_otherwise("", model, training_only(rewritten.captured))
-        self.__dict__["_made_of"] = made_of(rewritten.captured.graph_module.graph, rewritten.captured.outputs)
-        self.__dict__["_compiled"] = {} if schedules is None else schedules.known
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        place_constants(rewritten.graph_module.graph, device)
-        parameters = rewritten.captured.parameters
-        self.__dict__["_accumulation"] = Accumulation(rewritten.graph_module, parameters, world)
+        layouts = {fqn: rewritten.resting(name) for name, fqn in rewritten.captured.parameters.items()}
+        programs = Programs(
+            model, plan, rewritten, world, Agreement(), how, most=most, device=device, layouts=layouts, even=True
+        )
+        self.__dict__ |= {"rewritten": rewritten, "world": world, "_programs": programs}
+        self.__dict__["_moded"] = [self, *list(model.modules())[1:]]
+
+    @property
+    def _compiled(self) -> Mapping[Hashable, Compiled | None]:
+        """The scheduled graphs of all programs, made so far."""
+        known = [program.schedules.known for program in self.programs if program.schedules is not None]
+        return {key: compiled for each in known for key, compiled in each.items()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own signature and output structure; inputs are the global batch."""
         return _as_it_is()(self, *args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        captured, resting = self.rewritten.captured, self.rewritten.resting
-        whole = captured.values(self, args, kwargs)
+        key, inputs = self._programs.key(self._moded, args, kwargs)
+        program = self._programs.of(key, args, kwargs)
+        captured, state = program.captured, {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        whole = {name: state[fqn] for name, fqn in {**captured.parameters, **captured.buffers}.items()}
+        whole |= program.constants | dict(zip(captured.inputs, inputs, strict=True))
+        resting = program.rewritten.resting
         parts = {name: distribute(name, tensor, resting(name), self.world) for name, tensor in whole.items()}
-        accumulation, outputs = self._accumulation, None
+        for other in self._programs.waiting:
+            other.accumulation.check({name: state[fqn] for name, fqn in other.captured.parameters.items()})
         parameters = {name: whole[name] for name in captured.parameters}
-        if self._schedules is not None:
-            outputs = accumulation.scheduled(self._schedules, parts, parameters)
-        if outputs is None and accumulation.defers:
-            outputs = accumulation.inner(parts, parameters)
-        elif outputs is None:
-            outputs = execute(self.rewritten.graph_module, self.world, parts)
+        outputs, _ = program.run(lambda _: parts, parameters, syncing=self._programs.syncing)
         for name, new in zip(captured.mutations, outputs[captured.outputs :], strict=True):
             with torch.no_grad():
                 whole[name].copy_(assemble([p.detach() for p in new], whole[name].shape, resting(name), self.world))
         results = [collect(leaf) if isinstance(leaf, Parts) else leaf for leaf in outputs[: captured.outputs]]
-        guard(results, self._made_of)
-        if accumulation.used and accumulation.syncing:
-            accumulation.watch(results, functools.partial(self._parameter_parts, whole))
+        guard(results, program.made_of)
+        self._programs.watch(results, lambda other: self._parameter_parts(other, state))
         return captured.signature.unflatten(results)
 
-    def _parameter_parts(self, whole: Mapping[str, Tensor]) -> dict[str, Parts]:
+    def _parameter_parts(self, program: Program, state: Mapping[str, Tensor]) -> dict[str, Parts]:
         """Every device's parts of the parameters alone."""
-        resting = self.rewritten.resting
-        return {n: distribute(n, whole[n], resting(n), self.world) for n in self.rewritten.captured.parameters}
+        named, resting = program.captured.parameters, program.rewritten.resting
+        return {name: distribute(name, state[fqn], resting(name), self.world) for name, fqn in named.items()}
 
 
 @functools.cache

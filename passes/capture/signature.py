@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -96,16 +96,6 @@ class CallSignature:
             # as the example's: kernels that read real parts see no others
             tensors.append(value.resolve_conj().resolve_neg())
         return tensors
-
-    def with_shapes(self, shapes: Sequence[tuple[int, ...]]) -> CallSignature:
-        """The same convention for tensors of other shapes, such as one device's part of each input.
-
-        Args:
-            shapes: one per tensor, in the order of ``flatten``.
-        """
-        given = iter(shapes)
-        leaves = [leaf if leaf.shape is None else replace(leaf, shape=next(given)) for leaf in self.leaves]
-        return replace(self, leaves=tuple(leaves))
 
     def unflatten(self, outputs: Sequence[Any]) -> Any:
         """The model's own kind of output, made of its flat leaves.

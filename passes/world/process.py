@@ -28,16 +28,22 @@ class ProcessWorld(World):
 
     Args:
         mesh: the device mesh; its axes are the plan's.
-        groups: the sets of axes that collectives run over (each over a process group of its own).
+        groups: see ``join``.
     """
 
-    def __init__(self, mesh: DeviceMesh, groups: Iterable[tuple[int, ...]]) -> None:
+    def __init__(self, mesh: DeviceMesh, groups: Iterable[tuple[int, ...]] = ()) -> None:
         coordinate = mesh.get_coordinate()
         assert coordinate is not None, "this rank is not part of the mesh"
         super().__init__(tuple(mesh.shape), [tuple(coordinate)])
         self.device_mesh = mesh
-        self._process_groups = {axes: self._make_group(axes) for axes in sorted(set(groups))}
+        self._process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.join(groups)
         atexit.register(_let_go, weakref.ref(self), weakref.ref(mesh))
+
+    def join(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """See ``World.join``; every process has to join the same groups."""
+        for axes in sorted(set(groups) - self._process_groups.keys()):
+            self._process_groups[axes] = self._make_group(axes)
 
     def _make_group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
         if len(axes) == 1:

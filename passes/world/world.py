@@ -112,6 +112,9 @@ class World(nn.Module):
         self.regather: Any = None
         self.seeds = Seeds()
 
+    def join(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Gets ready for collectives over these sets of axes."""
+
     def next_seed(self) -> Any:
         """The seed of a pass that begins; see `passes.world.seeds.Seeds`."""
         return self.seeds.next()

@@ -66,13 +66,13 @@ def main():
             plan = autotp.plan(model, topology, (x,), strategy=strategy, mesh=(ranks,))
             for schedule in ("overlap", "none"):
                 parallel = autotp.parallelize(model, None, (x,), plan=plan, schedule=schedule)
-                assert (parallel._overlapping is None) == (schedule == "none")
+                assert (parallel._programs.first.schedules is None) == (schedule == "none")
                 found, given = trained(parallel, x)
                 for mine, wanted in zip(found, expected, strict=True):
                     torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-12, msg=f"{kind} {strategy} {schedule}")
                 assert all(bool((each == 1).all()) for each in given), "the caller's own tensors stay"
     unscheduled = autotp.plan(model, topology, (x,), strategy="data", mesh=(ranks,), schedule="none")
-    assert autotp.parallelize(model, None, (x,), plan=unscheduled)._overlapping is None, "as the plan was made"
+    assert autotp.parallelize(model, None, (x,), plan=unscheduled)._programs.first.schedules is None, "as the plan was made"
     if dist.get_rank() == 0:
         print("passed")
     dist.destroy_process_group()

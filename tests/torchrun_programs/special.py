@@ -313,9 +313,9 @@ def orders():
     model, args = tokens()
     parallel = autotp.parallelize(model, None, args, strategy="megatron-1d", mesh=(2,), chunks={"batch": 2})
     rank = dist.get_rank()
-    parallel._overlapping.how = Overlap(random_durations(rank), lambda *_: 64.0 * (1 + 1000 * rank))
+    parallel._programs.first.schedules.how = Overlap(random_durations(rank), lambda *_: 64.0 * (1 + 1000 * rank))
     parallel(*args).backward()
-    (made,) = parallel._overlapping.known.values()
+    (made,) = parallel._programs.first.schedules.known.values()
     halves = made.forward, made.backward
     own = made.graphs.orders(made.graphs.slots(random_durations(rank), Limits()))
     theirs = [None, None]

@@ -25,7 +25,7 @@ if __name__ == "__main__":
         assert torch.allclose(*losses, rtol=1e-9, atol=0)
     for name, parameter in parallel.named_parameters():
         assert torch.allclose(parameter.full_tensor(), dict(model.named_parameters())[name], rtol=1e-9, atol=1e-12), name
-    (made,) = parallel._overlapping.known.values()
+    (made,) = parallel._programs.first.schedules.known.values()
     launched = [(n.args[1], n.args[3]) for n in made.backward.module.graph.nodes if n.target is launch]
     assert {("reduce_scatter", 1), ("all_gather", 1)} <= set(launched), launched
     assert all(kind != "all_reduce" or tuple(axes) == (0,) for kind, axes in launched), launched

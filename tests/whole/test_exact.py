@@ -162,7 +162,7 @@ def check(name, strategy, mesh, panels=None, chunks=None, overlapped=False, reco
     with float64_mode():
         plain, args, kwargs = double(MODELS[name])
         model, _, _ = double(MODELS[name])
-        ours = Simulated(model, apply(captured(name), plan), LocalWorld(mesh), how)
+        ours = Simulated(model, plan, apply(captured(name), plan), LocalWorld(mesh), lambda _: how)
         # A gradient that is 0 but for rounding becomes a full step of Adam with the default epsilon, in a random direction.
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (plain, model)]
         for step in range(3):

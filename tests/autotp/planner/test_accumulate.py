@@ -78,7 +78,7 @@ def test_bytes_of_an_accumulated_step_are_those_that_move(strategy, mesh):
         plan = autotp.plan(model, topology, (x,), strategy=strategy, mesh=mesh, panels=1, chunks={}, accumulate=count)
         world = CountingWorld(mesh)
         how = dataclasses.replace(overlap_of(plan, merge=False), faster=None)
-        ours = Simulated(model, rewrite(model, plan, (x,)), world, how)
+        ours = Simulated(model, plan, rewrite(model, plan, (x,)), world, lambda _, how=how: how)
         for k in range(count):
             with ours.no_sync() if k + 1 < count else contextlib.nullcontext():
                 ours(x).sum().backward()

@@ -65,8 +65,8 @@ def simulated(name, strategy, mesh, overlap, panels=None, chunks=None):
     plan = plan_captured(captured(name), slow_machine(mesh), Options(strategy, mesh=mesh, panels=panels, schedule="none"))
     plan = dataclasses.replace(plan, chunks=chunks or {})
     model, args, kwargs = double(MODELS[name])
-    how = overlap_of(plan) if overlap else None
-    return Simulated(model, apply(captured(name), plan), LocalWorld(mesh), how), args, kwargs
+    how = overlap_of if overlap else lambda _: None
+    return Simulated(model, plan, apply(captured(name), plan), LocalWorld(mesh), how), args, kwargs
 
 
 def micro_batches(module, args, kwargs, count=MICRO):
@@ -256,7 +256,9 @@ def test_inner_steps_reduce_no_gradients_of_parameters(strategy, mesh, chunks):
     model, args = tokens()
     with float64_mode():
         plan = dataclasses.replace(planned(model, args, strategy, mesh), chunks=chunks)
-        ours = Simulated(model, rewrite(model, plan, args), LocalWorld(mesh), overlap_of(plan, merge=False))
+        ours = Simulated(
+            model, plan, rewrite(model, plan, args), LocalWorld(mesh), functools.partial(overlap_of, merge=False)
+        )
         for context in (contextlib.nullcontext(), ours.no_sync(), contextlib.nullcontext()):
             with context:
                 ours(*args).backward()

@@ -76,7 +76,7 @@ def test_the_same_numbers(made, strategy, mesh):
     total(wanted).backward()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
-    ours = Simulated(model, dataclasses.replace(plain, graph_module=graph), LocalWorld(mesh), overlap_of(plan))
+    ours = Simulated(model, plan, dataclasses.replace(plain, graph_module=graph), LocalWorld(mesh), overlap_of)
     torch.manual_seed(0)
     found = ours(*args, **kwargs)
     assert all(found_ is not None for found_ in ours._compiled.values()), "it was scheduled"

@@ -34,7 +34,7 @@ def test_any_schedule_chunks_and_buckets(seed, strategy, batch, rows, in_flight,
     plan = dataclasses.replace(planned(model, args, strategy, mesh), chunks={"batch": batch, "rows": rows})
     merged = None if bytes_ is None else lambda kind, axes, total: bytes_
     how = Overlap(random_durations(seed), merged, Limits(in_flight, slack=seed % 3 / 2), lambda *_: seed % 2 == 0)
-    same(model, Simulated(model, rewrite(model, plan, args), LocalWorld(mesh), how), args)
+    same(model, Simulated(model, plan, rewrite(model, plan, args), LocalWorld(mesh), lambda _: how), args)
 
 
 @pytest.mark.parametrize("schedule", ["none", "overlap"])
@@ -91,10 +91,11 @@ def test_frozen_parameters_and_inference():
 
 def test_other_durations_give_another_schedule():
     model, args = tokens()
-    made = rewrite(model, planned(model, args, "data"), args)
+    plan = planned(model, args, "data")
+    made = rewrite(model, plan, args)
     counts = []
     for enough in (None, lambda kind, axes, total: 1e9):
-        ours = Simulated(model, made, LocalWorld((2,)), Overlap(random_durations(len(counts)), enough))
+        ours = Simulated(model, plan, made, LocalWorld((2,)), lambda _: Overlap(random_durations(len(counts)), enough))
         same(model, ours, args)
         (found,) = ours._compiled.values()
         counts.append(len(found.graphs.backward.nodes))

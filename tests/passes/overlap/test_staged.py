@@ -44,9 +44,10 @@ def planned(model, args, mesh, slower=100.0):
 def test_any_stages_give_the_same_numbers(mesh, seed, bytes_):
     """Of the widths some are not divisible by the ways, so that what is exchanged has zeros at its end."""
     model, args = tokens()
-    made, merged = rewrite(model, planned(model, args, mesh), args), None if bytes_ is None else lambda *_: bytes_
+    plan = planned(model, args, mesh)
+    made, merged = rewrite(model, plan, args), None if bytes_ is None else lambda *_: bytes_
     how = Overlap(random_durations(seed), merged, faster=lambda axes, volume: (seed >> int(volume) % 29) % 2 == 0)
-    same(model, Simulated(model, made, LocalWorld(mesh), how), args)
+    same(model, Simulated(model, plan, made, LocalWorld(mesh), lambda _: how), args)
 
 
 def test_a_number_of_elements_that_the_devices_do_not_divide():
@@ -54,7 +55,9 @@ def test_a_number_of_elements_that_the_devices_do_not_divide():
     model, args = nn.Linear(3, 3).double(), (torch.randn(12, 3, dtype=torch.float64),)
     plan = planned(model, args, (2, 2))
     made = rewrite(model, plan, args)
-    ours = Simulated(model, made, LocalWorld((2, 2)), Overlap(random_durations(0), faster=lambda *_: True))
+    ours = Simulated(
+        model, plan, made, LocalWorld((2, 2)), lambda _: Overlap(random_durations(0), faster=lambda *_: True)
+    )
     ours(*args).square().sum().backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
@@ -70,9 +73,8 @@ def test_devices_with_unequal_parts_have_the_same_nodes():
     args = (torch.randn(8, 10, dtype=torch.float64),)
     mesh = (2, 2, 2)
     plan = autotp.plan(model, levels(mesh), args, strategy="megatron-1d", mesh=mesh, panels=1, chunks={})
-    ours = Simulated(
-        model, rewrite(model, plan, args), LocalWorld(mesh), Overlap(random_durations(0), faster=lambda *_: True)
-    )
+    how = Overlap(random_durations(0), faster=lambda *_: True)
+    ours = Simulated(model, plan, rewrite(model, plan, args), LocalWorld(mesh), lambda _: how)
     assert not ours.rewritten.even
     ours(*args).square().sum().backward()
     graphs = next(iter(ours._compiled.values())).graphs

@@ -1,0 +1,13 @@
+"""The programs of a module: what its calls run, each for one mode, for gradients or none, and for one kind of inputs.
+
+Input: a model, its first plan and the graph sharded by that; output: what a call runs. All programs share the module's
+parameters, which rest as the first plan says. A `program` is made when a call first needs it, on all processes alike:
+`programs` captures the model in that mode for such inputs, plans it with the parameters where they rest, and shards the
+graph; `programmed` is what modules offer of it.
+"""
+
+from autotp.runtime.programs.program import Key, Program
+from autotp.runtime.programs.programmed import Programmed
+from autotp.runtime.programs.programs import MOST, Programs, blueprint
+
+__all__ = ["MOST", "Key", "Program", "Programmed", "Programs", "blueprint"]

@@ -1,0 +1,93 @@
+"""One program, and what tells it from the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotp.plans.plan import Plan
+from autotp.runtime.accumulation import Accumulation
+from autotp.runtime.rewrite import Rewritten
+from autotp.runtime.schedules import Schedules
+from passes.capture import Captured
+
+__all__ = ["Key", "Program"]
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What tells the programs of a module apart.
+
+    Attributes:
+        training: whether each of the model's modules is in training, in the order of ``model.modules()``.
+        gradients: whether gradients are wanted.
+        leaves: of the call's arguments by name, defaults included: a tensor's shape and dtype, or any other value's type
+            and value.
+        structure: of the arguments.
+    """
+
+    training: tuple[bool, ...]
+    gradients: bool
+    leaves: tuple[tuple[Any, Any], ...]
+    structure: Hashable
+
+    def __str__(self) -> str:
+        mode = "training" if all(self.training) else "training in part" if any(self.training) else "evaluation"
+        given = [f"{str(kind)[6:]}{list(shape)}" for kind, shape in self.leaves if isinstance(kind, torch.dtype)]
+        others = [repr(value) for kind, value in self.leaves if isinstance(kind, type) and value is not None]
+        wanted = "with gradients" if self.gradients else "without gradients"
+        return f"{mode} {wanted}, inputs {', '.join(given + others) or 'none'}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """What the calls of one kind run.
+
+    Attributes:
+        key: that kind.
+        plan: by which the graph is sharded; its parameters rest as in the module's first plan.
+        rewritten: the sharded graph, and what it was made from.
+        schedules: of the sharded graph; None: it runs as it is.
+        accumulation: its gradients that wait to be reduced.
+        made_of: see `autotp.runtime.output_guard.made_of`, where the graph is scheduled.
+        made_apart: where it runs as it is: it hands on what comes to an output that needs no gathering.
+        constants: placeholder -> a constant on this device.
+    """
+
+    key: Key
+    plan: Plan
+    rewritten: Rewritten
+    schedules: Schedules | None
+    accumulation: Accumulation
+    made_of: Mapping[int, frozenset[int]]
+    made_apart: Mapping[int, frozenset[int]]
+    constants: dict[str, Tensor]
+
+    @property
+    def captured(self) -> Captured:
+        """The model's graph."""
+        return self.rewritten.captured
+
+    def __str__(self) -> str:
+        return str(self.key)
+
+    def run(
+        self, values: Callable[[bool], Mapping[str, Any]], parameters: Mapping[str, Any], *, syncing: bool
+    ) -> tuple[Sequence[Any], bool]:
+        """The outputs of the sharded graph, and whether a schedule ran.
+
+        Args:
+            values: gives placeholder -> its value, a tensor or ``Parts``; it is told whether a schedule will read them.
+            parameters: placeholder -> the parameter, as it is outside.
+            syncing: whether gradients are reduced.
+        """
+        accumulation = self.accumulation
+        if self.schedules is not None:
+            outputs = accumulation.scheduled(self.schedules, values(True), parameters, syncing=syncing)
+            if outputs is not None:
+                return outputs, True
+        return accumulation.eager(values(False), parameters, syncing=syncing), False

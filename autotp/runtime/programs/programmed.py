@@ -1,0 +1,62 @@
+"""What a module whose calls run programs has, whether one process hosts one of its devices or all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from autotp.runtime.programs.program import Program
+from autotp.runtime.programs.programs import Programs
+
+__all__ = ["Programmed"]
+
+
+class Programmed(nn.Module):
+    """A module whose calls run `Programs`."""
+
+    _programs: Programs
+    _moded: Sequence[nn.Module]  # that stand for the model's modules, in order
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The programs that there are, the first plan's first; each has its ``plan``."""
+        return tuple(dict.fromkeys(self._programs.known.values()))
+
+    def prepare(
+        self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, mode: str | None = None
+    ) -> Program:
+        """Makes the program of a call ahead of time, on all processes; the call that first needs it would make it.
+
+        Args:
+            args, kwargs: of such a call; nothing is computed.
+            mode: ``train``, with all modules in training and gradients, or ``inference``, in evaluation and without. Left
+                out, as the module and torch's switch for gradients are now.
+
+        Raises:
+            AutotpError: the mode is unknown, or there are as many programs as there may be.
+            PlanMismatchError: the processes ask for different programs.
+        """
+        key, _ = self._programs.key(self._moded, args, kwargs or {}, mode)
+        return self._programs.of(key, args, kwargs or {})
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leaves the gradients of forward passes in this context unreduced, as ``DistributedDataParallel.no_sync`` does.
+
+        They are summed on each device, in the layouts in which operators give them, until the backward pass of a forward
+        pass outside this context: that reduces the sum of all. Parameters' ``.grad`` stay as they are until then, and have
+        the total after it. The last micro-batch must therefore run outside, before ``optimizer.step()``; to change
+        parameters earlier is an error in the next pass. ``optimizer.zero_grad()`` does not know of sums that wait, and
+        keeps them; this module's ``zero_grad()`` drops them. ``torch.autograd.grad`` sees no parameter here.
+        """
+        with self._programs.not_syncing():
+            yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As a module's own; gradients that wait to be reduced are dropped too."""
+        for program in self._programs.waiting:
+            program.accumulation.drop()
+        super().zero_grad(set_to_none)

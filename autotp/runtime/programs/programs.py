@@ -1,0 +1,279 @@
+"""All programs of one module, which are made when calls first need them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from autotp.errors import AutotpError, PlanMismatchError
+from autotp.planner import plan_captured
+from autotp.plans.families import FAMILIES
+from autotp.plans.options import Options
+from autotp.plans.plan import Plan
+from autotp.runtime.accumulation import Accumulation
+from autotp.runtime.agreement import Agreement, agreed
+from autotp.runtime.compiled import Overlap
+from autotp.runtime.output_guard import made_of
+from autotp.runtime.programs.program import Key, Program
+from autotp.runtime.rewrite import Rewritten, apply
+from autotp.runtime.schedules import Schedules
+from costmodel.memory import state_bytes
+from passes.capture import Captured, capture
+from passes.capture.signature import bind
+from passes.graph import cast_of
+from passes.layouts.layout import Layout, local_shape
+from passes.sharding.shard import place_constants, used_groups
+from passes.world.world import World
+
+__all__ = ["MOST", "Programs", "blueprint"]
+
+_log = logging.getLogger("autotp.programs")
+
+#: Programs that a module may have, if nothing else is said.
+MOST = 16
+
+#: What a program may be asked for: mode -> whether modules are in training, and gradients wanted.
+MODES = {"train": True, "inference": False}
+
+
+class Programs:
+    """The programs of one module.
+
+    Args:
+        model: of which programs are made, whose modules' modes are set for each; or why there can be no more.
+        plan: the first one's.
+        rewritten: the graph sharded by it.
+        world: that the graphs run in.
+        agreement: of the processes that run the module together.
+        how: how the graphs of a plan are overlapped; None: they run as they are.
+        most: how many programs there may be.
+        device: on which they run.
+        layouts: parameter name -> the layout in which it rests.
+        even: whether devices whose parts have equal shapes have one graph, made once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | AutotpError,
+        plan: Plan,
+        rewritten: Rewritten,
+        world: World,
+        agreement: Agreement,
+        how: Callable[[Plan], Overlap | None],
+        *,
+        most: int,
+        device: torch.device,
+        layouts: Mapping[str, Layout],
+        even: bool = False,
+    ) -> None:
+        self.model, self.plan, self.world, self.agreement, self.how = model, plan, world, agreement, how
+        self.most, self.device, self.layouts, self.even, self.syncing = most, device, layouts, even, True
+        self.split, self.ways = rewritten.split, rewritten.ways
+        self.signature = rewritten.captured.signature
+        shapes = iter(rewritten.shapes)
+        leaves = [(x.dtype, next(shapes)) if x.shape is not None else _described(x.value) for x in self.signature.leaves]
+        training = tuple(each.training for each in model.modules()) if isinstance(model, nn.Module) else ()
+        first = Key(training, plan.mode == "train", tuple(leaves), self.signature.in_spec)
+        self.known = {first: self._program(first, plan, rewritten)}
+
+    @property
+    def first(self) -> Program:
+        """The program of the module's own plan."""
+        return next(iter(self.known.values()))
+
+    @property
+    def waiting(self) -> list[Program]:
+        """Those whose gradients are not reduced yet."""
+        return [program for program in self.known.values() if program.accumulation.waiting]
+
+    def anew(self) -> Programs:
+        """For another module of the same plans, whose gradients are its own."""
+        made = copy.copy(self)
+        made.known = {key: replace(each, accumulation=each.accumulation.anew()) for key, each in self.known.items()}
+        return made
+
+    @contextmanager
+    def not_syncing(self) -> Iterator[None]:
+        """Passes that begin in here leave their gradients unreduced."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    def watch(self, outputs: Sequence[Any], parts: Callable[[Program], Mapping[str, Any]]) -> None:
+        """Lets a backward pass from these outputs reduce, when it is over, the gradients that wait then.
+
+        Args:
+            outputs: of a pass.
+            parts: gives a program's placeholder -> the parameter's part, whose gradients go on to the parameter.
+        """
+        for program in self.known.values() if self.syncing else ():
+            if program.accumulation.used:
+                program.accumulation.watch(outputs, functools.partial(parts, program))
+
+    def key(
+        self, modules: Sequence[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any], mode: str | None = None
+    ) -> tuple[Key, list[Tensor]]:
+        """What a call is, and its tensors in the order of the captured graph's inputs.
+
+        Args:
+            modules: that stand for the model's, in order.
+            args, kwargs: of the call.
+            mode: one of `MODES`; left out, as the modules and torch's own switch for gradients are now.
+
+        Raises:
+            AutotpError: the mode is unknown.
+            TypeError: the arguments do not fit the model's signature.
+        """
+        if mode is not None and mode not in MODES:
+            raise AutotpError(f"mode={mode!r} is unknown; choose one of {', '.join(MODES)}, or leave it out")
+        training = tuple(each.training if mode is None else MODES[mode] for each in modules)
+        # A plan for inference has counted no memory for gradients; they are right, when someone asks for them.
+        gradients = self.plan.mode == "train" and (torch.is_grad_enabled() if mode is None else MODES[mode])
+        leaves, structure = tree_flatten(bind(self.signature.parameters, args, kwargs))
+        # As the example's: kernels that read real parts see no others.
+        tensors = [leaf.resolve_conj().resolve_neg() for leaf in leaves if isinstance(leaf, Tensor)]
+        return Key(training, gradients, tuple(map(_described, leaves)), structure), tensors
+
+    def of(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
+        """The program of a call; it is made, on all processes alike, where there is none yet.
+
+        Raises:
+            AutotpError: there are as many as there may be, or none can be made.
+            PlanMismatchError: the processes were given different calls.
+        """
+        if key not in self.known:
+            with torch.inference_mode(mode=False), torch.enable_grad():
+                self._make(key, args, kwargs)
+        return self.known[key]
+
+    def _make(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        keys = self.agreement.gathered(str(key))
+        if different := [rank for rank, other in enumerate(keys) if other != keys[0]]:
+            raise PlanMismatchError(
+                f"the processes made different calls: rank 0 for {keys[0]}, rank {different[0]} for {keys[different[0]]}; "
+                "call the module alike on all ranks"
+            )
+        if len(self.known) >= self.most:
+            have = "; ".join(map(str, self.known))
+            raise AutotpError(
+                f"this call, for {key}, needs one more program than max_programs={self.most} allows. There are programs "
+                f"for {have}. Pad inputs to fewer shapes, or give autotp.parallelize a larger max_programs"
+            )
+        plan, rewritten = agreed(
+            self.agreement,
+            lambda: self._captured(key, args, kwargs),
+            lambda captured: self._planned(key, captured),
+            lambda captured, plan: apply(captured, plan, self.split),
+        )
+        same = [p for k, p in self.known.items() if p.plan.hash == plan.hash and k.gradients == key.gradients]
+        self.known[key] = same[0] if same else self._program(key, plan, rewritten)
+        _log.info("program %d, for %s: step %.4g s", len(self.known), key, plan.predicted.step_seconds)
+
+    def _captured(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:
+        if isinstance(self.model, AutotpError):
+            raise self.model
+        for module, training in zip(self.model.modules(), key.training, strict=True):
+            module.training = training
+        ways = self.ways
+
+        def whole(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            leaf = leaf.detach().clone().requires_grad_(leaf.requires_grad)  # no inference tensor
+            return leaf if ways == 1 or not leaf.dim() else torch.empty_like(leaf).repeat_interleave(ways, 0)
+
+        example, named = tree_map(whole, (tuple(args), dict(kwargs)))
+        return capture(self.model, example, named, self.plan.precision)
+
+    def _planned(self, key: Key, captured: Captured) -> Plan:
+        """The plan of a program: of the first plan's family and within its memory, if there is one."""
+        first = Options.of(replace(self.plan, strategy=self.plan.strategy if self.plan.strategy in FAMILIES else "auto"))
+        asked = replace(
+            first,
+            mode="train" if key.gradients else "inference",
+            memory=self.plan.memory_bound - (0.0 if key.gradients else self._trained_bytes()),
+            accumulate=self.plan.accumulate if key.gradients else 1,
+            chunks=None,
+            panels=self.plan.planning.get("panels"),
+            constraints=(),
+            reshard_after_forward=first.reshard_after_forward if key.gradients else None,
+            resting=self.layouts,
+        )
+        for options in (asked, replace(asked, strategy="auto")):
+            try:
+                return plan_captured(captured, self.plan.topology, options)
+            except AutotpError as error:
+                _log.info("for %s there is no plan with strategy=%r: %s", key, options.family.name, error)
+        _log.warning("program for %s: it is predicted to take more than the memory bound", key)
+        return plan_captured(captured, self.plan.topology, replace(asked, strategy="auto", memory=math.inf))
+
+    def _trained_bytes(self) -> float:
+        """Bytes that a device holds between steps, and no inference counts: gradients and the optimizer's state."""
+        if self.plan.mode != "train":
+            return 0.0
+        total, captured = 0.0, self.first.captured
+        for node in captured.graph_module.graph.find_nodes(op="placeholder"):
+            if node.name in captured.parameters:
+                layout = self.layouts[captured.parameters[node.name]]
+                part = local_shape(tuple(node.meta["val"].shape), layout, self.plan.mesh_shape)
+                sizes = math.prod(part), cast_of(node).rests.itemsize, self.plan.optimizer
+                total += float(state_bytes(*sizes)) - float(state_bytes(*sizes, train=False))
+        return total
+
+    def _program(self, key: Key, plan: Plan, rewritten: Rewritten) -> Program:
+        captured, sharded = rewritten.captured, rewritten.graph_module
+        place_constants(sharded.graph, self.device)
+        self.world.join(used_groups(sharded))
+        how = self.how(plan)
+        schedules = None
+        if how is not None:
+            schedules = Schedules(sharded, self.world, how, self.agreement, even=self.even and rewritten.even)
+        flows = made_of(captured.graph_module.graph, captured.outputs)
+        through = made_of(sharded.graph, captured.outputs)
+        return Program(
+            key,
+            plan,
+            rewritten,
+            schedules,
+            Accumulation(sharded, captured.parameters, self.world),
+            flows,
+            {i: others - through.get(i, frozenset()) for i, others in flows.items()},
+            {name: constant.to(self.device) for name, constant in captured.constants.items()},
+        )
+
+
+def _described(leaf: Any) -> tuple[Any, Any]:
+    """A leaf of a call as keys have it."""
+    if isinstance(leaf, Tensor):
+        return leaf.dtype, tuple(leaf.shape)
+    return type(leaf), leaf if isinstance(leaf, Hashable) else repr(leaf)
+
+
+def blueprint(model: nn.Module) -> nn.Module | AutotpError:
+    """A copy of a model to capture, whose parameters and buffers take no memory; or why there is none."""
+    tensors: dict[int, Tensor] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        if not bare.is_meta:
+            bare.untyped_storage().resize_(0)
+        learned = isinstance(tensor, nn.Parameter)
+        tensors[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if learned else bare
+    try:
+        return copy.deepcopy(model, dict(tensors))
+    except Exception as error:  # noqa: BLE001 - what a model holds besides tensors is its own
+        return AutotpError(
+            f"this call needs a program of its own, and {type(model).__name__} cannot be copied to make one "
+            f"({type(error).__name__}: {error}); distribute the model again in that mode and with such inputs"
+        )

@@ -1,0 +1,199 @@
+"""One module, many programs: modes, shapes and calls without gradients, over the same parameters."""
+
+import copy
+import dataclasses
+import math
+
+import pytest
+import torch
+from float64 import double, float64_mode
+from models import MODELS
+from torch import nn
+from torch.utils._pytree import tree_map
+
+import autotp
+
+F64 = {"dtype": torch.float64}
+SIX = {"rtol": 1e-9, "atol": 1e-12}
+
+
+class Net(nn.Module):
+    """What training and evaluation do differently: dropout and batch statistics; labels are optional."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.drop, self.second = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.0), nn.Linear(16, 4)
+        self.register_buffer("scale", torch.rand(4))
+
+    def forward(self, x, labels=None, *, times=1):
+        y = self.second(self.drop(self.norm(torch.relu(self.first(x))))) * self.scale * times
+        return y if labels is None else nn.functional.cross_entropy(y, labels)
+
+
+def net():
+    torch.manual_seed(0)
+    return Net().double(), (torch.randn(8, 8, **F64), torch.randint(4, (8,)))
+
+
+def distributed(model, args, strategy="megatron-1d", mesh=(4,), schedule="overlap", **options):
+    plan = autotp.plan(model, autotp.Topology.flat(4), args, strategy=strategy, mesh=mesh, **options)
+    return autotp.simulate(model, plan, args, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize(("strategy", "mesh"), [("data", (4,)), ("zero3", (4,)), ("megatron-1d", (4,)), ("tensor3d", (2, 2))])
+def test_training_with_evaluation_in_between(strategy, mesh, schedule):
+    """Modes, a smaller last batch, calls without labels or without gradients; the state is one."""
+    model, (x, y) = net()
+    plain = copy.deepcopy(model)
+    ours = distributed(model, (x, y), strategy, mesh, schedule)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-2, momentum=0.9) for each in (ours, plain)]
+    for _ in range(2):
+        for rows in (8, 5):  # the last batch is smaller
+            losses = []
+            for each, optimizer in zip((ours, plain), optimizers, strict=True):
+                optimizer.zero_grad()
+                losses.append(each.train()(x[:rows], y[:rows]))
+                losses[-1].backward()
+                optimizer.step()
+            torch.testing.assert_close(*losses, **SIX)
+        with torch.no_grad():
+            torch.testing.assert_close(ours.eval()(x[:3]), plain.eval()(x[:3]), **SIX)
+        with torch.inference_mode():
+            torch.testing.assert_close(ours(x, labels=y, times=2), plain(x, labels=y, times=2), **SIX)
+    for (name, mine), theirs in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, theirs, **SIX, msg=name)
+    assert len(ours.programs) == 4
+    assert all(each.plan.layouts == ours.programs[0].plan.layouts for each in ours.programs)
+    assert [each.plan.mode for each in ours.programs] == ["train", "train", "inference", "inference"]
+
+
+def test_evaluation_with_gradients_is_a_program_of_its_own():
+    model, (x, y) = net()
+    plain = copy.deepcopy(model).eval()
+    ours = distributed(model, (x, y)).eval()
+    ours(x, y).backward()
+    plain(x, y).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, **SIX)
+    assert str(ours.programs[1]) == "evaluation with gradients, inputs float64[8, 8], int64[8], 1"
+
+
+@pytest.mark.parametrize("frozen", ["norm", "drop"])
+def test_a_part_in_another_mode(frozen):
+    """Modules may be switched one by one, as fine-tuning with frozen statistics does."""
+    model, (x, y) = net()
+    model.drop.p = 0.5 if frozen == "drop" else 0.0
+    plain = copy.deepcopy(model)
+    ours = distributed(model, (x, y))
+    for each in (ours, plain):
+        each.get_submodule(frozen).eval()
+    torch.testing.assert_close(ours(x, y), plain(x, y), **SIX)
+    assert len(ours.programs) == 2
+    torch.testing.assert_close(model.norm.running_mean, plain.norm.running_mean, **SIX)
+
+
+def test_programs_are_found_again_and_bounded():
+    model, (x, y) = net()
+    ours = distributed(model, (x, y))
+    ours._programs.most = 3
+    with torch.no_grad():
+        for rows in (8, 4, 8, 4):
+            ours(x[:rows], y[:rows])
+    assert len(ours.programs) == 3
+    with torch.no_grad(), pytest.raises(autotp.AutotpError, match=r"(?s)float64\[2, 8\].*max_programs=3.*float64\[4, 8\]"):
+        ours(x[:2], y[:2])
+    with pytest.raises(autotp.AutotpError, match="max_programs=0"):
+        autotp.parallelize(model, max_programs=0)
+
+
+def test_programs_made_ahead_of_time():
+    model, (x, y) = net()
+    ours = distributed(model, (x, y))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    made = ours.prepare((x[:4],), {"times": 3}, mode="inference")
+    assert ours.training and made is ours.programs[1] and made.plan.mode == "inference"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with torch.no_grad():
+        ours.eval()(x[:4], times=3)
+    assert ours.programs == (ours.programs[0], made)
+    assert ours.prepare((x, y), mode="train") is ours.programs[0]
+    with pytest.raises(autotp.AutotpError, match="mode='test' is unknown; choose one of train, inference"):
+        ours.prepare((x, y), mode="test")
+
+
+def test_a_plan_for_inference_stays_one():
+    model, (x, _) = net()
+    ours = distributed(model.eval(), (x,), mode="inference")
+    plain = copy.deepcopy(model)
+    torch.testing.assert_close(ours(x), plain(x), **SIX)
+    torch.testing.assert_close(ours(x[:6]), plain(x[:6]), **SIX)
+    assert [each.plan.mode for each in ours.programs] == ["inference"] * 2
+
+
+def test_micro_batches_of_different_sizes():
+    """Gradients that wait belong to two programs; the last pass reduces them all."""
+    model, (x, y) = net()
+    model.norm.eval()
+    plain = copy.deepcopy(model)
+    ours = distributed(model, (x, y), "data")
+    parts = (slice(0, 4), slice(4, 8), slice(0, 2))
+    for number, part in enumerate(parts):
+        plain(x[part], y[part]).backward()
+        if number < 2:
+            with ours.no_sync():
+                ours(x[part], y[part]).backward()
+        else:
+            ours(x[part], y[part]).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, **SIX)
+    with ours.no_sync():
+        ours(x[:4], y[:4]).backward()
+    with torch.no_grad():
+        model.second.bias.add_(1)
+    with pytest.raises(autotp.AutotpError, match="parameters were changed while gradients of steps under no_sync"):
+        ours(x[:2], y[:2])
+
+
+def test_what_does_not_fit_is_planned_all_the_same():
+    model, (x, y) = net()
+    ours = distributed(model, (x, y), "data")
+    ours._programs.plan = dataclasses.replace(ours._programs.plan, memory_bound=4e3)
+    with torch.no_grad():
+        ours(x.repeat(64, 1))
+    assert ours.programs[1].plan.memory_bound == float("inf")
+
+
+def test_the_call_is_the_models():
+    model, (x, y) = net()
+    ours = distributed(model, (x, y))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
+        ours(x, other=y)
+    with pytest.raises(autotp.AutotpError, match=r"torch\.export failed on Net"):
+        ours(x[:, :4], y)
+    assert len(ours.programs) == 1
+    torch.testing.assert_close(ours(x, y), model(x, y), **SIX)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "mesh"),
+    [("llama", "auto", (2, 2)), ("gpt2", "megatron-sp", (2,)), ("unet", "tensor3d", (2, 2)), ("bert", "3d", (2, 2, 2))],
+)
+def test_models_of_the_suite(name, strategy, mesh):
+    """Half the batch, in evaluation."""
+    model, args, kwargs = double(MODELS[name])
+
+
+    def half(leaf):
+        return leaf[: len(leaf) // 2] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+
+    topology = autotp.Topology.flat(math.prod(mesh))
+    with float64_mode():
+        plan = autotp.plan(model, topology, args, kwargs, strategy=strategy, mesh=mesh)
+        plain = copy.deepcopy(model).eval()
+        ours = autotp.simulate(model, plan, args, kwargs, schedule="overlap").eval()
+        halves, named = tree_map(half, (args, kwargs))
+        with torch.no_grad():
+            mine, theirs = (each(*halves, **named) for each in (ours, plain))
+    assert len(ours.programs) == 2
+    tree_map(lambda a, b: torch.testing.assert_close(a, b, **SIX) if isinstance(a, torch.Tensor) else None, mine, theirs)
