@@ -18,6 +18,11 @@ __all__ = ["Agreement", "JobAgreement", "agreed"]
 class Agreement:
     """How the processes that run a graph together agree: this one runs it alone."""
 
+    @property
+    def processes(self) -> int:
+        """How many there are."""
+        return 1
+
     def gathered(self, mine: Any) -> list[Any]:
         """Every process's value."""
         return [mine]
@@ -29,6 +34,11 @@ class Agreement:
 
 class JobAgreement(Agreement):
     """How the processes of a ``torch.distributed`` job agree; each must make the same calls."""
+
+    @property
+    def processes(self) -> int:
+        """How many there are."""
+        return dist.get_world_size()
 
     def gathered(self, mine: Any) -> list[Any]:
         """Every process's value."""

@@ -22,7 +22,7 @@ from autotp.runtime.output_guard import guard
 from autotp.runtime.programs import MOST, Program, Programmed, Programs, blueprint
 from autotp.runtime.recording import Event, recorded
 from autotp.runtime.rewrite import Rewritten
-from autotp.runtime.state import distribute, local_part, local_parts, state_of
+from autotp.runtime.state import distribute, local_part, local_parts, of_rank_0, state_of
 from autotp.runtime.submodule import Captured, Submodule, plain_attributes
 from passes.layouts.layout import Layout, describe
 from passes.world.process import ProcessWorld
@@ -56,7 +56,10 @@ class DistributedModule(Programmed, Captured, fx.GraphModule):
         initialise: Callable[[nn.Module], None] | None = None,
         seed: int = 0,
         schedule: str = "none",
+        *,
         most: int = MOST,
+        broadcast: bool = True,
+        debug: bool = False,
     ) -> None:
         captured, sharding = rewritten.captured, rewritten.sharding
         root = nn.Module()
@@ -67,7 +70,8 @@ class DistributedModule(Programmed, Captured, fx.GraphModule):
         learned = dict(model.named_parameters(remove_duplicate=False))
         persistent = set(model.state_dict(keep_vars=True))
         modules = _hierarchy(root, model)
-        for fqn, tensor in state_of(model, initialise, seed):
+        device = torch.device(mesh.device_type)
+        for fqn, tensor in of_rank_0(state_of(model, initialise, seed), device, broadcast=broadcast):
             if captured.aliases.get(fqn, fqn) != fqn:
                 continue
             if fqn in layouts:
@@ -76,10 +80,18 @@ class DistributedModule(Programmed, Captured, fx.GraphModule):
                 _attach(root, fqn, tensor.detach().to(mesh.device_type, copy=True), fqn in persistent)
         for alias, fqn in captured.aliases.items():
             _attach(root, alias, _find(root, fqn))
-        device = torch.device(mesh.device_type)
         how = functools.partial(how_to_run, schedule=schedule)
         programs = Programs(
-            blueprint(model), plan, rewritten, world, JobAgreement(), how, most=most, device=device, layouts=layouts
+            blueprint(model),
+            plan,
+            rewritten,
+            world,
+            JobAgreement(),
+            how,
+            most=most,
+            device=device,
+            layouts=layouts,
+            debug=debug,
         )
         constants = nn.Module()
         for name, constant in programs.first.constants.items():
@@ -117,7 +129,7 @@ class DistributedModule(Programmed, Captured, fx.GraphModule):
         """One forward pass of the model, with the model's own arguments and output structure."""
         programs = self._programs
         key, inputs = programs.key(self._moded, args, kwargs)
-        program = programs.of(key, args, kwargs)
+        program = programs.of(key, args, kwargs, inputs)
         captured, parameters = program.captured, self._own_parameters(program)
         for other in programs.waiting:
             other.accumulation.check(self._own_parameters(other))
@@ -213,12 +225,12 @@ class DistributedModule(Programmed, Captured, fx.GraphModule):
     def _parts(self, program: Program, parameters: Mapping[str, Any], *, disjoint: bool = False) -> dict[str, Tensor]:
         """This device's parts of the parameters; their gradients become the parameters'."""
         values: dict[str, Tensor] = {name: parameter._local_tensor for name, parameter in parameters.items()}
-        trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
-        if trained and torch.is_grad_enabled():
-            names = tuple(program.captured.parameters[name] for name in trained)
-            parts = local_parts(names, [parameters[name] for name in trained], disjoint=disjoint)
-            values |= dict(zip(trained, parts, strict=True))
-        return values
+        names = {name: program.captured.parameters[name] for name, each in parameters.items() if each.requires_grad}
+        if not torch.is_grad_enabled():
+            return values
+        if not disjoint:  # apart, so that each sees whether another has its gradient too
+            return values | {name: local_part(parameters[name], fqn) for name, fqn in names.items()}
+        return values | dict(zip(names, local_parts([*names.values()], [parameters[name] for name in names]), strict=True))
 
     def _values(
         self, program: Program, parameters: Mapping[str, Any], inputs: Sequence[Any], *, scheduled: bool

@@ -51,6 +51,8 @@ def parallelize(
     precision: Precision = Options.precision,
     initialise: Callable[[nn.Module], None] | None = None,
     max_programs: int = MOST,
+    broadcast: bool = True,
+    debug: bool = False,
 ) -> fx.GraphModule:
     """Distributes ``model`` over the processes that torchrun started.
 
@@ -72,6 +74,8 @@ def parallelize(
         initialise: fills in a module's own parameters and buffers, for models on ``meta``.
         max_programs: how many programs the module may have: a call in another mode, without gradients or with other inputs
             makes one when it first happens, over the same parameters (see ``DistributedModule.programs``).
+        broadcast: take rank 0's parameters and buffers. If false, ranks whose values differ are an error.
+        debug: check in every call, not only in a program's first, that ranks were given inputs that belong together.
 
     Returns:
         A ``torch.fx.GraphModule`` with the model's call signature: ``loss.backward(); optimizer.step()`` is all there is.
@@ -123,7 +127,18 @@ def parallelize(
     seed = agreement.decided(torch.initial_seed)
     device_mesh = init_device_mesh(_kind_of_device(model), agreed_plan.mesh_shape, mesh_dim_names=agreed_plan.mesh_axes)
     run = schedule or agreed_plan.schedule
-    return DistributedModule(model, agreed_plan, rewritten, device_mesh, initialise, seed, run, max_programs)
+    return DistributedModule(
+        model,
+        agreed_plan,
+        rewritten,
+        device_mesh,
+        initialise,
+        seed,
+        run,
+        most=max_programs,
+        broadcast=broadcast,
+        debug=debug,
+    )
 
 
 def _join() -> None:

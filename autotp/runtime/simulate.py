@@ -104,7 +104,7 @@ class Simulated(Programmed):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         key, inputs = self._programs.key(self._moded, args, kwargs)
-        program = self._programs.of(key, args, kwargs)
+        program = self._programs.of(key, args, kwargs, inputs)
         captured, state = program.captured, {**dict(self.named_parameters()), **dict(self.named_buffers())}
         whole = {name: state[fqn] for name, fqn in {**captured.parameters, **captured.buffers}.items()}
         whole |= program.constants | dict(zip(captured.inputs, inputs, strict=True))

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autotp.errors import AutotpError
+from autotp.errors import AutotpError, PlanMismatchError
 from autotp.runtime.strides import arranged
 from passes.layouts.layout import Layout, take
 
-__all__ = ["distribute", "local_part", "local_parts", "state_of"]
+__all__ = ["checksum", "distribute", "local_part", "local_parts", "of_rank_0", "state_of"]
 
 #: References to a storage that one tensor alone holds: the tensor's, and that of the object that is queried.
 _OWN_USES = 2
@@ -46,6 +48,49 @@ def state_of(model: nn.Module, initialise: Callable[[nn.Module], None] | None, s
             own = _filled(model, module, path, initialise, seed + position)
         for name, tensor in own.items():
             yield (f"{path}.{name}" if path else name), tensor
+
+
+def of_rank_0(
+    state: Iterable[tuple[str, Tensor]], device: torch.device, *, broadcast: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """A model's state, the same on all ranks, on their devices.
+
+    Args:
+        state: every parameter and buffer (name, whole value), in the same order on every rank.
+        device: of this rank.
+        broadcast: whether rank 0's values are taken; otherwise all ranks must have the same.
+
+    Raises:
+        PlanMismatchError: on every rank, where values differ; names the ranks and the tensor.
+    """
+    ranks, sums = dist.get_world_size(), dict[str, int]()
+    for name, tensor in state:
+        value = tensor.detach()
+        if broadcast and ranks > 1:
+            value = value.to(device, copy=True, memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
+            dist.broadcast(_bytes(value), src=0)
+        elif ranks > 1:
+            sums[name] = checksum(value)
+        yield name, value
+    every: list[dict[str, int]] = [sums] * ranks
+    if sums:
+        dist.all_gather_object(every, sums)
+    for rank, other in enumerate(every):
+        if different := [name for name in sums if other[name] != every[0][name]]:
+            raise PlanMismatchError(
+                f"{different[0]} has other values on rank {rank} than on rank 0 ({len(different)} of {len(sums)} "
+                "parameters and buffers differ): give all ranks the same weights, by one seed or one checkpoint, or leave "
+                "broadcast=True to take rank 0's"
+            )
+
+
+def checksum(tensor: Tensor) -> int:
+    """Tells tensors of different values apart, all but surely (CRC-32)."""
+    return zlib.crc32(_bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()).numpy().data)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _own(table: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
@@ -93,15 +138,14 @@ def local_part(parameter: Tensor, name: str) -> Tensor:
     return _LocalParts.apply((name,), False, parameter)[0]
 
 
-def local_parts(names: tuple[str, ...], parameters: Sequence[Any], *, disjoint: bool) -> tuple[Tensor, ...]:
-    """``local_part`` of all parameters of a step.
+def local_parts(names: Sequence[str], parameters: Sequence[Any]) -> tuple[Tensor, ...]:
+    """``local_part`` of all parameters of a step, whose gradients share no memory (see `autotp.runtime.compiled.Disjoint`).
 
     Args:
         names: the parameters'.
         parameters: of the module.
-        disjoint: whether their gradients share no memory (see `autotp.runtime.compiled.Disjoint`).
     """
-    return _LocalParts.apply(names, disjoint, *parameters)
+    return _LocalParts.apply(tuple(names), True, *parameters)
 
 
 class _LocalParts(torch.autograd.Function):

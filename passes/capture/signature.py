@@ -58,7 +58,9 @@ class CallSignature:
         bound = bind(parameters, args, kwargs)
         paths, spec = tree_flatten_with_path(bound)
         leaves = [
-            Leaf(_path(path), tuple(v.shape), v.dtype, None) if isinstance(v, Tensor) else Leaf(_path(path), None, None, v)
+            Leaf(path_of(path), tuple(v.shape), v.dtype, None)
+            if isinstance(v, Tensor)
+            else Leaf(path_of(path), None, None, v)
             for path, v in paths
         ]
         return cls(parameters, spec, tuple(leaves), out_spec)
@@ -128,7 +130,8 @@ def bind(parameters: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str
     return named
 
 
-def _path(path: Sequence[Any]) -> str:
+def path_of(path: Sequence[Any]) -> str:
+    """An argument's name, with the way to a leaf inside it."""
     return f"{path[0].key}{keystr(tuple(path[1:]))}"
 
 

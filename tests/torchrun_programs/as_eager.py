@@ -34,7 +34,7 @@ def distributed(model, x, schedule):
 def hooks_on_what_others_are_made_of(model, x, schedule):
     """Gradients flow through the hidden state to the first layer; where that is not seen, to ask for it is an error."""
     parallel, plain = distributed(model, x, schedule), copy.deepcopy(model)
-    sees = schedule == "none" and not parallel._made_apart[1]  # nothing is gathered between them
+    sees = schedule == "none" and not parallel.programs[0].made_apart[1]  # nothing is gathered between them
     assert sees or (schedule, dist.get_world_size()) != ("none", 1)
     for ask in (lambda h: h.register_hook(lambda g: 3 * g), lambda h: h.retain_grad()):
         found = []
@@ -104,26 +104,47 @@ def submodules(model, x, schedule):
     norm = parallel.norm
     assert isinstance(norm, nn.BatchNorm1d) and norm.momentum == 0.1 and norm.training
     for wrong in (
-        lambda: norm.eval(),
-        lambda: parallel.eval(),
         lambda: setattr(norm, "momentum", 0.5),
         lambda: torch.optim.swa_utils.update_bn([x], parallel),
         lambda: norm(x),
+        lambda: setattr(parallel, "first", nn.Linear(8, 8)),
+        lambda: setattr(norm, "weight", nn.Parameter(torch.ones(8))),
+        lambda: norm.register_forward_hook(lambda *_: None),
     ):
         with pytest.raises(autotp.AutotpError):
             wrong()
     norm.momentum, norm.tag = 0.1, "mine"
-    parallel.first.eval().train()
+    assert "BatchNorm1d(8" in str(parallel) and [name for name, _ in parallel.named_children()][:3] == [
+        "first",
+        "norm",
+        "second",
+    ]
     other = copy.deepcopy(parallel)
     assert isinstance(other.norm, nn.BatchNorm1d) and all(p.grad is None for p in other.parameters())
-    frozen = copy.deepcopy(model)
-    frozen.norm.eval()
-    kept = distributed(frozen, x, schedule)
-    kept.train()
-    assert not kept.norm.training
-    torch.testing.assert_close(kept(x)[1], frozen(x)[1])
-    with pytest.raises(autotp.AutotpError, match="norm would be different in training"):
-        kept.norm.train()
+
+
+def modes(model, x, schedule):
+    """Evaluation, calls without gradients and other batches, in turn with training: as with the plain module."""
+    parallel, plain = distributed(model, x, schedule), copy.deepcopy(model)
+    for switch in (lambda m: m.eval(), lambda m: m.train(), lambda m: m.norm.eval()):
+        for each in (x, x[:6], x[:1]):
+            found = []
+            for module in (parallel, plain):
+                switch(module)
+                if module.norm.training and len(each) == 1:
+                    continue
+                module.zero_grad()
+                with torch.no_grad():
+                    found.append(module(each)[1])
+                module(each)[0].backward()
+                gradient = module.get_parameter("first.weight").grad
+                found += [gradient.full_tensor() if isinstance(gradient, DTensor) else gradient]
+            half = len(found) // 2
+            torch.testing.assert_close(found[:half], found[half:], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(parallel.norm.running_mean, plain.norm.running_mean, rtol=1e-9, atol=1e-12)
+    copied = copy.deepcopy(parallel)
+    torch.testing.assert_close(copied(x[:6])[1], parallel(x[:6])[1])
+    assert len(copied.programs) == len(parallel.programs)
 
 
 def parameters_of_others(model, x, schedule):
@@ -196,13 +217,14 @@ def main():
     model, x = Hidden().double(), torch.randn(8, 8, dtype=torch.float64)
     split = copy.deepcopy(model)
     split.norm = nn.Identity()  # no rank holds the whole hidden state
-    assert dist.get_world_size() == 1 or distributed(split, x, "none")._made_apart[1]
+    assert dist.get_world_size() == 1 or distributed(split, x, "none").programs[0].made_apart[1]
     for schedule in ("overlap", "none"):
         hooks_on_what_others_are_made_of(model, x, schedule)
         hooks_on_what_others_are_made_of(split, x, schedule)
         changes_before_the_backward_pass(model, x, schedule)
         outputs_changed_in_place(split, x, schedule)
         submodules(model, x, schedule)
+        modes(model, x, schedule)
         parameters_of_others(model, x, schedule)
         what_parameters_carry(model, x, schedule)
         compiled_by_torch(model, x, schedule)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map
 
 from autotp.errors import AutotpError, PlanMismatchError
 from autotp.planner import plan_captured
@@ -27,9 +27,10 @@ from autotp.runtime.output_guard import made_of
 from autotp.runtime.programs.program import Key, Program
 from autotp.runtime.rewrite import Rewritten, apply
 from autotp.runtime.schedules import Schedules
+from autotp.runtime.state import checksum
 from costmodel.memory import state_bytes
 from passes.capture import Captured, capture
-from passes.capture.signature import bind
+from passes.capture.signature import bind, path_of
 from passes.graph import cast_of
 from passes.layouts.layout import Layout, local_shape
 from passes.sharding.shard import place_constants, used_groups
@@ -60,6 +61,7 @@ class Programs:
         device: on which they run.
         layouts: parameter name -> the layout in which it rests.
         even: whether devices whose parts have equal shapes have one graph, made once.
+        debug: whether every call is checked (see ``of``).
     """
 
     def __init__(
@@ -75,9 +77,11 @@ class Programs:
         device: torch.device,
         layouts: Mapping[str, Layout],
         even: bool = False,
+        debug: bool = False,
     ) -> None:
         self.model, self.plan, self.world, self.agreement, self.how = model, plan, world, agreement, how
         self.most, self.device, self.layouts, self.even, self.syncing = most, device, layouts, even, True
+        self.debug, self.checked = debug, set[Key]()
         self.split, self.ways = rewritten.split, rewritten.ways
         self.signature = rewritten.captured.signature
         shapes = iter(rewritten.shapes)
@@ -99,7 +103,8 @@ class Programs:
     def anew(self) -> Programs:
         """For another module of the same plans, whose gradients are its own."""
         made = copy.copy(self)
-        made.known = {key: replace(each, accumulation=each.accumulation.anew()) for key, each in self.known.items()}
+        own = {each: replace(each, accumulation=each.accumulation.anew()) for each in set(self.known.values())}
+        made.known = {key: own[each] for key, each in self.known.items()}
         return made
 
     @contextmanager
@@ -146,25 +151,55 @@ class Programs:
         tensors = [leaf.resolve_conj().resolve_neg() for leaf in leaves if isinstance(leaf, Tensor)]
         return Key(training, gradients, tuple(map(_described, leaves)), structure), tensors
 
-    def of(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
+    def of(
+        self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor] | None = None
+    ) -> Program:
         """The program of a call; it is made, on all processes alike, where there is none yet.
 
+        Args:
+            key: the call's.
+            args, kwargs: of the call.
+            inputs: its tensors, whose values are checked in the first call of every kind; None: nothing is computed.
+
         Raises:
-            AutotpError: there are as many as there may be, or none can be made.
-            PlanMismatchError: the processes were given different calls.
+            AutotpError: there are as many programs as there may be, or none can be made.
+            PlanMismatchError: on every process, where they were given different calls, or should have the same inputs and
+                have not.
         """
+        if inputs is not None and (key not in self.checked or self.debug):
+            self._check(key, args, kwargs, inputs)
+            self.checked.add(key)
         if key not in self.known:
+            if inputs is None:
+                self._check(key, args, kwargs, ())
             with torch.inference_mode(mode=False), torch.enable_grad():
                 self._make(key, args, kwargs)
         return self.known[key]
 
+    def _check(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]) -> None:
+        if self.agreement.processes == 1:
+            return
+        (at,) = self.world.hosted
+        part = tuple(at[axis] for axis in self.split)
+        every = self.agreement.gathered((part, str(key), [checksum(tensor) for tensor in inputs]))
+        first: dict[tuple[int, ...], int] = {}
+        for rank, (part, call, sums) in enumerate(every):
+            one = first.setdefault(part, rank)
+            if call != every[0][1]:
+                raise PlanMismatchError(
+                    f"the ranks made different calls: rank 0 one for {every[0][1]}, rank {rank} one for {call}; call the "
+                    "module alike on all ranks"
+                )
+            if different := [n for n, (a, b) in enumerate(zip(sums, every[one][2], strict=True)) if a != b]:
+                bound, _ = tree_flatten_with_path(bind(self.signature.parameters, args, kwargs))
+                names = [path_of(path) for path, leaf in bound if isinstance(leaf, Tensor)]
+                given = "the same part of the batch" if self.split else "the whole batch (inputs='global')"
+                raise PlanMismatchError(
+                    f"argument {names[different[0]]} differs between ranks {one} and {rank}, and both are given "
+                    f"{given}: draw and shuffle with one seed; to give each rank its own part, use inputs='local'"
+                )
+
     def _make(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        keys = self.agreement.gathered(str(key))
-        if different := [rank for rank, other in enumerate(keys) if other != keys[0]]:
-            raise PlanMismatchError(
-                f"the processes made different calls: rank 0 for {keys[0]}, rank {different[0]} for {keys[different[0]]}; "
-                "call the module alike on all ranks"
-            )
         if len(self.known) >= self.most:
             have = "; ".join(map(str, self.known))
             raise AutotpError(

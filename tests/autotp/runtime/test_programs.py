@@ -22,7 +22,12 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.norm, self.drop, self.second = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.0), nn.Linear(16, 4)
+        self.first, self.norm, self.drop, self.second = (
+            nn.Linear(8, 16),
+            nn.BatchNorm1d(16),
+            nn.Dropout(0.0),
+            nn.Linear(16, 4),
+        )
         self.register_buffer("scale", torch.rand(4))
 
     def forward(self, x, labels=None, *, times=1):
@@ -41,7 +46,9 @@ def distributed(model, args, strategy="megatron-1d", mesh=(4,), schedule="overla
 
 
 @pytest.mark.parametrize("schedule", ["none", "overlap"])
-@pytest.mark.parametrize(("strategy", "mesh"), [("data", (4,)), ("zero3", (4,)), ("megatron-1d", (4,)), ("tensor3d", (2, 2))])
+@pytest.mark.parametrize(
+    ("strategy", "mesh"), [("data", (4,)), ("zero3", (4,)), ("megatron-1d", (4,)), ("tensor3d", (2, 2))]
+)
 def test_training_with_evaluation_in_between(strategy, mesh, schedule):
     """Modes, a smaller last batch, calls without labels or without gradients; the state is one."""
     model, (x, y) = net()
@@ -182,7 +189,6 @@ def test_the_call_is_the_models():
 def test_models_of_the_suite(name, strategy, mesh):
     """Half the batch, in evaluation."""
     model, args, kwargs = double(MODELS[name])
-
 
     def half(leaf):
         return leaf[: len(leaf) // 2] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf

@@ -95,7 +95,8 @@ def test_other_durations_give_another_schedule():
     made = rewrite(model, plan, args)
     counts = []
     for enough in (None, lambda kind, axes, total: 1e9):
-        ours = Simulated(model, plan, made, LocalWorld((2,)), lambda _: Overlap(random_durations(len(counts)), enough))
+        how = Overlap(random_durations(len(counts)), enough)
+        ours = Simulated(model, plan, made, LocalWorld((2,)), lambda _, how=how: how)
         same(model, ours, args)
         (found,) = ours._compiled.values()
         counts.append(len(found.graphs.backward.nodes))

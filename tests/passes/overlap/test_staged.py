@@ -55,9 +55,7 @@ def test_a_number_of_elements_that_the_devices_do_not_divide():
     model, args = nn.Linear(3, 3).double(), (torch.randn(12, 3, dtype=torch.float64),)
     plan = planned(model, args, (2, 2))
     made = rewrite(model, plan, args)
-    ours = Simulated(
-        model, plan, made, LocalWorld((2, 2)), lambda _: Overlap(random_durations(0), faster=lambda *_: True)
-    )
+    ours = Simulated(model, plan, made, LocalWorld((2, 2)), lambda _: Overlap(random_durations(0), faster=lambda *_: True))
     ours(*args).square().sum().backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
