@@ -38,9 +38,10 @@ def save_pretrained(
 ) -> None:
     """Writes a distributed module as a directory that ``from_pretrained`` of transformers loads; a collective call.
 
-    Every rank must pass the same module and ``max_shard_size``. Tensors are gathered one at a time. Rank 0 keeps those of one file, and writes ``model.safetensors``, or several files
-    and ``model.safetensors.index.json``. A tied parameter is written once, by its first name. Weights that the directory
-    had are replaced once all files are written, and if that fails, they stay as they were.
+    Every rank must pass the same module and ``max_shard_size``. Tensors are gathered one at a time. Rank 0 keeps those of
+    one file, and writes ``model.safetensors``, or several files and ``model.safetensors.index.json``. A tied parameter is
+    written once, by its first name. Weights that the directory had are replaced once all files are written, and if writing
+    fails, they stay as they were.
 
     Args:
         parallel: what ``autotp.parallelize`` returned.
