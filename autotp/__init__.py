@@ -11,7 +11,9 @@ from autotp.logs import switch_on
 from autotp.planner import plan
 from autotp.plans.families import FAMILIES
 from autotp.plans.plan import Plan, PlannedOperator, Predicted
-from autotp.runtime.checkpoint import storable
+from autotp.runtime.checkpoint.load import load_pretrained
+from autotp.runtime.checkpoint.save import save_pretrained
+from autotp.runtime.checkpoint.sharded import storable
 from autotp.runtime.module import DistributedModule
 from autotp.runtime.parallelize import parallelize
 from autotp.runtime.simulate import simulate
@@ -35,8 +37,10 @@ __all__ = [
     "TimeLimitError",
     "Topology",
     "Verification",
+    "load_pretrained",
     "parallelize",
     "plan",
+    "save_pretrained",
     "simulate",
     "storable",
     "verify",

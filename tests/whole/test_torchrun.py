@@ -68,6 +68,13 @@ def test_training_scripts_mean_what_they_mean_with_eager_modules(torchrun, proce
     assert "passed" in done.stdout
 
 
+@pytest.mark.parametrize("case", ["round_trip", "heads", "errors"])
+def test_directories_of_hugging_face(torchrun, case):
+    done = torchrun(2, "pretrained.py", case)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "passed" in done.stdout
+
+
 def test_panels_equal_one_device(torchrun):
     done = torchrun(4, "train.py", "llama", "summa-2d", "2x2", "2")
     assert done.returncode == 0, done.stderr[-3000:]

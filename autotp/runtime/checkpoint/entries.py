@@ -1,0 +1,64 @@
+"""What of a distributed module is saved and loaded: its parameters and persistent buffers, on every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autotp.errors import AutotpError
+from autotp.runtime.module import DistributedModule
+
+__all__ = ["Entry", "agreed", "entries_of"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter or persistent buffer, with all its names: the module's own first."""
+
+    names: tuple[str, ...]
+    value: Tensor
+
+
+def entries_of(parallel: nn.Module) -> list[Entry]:
+    """Every one of a distributed module, in its order.
+
+    Raises:
+        AutotpError: it is another module.
+    """
+    if not isinstance(parallel, DistributedModule):
+        raise AutotpError(
+            f"{type(parallel).__name__} is not a distributed module: pass what autotp.parallelize returned, not a module "
+            "around it"
+        )
+    names: dict[int, list[str]] = {}
+    values: dict[int, Tensor] = {}
+    for name, value in parallel.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            names.setdefault(id(value), []).append(name)
+            values[id(value)] = value
+    return [Entry(tuple(names[each]), value) for each, value in values.items()]
+
+
+@contextmanager
+def agreed(doing: str) -> Iterator[None]:
+    """Raises on every rank if any rank fails inside, where no collective may be called."""
+    problem: Exception | None = None
+    try:
+        yield
+    except AutotpError as error:
+        problem = error
+    except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it, whatever it is
+        problem = AutotpError(f"{doing}: {str(error) or type(error).__name__}")
+        problem.__cause__ = error
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, None if problem is None else str(problem))
+    if problem is not None:
+        raise problem
+    for rank, report in enumerate(reports):
+        if report is not None:
+            raise AutotpError(f"rank {rank}: {report}")

@@ -1,0 +1,105 @@
+"""A Hugging Face directory's safetensors files: their names, and what their headers say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotp.errors import AutotpError
+
+__all__ = ["INDEX", "WHOLE", "Place", "listed", "opened", "safetensors_library", "stored_in"]
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+#: How many names of each kind a message lists.
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Place:
+    """One tensor of a file, as the file's header describes it."""
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.key} in {self.file.name}"
+
+
+def safetensors_library() -> Any:
+    """The package, which autotp does not require.
+
+    Raises:
+        AutotpError: it is not installed.
+    """
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise AutotpError(
+            "reading and writing Hugging Face directories needs safetensors: pip install safetensors, or transformers, "
+            "which requires it"
+        ) from error
+    return safetensors
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    """A file whose tensors can be read, as ``safetensors.safe_open`` gives it.
+
+    Raises:
+        AutotpError: it is not there or damaged, or reading it fails.
+    """
+    library = safetensors_library()
+    try:
+        with library.safe_open(file, "pt") as found:
+            yield found
+    except (OSError, library.SafetensorError) as error:
+        raise AutotpError(f"{file} is not a whole safetensors file ({error}): copy or download it again") from error
+
+
+def stored_in(directory: Path) -> dict[str, Place]:
+    """Every tensor of a directory's files, by its key.
+
+    Raises:
+        AutotpError: something is missing or damaged.
+    """
+    if not directory.is_dir():
+        raise AutotpError(f"there is no directory {directory}: give a local one, such as a download of the model")
+    if (directory / WHOLE).exists():
+        return {place.key: place for place in _header(directory / WHOLE)}
+    if not (directory / INDEX).exists():
+        raise AutotpError(
+            f"{directory} has neither {WHOLE} nor {INDEX}: write one with save_pretrained of autotp or transformers, "
+            "which converts other formats"
+        )
+    try:
+        owners = json.loads((directory / INDEX).read_text())["weight_map"]
+        files = sorted(set(owners.values()))
+        absent = [name for name in files if not (directory / name).is_file()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise AutotpError(f"{directory / INDEX} is damaged ({error!r}): copy or download it again") from error
+    if absent:
+        raise AutotpError(f"{directory} lacks {listed(absent)}, which {INDEX} names: copy or download what is missing")
+    found = {(name, place.key): place for name in files for place in _header(directory / name)}
+    for key, name in owners.items():
+        if (name, key) not in found:
+            raise AutotpError(f"{directory / name} lacks {key}, which {INDEX} says it has: copy or download both again")
+    return {key: found[name, key] for key, name in owners.items()}
+
+
+def _header(file: Path) -> list[Place]:
+    with opened(file) as found:
+        slices = {key: found.get_slice(key) for key in found.keys()}  # noqa: SIM118 - it is no mapping
+        return [Place(file, key, tuple(each.get_shape()), each.get_dtype()) for key, each in slices.items()]
+
+
+def listed(names: Sequence[str], between: str = ", ") -> str:
+    """The first of several names, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return between.join(names[:_SHOWN]) + more

@@ -1,0 +1,145 @@
+"""``save_pretrained``: a distributed module's weights as a directory that transformers loads."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autotp.errors import AutotpError
+from autotp.runtime.checkpoint.entries import Entry, agreed, entries_of
+from autotp.runtime.checkpoint.files import INDEX, WHOLE, safetensors_library
+from costmodel import parse_quantity
+
+__all__ = ["save_pretrained"]
+
+_PART = "model-{:05d}-of-{:05d}.safetensors"
+#: What an earlier call, or transformers, may have left in a directory.
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+
+
+def save_pretrained(
+    parallel: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    config: Any = None,
+    max_shard_size: float | str = 5e9,
+) -> None:
+    """Writes a distributed module as a directory that ``from_pretrained`` of transformers loads; a collective call.
+
+    Every rank must pass the same module and ``max_shard_size``. Tensors are gathered one at a time. Rank 0 keeps those of
+    one file, and writes ``model.safetensors``, or several files and ``model.safetensors.index.json``. A tied parameter is
+    written once, by its first name. Weights that the directory had are replaced once all files are written, and if writing
+    fails, they stay as they were.
+
+    Args:
+        parallel: what ``autotp.parallelize`` returned.
+        directory: made if it is not there; that of rank 0 counts.
+        config: the model's, such as ``model.config``, written to ``config.json`` with the dtype of the parameters; left
+            out, no ``config.json`` is written.
+        max_shard_size: of a file, in bytes or as text such as ``"2 GB"``; a larger tensor has a file of its own.
+
+    Raises:
+        AutotpError: on every rank, when an argument is wrong or the directory cannot be written.
+    """
+    target, staging, wrong = Path(directory), None, f"cannot save to {os.fspath(directory)}"
+    try:
+        with agreed(wrong):
+            state = entries_of(parallel)
+            files = _files(state, parse_quantity(max_shard_size, "memory"))
+            if config is not None and not callable(getattr(config, "save_pretrained", None)):
+                raise AutotpError(f"config is a {type(config).__name__}, which has no save_pretrained: pass model.config")
+            if dist.get_rank() == 0:
+                safetensors_library()
+                staging = _staging(target)
+        for name, entries in files.items():
+            whole = {entry.names[0]: kept for entry in entries if (kept := _gathered(entry.value)) is not None}
+            with agreed(wrong):
+                if staging is not None:
+                    safetensors_library().torch.save_file(whole, staging / name, metadata={"format": "pt"})
+            del whole
+        with agreed(wrong):
+            if staging is not None:
+                _write_index(staging, files)
+                _write_config(staging, config, state)
+                _publish(staging, target)
+    finally:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _staging(target: Path) -> Path:
+    """A new folder in the directory, from which files get to their places without being copied."""
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(dir=target, prefix=".autotp-"))
+    except OSError as error:
+        raise AutotpError(f"cannot save to {target}: {error}; give a directory that rank 0 can make or write to") from error
+
+
+def _gathered(value: Tensor) -> Tensor | None:
+    """The whole tensor on rank 0, None elsewhere; a collective call."""
+    with torch.no_grad():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value.detach()
+    return whole.cpu().contiguous() if dist.get_rank() == 0 else None
+
+
+def _bytes(entry: Entry) -> int:
+    return entry.value.numel() * entry.value.element_size()
+
+
+def _files(state: Sequence[Entry], limit: float) -> dict[str, list[Entry]]:
+    """What each file is to hold, in the module's order."""
+    parts: list[list[Entry]] = [[]]
+    held = 0
+    for entry in state:
+        if parts[-1] and held + _bytes(entry) > limit:
+            parts.append([])
+            held = 0
+        parts[-1].append(entry)
+        held += _bytes(entry)
+    return {_PART.format(i, len(parts)) if len(parts) > 1 else WHOLE: part for i, part in enumerate(parts, start=1)}
+
+
+def _write_index(staging: Path, files: Mapping[str, Sequence[Entry]]) -> None:
+    if len(files) > 1:
+        total = sum(_bytes(entry) for part in files.values() for entry in part)
+        owners = {entry.names[0]: name for name, part in files.items() for entry in part}
+        index = {"metadata": {"total_size": total}, "weight_map": owners}
+        (staging / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _write_config(staging: Path, config: Any, state: Sequence[Entry]) -> None:
+    if config is not None:
+        written = copy.deepcopy(config)
+        dtype = next((entry.value.dtype for entry in state if entry.value.is_floating_point()), None)
+        # By default from_pretrained casts what it reads to the dtype that the configuration has.
+        if dtype is not None and hasattr(written, "dtype"):
+            written.dtype = str(dtype).removeprefix("torch.")
+        written.save_pretrained(staging)
+
+
+def _publish(staging: Path, target: Path) -> None:
+    """Puts the files in their places, then removes weights that were there before."""
+    mask = os.umask(0)
+    os.umask(mask)
+    made = sorted(staging.iterdir(), key=lambda file: (file.name == INDEX, file.name))
+    for file in made:
+        if file.suffix == ".safetensors":
+            file.chmod(0o666 & ~mask)  # safetensors writes files that others cannot read
+        os.replace(file, target / file.name)
+    staging.rmdir()
+    for file in sorted(target.iterdir()):
+        if _WEIGHTS.fullmatch(file.name) and file.name not in {each.name for each in made}:
+            file.unlink()

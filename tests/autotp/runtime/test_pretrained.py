@@ -1,0 +1,327 @@
+"""Hugging Face directories in a process group of one: what is read and written, and what is refused."""
+
+import itertools
+import json
+import stat
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import Replicate
+
+import autotp
+from autotp.runtime.checkpoint.load import parts_of
+from passes.layouts.codes import fits
+from passes.layouts.layout import place, take
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    """A tied weight, a parameter of no dims, and buffers, one of which no file has."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.ModuleDict({"first": nn.Linear(4, 6), "norm": nn.BatchNorm1d(6)})
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.body["first"].weight
+        self.scale = nn.Parameter(torch.randn(()))
+        self.register_buffer("offset", torch.randn(6), persistent=False)
+
+    def forward(self, x):
+        hidden = self.body["norm"](self.body["first"](x))
+        return hidden * self.scale + self.head(x) + self.offset
+
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+@pytest.fixture
+def parallel():
+    torch.manual_seed(0)
+    return autotp.parallelize(Net(), None, (X,), strategy="data")
+
+
+def state(seed=1, model=Net):
+    """Another such model's, without the second name of its tied weight."""
+    torch.manual_seed(seed)
+    made = model()
+    if isinstance(made, Net):
+        made(X)  # moves the statistics
+    return {name: value.detach().clone() for name, value in made.state_dict().items() if name != "head.weight"}
+
+
+def values(parallel):
+    found = {**dict(parallel.named_parameters()), **dict(parallel.named_buffers())}
+    return {n: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone() for n, v in found.items()}
+
+
+def require_same(found, wanted):
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+def split(folder, tensors, **changes):
+    """Two files and their index, in which some tensors are said to be elsewhere."""
+    names = list(tensors)
+    files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, held in files.items():
+        save_file({name: tensors[name] for name in held}, folder / file)
+    index = {name: file for file, held in files.items() for name in held} | changes
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+@pytest.mark.parametrize("renamed", [{}, {"body.first.weight": "head.weight"}], ids=["first name", "other name"])
+def test_parameters_and_persistent_buffers_are_read_in_place(parallel, renamed, tmp_path):
+    wanted, before, own = state(), values(parallel), list(parallel.parameters())
+    split(tmp_path, {renamed.get(name, name): value for name, value in wanted.items()})
+    assert autotp.load_pretrained(parallel, tmp_path) == ((), ())
+    found = values(parallel)
+    require_same(found, wanted | {"offset": before["offset"]})
+    assert int(found["body.norm.num_batches_tracked"]) == 1
+    assert all(one is other for one, other in zip(parallel.parameters(), own, strict=True))
+    assert parallel.get_parameter("head.weight") is parallel.get_parameter("body.first.weight")
+
+
+def test_values_are_cast_and_one_file_comes_before_several(parallel, tmp_path):
+    wanted = {n: v.bfloat16() if v.is_floating_point() else v.int() for n, v in state().items()}
+    split(tmp_path, state(seed=2))
+    save_file(wanted, tmp_path / "model.safetensors")
+    autotp.load_pretrained(parallel, str(tmp_path))
+    require_same(values(parallel), {n: v.float() if v.is_floating_point() else v.long() for n, v in wanted.items()})
+    assert parallel.get_parameter("scale").dtype == torch.float32
+
+
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+def test_a_step_between_whose_passes_values_are_read_is_refused(schedule, tmp_path):
+    """Though the backward pass reads none of them."""
+    model = nn.Linear(4, 6)
+    parallel = autotp.parallelize(model, None, (X,), strategy="data", schedule=schedule)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    loss = parallel(X).sum()
+    autotp.load_pretrained(parallel, tmp_path)
+    with pytest.raises(autotp.AutotpError, match="changed in place between the forward pass and its backward pass"):
+        loss.backward()
+    parallel(X).sum().backward()
+
+
+def test_with_strict_false_what_both_have_is_read(parallel, tmp_path):
+    wanted, before = state(), values(parallel)
+    save_file(
+        {n: v for n, v in wanted.items() if n != "scale"} | {"more.bias": torch.ones(2)}, tmp_path / "model.safetensors"
+    )
+    assert autotp.load_pretrained(parallel, tmp_path, strict=False) == (("scale",), ("more.bias",))
+    require_same(values(parallel), wanted | {"scale": before["scale"]})
+
+
+@pytest.mark.parametrize("prefix", ["model.", "body."])
+def test_a_prefix_that_all_names_have_or_lack(parallel, prefix, tmp_path):
+    """Of the file in the first case; of the module in the second, but for what is outside the base model."""
+    wanted = state()
+    names = {n: prefix + n for n in wanted} if prefix == "model." else {n: n.removeprefix(prefix) for n in wanted}
+    save_file({names[n]: value for n, value in wanted.items()}, tmp_path / "model.safetensors")
+    autotp.load_pretrained(parallel, tmp_path)
+    require_same(values(parallel), wanted)
+
+
+def test_a_prefix_that_could_be_either_is_refused(tmp_path):
+    towers = nn.ModuleDict({"left": nn.Linear(4, 4), "right": nn.Linear(4, 4)})
+
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = towers["left"], towers["right"]
+
+        def forward(self, x):
+            return self.left(x) * self.right(x)
+
+    parallel = autotp.parallelize(Towers(), None, (X,), strategy="data")
+    save_file(nn.Linear(4, 4).state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(autotp.AutotpError, match=r"fit the model's equally well by left\., right\. before them"):
+        autotp.load_pretrained(parallel, tmp_path, strict=False)
+
+
+def two_values(tensors):
+    tensors["head.weight"] = tensors["body.first.weight"] + 1
+
+
+def lacking(tensors):
+    for name in ("scale", "body.norm.weight"):
+        del tensors[name]
+
+
+def more(tensors):
+    tensors |= {f"extra.{i}": torch.ones(1) for i in range(6)}
+
+
+def reshaped(tensors):
+    tensors["body.first.weight"] = tensors["body.first.weight"].T.contiguous()
+
+
+def quantised(tensors):
+    tensors["body.first.weight"] = tensors["body.first.weight"].to(torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lacking, r"the files lack scale, body\.norm\.weight\. Give the directory of this model, or strict=False"),
+        (more, r"the model has no extra\.0, extra\.1, extra\.2, extra\.3 and 2 more\. Give"),
+        (
+            reshaped,
+            r"body\.first\.weight has shape \(6, 4\), and body\.first\.weight in model\.safetensors has \(4, 6\)\. Make",
+        ),
+        (quantised, r"body\.first\.weight is torch\.float32, and body\.first\.weight in model\.safetensors is I8\. Make"),
+        (two_values, r"differ, and are one parameter of the model \(body\.first\.weight = head\.weight\)"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(parallel, change, message, tmp_path):
+    tensors, before = state(), values(parallel)
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(autotp.AutotpError, match=message):
+        autotp.load_pretrained(parallel, tmp_path)
+    require_same(values(parallel), before)
+
+
+def removed(folder):
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def cut(folder):
+    file = folder / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-3])
+
+
+def elsewhere(folder):
+    split(folder, state(), scale="model-00002-of-00002.safetensors")
+
+
+def no_index(folder):
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": ')
+
+
+def no_map(folder):
+    (folder / "model.safetensors.index.json").write_text("[]")
+
+
+def emptied(folder):
+    for file in folder.iterdir():
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            removed,
+            r"lacks model-00002-of-00002\.safetensors, which model\.safetensors\.index\.json names: copy or download",
+        ),
+        (
+            cut,
+            r"model-00002-of-00002\.safetensors is not a whole safetensors file \(.*not fully covered\): copy or download",
+        ),
+        (elsewhere, r"model-00002-of-00002\.safetensors lacks scale, which .* says it has: copy or download both"),
+        (no_index, r"model\.safetensors\.index\.json is damaged \(JSONDecodeError.*: copy or download"),
+        (no_map, r"model\.safetensors\.index\.json is damaged \(TypeError.*: copy or download"),
+        (emptied, r"has neither model\.safetensors nor model\.safetensors\.index\.json: write one with save_pretrained"),
+    ],
+)
+def test_files_that_are_missing_or_damaged_are_refused(parallel, change, message, tmp_path):
+    before = values(parallel)
+    split(tmp_path, state())
+    change(tmp_path)
+    with pytest.raises(autotp.AutotpError, match=message):
+        autotp.load_pretrained(parallel, tmp_path)
+    require_same(values(parallel), before)
+
+
+def test_other_arguments_are_refused(parallel, tmp_path, monkeypatch):
+    with pytest.raises(autotp.AutotpError, match="there is no directory .*nowhere: give a local one"):
+        autotp.load_pretrained(parallel, tmp_path / "nowhere")
+    for call in (autotp.load_pretrained, autotp.save_pretrained):
+        with pytest.raises(autotp.AutotpError, match="Net is not a distributed module"):
+            call(Net(), tmp_path)
+    with pytest.raises(autotp.AutotpError, match="'2 GBs'"):
+        autotp.save_pretrained(parallel, tmp_path, max_shard_size="2 GBs")
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    (tmp_path / "model.safetensors").touch()
+    for call in (autotp.load_pretrained, autotp.save_pretrained):
+        with pytest.raises(autotp.AutotpError, match="needs safetensors: pip install safetensors"):
+            call(parallel, tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_what_is_written_is_read_again(parallel, tmp_path):
+    """Tied weights once, by their first name; files of a former, longer list are gone, and others stay."""
+    folder, before = tmp_path / "new" / "one", values(parallel)
+    autotp.save_pretrained(parallel, folder, max_shard_size=60)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    owners = index["weight_map"]
+    assert set(owners) == set(state())
+    assert index["metadata"]["total_size"] == sum(v.nbytes for v in state().values())
+    count = len(set(owners.values()))
+    assert count > 2 and set(owners.values()) == {f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)}
+    for file in folder.glob("*.safetensors"):
+        held = load_file(file)
+        assert len(held) == 1 or sum(v.nbytes for v in held.values()) <= 60
+        assert set(held) == {name for name, owner in owners.items() if owner == file.name}
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+        assert stat.S_IMODE(file.stat().st_mode) == stat.S_IMODE((folder / "model.safetensors.index.json").stat().st_mode)
+
+    (folder / "notes.safetensors").touch()
+    autotp.save_pretrained(parallel, folder)
+    assert {file.name for file in folder.iterdir()} == {"model.safetensors", "notes.safetensors"}
+    torch.manual_seed(5)
+    other = autotp.parallelize(Net(), None, (X,), strategy="data")
+    autotp.load_pretrained(other, folder)
+    require_same(values(other), {name: value for name, value in before.items() if name != "offset"})
+
+
+def test_the_configuration_has_the_dtype_of_the_parameters(parallel, tmp_path):
+    config = transformers.LlamaConfig(dtype="bfloat16")
+    autotp.save_pretrained(parallel, tmp_path, config=config)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
+    assert str(config.dtype).endswith("bfloat16")
+
+
+@st.composite
+def split_tensors(draw):
+    """(shape, layout, mesh), of layouts that exist."""
+    shape = draw(st.sampled_from([(), (24,), (8, 12), (5, 7), (9, 4, 6), (0, 4)]))
+    mesh = draw(st.sampled_from([(1,), (2,), (2, 2), (2, 3), (2, 2, 2)]))
+    layout = [Replicate() for _ in mesh]
+    for axis in range(len(mesh)):
+        options = [Replicate()]
+        for dim, blocks in itertools.product(range(len(shape)), (1, 2, 3, 4)):
+            if fits(shape, (*layout[:axis], place(dim, blocks), *layout[axis + 1 :]), mesh):
+                options.append(place(dim, blocks))
+        layout[axis] = draw(st.sampled_from(options))
+    return shape, tuple(layout), mesh
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(split_tensors())
+def test_slices_make_up_what_a_device_takes(case):
+    shape, layout, mesh = case
+    whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    for at in itertools.product(*map(range, mesh)):
+        wanted = take(whole, layout, mesh, at)
+        found = torch.full_like(wanted, -1)
+        for here, there in parts_of(shape, layout, mesh, at):
+            assert torch.equal(found[here], torch.full_like(found[here], -1))
+            found[here] = whole[there]
+        assert torch.equal(found, wanted)
