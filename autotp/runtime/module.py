@@ -93,10 +93,10 @@ class DistributedModule(Programmed, Captured, fx.GraphModule):
             layouts=layouts,
             debug=debug,
         )
-        constants = nn.Module()
+        if programs.first.constants:
+            root.add_module(_CONSTANTS, nn.Module())
         for name, constant in programs.first.constants.items():
-            constants.register_buffer(name, constant, False)
-        root.add_module(_CONSTANTS, constants)
+            root.get_submodule(_CONSTANTS).register_buffer(name, constant, False)
         root.add_module(_WORLD, world)
         _require_free_names(root)
         super().__init__(root, _bound(rewritten), class_name="DistributedModule")
@@ -249,8 +249,8 @@ def _foreign(name: str, parameter: Any, layout: Layout, plan: Plan) -> str:
     """Why a parameter is not one of the plan's."""
     if parameter is None:
         return (
-            f"parameter {name} is gone: something took it away from its module, as parametrisations and pruning do. Do it "
-            "to the model, before it is distributed"
+            f"parameter {name} is gone: something took it away from its module, as pruning does. Do it to the model, before "
+            "it is distributed"
         )
     found = describe(parameter._spec.placements, plan.mesh_axes) if isinstance(parameter, DTensor) else "a plain tensor"
     return (

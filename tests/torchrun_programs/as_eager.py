@@ -148,15 +148,18 @@ def modes(model, x, schedule):
 
 
 def parameters_of_others(model, x, schedule):
-    """What ``assign=True`` puts in the place of the plan's parameters."""
+    """What would take the place of the plan's parameters, as ``assign=True`` does, or took it past the module."""
     parallel = distributed(model, x, schedule)
-    parallel.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="first.weight: the graph cannot follow a parameter that takes the place"):
+        parallel.load_state_dict(state, assign=True)
+    parallel(x)
+    parallel.first._parameters["weight"] = nn.Parameter(state["first.weight"])
     with pytest.raises(autotp.AutotpError, match="first.weight rests as R by the plan, and is now a plain tensor"):
         parallel(x)
     sharded = autotp.parallelize(model, None, (x,), strategy="zero3", mesh=(dist.get_world_size(),))
     if dist.get_world_size() > 1:
-        parallel = distributed(model, x, schedule)
-        parallel.load_state_dict(sharded.state_dict(), assign=True)
+        parallel.first._parameters["weight"] = sharded.first.weight
         with pytest.raises(autotp.AutotpError, match=r"rests as R by the plan, and is now S\(0\)@x"):
             parallel(x)
 
@@ -174,8 +177,10 @@ def what_parameters_carry(model, x, schedule):
     torch.testing.assert_close(other(x)[1], model(x)[1])
     with pytest.raises(autotp.AutotpError, match="cannot be pickled: save its state_dict"):
         pickle.dumps(parallel)
-    nn.utils.parametrize.register_parametrization(parallel.second, "weight", nn.Identity())
-    with pytest.raises(autotp.AutotpError, match="parameter second.weight is gone"):
+    with pytest.raises(autotp.AutotpError, match=r"second\.parametrizations: the graph cannot follow a module"):
+        nn.utils.parametrize.register_parametrization(parallel.second, "weight", nn.Identity())
+    del parallel.first.weight
+    with pytest.raises(autotp.AutotpError, match=r"parameter first\.weight is gone"):
         parallel(x)
     everywhere, last = range(dist.get_world_size()), [dist.get_world_size() - 1]
     for hooked, ranks in (("register_hook", everywhere), ("register_post_accumulate_grad_hook", last)):
