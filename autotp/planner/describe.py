@@ -141,6 +141,7 @@ def describe_plan(found: Found, sums: Sums, *, hides: bool, **fields: Any) -> Pl
         operators=tuple(_operator(priced, node, copies[model.stands[node]]) for node in model.operators),
         layouts=layouts | {fqn: whole for fqn in captured.unused},
         gathered_once=_gathered_once(priced),
+        batch_axes=_batch_axes(priced),
         predicted=sums.predicted(hides, found.memory),
         model_hash=fingerprint(captured),
         optimizer=prices.optimizer,
@@ -148,6 +149,17 @@ def describe_plan(found: Found, sums: Sums, *, hides: bool, **fields: Any) -> Pl
         accumulate=prices.accumulate,
         **fields,
     )
+
+
+def _batch_axes(priced: Priced) -> tuple[str, ...]:
+    """The mesh axes that split the batch anywhere."""
+    axes = {
+        axis
+        for node, operator in priced.model.operators.items()
+        for axis, factor in enumerate(priced.strategies[node.name].assignment)
+        if factor is not None and factor in operator.factors and operator.factors[factor].role == "batch"
+    }
+    return tuple(AXIS_NAMES[axis] for axis in sorted(axes))
 
 
 def _gathered_once(priced: Priced) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -61,6 +62,7 @@ class Plan:
             ``batch``, of the whole batch, and ``rows``, of the rows of matrix products that communicate; 1 where not given.
         chunked: kind of chunks -> how many operators are cut.
         whole: name of an operator that works on what comes in chunks, or could -> why it is not cut.
+        batch_axes: names of the mesh axes that split the batch anywhere.
         gathered_once: names of the parameters whose gathered copies the forward pass keeps for the backward pass (as
             ``reshard_after_forward=False`` in FSDP2); all others that this reads are gathered again.
         precision: in which dtypes it computes and reduces (``bf16-mixed``, or a policy as text); None: in the model's own.
@@ -91,6 +93,7 @@ class Plan:
     planning: Mapping[str, Any] = field(default_factory=dict)
     precision: str | None = None
     gathered_once: tuple[str, ...] = ()
+    batch_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Checks the chunks and the number of micro-batches.
@@ -105,6 +108,12 @@ class Plan:
     def devices(self) -> int:
         """The number of devices."""
         return self.topology.devices
+
+    @property
+    def batch_ways(self) -> int:
+        """In how many parts the batch is split: how many ranks may each be given a part of their own."""
+        sizes = dict(zip(self.mesh_axes, self.mesh_shape, strict=True))
+        return math.prod(sizes[axis] for axis in self.batch_axes)
 
     @property
     def assignments(self) -> Mapping[str, tuple[str | None, ...]]:

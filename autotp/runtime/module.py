@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx.graph import PythonCode
+from torch.utils.data import Dataset, DistributedSampler
 
 from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
@@ -116,6 +117,24 @@ class DistributedModule(Programmed, Captured, fx.GraphModule):
         self._whole = True
         for each in modules[1:]:
             each._whole = True
+
+    @property
+    def batch_rank(self) -> int:
+        """Which of the plan's ``batch_ways`` parts of the batch is this rank's, as ``inputs='local'`` takes it."""
+        world: Any = self.get_submodule(_WORLD)
+        (at,), found = world.hosted, 0
+        for axis in map(self.plan.mesh_axes.index, self.plan.batch_axes):
+            found = found * self.plan.mesh_shape[axis] + at[axis]
+        return found
+
+    def sampler(self, dataset: Dataset[Any], **options: Any) -> DistributedSampler[Any]:
+        """A sampler for ``DataLoader`` that gives this rank its part of every batch, for ``inputs='local'``.
+
+        Args:
+            dataset: with a length.
+            options: ``shuffle``, ``seed`` and ``drop_last`` of ``torch.utils.data.DistributedSampler``.
+        """
+        return DistributedSampler(dataset, self.plan.batch_ways, self.batch_rank, **options)
 
     def recompile(self) -> PythonCode:
         """The sharded graph as Python; what the module does when it is called, hooks and all, is ``_run``."""
@@ -249,8 +268,8 @@ def _foreign(name: str, parameter: Any, layout: Layout, plan: Plan) -> str:
     """Why a parameter is not one of the plan's."""
     if parameter is None:
         return (
-            f"parameter {name} is gone: something took it away from its module, as pruning does. Do it to the model, before "
-            "it is distributed"
+            f"parameter {name} is gone: something took it away from its module, as pruning does. Do it to the model, "
+            "before it is distributed"
         )
     found = describe(parameter._spec.placements, plan.mesh_axes) if isinstance(parameter, DTensor) else "a plain tensor"
     return (

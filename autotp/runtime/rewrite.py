@@ -92,7 +92,7 @@ def apply(captured: Captured, plan: Plan, split: Sequence[int] | None = ()) -> R
     if panels and any(count > 1 for count in plan.chunks.values()):
         raise AutotpError(f"the plan has panels and chunks ({dict(plan.chunks)}); plan with panels=1, or without chunks")
     operators, chosen, resting = checked(captured, plan)
-    split = _batch_axes(operators, chosen) if split is None else tuple(split)
+    split = tuple(map(plan.mesh_axes.index, plan.batch_axes)) if split is None else tuple(split)
     resting |= _input_layouts(captured, split, plan.mesh_shape)
     once = frozenset(name for name, fqn in captured.parameters.items() if fqn in plan.gathered_once)
     sharding = Sharding(plan.mesh_shape, chosen, resting, frozenset(captured.parameters), plan.repeated, once)
@@ -136,17 +136,6 @@ def _sharded(
         sharded = unroll(sharded, sharding.mesh, virtual)
         dump("chunks unrolled", sharded.graph)
     return sharded, virtual
-
-
-def _batch_axes(operators: Mapping[fx.Node, Operator], chosen: Mapping[str, Strategy]) -> tuple[int, ...]:
-    """The mesh axes that split the batch anywhere."""
-    axes = {
-        axis
-        for node, operator in operators.items()
-        for axis, factor in enumerate(chosen[node.name].assignment)
-        if factor is not None and factor in operator.factors and operator.factors[factor].role == "batch"
-    }
-    return tuple(sorted(axes))
 
 
 def _input_layouts(captured: Captured, axes: Sequence[int], mesh: tuple[int, ...]) -> dict[str, Layout]:

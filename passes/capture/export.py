@@ -104,6 +104,7 @@ def capture(
     _check_tying(model)
     policy = policy_of(precision)
     casts: Mapping[str, Cast] = {}
+    _refuse_hooks(model)
     if policy is None:
         program = _export(model, args, kwargs)
     else:
@@ -193,14 +194,26 @@ def _check_tying(model: Any) -> None:
         )
 
 
+def _refuse_hooks(model: nn.Module) -> None:
+    """Refuses hooks that the graph would not call, or would contain as they were once; torch's own norms of weights may."""
+    for name, module in model.named_modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        own = [hook for hook in hooks if not _place(hook).startswith("torch.nn.utils.")]
+        if own or module._backward_hooks or module._backward_pre_hooks:
+            kind = "a forward" if own else "a backward"
+            raise CaptureError(
+                f"{type(model).__name__}: module {name or 'itself'!r} has {kind} hook, which a captured graph does not "
+                "call; remove it, and register hooks at the distributed module, or let the model return what it is to see"
+            )
+
+
+def _place(hook: Any) -> str:
+    """The module that defines a hook, or its class."""
+    return str(getattr(hook, "__module__", None) or type(hook).__module__)
+
+
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
     bind(inspect.signature(model.forward), args, kwargs)
-    for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise CaptureError(
-                f"{type(model).__name__}: module {name!r} has a backward hook, which a captured graph does not call; "
-                "remove it, or register hooks on gradients at the distributed module"
-            )
     try:
         with torch.enable_grad(), marked() as regions, kept_whole(regions):
             return torch.export.export(model, args, kwargs, strict=False)

@@ -60,6 +60,7 @@ def test_three_steps_on_gpus(torchrun, processes, backend, model, strategy):
         (2, "precision.py"),
         (2, "accumulate.py"),
         (2, "checkpoints.py"),
+        *((n, "programs.py") for n in (2, 4)),
     ],
 )
 def test_training_scripts_mean_what_they_mean_with_eager_modules(torchrun, processes, program):

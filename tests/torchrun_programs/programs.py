@@ -1,0 +1,99 @@
+"""Training loops with evaluation, smaller batches and parts of the batch; what ranks disagree about is an error on all."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import autotp
+
+SIX = {"rtol": 1e-9, "atol": 1e-12}
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.drop, self.second = nn.Linear(8, 16), nn.Dropout(0.0), nn.Linear(16, 4)
+
+    def forward(self, x, labels=None):
+        scores = self.second(self.drop(torch.relu(self.first(x))))
+        return scores if labels is None else nn.functional.cross_entropy(scores, labels)
+
+
+def data(count=20):
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(count, 8, generator=generator, dtype=torch.float64)
+    return TensorDataset(rows, torch.randint(4, (count,), generator=generator))
+
+
+def parts_of_the_batch():
+    """Each rank loads its own part; the last batch is smaller, and evaluation takes the whole one."""
+    torch.manual_seed(0)
+    model, dataset, ranks = Classifier().double(), data(), dist.get_world_size()
+    plain = copy.deepcopy(model)
+    example = dataset[:8]
+    parallel = autotp.parallelize(model, None, example, strategy="data", mesh=(ranks,), inputs="local")
+    assert (parallel.plan.batch_ways, parallel.batch_rank) == (ranks, dist.get_rank())
+    assert autotp.Plan.from_json(parallel.plan.to_json()).batch_axes == ("x",)
+    sampler = parallel.sampler(dataset, shuffle=False)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (parallel, plain)]
+    for number, (x, y) in enumerate(DataLoader(dataset, batch_size=8 // ranks, sampler=sampler)):
+        rows = slice(8 * number, 8 * number + 8)
+        for module, batch, optimizer in zip((parallel, plain), ((x, y), dataset[rows]), optimizers, strict=True):
+            optimizer.zero_grad()
+            module(*batch).backward()
+            optimizer.step()
+    assert len(parallel.programs) == 2, "20 rows are two batches of 8, and one of 4"
+    for (name, mine), theirs in zip(parallel.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs, **SIX, msg=name)
+    whole, _ = dataset[:]
+    mine = whole[parallel.batch_rank :: ranks]
+    with torch.no_grad():
+        scores = parallel.eval()(mine)
+    theirs = plain.eval()(torch.cat([whole[rank::ranks] for rank in range(ranks)]))
+    torch.testing.assert_close(scores, theirs, **SIX)
+
+
+def ranks_disagree():
+    """About weights, inputs, modes and kinds of calls; every rank raises, and the module works on."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    x, y = data()[:8]
+    torch.manual_seed(rank)
+    model = Classifier().double()
+    with pytest.raises(autotp.PlanMismatchError, match=r"first.weight has other values on rank 1 than on rank 0 \(4 of 4"):
+        autotp.parallelize(model, None, (x, y), strategy="data", mesh=(ranks,), broadcast=False)
+    parallel = autotp.parallelize(model, None, (x, y), strategy="zero3", mesh=(ranks,), debug=True)
+    gathered = [torch.empty(16, 8, dtype=torch.float64) for _ in range(ranks)]
+    dist.all_gather(gathered, parallel.first.weight.full_tensor())
+    assert all(torch.equal(each, gathered[0]) for each in gathered), "rank 0's weights are everybody's"
+    assert rank == 0 or not torch.equal(gathered[0], model.first.weight)
+    for _ in range(2):
+        with pytest.raises(autotp.PlanMismatchError, match="argument labels differs between ranks 0 and 1"):
+            parallel(x, (y + rank) % 4)
+        with pytest.raises(autotp.PlanMismatchError, match="ranks made different calls: .*int64.8.*, rank 1 one for"):
+            parallel(x, *([y] if rank == 0 else []))
+        parallel.train(rank == 0)
+        with pytest.raises(autotp.PlanMismatchError, match="rank 0 one for training .*rank 1 one for evaluation"):
+            parallel(x, y)
+        parallel.train()
+        parallel(x, y).backward()
+    usual = autotp.parallelize(model, None, (x, y), strategy="zero3", mesh=(ranks,))
+    with pytest.raises(autotp.PlanMismatchError, match="argument x differs between ranks 0 and 1"):
+        usual(x + rank, y)  # the first call is checked always
+    usual(x, y)
+
+
+def main():
+    dist.init_process_group("gloo")
+    parts_of_the_batch()
+    ranks_disagree()
+    if dist.get_rank() == 0:
+        print("passed")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
