@@ -1,8 +1,8 @@
 """autotp: an unmodified PyTorch model and a description of the cluster become a distributed ``torch.fx.GraphModule``.
 
 A `planner` chooses a plan (`plans`) by what it `costs`, the `runtime` applies it to the model, `analysis` explains and
-checks it, `calibrate` measures the machine, and `validate` compares predictions with measured runs. `cli` is the command
-line; `errors` and `logs` serve them all.
+checks it, `calibrate` measures the machine, `integrations` serve other frameworks, and `validate` compares predictions with
+measured runs. `cli` is the command line; `errors` and `logs` serve them all.
 """
 
 from autotp.analysis.verify import Verification, verify

@@ -1,0 +1,158 @@
+"""Causal language models of transformers generate text through a distributed module, with a cache of keys and values.
+
+The cache is the module's: buffers of a fixed length, which calls update in place. A prompt and a single next token are two
+programs over the same parameters and the same cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autotp.errors import AutotpError
+from autotp.runtime.programs import Programmed, blueprint
+
+__all__ = ["WithCache", "generate"]
+
+
+class WithCache(nn.Module):
+    """A causal language model with a cache of its own: the module to plan and to distribute for generation.
+
+    Args:
+        model: of transformers, such as a ``LlamaForCausalLM``.
+        batch: how many sequences are generated at once.
+        length: of the longest sequence, prompt included, in tokens.
+
+    Raises:
+        AutotpError: the model has layers that keep something else than keys and values.
+    """
+
+    def __init__(self, model: Any, batch: int, length: int) -> None:
+        super().__init__()
+        self.model, self.batch, self.length = model, batch, length
+        cache = _cache(model, length)
+        with torch.device(model.device):
+            cache.early_initialization(batch, *_heads(model.config.get_text_config()), model.dtype, model.device)
+        for number, layer in enumerate(cache.layers):
+            self.register_buffer(f"keys_{number}", layer.keys, persistent=False)
+            self.register_buffer(f"values_{number}", layer.values, persistent=False)
+
+    def forward(self, input_ids: Tensor, start: Tensor, attention_mask: Tensor) -> Tensor:
+        """The logits of the next token.
+
+        Args:
+            input_ids: int64 ``[batch, tokens]``, behind those that the cache has.
+            start: int64 ``[]``, how many tokens the cache has.
+            attention_mask: ``[batch, length]``, 0 where a token is padding.
+
+        Returns:
+            ``[batch, vocabulary]``.
+        """
+        cache = _cache(self.model, self.length)
+        for number, layer in enumerate(cache.layers):
+            layer.keys, layer.values = self.get_buffer(f"keys_{number}"), self.get_buffer(f"values_{number}")
+            layer.dtype, layer.device, layer.cumulative_length = layer.keys.dtype, layer.keys.device, start.clone()
+            layer.batch_size, layer.num_heads = layer.keys.shape[:2]
+            layer.is_initialized = True
+        positions = attention_mask.long().cumsum(-1) - 1
+        at = torch.arange(input_ids.shape[1], device=input_ids.device) + start
+        given: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in _parameters(self.model) else {}
+        if "position_ids" in _parameters(self.model):
+            given["position_ids"] = positions.clamp(min=0)[:, at]
+        made = self.model(input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True, **given)
+        return made.logits[:, -1]
+
+
+def generate(parallel: Programmed, model: Any, input_ids: Tensor, **options: Any) -> Tensor:
+    """``model.generate(input_ids, **options)``, computed by a distributed ``WithCache``; every rank gets all tokens.
+
+    Args:
+        parallel: what ``autotp.parallelize`` or ``autotp.simulate`` made of a ``WithCache``, whose buffers it overwrites.
+        model: the model that it was made of; it gives the generation's settings, and may be on ``meta``.
+        input_ids: int64 ``[batch, tokens]``, the same on every rank.
+        options: of transformers' ``generate``: ``max_new_tokens``, ``attention_mask``, ``do_sample``... With ``do_sample``,
+            all ranks must draw with the same seed.
+
+    Returns:
+        int64 ``[batch, tokens]``: the prompts and what follows them.
+
+    Raises:
+        AutotpError: the sequences are more or longer than the cache has room for.
+    """
+    from transformers.cache_utils import Cache
+
+    batch, length = _sizes(parallel)
+    if len(input_ids) != batch:
+        raise AutotpError(
+            f"{len(input_ids)} sequences, but the cache is for {batch}; make WithCache(model, {len(input_ids)}, …)"
+        )
+
+    class Filled(Cache):
+        """How far the module's cache is filled."""
+
+        def __init__(self) -> None:
+            super().__init__(layers=[])
+            self.tokens = 0
+
+        def get_seq_length(self, layer_idx: int = 0) -> int:
+            return self.tokens
+
+        def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+            return length
+
+    shell = blueprint(model)
+    if isinstance(shell, AutotpError):
+        raise shell
+    filled = Filled()
+
+    def forward(input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Any:
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        tokens = filled.tokens + input_ids.shape[1]
+        if tokens > length:
+            raise AutotpError(f"{tokens} tokens, but the cache has room for {length}; make WithCache with a greater length")
+        mask = torch.ones(batch, length, dtype=torch.int64, device=input_ids.device)
+        if attention_mask is not None:
+            mask[:, : attention_mask.shape[1]] = attention_mask
+        start = torch.tensor(filled.tokens, device=input_ids.device)
+        logits = parallel(input_ids.contiguous(), start, mask)
+        filled.tokens = tokens
+        return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=filled)
+
+    forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
+    shell.forward = forward  # type: ignore[assignment]
+    with torch.no_grad():
+        found: Tensor = shell.generate(input_ids, past_key_values=filled, **options)  # type: ignore[operator]
+    return found
+
+
+def _sizes(parallel: Any) -> tuple[int, int]:
+    """For how many sequences, and tokens of each, there is room."""
+    buffers = dict(parallel.named_buffers())
+    if "keys_0" not in buffers:
+        raise AutotpError("generate needs a distributed autotp.integrations.WithCache(model, batch, length)")
+    return buffers["keys_0"].shape[0], buffers["keys_0"].shape[2]
+
+
+def _parameters(model: Any) -> Any:
+    return inspect.signature(model.forward).parameters
+
+
+def _cache(model: Any, length: int) -> Any:
+    from transformers.cache_utils import StaticCache, StaticLayer
+
+    cache = StaticCache(config=model.config.get_text_config(), max_cache_len=length)
+    for number, layer in enumerate(cache.layers):
+        if not isinstance(layer, StaticLayer):
+            raise AutotpError(f"{type(model).__name__}: layer {number} keeps {type(layer).__name__}, not keys and values")
+        # A window is a mask of the attention; all keys are kept.
+        cache.layers[number] = StaticLayer(length)
+    return cache
+
+
+def _heads(config: Any) -> tuple[int, int]:
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
