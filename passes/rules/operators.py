@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import fx
 
 from passes.rules import shapes as by
-from passes.rules.notation import OpRule, instantiate
+from passes.rules.notation import OpRule, instantiate, pointwise
 from passes.rules.rule import Product
 
 __all__ = [
@@ -29,13 +30,18 @@ __all__ = [
     "embedding",
     "group_norm",
     "in_float64",
+    "instance_norm",
+    "kept_places",
     "layer_norm",
     "loss",
+    "nll_loss",
     "product_flop",
     "softmax",
+    "weight_norm",
 ]
 
 _SINGLE = 4  # bytes of a float32
+_PLACE = 8  # bytes of an index
 
 
 def product_flop(where: Product) -> Callable[[fx.Node], float]:
@@ -173,14 +179,43 @@ def embedding(node: fx.Node) -> str | None:
     return None if by.argument(node, 3, "scale_grad_by_freq", False) else "v h, … -> … h"
 
 
+def nll_loss(node: fx.Node) -> OpRule | None:
+    """As `cross_entropy`, with whole classes."""
+    rule = cross_entropy(node)
+    return None if rule is None else replace(rule, whole=rule.whole | rule.inner, inner=frozenset())
+
+
 def loss(node: fx.Node) -> OpRule | None:
-    """A loss of elements of two tensors of one shape, reduced or not."""
+    """A loss of elements of two tensors of one shape, to which weights broadcast, reduced or not."""
     operands = [by.shape_of(n) for n in by.operands_of(node)]
-    if len(set(operands)) != 1:
+    shape = operands[0]
+    if operands[1] != shape or torch.broadcast_shapes(*operands) != torch.Size(shape):
         return None
-    text = " ".join(f"d{i}" for i in range(len(operands[0])))
-    result = text if by.argument(node, 2, "reduction", 1) == 0 else ""
-    return instantiate(", ".join([text] * len(operands)) + f" -> {result}", operands, [by.shape_of(node)])
+    rule = pointwise(operands, shape)
+    return rule if by.named(node)["reduction"] == 0 else replace(rule, results=((),))
+
+
+def instance_norm(node: fx.Node) -> str | None:
+    """Without running statistics, which would be means over the batch."""
+    given = by.named(node)
+    running = given["running_mean"] is not None or given["running_var"] is not None
+    return None if running or not given["use_input_stats"] else "n c *, c, c -> n c *"
+
+
+def weight_norm(node: fx.Node) -> OpRule | None:
+    """_weight_norm: over all dims but one."""
+    direction, length = (by.shape_of(n) for n in by.operands_of(node))
+    where = by.named(node)["dim"]
+    if len(length) != len(direction) or where == -1:
+        return None
+    dims, sizes = by.dims_of(direction)
+    dims = [d if i == where % len(dims) else () for i, d in enumerate(dims)]
+    return by.op_rule([dims, dims], [dims], sizes)
+
+
+def kept_places(_: fx.Node) -> list[tuple[int, float]]:
+    """Where each element of the first result stood."""
+    return [(-1, float(_PLACE))]
 
 
 def always(_: fx.Node) -> bool:
