@@ -261,6 +261,20 @@ def masked_from(position):
     return build
 
 
+def compared(draw):
+    a, b, c = sizes(draw, 3)
+    return draw(
+        st.sampled_from([[floats(a, b, c), floats(a, b, c)], [floats(a, b, c), floats(b, c)], [floats(c), floats(c)]])
+    )
+
+
+def crossed(draw):
+    a, b = sizes(draw, 2)
+    if draw(st.booleans()):
+        return [floats(a, 3, b), floats(a, 3, b)], {"dim": 1}
+    return [floats(a, b, 3), floats(1, b, 3)]
+
+
 COMPLEX = ("real", "imag", "view_as_real", "resolve_conj", "resolve_neg")
 FORWARD, REAL = transformed(), transformed(real=True)
 
@@ -279,6 +293,12 @@ CASES = {
     "aten.logsumexp.default": reduced_dims(),
     "aten.linalg_vector_norm.default": lambda draw: reduced_dims(draw(st.sampled_from([2, 1, 3.0, float("inf")])))(draw),
     "aten.norm.ScalarOpt_dim": lambda draw: reduced_dims(draw(st.sampled_from([2, 1, 3.0])))(draw),
+    "aten.linalg_norm.default": lambda draw: (lambda x, d, k: [x + 0.1, None, d, k])(*reduced()(draw)),
+    "aten.outer.default": lambda draw: [floats(n) for n in sizes(draw, 2)],
+    "aten.cosine_similarity.default": lambda draw: (lambda x, y: [x, y, draw(st.sampled_from([-1, 0]))])(*compared(draw)),
+    "aten.pairwise_distance.default": lambda draw: [*compared(draw), 2.0, 1e-6, draw(st.booleans())],
+    "aten.linalg_cross.default": crossed,
+    "aten.bucketize.Tensor": lambda draw: [floats(*sizes(draw, 2)), torch.tensor([0.2, 0.5, 0.7], dtype=torch.float64)],
     "aten.topk.default": top,
     "aten.sort.default": ordered(),
     "aten.argsort.default": ordered(),

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from passes.rules import shapes as by
-from passes.rules.notation import OpRule, instantiate, pointwise
+from passes.rules.notation import Dim, OpRule, instantiate, pointwise
 from passes.rules.rule import Product
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "always",
     "attention",
     "attention_flop",
+    "compared",
     "batch_norm",
     "convolution",
     "convolution_flop",
@@ -34,6 +35,7 @@ __all__ = [
     "kept_places",
     "layer_norm",
     "loss",
+    "matmul",
     "nll_loss",
     "product_flop",
     "softmax",
@@ -164,6 +166,33 @@ def cross_entropy(node: fx.Node) -> OpRule | None:
     result = "m *" if by.argument(node, 3, "reduction", 1) == 0 else ""
     inner = ["v"] if plain and len(logits) == 2 else []
     return instantiate(f"m [v] *, m *, [v] -> {result}", operands, [by.shape_of(node)], inner=inner)
+
+
+def matmul(node: fx.Node) -> str:
+    """Of matrices in batches, or of vectors."""
+    data, weight = ("" if len(by.shape_of(n)) == 1 else name for n, name in zip(by.operands_of(node), "rc", strict=True))
+    batch = "…" if data and weight or max(len(by.shape_of(n)) for n in by.operands_of(node)) > 2 else ""
+    left = f"{batch} {data} k" if data else "k"
+    right = f"{batch} k {weight}" if weight else "k"
+    return f"{left}, {right} -> {batch} {data} {weight}"
+
+
+def compared(node: fx.Node) -> OpRule | None:
+    """cosine_similarity, pairwise_distance: of vectors along a dim, the last if none is named."""
+    operands = [by.shape_of(n) for n in by.operands_of(node)]
+    given, (result,) = by.named(node), [tuple(t.shape) for t in by.results_of(node)]
+    shape = tuple(torch.broadcast_shapes(*operands))
+    where = given.get("dim", -1) % max(1, len(shape))
+    if len(shape) - (not given.get("keepdim", False)) != len(result):
+        return None
+    rule = pointwise(operands, shape)
+    busy = {f for f in rule.sizes if f == f"d{where}"}
+
+    def left(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        return tuple(() if busy & {*dim} else dim for dim in dims)
+
+    kept = [dim for i, dim in enumerate(left(rule.results[0])) if given.get("keepdim", False) or i != where]
+    return by.op_rule([left(dims) for dims in rule.operands], [kept], dict(rule.sizes))
 
 
 def addmm(node: fx.Node) -> str | None:

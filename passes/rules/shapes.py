@@ -180,12 +180,17 @@ def stack(node: fx.Node) -> OpRule:
 
 
 def reduction(*, linear: bool) -> Any:
-    """A builder for reductions: the reduced dims are reduced factors if the reduction is a sum, else whole."""
+    """A builder for reductions: the reduced dims are reduced factors if the reduction is a sum, else whole.
+
+    One of all dims that is no sum has nothing to offer.
+    """
 
     def build(node: fx.Node) -> OpRule | None:
         source = shape_of(operands_of(node)[0])
         keep = bool(named(node).get("keepdim", False))
         gone = named_dims(node, "dim", len(source))
+        if not linear and named(node).get("dim") in (None, []):
+            return None
         dims, sizes = dims_of(source)
         operand = [() if i in gone and not linear else d for i, d in enumerate(dims)]
         kept = [() if i in gone else d for i, d in enumerate(dims) if keep or i not in gone]

@@ -192,8 +192,9 @@ RULES: Mapping[str, Rule] = {
     **_elementwise(),
     # contractions
     "aten.linear.default": _product("… k, n k, n -> … n", (2,), Product(bias=2, transposed=True)),
-    "aten.matmul.default": _product("… r k, … k c -> … r c"),
+    "aten.matmul.default": _product(of.matmul),
     "aten.mm.default": _product("r k, k c -> r c"),
+    "aten.outer.default": Rule("r, c -> r c", saves="others"),
     "aten.bmm.default": _product("b r k, b k c -> b r c"),
     "aten.addmm.default": _product(of.addmm, (0,), _ADDED),
     "aten.baddbmm.default": _product("b r c, b r k, b k c -> b r c", (0,), _ADDED),
@@ -265,7 +266,7 @@ RULES: Mapping[str, Rule] = {
     **_each("var.dim var.correction var_mean.correction", Rule(by.reduction(linear=False))),
     **_each("std.dim std.correction std_mean.correction", Rule(by.reduction(linear=False), saves="all")),
     **_each("logsumexp prod.dim_int", Rule(by.reduction(linear=False), saves="all")),
-    **_each("linalg_vector_norm norm.ScalarOpt_dim", Rule(by.reduction(linear=False), "norm", saves="all")),
+    **_each("linalg_vector_norm linalg_norm norm.ScalarOpt_dim", Rule(by.reduction(linear=False), "norm", saves="all")),
     # along a dim
     **_each("cumsum diff", Rule(by.along(), saves="")),
     **_each("cumprod logcumsumexp", Rule(by.along(), saves="all")),
@@ -273,6 +274,9 @@ RULES: Mapping[str, Rule] = {
     **_each("argsort argsort.stable fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft", Rule(by.along(), saves="")),
     **_each("fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn", Rule(by.along(), saves="")),
     **_each("fft_rfftn fft_irfftn fft_fftshift fft_ifftshift", Rule(by.along(), saves="")),
+    **_each("cosine_similarity pairwise_distance", Rule(of.compared)),
+    "aten.linalg_cross.default": Rule(by.along()),
+    "aten.bucketize.Tensor": Rule("…, 1 -> …", saves=""),
     "aten.glu.default": Rule(views.glu),
     # views and layout changes
     "aten.reshape.default": Rule(views.reshape, shape=1, saves="", view=True, copies=True),

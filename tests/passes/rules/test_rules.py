@@ -83,6 +83,13 @@ def space(draw, rank, *choices):
     return [draw(st.sampled_from(choices)) for _ in range(rank)]
 
 
+def matmul(draw):
+    a, b, r, k, c = sizes(draw, 5)
+    batches = [[floats(a, b, r, k), floats(b, k, c)], [floats(a, r, k), floats(k, c)]]
+    vectors = [[floats(a, r, k), floats(k)], [floats(k), floats(a, k, c)], [floats(k), floats(k)]]
+    return draw(st.sampled_from([*batches, *vectors]))
+
+
 def convolution(rank):
     def build(draw):
         groups = draw(st.sampled_from([1, 1, 2, 4]))
@@ -211,7 +218,7 @@ def pooled(spatial, *choices):
 
 CASES = {
     "aten.linear.default": lambda d: (lambda a, b, k, n: [floats(a, b, k), floats(n, k), floats(n)])(*sizes(d, 4)),
-    "aten.matmul.default": lambda d: (lambda a, b, r, k, c: [floats(a, b, r, k), floats(b, k, c)])(*sizes(d, 5)),
+    "aten.matmul.default": matmul,
     "aten.mm.default": lambda d: (lambda r, k, c: [floats(r, k), floats(k, c)])(*sizes(d, 3)),
     "aten.bmm.default": lambda d: (lambda b, r, k, c: [floats(b, r, k), floats(b, k, c)])(*sizes(d, 4)),
     "aten.addmm.default": lambda d: (lambda r, k, c: [floats(c), floats(r, k), floats(k, c)])(*sizes(d, 3)),
