@@ -234,13 +234,6 @@ def likelihood(draw):
     return [floats(m, v, *spatial), target, weight, draw(st.sampled_from([1, 0, 2])), -100]
 
 
-def instance_norm(draw):
-    n, c = sizes(draw, 2)
-    x = floats(n, c, 4, *[draw(st.sampled_from([3, 1])) for _ in range(draw(st.sampled_from([1, 0, 2])))])
-    affine = [floats(c), floats(c)] if draw(st.booleans()) else [None, None]
-    return [x, *affine, None, None, True, 0.1, 1e-5, False]
-
-
 def weight_norm(draw):
     a, b = sizes(draw, 2)
     if draw(st.booleans()):
@@ -340,7 +333,6 @@ CASES = {
     "aten.binary_cross_entropy.default": loss(weights=1),
     "aten.binary_cross_entropy_with_logits.default": loss(weights=2),
     "aten.nll_loss_nd.default": likelihood,
-    "aten.instance_norm.default": instance_norm,
     "aten._weight_norm.default": weight_norm,
     "aten.where.Scalar": masked(0.5, 0.25),
     "aten.where.ScalarOther": masked_from(1),

@@ -31,7 +31,6 @@ __all__ = [
     "embedding",
     "group_norm",
     "in_float64",
-    "instance_norm",
     "kept_places",
     "layer_norm",
     "loss",
@@ -222,13 +221,6 @@ def loss(node: fx.Node) -> OpRule | None:
         return None
     rule = pointwise(operands, shape)
     return rule if by.named(node)["reduction"] == 0 else replace(rule, results=((),))
-
-
-def instance_norm(node: fx.Node) -> str | None:
-    """Without running statistics, which would be means over the batch."""
-    given = by.named(node)
-    running = given["running_mean"] is not None or given["running_var"] is not None
-    return None if running or not given["use_input_stats"] else "n c *, c, c -> n c *"
 
 
 def weight_norm(node: fx.Node) -> OpRule | None:

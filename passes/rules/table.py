@@ -242,7 +242,6 @@ RULES: Mapping[str, Rule] = {
     **_each("mse_loss l1_loss smooth_l1_loss huber_loss kl_div", Rule(of.loss, lower=low.mean_loss)),
     "aten.binary_cross_entropy.default": Rule(of.loss, lower=low.weighted_loss),
     "aten.binary_cross_entropy_with_logits.default": Rule(of.loss, lower=low.loss_with_logits),
-    "aten.instance_norm.default": Rule(of.instance_norm, "norm", misreads=of.always),
     "aten._weight_norm.default": Rule(of.weight_norm, "norm"),
     # lookup
     "aten.embedding.default": Rule(
