@@ -8,7 +8,7 @@ import random
 import torch
 from torch import Tensor, fx
 
-from passes.graph import annotate, note_of
+from passes.graph import annotate, differentiable, note_of
 
 __all__ = ["FORMATS", "laid", "scatter_formats"]
 
@@ -87,6 +87,6 @@ def scatter_formats(graph: fx.Graph, target: fx.Node, operands: dict[str, str], 
 def _relaid(value, form, gradient, seed):
     if not isinstance(value, Tensor):
         return value
-    if not value.is_floating_point():
+    if not differentiable(value):
         return laid(value, form, random.Random(seed))
     return _Laid.apply(value, form, gradient, seed)

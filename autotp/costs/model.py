@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from autotp.plans.constraints import Requirement
 from passes.capture import Captured
+from passes.graph import differentiable
 from passes.layouts.layout import Layout
 from passes.rules.factors import Operator, Value, value_of
 from passes.rules.kept import NOTHING, Kept, kept
@@ -191,5 +192,5 @@ def trained_values(captured: Captured, operators: Mapping[fx.Node, Operator]) ->
         rule = rule_of(node)
         if (rule is not None and rule.detaches) or not any(value_of(n) in trained for n in operands_of(node)):
             continue
-        trained |= {(node, i) for i, t in enumerate(results_of(node)) if t.dtype.is_floating_point}
+        trained |= {(node, i) for i, t in enumerate(results_of(node)) if differentiable(t)}
     return frozenset(trained)

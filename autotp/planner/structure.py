@@ -19,7 +19,7 @@ from autotp.costs.model import Model
 from autotp.planner.choices import Choice, Edge, Needs, Rest
 from autotp.planner.folding import signature
 from autotp.plans.families import Restriction
-from passes.graph import cast_of
+from passes.graph import cast_of, differentiable
 from passes.layouts.codes import DIM, INNER, PARTIAL, WHOLE, codes
 from passes.layouts.reshard_matrix import ReshardPricer
 from passes.rules.factors import Value, value_of
@@ -234,7 +234,7 @@ class _Builder:
             for column in columns:
                 chosen[column] = True
         value = node.meta["val"]
-        real = not parameter and producer.op != "placeholder" and value.dtype.is_floating_point
+        real = not parameter and producer.op != "placeholder" and differentiable(value)
         return Edge(
             name=node.name,
             value=value,

@@ -95,9 +95,11 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _first(build: Builder, node: fx.Node, given: Arguments) -> Any:
-    """Operators that only copy: with no writes in the graph, the copy is the thing itself."""
+    """Operators that only copy: with no writes in the graph, the copy is the thing itself, if its numbers are ready."""
     source = source_of(given)
-    return source if _same(source.meta["val"], node.meta["val"]) else None
+    old, new = source.meta["val"], node.meta["val"]
+    ready = old.is_conj() == new.is_conj() and old.is_neg() == new.is_neg()
+    return source if ready and _same(old, new) else None
 
 
 def _one_hot(build: Builder, node: fx.Node, given: Arguments) -> Any:

@@ -126,13 +126,22 @@ def _strided(build: Builder, node: fx.Node, given: Arguments) -> Any:
     return build.emit(node.target, (source, *rest), {name: given[name] for name in node.kwargs}, like=node)
 
 
+def _complex(build: Builder, node: fx.Node, given: Arguments) -> Any:
+    # From both parts, which may lie anywhere: the view wants strides that a tensor which was moved need not have.
+    source = given["self"]
+    last = len(_shape(source)) - 1
+    parts = tuple(build.emit(aten.select.int, (source, last, i), like=node) for i in (0, 1))
+    return build.emit(aten.complex.default, parts, like=node)
+
+
 VIEWS: dict[str, Handler] = {
     **dict.fromkeys(RESHAPES, _reshape),
     **dict.fromkeys(PERMUTES, _permute),
     **dict.fromkeys(SPLITS, _split),
     **dict.fromkeys(("aten::expand", "aten::expand_as", "aten::broadcast_to"), _expand),
     **dict.fromkeys(("aten::slice", "aten::narrow"), _slice),
-    **dict.fromkeys(("aten::as_strided", "aten::view_as_complex"), _strided),
+    "aten::as_strided": _strided,
+    "aten::view_as_complex": _complex,
     "aten::broadcast_tensors": _broadcast_tensors,
     "aten::unsqueeze": _unsqueeze,
     "aten::squeeze": _squeeze,

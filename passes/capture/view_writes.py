@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+import itertools
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import fx
 from passes.capture.builder import Builder, CaptureError, operator_name, outer_order
 from passes.graph import arguments_of, where
 
-__all__ = ["PERMUTES", "RESHAPES", "SPLITS", "as_computed", "put_back", "refuse_unsure"]
+__all__ = ["PERMUTES", "RESHAPES", "SPLITS", "as_computed", "put_back", "refuse_unsure", "with_views"]
 
 aten = torch.ops.aten
 #: Kernels with contiguous results on CPU, where torch's fake ones have their operand's strides.
@@ -42,6 +42,32 @@ _SAME = _named(
 )
 
 
+_IN_PLACE = _named("squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_")
+
+
+def with_views(graph: fx.Graph) -> fx.Graph:
+    """The graph, changed in place: where a tensor changes its own dims, a view of it takes its place from there on.
+
+    Views that were made of it before keep their dims. Inputs and state stay as they are: whoever has them would see it.
+    """
+    for node in [n for n in graph.nodes if operator_name(n.target) in _IN_PLACE]:
+        known: Any = node.args[0]
+        names = [known]
+        while known.op == "call_function" and operator_name(known.target).endswith("_"):
+            known = known.args[0]
+            names.append(known)
+        if known.op != "call_function":
+            continue
+        takes = [(a.name, str(a.type)) for a in node.target._schema.arguments]  # type: ignore[union-attr]
+        packet = getattr(aten, operator_name(node.target).removeprefix("aten::").removesuffix("_"))
+        forms = (getattr(packet, name) for name in packet.overloads())
+        node.target = next(f for f in forms if [(a.name, str(a.type)) for a in f._schema.arguments] == takes)
+        later = set(itertools.takewhile(node.__ne__, reversed(graph.nodes)))
+        for name in names:
+            name.replace_all_uses_with(node, delete_user_cb=later.__contains__)
+    return graph
+
+
 def put_back(build: Builder, view: fx.Node, source: fx.Node, new: fx.Node, like: fx.Node) -> fx.Node:
     """The whole source with the part that a view of it shows replaced.
 
@@ -65,7 +91,7 @@ def put_back(build: Builder, view: fx.Node, source: fx.Node, new: fx.Node, like:
         return build.emit(aten.select_scatter.default, (source, new, given["dim"] % old.dim(), item), like=like)
     if item is not None and name in SPLITS:
         dim = given.get("dim", 0) % old.dim()
-        ends = list(accumulate(v.shape[dim] for v in view.meta["val"]))
+        ends = list(itertools.accumulate(v.shape[dim] for v in view.meta["val"]))
         start = ends[item] - made.shape[dim]
         return build.emit(aten.slice_scatter.default, (source, new, dim, start, ends[item]), like=like)
     if name in RESHAPES and view.target is not aten.view.dtype or name in ("aten::unsqueeze", "aten::squeeze"):

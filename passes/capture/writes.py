@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from passes.capture.builder import Builder, CaptureError, operator_name
 from passes.capture.functional import batch_norm_train
-from passes.capture.view_writes import RESHAPES, as_computed, put_back, refuse_unsure
+from passes.capture.view_writes import RESHAPES, as_computed, put_back, refuse_unsure, with_views
 from passes.graph import arguments_of, differentiable, note_of, where
 
 __all__ = ["functionalise"]
@@ -67,7 +67,7 @@ def functionalise(
     """
     if not any(_has_effect(node) for node in graph.nodes):
         return graph, {}
-    return _Functionaliser(graph, mode, buffers, learned).run()
+    return _Functionaliser(with_views(graph), mode, buffers, learned).run()
 
 
 def _has_effect(node: fx.Node) -> bool:

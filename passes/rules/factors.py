@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from passes.graph import differentiable
 from passes.rules.notation import Dim, OpRule
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import bind, rule_of
@@ -218,10 +219,10 @@ def analyse(graph: fx.Graph, inputs: Iterable[str] = ()) -> dict[fx.Node, Operat
 
 
 def _learned(graph: fx.Graph) -> set[fx.Node]:
-    """Operators with a floating-point operand that an input or a parameter reaches: all but masks, ids and positions."""
+    """Operators with an operand of numbers that an input or a parameter reaches: all but masks, ids and positions."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        floating = any(t.dtype.is_floating_point for t in results_of(node))
+        floating = any(differentiable(t) for t in results_of(node))
         if node.op == "placeholder":
             if floating:
                 found.add(node)

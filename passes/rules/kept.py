@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from passes.graph import differentiable
 from passes.rules.rule import Rule
 from passes.rules.shapes import argument, operands_of
 from passes.rules.table import kept_besides, rule_of
@@ -43,7 +44,7 @@ def kept(node: fx.Node, trained: Sequence[bool]) -> Kept:
     if rule is None or not any(trained):
         return NOTHING
     operands = operands_of(node)
-    read = [i for i, n in enumerate(operands) if n.meta["val"].dtype.is_floating_point and i not in rule.additive]
+    read = [i for i, n in enumerate(operands) if differentiable(n.meta["val"]) and i not in rule.additive]
     besides = [] if rule.besides is None else list(rule.besides(node))
     if rule.saves == "all" and _in_the_open(node, rule):
         return Kept(besides=tuple(besides))

@@ -20,20 +20,17 @@ native_layer_norm native_layer_norm_backward native_group_norm native_group_norm
 native_batch_norm_backward _native_batch_norm_legit _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional
 _native_batch_norm_legit_no_training batch_norm_backward _batch_norm_with_update_functional _batch_norm_no_update
 _fused_rms_norm _fused_rms_norm_backward instance_norm _weight_norm_interface _weight_norm_interface_backward
-linalg_vector_norm
 """,
     "softmax": "_softmax_backward_data _log_softmax_backward_data _safe_softmax _masked_softmax _masked_softmax_backward",
     "product": "addbmm _grouped_mm _int_mm _scaled_mm",
     "gather": """
-embedding_dense_backward embedding_bag embedding_bag.padding_idx _embedding_bag _embedding_bag_dense_backward index_select
-index_add index_copy index_put index_reduce index_fill.int_Scalar index_fill.int_Tensor _unsafe_index.Tensor
-_unsafe_index_put scatter.src scatter.value scatter.reduce scatter.value_reduce scatter_add scatter_reduce.two
-select_scatter slice_scatter diagonal_scatter as_strided_scatter masked_scatter nll_loss_forward nll_loss_backward
-nll_loss2d_forward nll_loss2d_backward
+embedding_dense_backward embedding_bag embedding_bag.padding_idx _embedding_bag _embedding_bag_dense_backward index_reduce
+_unsafe_index.Tensor _unsafe_index_put scatter.reduce scatter.value_reduce diagonal_scatter as_strided_scatter
+masked_scatter nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward
 """,
     "copy": """
-copy select_backward slice_backward repeat_interleave.self_int repeat_interleave.self_Tensor reflection_pad1d
-reflection_pad1d_backward reflection_pad2d reflection_pad2d_backward reflection_pad3d reflection_pad3d_backward
+copy select_backward slice_backward reflection_pad1d reflection_pad1d_backward reflection_pad2d
+reflection_pad2d_backward reflection_pad3d reflection_pad3d_backward
 replication_pad1d replication_pad1d_backward replication_pad2d replication_pad2d_backward replication_pad3d
 replication_pad3d_backward
 """,

@@ -25,11 +25,14 @@ __all__ = [
     "group_norm",
     "layer_norm",
     "log_softmax",
+    "loss_with_logits",
     "mean",
     "mean_loss",
+    "nll_loss",
     "rms_norm",
     "softmax",
     "total",
+    "weighted_loss",
 ]
 
 
@@ -189,7 +192,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """cross_entropy with tokens and / or classes sharded: a mean divides by the tokens of all devices."""
-    vocabulary, tokens = at.axes("v"), at.axes("m")
+    vocabulary = at.axes("v")
     if vocabulary:
         logits = at.wide(logits)
         largest = at.max(logits.amax(1, keepdim=True), vocabulary)
@@ -200,9 +203,19 @@ def cross_entropy(
         losses = at.call(_ignore, torch.log(total) - chosen, target, ignore_index)
     else:
         losses = at.call(_token_losses, logits, target, weight, ignore_index, label_smoothing)
+    return _over_tokens(at, losses, target, weight, reduction, ignore_index)
+
+
+def nll_loss(at: At, scores: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100) -> Any:
+    """nll_loss with tokens sharded, as `cross_entropy`."""
+    losses = at.call(at.target, scores, target, weight, 0, ignore_index)
+    return _over_tokens(at, losses, target, weight, reduction, ignore_index)
+
+
+def _over_tokens(at: At, losses: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
     if reduction == 0:
         return at.rounded(losses)
-    loss = at.wide(losses).sum()
+    loss, tokens = at.wide(losses).sum(), at.axes("m")
     if reduction == 2:
         return at.partial(loss)
     count = at.call(_token_weight, target, weight, ignore_index, at.dtype)
@@ -261,9 +274,26 @@ def total(at: At, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any 
     return at.partial(x.sum() if dim is None else x.sum([dim] if isinstance(dim, int) else list(dim), keepdim=keepdim))
 
 
-def mean_loss(at: At, x: Any, target: Any, reduction: int = 1, *args: Any) -> Any:
+def mean_loss(at: At, x: Any, target: Any, reduction: int = 1, *args: Any, **kwargs: Any) -> Any:
     """An element-wise loss over sharded dims: the sum, divided by the whole count for a mean, left partial."""
-    total = at.call(at.target, at.wide(x), at.wide(target), 2, *args)
+    return _of_sum(at, at.call(at.target, at.wide(x), at.wide(target), 2, *args, **kwargs), reduction)
+
+
+def weighted_loss(at: At, x: Any, target: Any, weight: Any = None, reduction: int = 1) -> Any:
+    """`mean_loss` of one that multiplies each element's."""
+    return _of_sum(at, at.call(at.target, *_wide(at, x, target, weight), 2), reduction)
+
+
+def loss_with_logits(at: At, x: Any, target: Any, weight: Any = None, positive: Any = None, reduction: int = 1) -> Any:
+    """`weighted_loss` of one that has weights of positive answers too."""
+    return _of_sum(at, at.call(at.target, *_wide(at, x, target, weight, positive), 2), reduction)
+
+
+def _wide(at: At, *values: Any) -> list[Any]:
+    return [None if value is None else at.wide(value) for value in values]
+
+
+def _of_sum(at: At, total: Any, reduction: int) -> Any:
     return at.partial(total / math.prod(at.whole(0)) if reduction == 1 else total)
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import fx
 
 from passes.rules import shapes as by
-from passes.rules.notation import OpRule, instantiate
+from passes.rules.notation import Dim, OpRule, instantiate, pointwise
 from passes.rules.rule import Product
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "always",
     "attention",
     "attention_flop",
+    "compared",
     "batch_norm",
     "convolution",
     "convolution_flop",
@@ -29,13 +31,18 @@ __all__ = [
     "embedding",
     "group_norm",
     "in_float64",
+    "kept_places",
     "layer_norm",
     "loss",
+    "matmul",
+    "nll_loss",
     "product_flop",
     "softmax",
+    "weight_norm",
 ]
 
 _SINGLE = 4  # bytes of a float32
+_PLACE = 8  # bytes of an index
 
 
 def product_flop(where: Product) -> Callable[[fx.Node], float]:
@@ -160,6 +167,33 @@ def cross_entropy(node: fx.Node) -> OpRule | None:
     return instantiate(f"m [v] *, m *, [v] -> {result}", operands, [by.shape_of(node)], inner=inner)
 
 
+def matmul(node: fx.Node) -> str:
+    """Of matrices in batches, or of vectors."""
+    data, weight = ("" if len(by.shape_of(n)) == 1 else name for n, name in zip(by.operands_of(node), "rc", strict=True))
+    batch = "…" if data and weight or max(len(by.shape_of(n)) for n in by.operands_of(node)) > 2 else ""
+    left = f"{batch} {data} k" if data else "k"
+    right = f"{batch} k {weight}" if weight else "k"
+    return f"{left}, {right} -> {batch} {data} {weight}"
+
+
+def compared(node: fx.Node) -> OpRule | None:
+    """cosine_similarity, pairwise_distance: of vectors along a dim, the last if none is named."""
+    operands = [by.shape_of(n) for n in by.operands_of(node)]
+    given, (result,) = by.named(node), [tuple(t.shape) for t in by.results_of(node)]
+    shape = tuple(torch.broadcast_shapes(*operands))
+    where = given.get("dim", -1) % max(1, len(shape))
+    if len(shape) - (not given.get("keepdim", False)) != len(result):
+        return None
+    rule = pointwise(operands, shape)
+    busy = {f for f in rule.sizes if f == f"d{where}"}
+
+    def left(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        return tuple(() if busy & {*dim} else dim for dim in dims)
+
+    kept = [dim for i, dim in enumerate(left(rule.results[0])) if given.get("keepdim", False) or i != where]
+    return by.op_rule([left(dims) for dims in rule.operands], [kept], dict(rule.sizes))
+
+
 def addmm(node: fx.Node) -> str | None:
     """Unless it scales what it adds."""
     if any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
@@ -173,14 +207,36 @@ def embedding(node: fx.Node) -> str | None:
     return None if by.argument(node, 3, "scale_grad_by_freq", False) else "v h, … -> … h"
 
 
+def nll_loss(node: fx.Node) -> OpRule | None:
+    """As `cross_entropy`, with whole classes."""
+    rule = cross_entropy(node)
+    return None if rule is None else replace(rule, whole=rule.whole | rule.inner, inner=frozenset())
+
+
 def loss(node: fx.Node) -> OpRule | None:
-    """A loss of elements of two tensors of one shape, reduced or not."""
+    """A loss of elements of two tensors of one shape, to which weights broadcast, reduced or not."""
     operands = [by.shape_of(n) for n in by.operands_of(node)]
-    if len(set(operands)) != 1:
+    shape = operands[0]
+    if operands[1] != shape or torch.broadcast_shapes(*operands) != torch.Size(shape):
         return None
-    text = " ".join(f"d{i}" for i in range(len(operands[0])))
-    result = text if by.argument(node, 2, "reduction", 1) == 0 else ""
-    return instantiate(", ".join([text] * len(operands)) + f" -> {result}", operands, [by.shape_of(node)])
+    rule = pointwise(operands, shape)
+    return rule if by.named(node)["reduction"] == 0 else replace(rule, results=((),))
+
+
+def weight_norm(node: fx.Node) -> OpRule | None:
+    """_weight_norm: over all dims but one."""
+    direction, length = (by.shape_of(n) for n in by.operands_of(node))
+    where = by.named(node)["dim"]
+    if len(length) != len(direction) or where == -1:
+        return None
+    dims, sizes = by.dims_of(direction)
+    dims = [d if i == where % len(dims) else () for i, d in enumerate(dims)]
+    return by.op_rule([dims, dims], [dims], sizes)
+
+
+def kept_places(_: fx.Node) -> list[tuple[int, float]]:
+    """Where each element of the first result stood."""
+    return [(-1, float(_PLACE))]
 
 
 def always(_: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Rules that follow from shapes and arguments: element-wise operators, reductions, indexing, concatenation.
+"""Rules that follow from shapes and arguments: element-wise operators, reductions, concatenation.
 
 Each builder takes a node and returns its ``OpRule``, or ``None`` where it has nothing to offer (then the operator is
 replicated, and reported).
@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from passes.graph import arguments_of
 from passes.rules.notation import Dim, OpRule, Shape, instantiate, pointwise
 
 __all__ = [
@@ -20,15 +21,14 @@ __all__ = [
     "cat",
     "einsum",
     "elementwise",
-    "gather",
-    "index",
     "dims_of",
+    "named",
+    "named_dims",
     "operands_of",
     "pad",
     "reduction",
     "repeat",
     "results_of",
-    "roll",
     "op_rule",
     "scaled",
     "shape_of",
@@ -70,6 +70,18 @@ def shape_of(node: fx.Node) -> Shape:
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
     """An argument given by position or by name."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def named(node: fx.Node) -> dict[str, Any]:
+    """All arguments by their names in the operator's schema, defaults filled in."""
+    return arguments_of(node, node.args, node.kwargs)
+
+
+def named_dims(node: fx.Node, name: str, rank: int) -> set[int]:
+    """The dims of a tensor of this rank that an argument names, all if it names none."""
+    where = named(node).get(name)
+    chosen = range(rank) if where is None or where == [] else [where] if isinstance(where, int) else where
+    return {d % rank for d in chosen} if rank else set()
 
 
 def shapes_of(node: fx.Node) -> tuple[list[Shape], list[Shape]]:
@@ -121,37 +133,30 @@ def broadcast(node: fx.Node) -> OpRule | None:
     return pointwise(operands, results[0], [(0, 1)] if len(operands) == 2 else ())
 
 
-def along(position: int | None = 1, name: str = "dim", *, linear: bool = False) -> Any:
-    """A builder for operators that work along some dims and leave all others independent (cumsum, flip, slice, sort)."""
+def along(name: str = "dim", *, linear: Sequence[int] = ()) -> Any:
+    """A builder for operators that work along some dims and leave all others independent (cumsum, sort, scatter).
+
+    Without dims, or with an empty list of them, it is all. Other tensors of the first operand's rank go along where they
+    have its sizes; those of another rank are whole.
+
+    Args:
+        name: of the argument that names the dims.
+        linear: operands that it is linear in, together.
+    """
 
     def build(node: fx.Node) -> OpRule | None:
         operands, results = shapes_of(node)
         source = operands[0]
-        where = argument(node, position, name, -1) if position is not None else range(len(source))
-        if where is None:
+        alike = [s for s in (*operands, *results) if len(s) == len(source)]
+        if any(len(r) != len(source) for r in results):
             return None
-        busy = {d % len(source) for d in ([where] if isinstance(where, int) else where)} if source else set()
+        busy = named_dims(node, name, len(source))
         dims, sizes = dims_of(source)
-        dims = [() if i in busy else d for i, d in enumerate(dims)]
-        others = [dims if len(s) == len(source) else None for s in operands[1:]]
-        if any(o is None for o in others) or any(len(r) != len(source) for r in results):
-            return None
-        fits = all(
-            s[i] == source[i] or i in busy or (s[i] == 1 and not dims[i])
-            for s in (*operands[1:], *results)
-            for i in range(len(source))
-        )
-        if not fits:
-            return None
-        sets = [tuple(range(len(operands)))] if linear else ()
-        return op_rule([dims] * len(operands), [dims] * len(results), sizes, linear=sets)
+        dims = [() if i in busy or any(s[i] != source[i] for s in alike) else d for i, d in enumerate(dims)]
+        given = [dims if len(s) == len(source) else [()] * len(s) for s in operands]
+        return op_rule(given, [dims] * len(results), sizes, linear=[linear] if linear else ())
 
     return build
-
-
-def roll(node: fx.Node) -> OpRule | None:
-    """roll: along its dims; without any, elements move from one row to the next."""
-    return along(2 if argument(node, 2, "dims", ()) else None, "dims", linear=True)(node)
 
 
 def cat(node: fx.Node) -> OpRule | None:
@@ -175,46 +180,23 @@ def stack(node: fx.Node) -> OpRule:
 
 
 def reduction(*, linear: bool) -> Any:
-    """A builder for reductions: the reduced dims are reduced factors if the reduction is a sum, else whole."""
+    """A builder for reductions: the reduced dims are reduced factors if the reduction is a sum, else whole.
+
+    One of all dims that is no sum has nothing to offer.
+    """
 
     def build(node: fx.Node) -> OpRule | None:
         source = shape_of(operands_of(node)[0])
-        results = [tuple(t.shape) for t in results_of(node)]
-        where = argument(node, 1, "dim")
-        keep = bool(argument(node, 2, "keepdim", False))
-        chosen = range(len(source)) if where is None or where == [] else [where] if isinstance(where, int) else where
-        gone = {d % len(source) for d in chosen} if source else set()
+        keep = bool(named(node).get("keepdim", False))
+        gone = named_dims(node, "dim", len(source))
+        if not linear and named(node).get("dim") in (None, []):
+            return None
         dims, sizes = dims_of(source)
         operand = [() if i in gone and not linear else d for i, d in enumerate(dims)]
         kept = [() if i in gone else d for i, d in enumerate(dims) if keep or i not in gone]
-        return op_rule([operand], [kept] * len(results), sizes, linear=[(0,)] if linear else ())
+        return op_rule([operand], [kept] * len(results_of(node)), sizes, linear=[(0,)] if linear else ())
 
     return build
-
-
-def gather(node: fx.Node) -> OpRule | None:
-    """gather: other dims go along where input and index have the same size."""
-    (source, chosen), (result,) = shapes_of(node)
-    where = argument(node, 1, "dim") % max(1, len(source))
-    dims, sizes = dims_of(result)
-    dims = [() if i == where or source[i] != result[i] else d for i, d in enumerate(dims)]
-    return op_rule([dims, dims], [dims], sizes)
-
-
-def index(node: fx.Node) -> OpRule | None:
-    """index.Tensor: whole along indexed dims; the indices' own dims and the remaining dims go along."""
-    indices = argument(node, 1, "indices")
-    if any(i is None for i in indices) or any(i.meta["val"].dtype.is_floating_point for i in indices):
-        return None
-    if any(str(i.meta["val"].dtype) in ("torch.bool", "torch.uint8") for i in indices):
-        return None
-    operands, (result,) = shapes_of(node)
-    source, chosen = operands[0], operands[1:]
-    dims, sizes = dims_of(result)
-    rank = len(result) - (len(source) - len(chosen))
-    operand = [() for _ in chosen] + dims[rank:]
-    others = [[() if n == 1 else dims[rank - len(s) + i] for i, n in enumerate(s)] for s in chosen]
-    return op_rule([operand, *others], [dims], sizes, linear=[(0,)])
 
 
 def pad(node: fx.Node) -> OpRule:

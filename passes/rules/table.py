@@ -15,10 +15,10 @@ import torch
 from torch import fx
 
 from passes.graph import arguments_of
+from passes.rules import indexing, views
 from passes.rules import lowering as low
 from passes.rules import operators as of
 from passes.rules import shapes as by
-from passes.rules import views
 from passes.rules.kinds import KERNELS
 from passes.rules.notation import OpRule, RuleError, instantiate
 from passes.rules.rule import Product, Rule
@@ -117,14 +117,14 @@ _UNARY = _words(
 abs acos acosh asin asinh atan atanh bitwise_not ceil celu clamp clamp_min clamp_max cos cosh elu erf erfc exp
 exp2 expm1 floor frac gelu hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu log log10 log1p log2 log_sigmoid
 logical_not mish nan_to_num reciprocal relu relu6 round rsqrt sgn sigmoid sign silu sin sinh softplus sqrt square tan tanh
-threshold trunc pow selu tanhshrink softsign hardshrink softshrink logit erfinv lgamma digamma
+threshold trunc pow selu tanhshrink softsign hardshrink softshrink logit erfinv lgamma digamma angle deg2rad rad2deg
 """
 )
 _CAST = _words("_to_copy to type_as")
 _BINARY = _words(
     """
 atan2 bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ eq ne lt le gt ge fmod remainder floor_divide
-maximum minimum logical_and logical_or logical_xor hypot xlogy pow copysign prelu_ rsub
+maximum minimum fmax fmin logaddexp float_power logical_and logical_or logical_xor hypot xlogy pow copysign prelu_ rsub
 """
 )
 _OVERLOADS = _words("default Tensor Scalar Tensor_Scalar Scalar_Tensor Tensor_Tensor Tensor_mode Scalar_mode")
@@ -143,6 +143,10 @@ def _elementwise() -> dict[str, Rule]:
         table[f"aten.mul.{overload}"] = Rule(by.scaled, saves="others")
         table[f"aten.div.{overload}"] = Rule(by.scaled, saves="others")
     return {name: rule for name, rule in table.items() if _exists(name)}
+
+
+def _each(names: str, rule: Rule) -> dict[str, Rule]:
+    return {f"aten.{name if '.' in name else f'{name}.default'}": rule for name in _words(names)}
 
 
 def _exists(name: str) -> bool:
@@ -188,8 +192,9 @@ RULES: Mapping[str, Rule] = {
     **_elementwise(),
     # contractions
     "aten.linear.default": _product("… k, n k, n -> … n", (2,), Product(bias=2, transposed=True)),
-    "aten.matmul.default": _product("… r k, … k c -> … r c"),
+    "aten.matmul.default": _product(of.matmul),
     "aten.mm.default": _product("r k, k c -> r c"),
+    "aten.outer.default": Rule("r, c -> r c", saves="others"),
     "aten.bmm.default": _product("b r k, b k c -> b r c"),
     "aten.addmm.default": _product(of.addmm, (0,), _ADDED),
     "aten.baddbmm.default": _product("b r c, b r k, b k c -> b r c", (0,), _ADDED),
@@ -233,25 +238,45 @@ RULES: Mapping[str, Rule] = {
         contiguous=("v",),
         bounded={1: "v"},
     ),
-    "aten.mse_loss.default": Rule(of.loss, lower=low.mean_loss),
-    "aten.l1_loss.default": Rule(of.loss, lower=low.mean_loss),
-    "aten.smooth_l1_loss.default": Rule(of.loss, lower=low.mean_loss),
+    "aten.nll_loss_nd.default": Rule(of.nll_loss, "gather", lower=low.nll_loss, saves=""),
+    **_each("mse_loss l1_loss smooth_l1_loss huber_loss kl_div", Rule(of.loss, lower=low.mean_loss)),
+    "aten.binary_cross_entropy.default": Rule(of.loss, lower=low.weighted_loss),
+    "aten.binary_cross_entropy_with_logits.default": Rule(of.loss, lower=low.loss_with_logits),
+    "aten._weight_norm.default": Rule(of.weight_norm, "norm"),
     # lookup
     "aten.embedding.default": Rule(
         of.embedding, "gather", lower=low.embedding, contiguous=("v",), saves="", bounded={1: "v"}
     ),
-    "aten.gather.default": Rule(by.gather, "gather"),
-    "aten.index.Tensor": Rule(by.index, "gather"),
+    "aten.index.Tensor": Rule(indexing.index, "gather", saves=""),
+    "aten.index_put.default": Rule(indexing.index_put, "gather", saves=""),
+    "aten.index_select.default": Rule(indexing.index_select, "gather", saves=""),
+    "aten.select_scatter.default": Rule(indexing.select_scatter, "gather", saves=""),
+    "aten.slice_scatter.default": Rule(by.along(linear=(0, 1)), "gather", saves=""),
+    **_each("gather scatter.value index_fill.int_Scalar index_fill.int_Tensor", Rule(by.along(), "gather", saves="")),
+    **_each("scatter.src index_copy take_along_dim", Rule(by.along(), "gather", saves="")),
+    **_each("scatter_add index_add", Rule(by.along(linear=(0, 2)), "gather", saves="")),
+    "aten.scatter_reduce.two": Rule(by.along(), "gather", saves="all"),
     # reductions
-    "aten.sum.default": Rule(by.reduction(linear=True), lower=low.total, saves=""),
-    "aten.sum.dim_IntList": Rule(by.reduction(linear=True), lower=low.total, saves=""),
-    "aten.mean.default": Rule(by.reduction(linear=True), lower=low.mean, saves=""),
-    "aten.mean.dim": Rule(by.reduction(linear=True), lower=low.mean, saves=""),
-    "aten.amax.default": Rule(by.reduction(linear=False)),
-    "aten.amin.default": Rule(by.reduction(linear=False)),
-    "aten.argmax.default": Rule(by.reduction(linear=False), saves=""),
-    "aten.any.dim": Rule(by.reduction(linear=False), saves=""),
-    "aten.all.dim": Rule(by.reduction(linear=False), saves=""),
+    **_each("sum sum.dim_IntList", Rule(by.reduction(linear=True), lower=low.total, saves="")),
+    **_each("mean mean.dim", Rule(by.reduction(linear=True), lower=low.mean, saves="")),
+    **_each("amax amin", Rule(by.reduction(linear=False))),
+    **_each("argmax argmin any.dim any.dims all.dim all.dims", Rule(by.reduction(linear=False), saves="")),
+    **_each("max.dim min.dim median.dim kthvalue", Rule(by.reduction(linear=False), saves="", besides=of.kept_places)),
+    **_each("var.dim var.correction var_mean.correction", Rule(by.reduction(linear=False))),
+    **_each("std.dim std.correction std_mean.correction", Rule(by.reduction(linear=False), saves="all")),
+    **_each("logsumexp prod.dim_int", Rule(by.reduction(linear=False), saves="all")),
+    **_each("linalg_vector_norm linalg_norm norm.ScalarOpt_dim", Rule(by.reduction(linear=False), "norm", saves="all")),
+    # along a dim
+    **_each("cumsum diff", Rule(by.along(), saves="")),
+    **_each("cumprod logcumsumexp", Rule(by.along(), saves="all")),
+    **_each("topk sort sort.stable cummax cummin", Rule(by.along(), saves="", besides=of.kept_places)),
+    **_each("argsort argsort.stable fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft", Rule(by.along(), saves="")),
+    **_each("fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn", Rule(by.along(), saves="")),
+    **_each("fft_rfftn fft_irfftn fft_fftshift fft_ifftshift", Rule(by.along(), saves="")),
+    **_each("cosine_similarity pairwise_distance", Rule(of.compared)),
+    "aten.linalg_cross.default": Rule(by.along()),
+    "aten.bucketize.Tensor": Rule("…, 1 -> …", saves=""),
+    "aten.glu.default": Rule(views.glu),
     # views and layout changes
     "aten.reshape.default": Rule(views.reshape, shape=1, saves="", view=True, copies=True),
     "aten.expand.default": Rule(views.expand, shape=1, saves="", view=True),
@@ -263,7 +288,7 @@ RULES: Mapping[str, Rule] = {
     "aten.clone.default": Rule(by.elementwise((0,)), saves=""),
     "aten.detach.default": Rule(by.elementwise((0,)), saves="", view=True, detaches=True),
     "aten.neg.default": Rule(by.elementwise((0,)), saves=""),
-    "aten.slice.Tensor": Rule(by.along(1, linear=True), "copy", saves="", view=True),
+    "aten.slice.Tensor": Rule(by.along(linear=(0,)), "copy", saves="", view=True),
     "aten.select.int": Rule(views.select, saves="", view=True),
     "aten.split_with_sizes.default": Rule(views.split, divide={1: "rest"}, saves="", view=True),
     "aten.repeat.default": Rule(by.repeat, "copy", saves=""),
@@ -271,18 +296,26 @@ RULES: Mapping[str, Rule] = {
     "aten.stack.default": Rule(by.stack, "copy", saves=""),
     "aten.constant_pad_nd.default": Rule(by.pad, saves=""),
     "aten.pad.default": Rule(by.pad, "copy", saves=""),
-    "aten.flip.default": Rule(by.along(1, "dims", linear=True), "copy", saves=""),
-    "aten.roll.default": Rule(by.roll, "copy", saves=""),
-    "aten.cumsum.default": Rule(by.along(1, linear=True), saves=""),
-    "aten.diff.default": Rule(by.along(2), saves=""),
+    "aten.flip.default": Rule(by.along("dims", linear=(0,)), "copy", saves=""),
+    "aten.roll.default": Rule(by.along("dims", linear=(0,)), "copy", saves=""),
+    "aten.unfold.default": Rule(views.unfold, saves="", view=True),
+    "aten.repeat_interleave.self_int": Rule(views.repeat_interleave, "copy", saves=""),
+    "aten.repeat_interleave.self_Tensor": Rule(views.repeat_interleave, "copy", saves=""),
+    **_each("pixel_shuffle pixel_unshuffle", Rule(views.pixel_shuffle, "copy", saves="")),
     "aten.tril.default": Rule("… 1 1 -> … 1 1", saves="", linear=((0,),)),
     "aten.triu.default": Rule("… 1 1 -> … 1 1", saves="", linear=((0,),)),
     # selection and masks
     "aten.where.self": Rule(by.elementwise((1, 2)), saves=""),
-    "aten.masked_fill.Scalar": Rule(by.elementwise(), saves=""),
-    "aten.masked_fill.Tensor": Rule(by.elementwise(), saves=""),
-    "aten.addcmul.default": Rule(by.elementwise()),
+    **_each("where.ScalarOther where.ScalarSelf where.Scalar", Rule(by.elementwise(), saves="")),
+    **_each("masked_fill.Scalar masked_fill.Tensor fill.Scalar fill.Tensor", Rule(by.elementwise(), saves="")),
+    **_each("max.other min.other addcmul addcdiv lerp.Tensor", Rule(by.elementwise())),
     "aten.lerp.Scalar": Rule(by.elementwise((0, 1))),
+    # complex numbers
+    "aten.complex.default": Rule(by.elementwise(), saves=""),
+    "aten.polar.default": Rule(by.elementwise(), saves="all"),
+    **_each("resolve_conj resolve_neg", Rule(by.elementwise(), saves="")),
+    **_each("real imag", Rule(by.elementwise(), saves="", view=True)),
+    "aten.view_as_real.default": Rule("… -> … 1", saves="", view=True),
     # images
     "aten.max_pool1d.default": Rule("… 1 -> … 1"),
     "aten.max_pool2d.default": Rule("… 1 1 -> … 1 1"),

@@ -8,9 +8,21 @@ from collections.abc import Sequence
 from torch import fx
 
 from passes.rules.notation import Dim, OpRule, Shape
-from passes.rules.shapes import argument, dims_of, op_rule, operands_of, shape_of, shapes_of
+from passes.rules.shapes import argument, dims_of, named, op_rule, operands_of, shape_of, shapes_of
 
-__all__ = ["expand", "permute", "reshape", "select", "split", "squeeze", "unsqueeze"]
+__all__ = [
+    "expand",
+    "glu",
+    "permute",
+    "pixel_shuffle",
+    "repeat_interleave",
+    "reshape",
+    "select",
+    "split",
+    "squeeze",
+    "unfold",
+    "unsqueeze",
+]
 
 
 def _chain(boundaries: Sequence[int]) -> bool:
@@ -138,3 +150,58 @@ def split(node: fx.Node) -> OpRule:
         inner[where] = ("rest",) if parts[0] > 1 else ()
         whole = frozenset({"parts"})
     return op_rule([dims], [inner] * len(parts), sizes, whole=whole, linear=[(0,)])
+
+
+def glu(node: fx.Node) -> OpRule:
+    """glu: of the dim, a product ``(parts rest)`` as that of a split, ``rest`` can be sharded."""
+    shape = shape_of(operands_of(node)[0])
+    where = named(node)["dim"] % len(shape)
+    dims, sizes = dims_of(shape)
+    sizes |= {"parts": 2, "rest": shape[where] // 2}
+    rest: Dim = ("rest",) if sizes["rest"] > 1 else ()
+    before, after = dims[:where], dims[where + 1 :]
+    whole = frozenset({"parts"})
+    return op_rule([[*before, ("parts", *rest), *after]], [[*before, rest, *after]], sizes, whole=whole)
+
+
+def pixel_shuffle(node: fx.Node) -> OpRule:
+    """pixel_shuffle, pixel_unshuffle: channels are in groups, one for each channel of the larger image."""
+    (source,), (target,) = shapes_of(node)
+    dims, sizes = dims_of(source)
+    groups = min(source[-3], target[-3])
+    sizes |= {"c": groups, "r": max(source[-3], target[-3]) // groups}
+
+    def channels(count: int) -> Dim:
+        return tuple(f for f in ("c", "r") if sizes[f] > 1 and (f == "c" or count > groups))
+
+    left, right = ([*dims[:-3], channels(shape[-3]), (), ()] for shape in (source, target))
+    return op_rule([left], [right], sizes, whole=frozenset({"r"} if sizes["r"] > 1 else ()), linear=[(0,)])
+
+
+def unfold(node: fx.Node) -> OpRule:
+    """unfold: along its dim, whole; the windows are a new dim."""
+    shape = shape_of(operands_of(node)[0])
+    dims, sizes = dims_of(shape)
+    if shape:
+        dims[named(node)["dimension"] % len(shape)] = ()
+    return op_rule([dims], [[*dims, ()]], sizes, linear=[(0,)])
+
+
+def repeat_interleave(node: fx.Node) -> OpRule:
+    """repeat_interleave: the dim of the result is a product ``(d copies)``, unless each element has a count of its own."""
+    given, operands = named(node), operands_of(node)
+    shape, target = shape_of(operands[0]), shape_of(node)
+    dims, sizes = dims_of(shape)
+    counts: list[Sequence[Dim]] = [[()] * len(shape_of(n)) for n in operands[1:]]
+    if given["dim"] is None and len(shape) != 1:
+        return op_rule([[()] * len(shape), *counts], [[()]], {}, linear=[(0,)])
+    where = (given["dim"] or 0) % len(shape)
+    copied, whole = list(dims), frozenset[str]()
+    if counts or given["output_size"] is not None or not shape[where]:
+        dims[where] = copied[where] = ()
+    elif target[where] > shape[where]:
+        sizes["copies"], whole = target[where] // shape[where], frozenset({"copies"})
+        copied[where] = (*dims[where], "copies")
+    elif not target[where]:
+        dims[where] = copied[where] = ()
+    return op_rule([dims, *counts], [copied], sizes, whole=whole, linear=[(0,)])

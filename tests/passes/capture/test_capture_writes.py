@@ -42,6 +42,17 @@ def _rotated(self: Any, y: torch.Tensor) -> Any:
     return y.sin()
 
 
+def _dims_in_place(self: Any, y: torch.Tensor) -> Any:
+    y = y * 2
+    rows, same = y[1:3], y
+    y.neg_().transpose_(0, 1).mul_(1.5)
+    y.unsqueeze_(0)
+    same[0, 2:].add_(rows.sum())
+    turned = rows.clone().t_().unsqueeze(1)
+    turned.squeeze_(1).swapaxes_(0, 1).add_(1)
+    return y.squeeze_().sin(), rows, turned
+
+
 def _masked(self: Any, y: torch.Tensor) -> Any:
     y = y * 2
     y.masked_fill_(y > 1, 0.5)
@@ -135,7 +146,7 @@ def _multiple(self: Any, y: torch.Tensor) -> Any:
 
 
 PROGRAMS = [
-    _add, _row, _through_views, _rotated, _masked, _buffer, _buffer_and_view, _no_grad,
+    _add, _row, _through_views, _rotated, _dims_in_place, _masked, _buffer, _buffer_and_view, _no_grad,
     _no_grad_through_views, _into_out, _detached, _autocast_off, _split, _views, _dropped, _multiple,
 ]  # fmt: skip
 
