@@ -74,7 +74,7 @@ class Footprint:
         self.state()
         nodes = list(self.model.operators)
         self.last = self.storages.last
-        leaves = {self.storages.key(value_of(leaf), self.layouts[value_of(leaf)]) for leaf in self.model.outputs}
+        leaves = {self.storages.key(value_of(leaf), self.layouts[value_of(leaf)]) for leaf in self.model.returned}
         self.needs = Needs(self.priced, self.storages) if self.prices.train else None
         self.staying = self.resident | leaves | (self.needs.kept if self.needs is not None else set())
         ends: dict[fx.Node, list[Key]] = defaultdict(list)
@@ -84,9 +84,10 @@ class Footprint:
             self.now = Moment(at, Turn.FORWARD)
             self.forward(node, ends[node])
         if self.needs is not None:
-            for leaf in self.model.outputs:
+            for leaf in self.model.returned:
                 if value_of(leaf) in self.model.trained:
-                    self.gradients.held.arrive((value_of(leaf), None), self.bytes(leaf.meta["val"], self.whole))
+                    layout = self.whole if leaf in self.model.outputs else self.layouts[value_of(leaf)]
+                    self.gradients.held.arrive((value_of(leaf), None), self.bytes(leaf.meta["val"], layout))
             for at, node in reversed(list(enumerate(nodes))):
                 self.now = Moment(at, Turn.ARRIVAL)
                 self.backward(node, self.needs)

@@ -96,10 +96,15 @@ class Model:
         return max(1, sum(any(n.name in weights for n in operands) for operands in self.operands.values()))
 
     @_of_graph
-    def outputs(self) -> list[fx.Node]:
+    def returned(self) -> list[fx.Node]:
         """The tensors that the graph returns."""
         leaves: Sequence = self.captured.graph_module.graph.output_node().args[0]  # type: ignore[assignment]
         return [leaf for leaf in leaves if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), Tensor)]
+
+    @_of_graph
+    def outputs(self) -> list[fx.Node]:
+        """Those of them that are brought whole to every device; what may stay sharded is an ``alias``."""
+        return [leaf for leaf in self.returned if leaf.target is not torch.ops.aten.alias.default]
 
     @_of_graph
     def readers(self) -> Mapping[Value, Sequence[tuple[fx.Node, int]]]:
@@ -116,7 +121,7 @@ class Model:
     def named(self) -> Mapping[Value, fx.Node]:
         """Tensor that is read, or returned -> a node that stands for it."""
         read = itertools.chain.from_iterable(self.operands.values())
-        return {value_of(node): node for node in (*read, *self.outputs)}
+        return {value_of(node): node for node in (*read, *self.returned)}
 
     @_of_graph
     def differentiated(self) -> frozenset[fx.Node]:

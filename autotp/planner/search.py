@@ -65,6 +65,7 @@ def plan(
     gap: float = Options.gap,
     recompute: str | Sequence[str] = Options.recompute,
     reshard_after_forward: bool | None = Options.reshard_after_forward,
+    outputs: str = Options.outputs,
 ) -> Plan:
     """Plans how ``model`` runs on ``topology``. Needs no process group and no device; the model may be on ``meta``.
 
@@ -73,7 +74,7 @@ def plan(
         topology: a ``Topology``, or the name or path of one.
         args, kwargs: example inputs of the global batch; left out, a Hugging Face model's ``dummy_inputs`` serve.
         strategy, mesh, mode, memory, optimizer, accumulate, panels, chunks, schedule: see `autotp.plans.options.Options`.
-        constraints, precision, time_limit, gap, recompute, reshard_after_forward: see there.
+        constraints, precision, time_limit, gap, recompute, reshard_after_forward, outputs: see there.
 
     Returns:
         The best plan that was found; ``Plan.optimal`` and ``Plan.gap`` say how good it is known to be.
@@ -101,6 +102,7 @@ def plan(
         gap=gap,
         recompute=recompute,
         reshard_after_forward=reshard_after_forward,
+        outputs=outputs,
     )
     return plan_model(model, topology, args, kwargs, options)
 
@@ -113,13 +115,12 @@ def plan_model(
     options: Options,
 ) -> Plan:
     """``plan`` for options that are a record already."""
-    topology = Topology.load(topology) if isinstance(topology, str) else topology
+    topology, started = Topology.load(topology) if isinstance(topology, str) else topology, time.perf_counter()
     options.check(topology)
-    started = time.perf_counter()
-    captured = capture(model, tuple(args), kwargs, options.precision)
+    captured = capture(model, tuple(args), kwargs, options.precision, options.outputs)
 
     def recapture(parts: int, precision: Precision) -> Captured:
-        return capture(model, *_part_of(captured, (tuple(args), dict(kwargs or {})), parts), precision)
+        return capture(model, *_part_of(captured, (tuple(args), dict(kwargs or {})), parts), precision, options.outputs)
 
     return plan_captured(captured, topology, options, {"capture_seconds": time.perf_counter() - started}, recapture)
 
@@ -257,6 +258,7 @@ def plan_captured(
         memory_bound=bound,
         chunks=chunks or {},
         schedule=options.schedule,
+        outputs=options.outputs,
         constraints=tuple(one.text for one in asked),
         planning={},
         **fields,

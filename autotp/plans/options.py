@@ -20,6 +20,9 @@ __all__ = ["RECOMPUTE", "Options"]
 #: What ``recompute`` may be, besides names of modules.
 RECOMPUTE = ("auto", "none", "selective", "full")
 
+#: What ``outputs`` may be.
+OUTPUTS = ("whole", "dtensor")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -56,6 +59,8 @@ class Options:
         reshard_after_forward: whether parameters that are gathered are gathered again for the backward pass (True), or kept
             until it has read them (False), as in ``torch.distributed.fsdp.fully_shard``. Left out, the planner decides for
             each, where the family does not.
+        outputs: ``whole``, on every device, or ``dtensor``: what the model returns stays in the layouts that the planner
+            chooses.
         resting: parameter name -> the layout in which it rests already, on ``mesh``; the planner chooses all others.
 
     Raises:
@@ -79,6 +84,7 @@ class Options:
     gap: float = 1e-3
     recompute: str | Sequence[str] = "auto"
     reshard_after_forward: bool | None = None
+    outputs: str = "whole"
     resting: Mapping[str, Layout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -102,6 +108,8 @@ class Options:
         ):
             raise AutotpError(f"mesh {tuple(mesh)}: give 1 to {len(AXIS_NAMES)} positive sizes")
         overlapping(self.schedule)
+        if self.outputs not in OUTPUTS:
+            raise AutotpError(f"outputs={self.outputs!r} is unknown; choose one of {', '.join(OUTPUTS)}")
         if not 0 <= self.gap < 1:
             raise AutotpError(f"gap {self.gap!r}: give a share of the step from 0 to below 1, such as 0.001")
         _check_recompute(self.recompute)
@@ -160,6 +168,7 @@ class Options:
             chunks=plan.chunks,
             precision=plan.precision,
             schedule=plan.schedule,
+            outputs=plan.outputs,
             constraints=plan.constraints,
             recompute=plan.planning.get("recompute", "none"),
             reshard_after_forward=plan.planning.get("reshard_after_forward"),

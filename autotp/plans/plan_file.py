@@ -74,6 +74,7 @@ class Written:
     precision: str | None
     gathered_once: tuple[str, ...]
     batch_axes: tuple[str, ...]
+    outputs: Literal["whole", "dtensor"]
 
 
 #: The keys that a plan has as they are.

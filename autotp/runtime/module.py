@@ -160,10 +160,20 @@ class DistributedModule(Programmed, Captured, fx.GraphModule):
         with torch.no_grad():
             for name, value in zip(captured.mutations, results[captured.outputs :], strict=True):
                 self._held(captured.buffers[name]).copy_(value)
-        outputs = list(results[: captured.outputs])
+        outputs = [self._returned(program, i, each) for i, each in enumerate(results[: captured.outputs])]
         guard(outputs, program.made_of if scheduled else program.made_apart)
         programs.watch(outputs, lambda other: self._parts(other, self._own_parameters(other)))
         return captured.signature.unflatten(outputs)
+
+    def _returned(self, program: Program, number: int, value: Any) -> Any:
+        """An output as the caller gets it."""
+        if program.plan.outputs == "whole" or not isinstance(value, Tensor):
+            return value
+        leaves: Any = program.captured.graph_module.graph.output_node().args[0]
+        whole, world = leaves[number].meta["val"], self.get_submodule(_WORLD)
+        layout = program.rewritten.returned(number)
+        mesh: Any = world.device_mesh
+        return DTensor.from_local(value, mesh, layout, run_check=False, shape=whole.shape, stride=whole.stride())
 
     def __str__(self) -> str:
         """The modules, as the model shows them; ``code`` and ``print_readable()`` show the sharded graph."""

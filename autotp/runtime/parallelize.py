@@ -20,7 +20,7 @@ from autotp.plans.plan import Plan, overlapping
 from autotp.runtime.agreement import JobAgreement, agreed
 from autotp.runtime.module import DistributedModule
 from autotp.runtime.programs import MOST
-from autotp.runtime.rewrite import apply
+from autotp.runtime.rewrite import Rewritten, apply
 from costmodel import Topology
 from passes.capture import Captured, Precision, capture
 
@@ -51,6 +51,7 @@ def parallelize(
     precision: Precision = Options.precision,
     initialise: Callable[[nn.Module], None] | None = None,
     max_programs: int = MOST,
+    outputs: str | None = None,
     broadcast: bool = True,
     debug: bool = False,
 ) -> fx.GraphModule:
@@ -67,13 +68,17 @@ def parallelize(
             `autotp.plans.options.Options`.
         recompute, reshard_after_forward: see there.
         inputs: what each call is given: ``global``, the whole batch on every rank, or ``local``, this rank's part of it
-            (dim 0, split by the mesh axes that the plan splits the batch over). Outputs are whole either way.
+            (dim 0, split by the mesh axes that the plan splits the batch over). What is returned depends on
+            ``outputs`` alone.
         schedule: ``overlap`` runs scheduled forward and backward graphs, whose collectives are under way while something is
             computed; ``none`` runs the sharded graph as autograd does. Left out, it is the one that ``plan`` was made for;
             without a plan, ``overlap``.
         initialise: fills in a module's own parameters and buffers, for models on ``meta``.
         max_programs: how many programs the module may have: a call in another mode, without gradients or with other inputs
             makes one when it first happens, over the same parameters (see ``DistributedModule.programs``).
+        outputs: ``whole``, or ``dtensor``: what the module returns is a ``DTensor`` in the layout that the planner chose,
+            so that a loss outside the model, on a part of the logits, gathers nothing. Left out, as ``plan`` was made for;
+            without a plan, ``whole``.
         broadcast: take rank 0's parameters and buffers. If false, ranks whose values differ are an error.
         debug: check in every call, not only in a program's first, that ranks were given inputs that belong together.
 
@@ -94,12 +99,16 @@ def parallelize(
         )
     if not isinstance(max_programs, int) or max_programs < 1:
         raise AutotpError(f"max_programs={max_programs!r}: give a positive number")
+    kept = outputs if plan is None else plan.outputs
+    if outputs is not None and outputs != kept:
+        raise AutotpError(f"outputs={outputs!r}, but the plan is for outputs={kept!r}: leave outputs out, or plan with it")
     _join()
     agreement = JobAgreement()
 
     def captured() -> Captured:
         _refuse_hooks(model)
-        return capture(model, tuple(args), kwargs, precision if plan is None else plan.asked(precision))
+        asked = precision if plan is None else plan.asked(precision)
+        return capture(model, tuple(args), kwargs, asked, Options.outputs if kept is None else kept)
 
     def decide(graph: Captured) -> Plan:
         if plan is not None:
@@ -119,11 +128,16 @@ def parallelize(
             reshard_after_forward=reshard_after_forward,
             gap=gap,
             precision=precision,
+            outputs=kept or Options.outputs,
         )
         return _planned(graph, topology, options)
 
     split = None if inputs == "local" else ()
-    agreed_plan, rewritten = agreed(agreement, captured, decide, lambda graph, plan: apply(graph, plan, split))
+
+    def build(graph: Captured, plan: Plan) -> Rewritten:
+        return apply(graph, plan, split, kept=plan.outputs == "dtensor")
+
+    agreed_plan, rewritten = agreed(agreement, captured, decide, build)
     seed = agreement.decided(torch.initial_seed)
     device_mesh = init_device_mesh(_kind_of_device(model), agreed_plan.mesh_shape, mesh_dim_names=agreed_plan.mesh_axes)
     run = schedule or agreed_plan.schedule

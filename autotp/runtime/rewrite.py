@@ -66,6 +66,11 @@ class Rewritten:
         """The fully replicated layout."""
         return whole_layout(len(self.sharding.mesh))
 
+    def returned(self, number: int) -> Layout:
+        """The layout of an output of the model, a tensor."""
+        leaves: Any = self.captured.graph_module.graph.output_node().args[0]
+        return self.sharding.strategies[leaves[number].name].results[0] if self.sharding.kept else self.whole
+
     def resting(self, name: str) -> Layout:
         """The layout in which a placeholder's value rests."""
         return self.sharding.resting.get(name, self.whole)
@@ -77,16 +82,17 @@ def rewrite(model: nn.Module, plan: Plan, args: Sequence[Any] = (), kwargs: Mapp
     Raises:
         PlanMismatchError: when the plan was made for another model or other inputs.
     """
-    return apply(capture(model, tuple(args), kwargs, plan.precision), plan)
+    return apply(capture(model, tuple(args), kwargs, plan.precision, plan.outputs), plan)
 
 
-def apply(captured: Captured, plan: Plan, split: Sequence[int] | None = ()) -> Rewritten:
+def apply(captured: Captured, plan: Plan, split: Sequence[int] | None = (), *, kept: bool = False) -> Rewritten:
     """Shards a captured graph by ``plan``.
 
     Args:
         captured: the graph.
         plan: a plan for it.
         split: the mesh axes that split dim 0 of what each device is given as inputs; None: as the plan splits the batch.
+        kept: whether outputs stay in the plan's layouts; they are brought whole to every device otherwise.
     """
     panels = {op.name: op.panels for op in plan.operators if op.panels > 1}
     if panels and any(count > 1 for count in plan.chunks.values()):
@@ -95,7 +101,9 @@ def apply(captured: Captured, plan: Plan, split: Sequence[int] | None = ()) -> R
     split = tuple(map(plan.mesh_axes.index, plan.batch_axes)) if split is None else tuple(split)
     resting |= _input_layouts(captured, split, plan.mesh_shape)
     once = frozenset(name for name, fqn in captured.parameters.items() if fqn in plan.gathered_once)
-    sharding = Sharding(plan.mesh_shape, chosen, resting, frozenset(captured.parameters), plan.repeated, once)
+    sharding = Sharding(
+        plan.mesh_shape, chosen, resting, frozenset(captured.parameters), plan.repeated, once, len(plan.mesh_shape) * kept
+    )
     dump("captured", captured.graph_module.graph)
     sharded, virtual = _sharded(captured, operators, sharding, plan.chunks)
     if panels:

@@ -85,6 +85,7 @@ def capture(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     precision: Precision = None,
+    outputs: str = "whole",
 ) -> Captured:
     """Captures a model's forward pass for the shapes of an example call.
 
@@ -93,6 +94,8 @@ def capture(
         args: example positional arguments.
         kwargs: example keyword arguments; with neither, a Hugging Face model's ``dummy_inputs``.
         precision: see `passes.capture.precision`; None leaves dtypes as they are.
+        outputs: ``whole``, or ``dtensor``: what the model returns may stay sharded. Every output is then an operator of
+            its own, a view whose strategy says how.
 
     Raises:
         AutotpError: the model and the precision contradict each other.
@@ -120,10 +123,12 @@ def capture(
         raise CaptureError(f"{type(model).__name__}: the graph has no tensors; there is nothing to plan")
     exported.graph = without_vmaps(exported.graph, mode)
     graph = inline_regions(exported, mode, names.placeholders, names.renamed)
-    outputs = len(graph.output_node().args[0])  # type: ignore[arg-type]
+    results = len(graph.output_node().args[0])  # type: ignore[arg-type]
     learned = {*names.parameters, *names.inputs}
     graph, places = functionalise(graph, mode, set(names.buffers), learned)
     graph = normalise(graph, mode, places)
+    if outputs == "dtensor":
+        _apart(graph, results)
 
     if policy is not None:
         check_dtypes(graph, policy)
@@ -141,7 +146,7 @@ def capture(
         buffers=names.buffers,
         constants=names.constants,
         inputs=tuple(names.inputs),
-        outputs=outputs,
+        outputs=results,
         mutations={buffer: result[place].name for buffer, place in places.items()},
         signature=signature,
         precision=precision_name(precision),
@@ -192,6 +197,18 @@ def _check_tying(model: Any) -> None:
             "are two parameters (moving a model to meta unties them); build it under "
             "`with torch.device('meta'):`, or call model.tie_weights() first"
         )
+
+
+def _apart(graph: fx.Graph, count: int) -> None:
+    """Makes the first outputs operators of their own: views of what the graph returned."""
+    end = graph.output_node()
+    leaves = list(end.args[0])  # type: ignore[arg-type]
+    for place, leaf in enumerate(leaves[:count]):
+        if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), Tensor):
+            with graph.inserting_before(end):
+                leaves[place] = graph.call_function(torch.ops.aten.alias.default, (leaf,))
+            leaves[place].meta = dict(leaf.meta)
+    end.args = (tuple(leaves),)
 
 
 def _refuse_hooks(model: nn.Module) -> None:

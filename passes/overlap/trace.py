@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
 from passes.graph import differentiable, note_of
+from passes.layouts.layout import local_shape
 from passes.layouts.reshard import Step
 from passes.overlap import primitives
 from passes.rules.table import draws
@@ -145,8 +146,9 @@ def trace(
     awaited: list[str] = []
     reached: list[frozenset[int]] = [frozenset()] * len(wanted)
 
-    # Outputs are whole, so their gradients' shapes are known before the graph has run.
+    # Their layouts say of which shapes outputs are, and so their gradients, before the graph has run.
     *_, output = sharded.graph.nodes
+    layouts = note_of(output).layouts
     floating = [i for i, value in enumerate(note_of(output).values) if wanted and differentiable(value)]
 
     def joint(*flat: Tensor) -> list[Any]:
@@ -179,8 +181,14 @@ def trace(
             parts = [_like(inputs[name]) for name in names]
             seed = torch.empty((), dtype=torch.int64)
             values = [note_of(output).values[i] for i in floating]
+            shapes = [
+                local_shape(v.shape, layouts[i][: len(mesh)] if layouts else (), mesh, at)
+                for i, v in zip(floating, values, strict=True)
+            ]
             values += inside.values()
-            flat = [*parts, seed, *(torch.empty(v.shape, dtype=v.dtype, device=parts[0].device) for v in values)]
+            shapes += [tuple(v.shape) for v in inside.values()]
+            ends = zip(shapes, values, strict=True)
+            flat = [*parts, seed, *(torch.empty(shape, dtype=v.dtype, device=parts[0].device) for shape, v in ends)]
             module = make_fx(joint)(*flat)
             if any(_mutates(node) for node in module.graph.nodes):
                 module = make_fx(torch.func.functionalize(fx.Interpreter(module).run))(*flat)

@@ -286,6 +286,7 @@ RULES: Mapping[str, Rule] = {
     "aten.squeeze.dim": Rule(views.squeeze, saves="", view=True),
     "aten.squeeze.dims": Rule(views.squeeze, saves="", view=True),
     "aten.clone.default": Rule(by.elementwise((0,)), saves=""),
+    "aten.alias.default": Rule(by.elementwise(), saves="", view=True),
     "aten.detach.default": Rule(by.elementwise((0,)), saves="", view=True, detaches=True),
     "aten.neg.default": Rule(by.elementwise((0,)), saves=""),
     "aten.slice.Tensor": Rule(by.along(linear=(0,)), "copy", saves="", view=True),

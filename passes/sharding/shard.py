@@ -49,6 +49,7 @@ class Sharding:
         recomputed: operator name -> whether the backward pass, which computes its results again, also repeats the
             collectives that bring them into other layouts; operators that are not named are kept.
         gathered_once: names of the parameters whose gathered copies are kept until the backward pass has read them.
+        kept: along how many axes, the first ones, outputs stay in the layouts that they have; they are whole along others.
     """
 
     mesh: tuple[int, ...]
@@ -57,6 +58,7 @@ class Sharding:
     parameters: frozenset[str]
     recomputed: Mapping[str, bool] = field(default_factory=dict)
     gathered_once: frozenset[str] = frozenset()
+    kept: int = 0
 
 
 def shard(
@@ -74,7 +76,8 @@ def shard(
         mutations: buffer placeholder -> name of the node with its new value.
 
     Returns:
-        A graph with the same placeholders (local parts) and the same outputs (whole; new buffer values as they rest).
+        A graph with the same placeholders (local parts) and the same outputs (whole, but see ``Sharding.kept``; new buffer
+        values as they rest).
     """
     return _Rewriter(module, operators, sharding, mutations).run()
 
@@ -263,16 +266,19 @@ class _Rewriter:
         given = leaves.copy()
         mutated = len(leaves) - len(self.mutations)
         resting = [self.sharding.resting.get(name, self.whole) for name in self.mutations]
-        results = []
+        results, layouts = [], []
         for index, leaf in enumerate(leaves):
+            layout = self.whole
             if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), torch.Tensor):
-                layout = self.whole if index < mutated else resting[index - mutated]
+                have, kept = self.layouts[value_of(leaf)], self.sharding.kept
+                layout = have[:kept] + self.whole[kept:] if index < mutated else resting[index - mutated]
                 leaf = self.edge(leaf, Want(layout, gradient_of(layout)))
             elif isinstance(leaf, fx.Node):
                 leaf = self.nodes[leaf]
             results.append(leaf)
+            layouts.append(layout)
         values = tuple(leaf.meta.get("val") if isinstance(leaf, fx.Node) else None for leaf in given)
-        annotate(self.graph.output(tuple(results)), values=values)
+        annotate(self.graph.output(tuple(results)), values=values, layouts=tuple(layouts))
 
 
 def _resting(node: fx.Node) -> Any:

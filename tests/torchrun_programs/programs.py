@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import autotp
@@ -86,10 +88,48 @@ def ranks_disagree():
     usual(x, y)
 
 
+def losses_outside():
+    """Outputs stay where the plan has them, and a loss of a part of the logits gives the gradients of the whole one."""
+    torch.manual_seed(0)
+    x, y = data()[:8]
+    ranks = dist.get_world_size()
+    for strategy, placement in (("data", Shard(0)), ("megatron-1d", Shard(1)), ("megatron-1d", None)):
+        for schedule in ("overlap", "none"):
+            model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 8)).double()
+            plain = copy.deepcopy(model)
+            pins = {"output:0": "R"} if placement is None else {"output:0": f"S({placement.dim})@x"}
+            asked = {"strategy": strategy, "mesh": (ranks,), "schedule": schedule, "constraints": pins}
+            parallel = autotp.parallelize(model, None, (x,), outputs="dtensor", **asked)
+            logits = parallel(x)
+            assert isinstance(logits, DTensor) and logits.shape == (8, 8)
+            assert logits.placements == (placement or Replicate(),), (strategy, logits.placements)
+            if placement == Shard(1):
+                with loss_parallel():
+                    loss = nn.functional.cross_entropy(logits, y)
+                    loss.backward()
+            elif placement == Shard(0):
+                part = slice(8 // ranks * dist.get_rank(), 8 // ranks * (dist.get_rank() + 1))
+                loss = nn.functional.cross_entropy(logits.to_local(), y[part]) / ranks
+                loss.backward()
+            else:
+                loss = nn.functional.cross_entropy(logits.full_tensor(), y)
+                loss.backward()
+            nn.functional.cross_entropy(plain(x), y).backward()
+            for (name, mine), theirs in zip(parallel.named_parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, **SIX, msg=f"{strategy} {schedule} {name}")
+            with torch.no_grad():
+                torch.testing.assert_close(parallel(x[:3]).full_tensor(), plain(x[:3]), **SIX)
+            again = autotp.parallelize(model, None, (x,), plan=autotp.Plan.from_json(parallel.plan.to_json()))
+            assert isinstance(again(x), DTensor)
+            with pytest.raises(autotp.AutotpError, match="outputs='whole', but the plan is for outputs='dtensor'"):
+                autotp.parallelize(model, None, (x,), plan=parallel.plan, outputs="whole")
+
+
 def main():
     dist.init_process_group("gloo")
     parts_of_the_batch()
     ranks_disagree()
+    losses_outside()
     if dist.get_rank() == 0:
         print("passed")
     dist.destroy_process_group()

@@ -210,7 +210,7 @@ class Programs:
             self.agreement,
             lambda: self._captured(key, args, kwargs),
             lambda captured: self._planned(key, captured),
-            lambda captured, plan: apply(captured, plan, self.split),
+            lambda captured, plan: apply(captured, plan, self.split, kept=plan.outputs == "dtensor"),
         )
         same = [p for k, p in self.known.items() if p.plan.hash == plan.hash and k.gradients == key.gradients]
         self.known[key] = same[0] if same else self._program(key, plan, rewritten)
@@ -230,7 +230,7 @@ class Programs:
             return leaf if ways == 1 or not leaf.dim() else torch.empty_like(leaf).repeat_interleave(ways, 0)
 
         example, named = tree_map(whole, (tuple(args), dict(kwargs)))
-        return capture(self.model, example, named, self.plan.precision)
+        return capture(self.model, example, named, self.plan.precision, self.plan.outputs)
 
     def _planned(self, key: Key, captured: Captured) -> Plan:
         """The plan of a program: of the first plan's family and within its memory, if there is one."""
