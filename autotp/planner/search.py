@@ -10,9 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from autotp.costs.model import Model, trained_values
 from autotp.costs.priced import Priced
@@ -24,7 +22,7 @@ from autotp.planner.fitting import best_of_ways
 from autotp.planner.folding import folded
 from autotp.planner.ilp import NO_LAYOUT
 from autotp.planner.least_step import best_chunks, chunked, in_parts, sharding_of
-from autotp.planner.refusal import Job, Recapture, nothing_fits
+from autotp.planner.refusal import Job, Recapture, nothing_fits, part_of
 from autotp.plans.constraints import Constraint, minimal, requirements
 from autotp.plans.families import Family
 from autotp.plans.options import Options
@@ -115,33 +113,15 @@ def plan_model(
     options: Options,
 ) -> Plan:
     """``plan`` for options that are a record already."""
-    topology, started = Topology.load(topology) if isinstance(topology, str) else topology, time.perf_counter()
+    topology = Topology.load(topology) if isinstance(topology, str) else topology
     options.check(topology)
+    started = time.perf_counter()
     captured = capture(model, tuple(args), kwargs, options.precision, options.outputs)
 
     def recapture(parts: int, precision: Precision) -> Captured:
-        return capture(model, *_part_of(captured, (tuple(args), dict(kwargs or {})), parts), precision, options.outputs)
+        return capture(model, *part_of(captured, (tuple(args), dict(kwargs or {})), parts), precision, options.outputs)
 
     return plan_captured(captured, topology, options, {"capture_seconds": time.perf_counter() - started}, recapture)
-
-
-def _part_of(captured: Captured, call: tuple[tuple[Any, ...], dict[str, Any]], parts: int) -> tuple[Any, Any]:
-    """The first of ``parts`` equal parts of a call's batch, which is dim 0 of its first tensor.
-
-    Raises:
-        AutotpError: the batch does not divide.
-    """
-    shapes = [tuple(captured.placeholders[name].shape) for name in captured.inputs]
-    batch = next((shape[0] for shape in shapes if shape), 1)
-    if batch % parts:
-        raise AutotpError(f"a batch of {batch} cannot be split into {parts} equal parts")
-
-    def part(leaf: Any) -> Any:
-        batched = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == batch
-        return leaf[: batch // parts] if batched else leaf
-
-    found: tuple[Any, Any] = call if parts == 1 else tree_map(part, call)
-    return found
 
 
 def prepare(

@@ -5,7 +5,7 @@ Input: the contest that found nothing, and the plan with the least memory. Outpu
 goes by.
 """
 
-from autotp.planner.refusal.changes import Job, Recapture
+from autotp.planner.refusal.changes import Job, Recapture, part_of
 from autotp.planner.refusal.error import nothing_fits
 
-__all__ = ["Job", "Recapture", "nothing_fits"]
+__all__ = ["Job", "Recapture", "nothing_fits", "part_of"]

@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from autotp.errors import AutotpError, Change
 from autotp.planner.contest import Contest
@@ -17,7 +19,7 @@ from costmodel import Topology
 from costmodel.memory import OPTIMIZERS
 from passes.capture import Captured, Precision, policy_of
 
-__all__ = ["Job", "Recapture", "changes_of"]
+__all__ = ["Job", "Recapture", "changes_of", "part_of"]
 
 #: Captures the model again: with one of so many parts of the batch, and under a precision.
 Recapture = Callable[[int, Precision], Captured]
@@ -124,3 +126,22 @@ def _trials(job: Job) -> Iterator[_Trial]:
         yield _Trial(f"1/{times} of the batch", True, partial(anew, options, times))
         several = replace(options, accumulate=times * options.accumulate)
         yield _Trial(f"the batch in parts, accumulate={several.accumulate}", True, partial(anew, several, times))
+
+
+def part_of(captured: Captured, call: tuple[tuple[Any, ...], dict[str, Any]], parts: int) -> tuple[Any, Any]:
+    """The first of ``parts`` equal parts of a call's batch, which is dim 0 of its first tensor.
+
+    Raises:
+        AutotpError: the batch does not divide.
+    """
+    shapes = [tuple(captured.placeholders[name].shape) for name in captured.inputs]
+    batch = next((shape[0] for shape in shapes if shape), 1)
+    if batch % parts:
+        raise AutotpError(f"a batch of {batch} cannot be split into {parts} equal parts")
+
+    def part(leaf: Any) -> Any:
+        batched = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == batch
+        return leaf[: batch // parts] if batched else leaf
+
+    found: tuple[Any, Any] = call if parts == 1 else tree_map(part, call)
+    return found
