@@ -211,22 +211,22 @@ def _apart(graph: fx.Graph, count: int) -> None:
     end.args = (tuple(leaves),)
 
 
+#: Whose forward hooks compute with tensors, which the graph then has: norms of weights, checkpoints, adapters.
+_TRACEABLE = ("torch", "transformers", "peft")
+
+
 def _refuse_hooks(model: nn.Module) -> None:
-    """Refuses hooks that the graph would not call, or would contain as they were once; torch's own norms of weights may."""
+    """Refuses hooks that the graph would not call, or that would run once, on fake tensors."""
     for name, module in model.named_modules():
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        own = [hook for hook in hooks if not _place(hook).startswith("torch.nn.utils.")]
-        if own or module._backward_hooks or module._backward_pre_hooks:
-            kind = "a forward" if own else "a backward"
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        places = [str(getattr(hook, "__module__", None) or type(hook).__module__) for hook in hooks]
+        forward = any(place.partition(".")[0] not in _TRACEABLE for place in places)
+        if forward or module._backward_hooks or module._backward_pre_hooks:
             raise CaptureError(
-                f"{type(model).__name__}: module {name or 'itself'!r} has {kind} hook, which a captured graph does not "
-                "call; remove it, and register hooks at the distributed module, or let the model return what it is to see"
+                f"{type(model).__name__}: module {name!r} has a {'forward' if forward else 'backward'} hook, which a "
+                "captured graph does not call; remove it, and register hooks at the distributed module, or let the model "
+                "return what the hook is to see"
             )
-
-
-def _place(hook: Any) -> str:
-    """The module that defines a hook, or its class."""
-    return str(getattr(hook, "__module__", None) or type(hook).__module__)
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:

@@ -152,14 +152,6 @@ def test_a_plan_for_another_model():
         autotp.simulate(two_layers(), plan, (torch.randn(8, 64),))
 
 
-def test_inputs_of_another_shape_at_run_time():
-    x = torch.randn(4, 64)
-    model = two_layers()
-    simulated = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), (x,)), (x,))
-    with pytest.raises(autotp.AutotpError, match=r"expected \[4, 64\] .*got \[6, 64\].*plan again"):
-        simulated(torch.randn(6, 64))
-
-
 def test_a_memory_bound_that_no_plan_meets():
     with pytest.raises(autotp.MemoryBoundError) as error:
         autotp.plan(two_layers(), autotp.Topology.flat(2), (torch.randn(4, 64),), memory=1e4)

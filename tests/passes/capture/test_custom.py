@@ -158,6 +158,16 @@ def test_backward_hooks_of_modules_are_refused():
         capture(model, (torch.randn(4, 8),))
 
 
+def test_forward_hooks_of_modules_are_refused_but_for_those_that_compute():
+    model = Calls(torch.tanh)
+    model.second.register_forward_hook(lambda module, inputs, outputs: None)
+    with pytest.raises(CaptureError, match="module 'second' has a forward hook"):
+        capture(model, (torch.randn(4, 8),))
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        normed = torch.nn.utils.weight_norm(torch.nn.Linear(8, 8))
+    assert any("weight_norm" in str(node.target) for node in capture(normed, (torch.randn(4, 8),)).graph_module.graph.nodes)
+
+
 class Given(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, x):
