@@ -1,0 +1,161 @@
+"""Runs the rows under torchrun and writes docs/workflows.md: ``python -m benchmarks.workflows --write``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "workflows.md"
+SIDES = ("autotp", "FSDP2")
+_SECONDS = 120
+
+
+def main() -> None:
+    """Runs the rows on both sides."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--only", default="", help="rows whose names contain this")
+    parser.add_argument("--write", action="store_true", help="docs/workflows.md")
+    parser.add_argument("--side", choices=SIDES, help="run this one alone")
+    parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--output", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.output:
+        _rank(given)
+        return
+    found = {side: _all(side, given) if given.side in (None, side) else {} for side in SIDES}
+    text = _page(found, given.processes)
+    print(text)
+    if given.write:
+        PAGE.write_text(text)
+    bad = [name for name, (verdict, _) in found["autotp"].items() if verdict in ("wrong", "silent", "hangs", "ended")]
+    behind = [n for n, (v, _) in found["autotp"].items() if v == "refused" and found["FSDP2"].get(n, ("",))[0] == "exact"]
+    sys.exit(f"wrong or silent: {bad}; works with FSDP2 alone: {behind}" if bad or behind else 0)
+
+
+def _rows(only: str) -> list[Any]:
+    from benchmarks.workflows.state import ROWS
+
+    return [row for row in ROWS if only in row.name]
+
+
+def _all(side: str, given: argparse.Namespace) -> dict[str, tuple[str, str]]:
+    """Row -> (verdict, detail). Processes that hang are ended, and begin again behind the row."""
+    rows, found = _rows(given.only), dict[str, tuple[str, str]]()
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "found"
+        while len(found) < len(rows):
+            output.write_text("")
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(given.processes),
+            ]
+            command += ["-m", "benchmarks.workflows", "--side", side, "--first", str(len(found)), "--only", given.only]
+            process = subprocess.Popen(
+                [*command, "--output", str(output)], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+                stderr=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            seen, since = 0, time.monotonic()
+            while process.poll() is None and time.monotonic() - since < _SECONDS:
+                time.sleep(0.2)
+                if (now := len(output.read_text().splitlines())) != seen:
+                    seen, since = now, time.monotonic()
+            hung = process.poll() is None
+            process.kill()
+            subprocess.run(["pkill", "-f", str(output)], check=False)
+            said = process.communicate()[1]
+            found |= {name: (verdict, detail) for name, verdict, detail in map(json.loads, output.read_text().splitlines())}
+            if len(found) < len(rows):
+                last = said.strip().splitlines()[-1:] or [""]
+                found[rows[len(found)].name] = ("hangs", "") if hung else ("ended", last[0][:200])
+    return found
+
+
+def _rank(given: argparse.Namespace) -> None:
+    import torch.distributed as dist
+
+    from benchmarks.workflows.side import Side
+
+    dist.init_process_group("gloo")
+    side = Side(given.side)
+    for row in _rows(given.only)[given.first :]:
+        mine = _verdict(row, side)
+        every: list[Any] = [None] * side.ranks
+        dist.all_gather_object(every, mine)
+        worst = max(every, key=lambda each: ("absent", "exact", "refused", "wrong", "silent").index(each[0]))
+        if side.rank == 0:
+            with open(given.output, "a") as file:
+                file.write(json.dumps([row.name, *worst]) + "\n")
+    dist.destroy_process_group()
+
+
+def _verdict(row: Any, side: Any) -> tuple[str, str]:
+    import torch
+
+    from benchmarks.workflows.side import Different
+
+    try:
+        found = row.run(side)
+    except Different as error:
+        return "wrong", str(error)
+    except Exception as error:  # noqa: BLE001 - that is what the row shows
+        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        return "refused", f"{type(error).__name__}: {lines[0]}"
+    finally:
+        torch.set_grad_enabled(True)
+    if isinstance(found, str):
+        return ("silent" if found == "no error" else "absent"), found
+    return ("exact" if found <= row.tolerance else "wrong"), f"{found:.1e}"
+
+
+_WORDS = {
+    "exact": "works",
+    "refused": "refused",
+    "wrong": "**differs**",
+    "silent": "**silent**",
+    "hangs": "hangs",
+    "ended": "ends",
+}
+
+
+def _page(found: dict[str, dict[str, tuple[str, str]]], processes: int) -> str:
+    lines = [
+        "# What people do, beside FSDP2",
+        "",
+        f"`python -m benchmarks.workflows --write` runs every row on {processes} processes, with autotp and with FSDP2",
+        "(`fully_shard` of every block), against the plain model in one process. A figure is the largest difference of",
+        "losses, gradients or parameters, in float64 unless the row names another dtype. A mistake should be an error on",
+        "every rank, or do what was meant; *silent* means that it does neither.",
+        "",
+    ]
+    group = ""
+    for row in _rows(""):
+        if not any(row.name in found[side] for side in SIDES):
+            continue
+        if row.group != group:
+            group = row.group
+            lines += ["", f"## {group}", "", "| what | autotp | FSDP2 |", "|---|---|---|"]
+        cells = []
+        for side in SIDES:
+            verdict, detail = found[side].get(row.name, ("", ""))
+            detail = detail.replace("|", "\\|")
+            detail = detail if len(detail) <= 140 else f"{detail[:137]}..."
+            cells.append(f"{_WORDS.get(verdict, verdict)}{f': {detail}' if detail else ''}")
+        lines.append(f"| {row.name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,356 @@
+"""More rows: state that is saved and loaded, adapters, generation, tools; and mistakes, which should be errors."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
+
+import autotp
+from benchmarks.workflows.rows import ROWS, SGD, row
+from benchmarks.workflows.side import Side, batch, check, whole
+
+__all__ = ["ROWS"]
+
+STATE = "State"
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
+
+
+@row(STATE, "`state_dict()` has the model's names")
+def _names(side: Side) -> float:
+    model, plain = side.model()
+    check([*side.distribute(model).state_dict()] == [*plain.state_dict()])
+    return 0.0
+
+
+@row(STATE, "a full state dict is the plain model's, and loads into it")
+def _full(side: Side) -> float:
+    model, plain = side.model()
+    module = side.distribute(model)
+    side.step(module, plain, [SGD(each.parameters()) for each in (module, plain)], batch())
+    state = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))
+    other = side.model()[0]
+    other.load_state_dict(state)
+    return side.apart(other, plain)
+
+
+def _resumed(side: Side, other: dict[str, Any]) -> float:
+    """Saves after two steps, loads into another module, and goes on: the curve is that of the plain model."""
+    model, plain = side.model()
+    module = side.distribute(copy.deepcopy(model))
+    optimizers = [ADAMW(each.parameters()) for each in (module, plain)]
+    for seed in range(2):
+        side.step(module, plain, optimizers, batch(seed=seed))
+    folder = [tempfile.mkdtemp() if side.rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+
+    def state(each: Any, optimizer: Any) -> dict[str, Any]:
+        found = get_state_dict(each, optimizer)
+        weights, moments = autotp.storable(found) if side.ours else found
+        return {"model": weights, "optimizer": moments}
+
+    dcp.save(state(module, optimizers[0]), checkpoint_id=folder[0])
+    again = side.distribute(model, **(other if side.ours else {}))
+    optimizer = ADAMW(again.parameters())
+    loaded = state(again, optimizer)
+    dcp.load(loaded, checkpoint_id=folder[0])
+    set_state_dict(again, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    return max(side.step(again, plain, [optimizer, optimizers[1]], batch(seed=seed)) for seed in range(2, 4))
+
+
+row(STATE, "`torch.distributed.checkpoint`, with the optimizer", tolerance=1e-7)(lambda side: _resumed(side, {}))
+row(STATE, "... into another plan", tolerance=1e-7)(lambda side: _resumed(side, {"strategy": "megatron-1d"}))
+
+
+@row(STATE, "from a model on `meta`: weights loaded afterwards")
+def _meta(side: Side) -> float:
+    _, plain = side.model()
+    with torch.device("meta"):
+        model = type(plain)().double()
+    model.head.weight = model.embed.weight
+    module = side.distribute(model)
+    if not side.ours:
+        module.to_empty(device="cpu")
+    set_model_state_dict(module, plain.state_dict(), options=StateDictOptions(full_state_dict=True))
+    return side.apart(module, plain)
+
+
+@row(STATE, "an averaged model (`swa_utils.AveragedModel`)")
+def _averaged(side: Side) -> float:
+    model, plain = side.model()
+    module = side.distribute(model)
+    averages = [torch.optim.swa_utils.AveragedModel(each) for each in (module, plain)]
+    optimizers = [SGD(each.parameters()) for each in (module, plain)]
+    for seed in range(2):
+        side.step(module, plain, optimizers, batch(seed=seed))
+        for average, each in zip(averages, (module, plain), strict=True):
+            average.update_parameters(each)
+    return side.apart(averages[0].module, averages[1].module)
+
+
+ADAPTERS = "Adapters and generation"
+
+
+def _adapted(model: nn.Module) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(target_modules=["blocks.0.1", "blocks.1.1"], r=2, init_lora_weights=False))
+
+
+@row(ADAPTERS, "peft's LoRA before distributing: only adapters train; merged afterwards")
+def _lora(side: Side) -> float:
+    model, _ = side.model()
+    model = _adapted(model).double()
+    plain = copy.deepcopy(model)
+    module = side.distribute(model)
+    optimizers = [SGD([p for p in each.parameters() if p.requires_grad]) for each in (module, plain)]
+    found = max(side.step(module, plain, optimizers, batch(seed=seed)) for seed in range(3))
+    state = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))
+    other = _adapted(side.model()[0]).double()
+    other.load_state_dict(state)
+    merged = [each.merge_and_unload()(batch()[0]) for each in (other, plain)]
+    return max(found, float((merged[0] - merged[1]).abs().max()))
+
+
+@row(ADAPTERS, "transformers' `generate` with a static cache: the same tokens")
+def _generated(side: Side) -> float | str:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, bos_token_id=1,
+        eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).double().eval()
+    prompt = torch.randint(3, 64, (2, 5))
+    asked = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(prompt, **asked)
+    if side.ours:
+        from autotp.integrations import WithCache, generate
+
+        example = (prompt, torch.tensor(0), torch.ones(2, 12, dtype=torch.int64))
+        module = side.distribute(WithCache(model, 2, 12).eval(), example, mode="inference")
+        tokens = generate(module, model, prompt, **asked)
+    else:
+        module = side.distribute(copy.deepcopy(model))
+        tokens = module.generate(prompt, **asked, cache_implementation="static", disable_compile=True)
+    check(torch.equal(tokens, expected))
+    return 0.0
+
+
+TOOLS = "Tools"
+
+
+@row(STATE, "weights in transformers' format: each rank reads its parts")
+def _directories(side: Side) -> float | str:
+    if not side.ours:
+        return "not offered"
+    model, plain = side.model()
+    module = side.distribute(model)
+    folder = [tempfile.mkdtemp() if side.rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    side.step(module, plain, [SGD(each.parameters()) for each in (module, plain)], batch())
+    autotp.save_pretrained(module, folder[0])
+    again = side.distribute(side.model()[0], strategy="megatron-1d")
+    autotp.load_pretrained(again, folder[0])
+    return side.apart(again, plain)
+
+
+@row(TOOLS, "a loss outside the model, on logits that stay sharded")
+def _outside(side: Side) -> float:
+    model, plain = side.model()
+    ids, labels = batch()
+    module = side.distribute(model, (ids,), outputs="dtensor") if side.ours else side.distribute(model)
+    logits = module(*side.part(ids))
+    if side.ours:
+        check(logits.placements == (Shard(0),))
+        logits = logits.to_local()
+    rows = labels.tensor_split(side.ranks)[side.rank].flatten()
+    (nn.functional.cross_entropy(logits.flatten(0, 1), rows) / (side.ranks if side.ours else 1)).backward()
+    plain(ids, labels).backward()
+    return side.apart(module, plain, gradients=True)
+
+
+@row(TOOLS, "a gradient of a gradient")
+def _second(side: Side) -> float:
+    model, plain = side.model()
+    module = side.distribute(model)
+    for each, given in ((module, side.part(*batch())), (plain, batch())):
+        parameters = [p for p in each.parameters() if p.dim() > 1]
+        first = torch.autograd.grad(each(*given), parameters, create_graph=True)
+        sum(whole(g).square().sum() for g in first).backward()
+    return side.apart(module, plain, gradients=True)
+
+
+@row(TOOLS, "`print`, `len`, indices, iteration, `bias is None`")
+def _shown(side: Side) -> float:
+    module = side.distribute(side.model()[0])
+    check("LayerNorm((16,)" in str(module) and len(module.blocks) == 2 and len([*module.blocks[0]]) == 5)
+    check(module.head.bias is None and isinstance(module.blocks[1][1], nn.Linear))
+    return 0.0
+
+
+@row(TOOLS, "hooks of the module, and on gradients of parameters")
+def _hooks(side: Side) -> float:
+    model, plain = side.model()
+    module = side.distribute(model)
+    seen: list[str] = []
+    for each in (module, plain):
+        each.register_forward_hook(lambda *_: seen.append("forward"))
+        for parameter in each.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: seen.append("gradient"))
+    side.step(module, plain, [SGD(each.parameters()) for each in (module, plain)], batch())
+    check(seen.count("forward") == 2 and seen.count("gradient") == 2 * len([*plain.parameters()]))
+    return side.apart(module, plain)
+
+
+@row(TOOLS, "`torch.utils.checkpoint` around the module")
+def _checkpointed(side: Side) -> float:
+    model, plain = side.model()
+    module = side.distribute(model)
+    checkpoint(module, *side.part(*batch()), use_reentrant=False).backward()
+    plain(*batch()).backward()
+    return side.apart(module, plain, gradients=True)
+
+
+@row(TOOLS, "`torch.profiler`")
+def _profiled(side: Side) -> float:
+    model, plain = side.model()
+    module = side.distribute(model)
+    with torch.profiler.profile() as profile:
+        found = side.step(module, plain, [SGD(each.parameters()) for each in (module, plain)], batch())
+    check(any("mm" in event.key or "linear" in event.key for event in profile.key_averages()))
+    return found
+
+
+@row(TOOLS, "`torch.compile(module)` changes no result")
+def _compiled(side: Side) -> float:
+    model, plain = side.model()
+    module = side.distribute(model)
+    compiled = torch.compile(module, backend="eager")
+    compiled(*side.part(*batch())).backward()
+    plain(*batch()).backward()
+    return side.apart(module, plain, gradients=True)
+
+
+@row(TOOLS, "`copy.deepcopy` of the module")
+def _copied(side: Side) -> float:
+    model, plain = side.model()
+    module = copy.deepcopy(side.distribute(model))
+    return side.step(module, plain, [SGD(each.parameters()) for each in (module, plain)], batch())
+
+
+MISTAKES = "Mistakes, which should be errors"
+
+
+def mistake(name: str) -> Callable[[Callable[[Side, Any], Any]], Any]:
+    """A row of a module that is used wrongly after one step."""
+
+    def add(wrong: Callable[[Side, Any], Any]) -> Any:
+        def run(side: Side) -> float | str:
+            model, plain = side.model()
+            module = side.distribute(model)
+            side.step(module, plain, [SGD(each.parameters()) for each in (module, plain)], batch())
+            found = wrong(side, module)
+            return found if isinstance(found, float) else "no error"
+
+        return row(MISTAKES, name, mistake=True)(run)
+
+    return add
+
+
+@row(MISTAKES, "ranks with other weights", mistake=True)
+def _weights(side: Side) -> float | str:
+    torch.manual_seed(side.rank)
+    model = type(side.model()[0])
+    torch.manual_seed(side.rank)
+    own = model().double()
+    module = side.distribute(own, broadcast=False) if side.ours else side.distribute(own)
+    side.mean(module(*side.part(*batch())))
+    return "no error"
+
+
+@row(MISTAKES, "ranks that are given other batches as the whole one", mistake=True)
+def _batches(side: Side) -> float | str:
+    if not side.ours:
+        return "each rank has its own"
+    module = side.distribute(side.model()[0])
+    module(*batch(seed=side.rank)).backward()
+    return "no error"
+
+
+mistake("a label out of range")(lambda side, m: m(*side.part(batch()[0], batch()[1] + 20)).backward())
+mistake("a token out of range")(lambda side, m: m(*side.part(batch()[0] + 20, batch()[1])).backward())
+mistake("an unknown keyword")(lambda side, m: m(*side.part(batch()[0]), other=1))
+mistake("a float where tokens belong")(lambda side, m: m(*side.part(batch()[0].double())))
+mistake("a parameter replaced")(lambda side, m: setattr(m.norm, "weight", nn.Parameter(torch.ones(16).double())))
+mistake("a submodule called by itself, beside the model's forward")(lambda side, m: m.norm(torch.ones(2, 16).double()))
+
+
+@mistake("a submodule replaced")
+def _replaced(side: Side, module: Any) -> None:
+    module.norm = nn.Identity()
+    module(*side.part(*batch())).backward()
+
+
+@mistake("a forward hook on a submodule, which is not called")
+def _hooked(side: Side, module: Any) -> float | str:
+    seen: list[int] = []
+    module.blocks[0].register_forward_hook(lambda *_: seen.append(1))
+    module(*side.part(*batch()))
+    return 0.0 if seen else "no error"
+
+
+@mistake("adapters added after distributing")
+def _late(side: Side, module: Any) -> None:
+    _adapted(module)(*side.part(*batch())).backward()
+
+
+@mistake("parameters changed between forward and backward")
+def _changed(side: Side, module: Any) -> None:
+    loss = module(*side.part(*batch()))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            whole(parameter)
+            parameter.mul_(2)
+    loss.backward()
+
+
+@mistake("a step with gradients that are not reduced yet")
+def _unreduced(side: Side, module: Any) -> None:
+    if not side.ours:
+        module.set_requires_gradient_sync(requires_gradient_sync=False)
+    with module.no_sync() if side.ours else torch.enable_grad():
+        module(*side.part(*batch())).backward()
+    SGD(module.parameters()).step()
+    if side.ours:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(0.5)
+        module(*side.part(*batch())).backward()
+
+
+@row(MISTAKES, "a hook that was there before distributing, and only looks", mistake=True)
+def _early(side: Side) -> float | str:
+    model, _ = side.model()
+    seen: list[Any] = []
+    model.blocks[0].register_forward_hook(lambda m, given, made: seen.append(type(made)))
+    module = side.distribute(model)
+    module(*side.part(*batch()))
+    return "no error" if side.ours or not seen else 0.0
