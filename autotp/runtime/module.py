@@ -89,6 +89,7 @@ class DistributedModule(Programmed, Captured, fx.GraphModule):
             world,
             JobAgreement(),
             how,
+            training=[each.training for each in model.modules()],
             most=most,
             device=device,
             layouts=layouts,

@@ -6,7 +6,7 @@ import copy
 import functools
 import logging
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -57,6 +57,7 @@ class Programs:
         world: that the graphs run in.
         agreement: of the processes that run the module together.
         how: how the graphs of a plan are overlapped; None: they run as they are.
+        training: whether each of the model's modules is in training.
         most: how many programs there may be.
         device: on which they run.
         layouts: parameter name -> the layout in which it rests.
@@ -73,6 +74,7 @@ class Programs:
         agreement: Agreement,
         how: Callable[[Plan], Overlap | None],
         *,
+        training: Iterable[bool],
         most: int,
         device: torch.device,
         layouts: Mapping[str, Layout],
@@ -86,8 +88,7 @@ class Programs:
         self.signature = rewritten.captured.signature
         shapes = iter(rewritten.shapes)
         leaves = [(x.dtype, next(shapes)) if x.shape is not None else _described(x.value) for x in self.signature.leaves]
-        training = tuple(each.training for each in model.modules()) if isinstance(model, nn.Module) else ()
-        first = Key(training, plan.mode == "train", tuple(leaves), self.signature.in_spec)
+        first = Key(tuple(training), plan.mode == "train", tuple(leaves), self.signature.in_spec)
         self.known = {first: self._program(first, plan, rewritten)}
 
     @property

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+import threading
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import autotp
+from autotp.runtime.programs import blueprint
 
 F64 = {"dtype": torch.float64}
 SIX = {"rtol": 1e-9, "atol": 1e-12}
@@ -180,6 +182,15 @@ def test_the_call_is_the_models():
         ours(x[:, :4], y)
     assert len(ours.programs) == 1
     torch.testing.assert_close(ours(x, y), model(x, y), **SIX)
+
+
+def test_a_model_that_cannot_be_copied_has_one_program():
+    model, _ = net()
+    model.lock = threading.Lock()
+    assert isinstance(copied := blueprint(model), autotp.AutotpError)
+    assert "Net cannot be copied to make one (TypeError: cannot pickle" in str(copied)
+    bare = blueprint(net()[0])
+    assert all(value.untyped_storage().nbytes() == 0 for value in bare.state_dict().values())
 
 
 @pytest.mark.parametrize(
