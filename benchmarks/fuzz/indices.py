@@ -47,7 +47,7 @@ def along(give: Callable[[Draw, int, int], tuple[int, Operand, list[Any]]], *mor
     """Whole rows along a dim: what stands at ``n`` places of ``size``."""
 
     def build(draw: Draw) -> Any:
-        shape, size = sizes(draw, draw.pick([1, 2, 3])), draw.pick([5, 8])
+        shape, size = sizes(draw, draw.pick([3, 2, 1])), draw.pick([5, 8])
         dim = a_dim(draw, len(shape))
         shape[dim] = size
         n, chosen, options = give(draw, size, len(shape))
@@ -82,10 +82,10 @@ def spread(*more: Any, source: bool = True, once: bool = False, kind: str = "rea
     """At an index that is as large as what is written to or read, or smaller, in the other dims."""
 
     def build(draw: Draw) -> list[Any]:
-        shape, size = sizes(draw, draw.pick([1, 2, 2, 3])), draw.pick([5, 6])
+        shape, size = sizes(draw, draw.pick([3, 2, 2, 1])), draw.pick([5, 6])
         dim = a_dim(draw, len(shape))
         at = dim % len(shape)
-        fewer = draw.pick([True, False, False])
+        fewer = draw.pick([False, False, True])
         part = [max(1, n - 1) if fewer else n for n in shape]
         shape[at], part[at] = size, draw.pick([1, 3, 5])
         index = places(size, *part, axis=at) if once else ids(size, *part)
@@ -101,12 +101,13 @@ def scatter_reduce(draw: Draw) -> Any:
 
 
 def take_along_dim(draw: Draw) -> list[Any]:
+    """Along a dim; without one torch reads its operand as a vector, which must lie so in memory."""
     a, b, c = sizes(draw, 3)
     shape = (a, b, c)
     dim = a_dim(draw, 3)
     index = [draw.pick([1, n]) for n in shape]
     index[dim] = draw.pick([1, 3])
-    return draw.pick([[real(*shape), ids(shape[dim], *index), dim]] * 3 + [[real(a, b), ids(a * b, draw.pick([3, 5]))]])
+    return draw.pick([[real(*shape), ids(shape[dim], *index), dim]] * 3 + [[real(a), ids(a, draw.pick([3, 5]))]])
 
 
 def slice_scatter(draw: Draw) -> list[Any]:
@@ -144,7 +145,7 @@ def where(first: bool, second: bool) -> Builder:
 
 
 def repeat_interleave(draw: Draw) -> Any:
-    shape = sizes(draw, draw.pick([1, 2, 3]))
+    shape = sizes(draw, draw.pick([3, 2, 1]))
     dim, copies = a_dim(draw, len(shape)), draw.pick([2, 3, 1])
     named = [real(*shape), copies, dim], draw.pick([{}, {"output_size": copies * shape[dim]}])
     return draw.pick([named, named, ([real(*shape), copies], {})])
@@ -152,7 +153,7 @@ def repeat_interleave(draw: Draw) -> Any:
 
 def repeat_unlike(draw: Draw) -> Any:
     """Counts are an order of 0, 1, …, so that their sum is known."""
-    shape, size = sizes(draw, draw.pick([1, 2, 3])), draw.pick([2, 3, 4])
+    shape, size = sizes(draw, draw.pick([3, 2, 1])), draw.pick([2, 3, 4])
     dim = a_dim(draw, len(shape))
     shape[dim] = size
     return [real(*shape), places(size, size), dim], {"output_size": size * (size - 1) // 2}
