@@ -40,10 +40,10 @@ class Leaf:
         name: of it.
         role: "input", "parameter" or "buffer".
         shape, dtype: of it.
-        kind: "real", "unit" (inside (0, 1)), "ids" (below ``high``) or "mask".
+        kind: of its values, as of ``benchmarks.fuzz.draws.Operand``.
         seed: of its values.
         form: how it lies in memory: "plain", "permuted", "strided" or "expanded".
-        high: of ids.
+        high, axis: of ids and places.
         same: name of the parameter that it is tied to.
         trained: an input that wants a gradient.
     """
@@ -58,6 +58,7 @@ class Leaf:
     high: int = 0
     same: str | None = None
     trained: bool = False
+    axis: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +204,14 @@ def _leaf(leaf: Leaf, dtype: torch.dtype | None) -> str:
     text = f"draw({', '.join(map(str, [leaf.seed, *shape]))})"
     if leaf.kind in ("unit", "above"):
         text += ".sigmoid()" + " + 1" * (leaf.kind == "above")
+    elif leaf.kind == "ranked":
+        text = f"(({text}.flatten().argsort() + 1) / 256.0).double().reshape({shape})"
+    elif leaf.kind == "places":
+        wide = [*shape[: leaf.axis], leaf.high, *shape[leaf.axis + 1 :]]
+        drawn = f"draw({', '.join(map(str, [leaf.seed, *wide]))})"
+        text = f"{drawn}.argsort({leaf.axis}).narrow({leaf.axis}, 0, {shape[leaf.axis]})"
+    elif leaf.kind == "sorted":
+        text += ".sort().values"
     elif leaf.kind == "ids":
         text = f"({text}.abs() * 1000).long() % {leaf.high}"
     elif leaf.kind == "mask":

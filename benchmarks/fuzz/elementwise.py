@@ -13,7 +13,7 @@ __all__ = ["elementwise", "target_of"]
 #: Operators that are not defined, or too steep, outside (0, 1), in some operand.
 _UNIT = frozenset(
     ("acos", "asin", "atanh", "log", "log10", "log1p", "log2", "sqrt", "rsqrt", "reciprocal", "erfinv", "logit", "lgamma")
-    + ("digamma", "tan", "pow", "xlogy", "div", "fmod", "remainder", "floor_divide")
+    + ("digamma", "tan", "pow", "xlogy", "div", "fmod", "remainder", "floor_divide", "addcdiv")
 )
 _LOGICAL = ("bitwise", "logical", "__")
 _NUMBERS = (0.5, 2.0, 1.5)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.fuzz.case import Case, Ref, Step, refs_of, renamed
+from benchmarks.fuzz.dims import COMPLEX_TOO
 from benchmarks.fuzz.draws import Operand
 from benchmarks.fuzz.growing import HALVES, Growing, Reject
 from benchmarks.fuzz.operators import arguments
@@ -23,6 +24,7 @@ _NAMES = tuple(sorted(RULES))
 _STRIDE = 89  # coprime to the number of rules: all of them come round, neighbours in the table far apart
 _WRITES = ("add_", "mul_", "sub_", "copy_", "fill_", "zero_", "clamp_", "masked_fill_", "relu_", "[]=")
 _UNDIFFERENTIABLE = ("aten.floor_divide", "aten.remainder.Scalar_Tensor")
+_TURNED = ("real", "unit", "ranked", "complex")
 _RANDOM = ("dropout", "rand_like", "randn_like")
 
 
@@ -36,6 +38,8 @@ def generate(seed: int, number: int) -> Case:
             break
     else:
         grown.attempt(lambda: grown.operator("aten.linear.default"))
+    if not grown.leaves:  # of the sizes that were drawn, every operand would be too large
+        grown.emit("torch.ops.aten.tanh.default", grown.leaf(Operand((4, 2))))
     if rng.random() < 0.3:  # so that the gradient, too, lies otherwise than the kernel would have it
         grown.attempt(grown.look)
     for _ in range(rng.choice([0, 1, 2, 2, 3, 4, 5, 7])):
@@ -48,6 +52,7 @@ def generate(seed: int, number: int) -> Case:
             grown.attempt(grown.view)
         else:
             grown.attempt(lambda: grown.operator(rng.choice(_NAMES)))
+    grown.attempt(grown.brought_back)
     case = Case(tuple(grown.leaves), tuple(grown.steps), tuple(grown.outputs()))
     return replace(case, options=random_options(rng, case))
 
@@ -58,6 +63,8 @@ class _Model(Growing):
     def operator(self, name: str) -> None:
         """An operator of the table, its operands from the model."""
         args, kwargs = arguments(name, self.draw)
+        if name in COMPLEX_TOO and self.rng.random() < 0.08:
+            args = [_complex(a) for a in args]
         if "dropout" in name and self.rng.random() < 0.2:
             args[1:] = [0.3, False]
         if any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())) and self.dtype in HALVES:
@@ -85,7 +92,7 @@ class _Model(Growing):
     def turning(self, args: list[Any]) -> tuple[int, int] | None:
         """Dims that an operator's data are transposed by before it, and its result after it, as models do."""
         first = args[0] if args else None
-        if not isinstance(first, Operand) or first.kind != "real" or len(first.shape) < 2 or self.rng.random() < 0.8:
+        if not isinstance(first, Operand) or first.kind not in _TURNED or len(first.shape) < 2 or self.rng.random() < 0.8:
             return None
         a, b = sorted(self.rng.sample(range(len(first.shape)), 2))
         return a, b
@@ -193,6 +200,13 @@ class _Model(Growing):
         start = self.rng.randrange(shape[dim])
         chosen = slice(start, self.rng.randint(start + 1, shape[dim]), self.rng.choice([None, None, 2]))
         return self.emit("[]", base, (*[slice(None)] * dim, chosen))
+
+
+def _complex(argument: Any) -> Any:
+    if isinstance(argument, list):
+        return [_complex(a) for a in argument]
+    real = isinstance(argument, Operand) and argument.kind == "real" and not argument.constant
+    return replace(argument, kind="complex") if real else argument
 
 
 def _call(name: str) -> str:

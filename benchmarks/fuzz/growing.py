@@ -18,6 +18,8 @@ __all__ = ["HALVES", "Growing", "Reject"]
 
 HALVES = (torch.bfloat16, torch.float16)
 _MOST = 4096
+_RANKS = 128  # so many different numbers are apart from each other in halves
+_COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 
 
 class Reject(Exception):
@@ -110,9 +112,9 @@ class Growing:
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
             if not isinstance(tensor, Tensor):
                 continue
-            if tensor.is_complex() or tensor.numel() > self.most:
+            if tensor.dtype == torch.complex32 or tensor.numel() > self.most:
                 raise Reject
-            if tensor.is_floating_point() and tensor.numel() and not (tensor.abs() < 1e3).all():
+            if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() and not (tensor.abs() < 1e3).all():
                 raise Reject
 
     # leaves and operands
@@ -125,22 +127,26 @@ class Growing:
         """
         if math.prod(want.shape) > self.most:
             raise Reject
-        floating = want.kind not in ("ids", "mask")
-        dtype = self.dtype if floating else torch.int64 if want.kind == "ids" else torch.bool
+        if want.kind == "ranked" and self.dtype in HALVES and math.prod(want.shape) > _RANKS:
+            raise Reject
+        floating = want.kind not in ("ids", "places", "mask")
+        dtype = self.dtype if floating else torch.bool if want.kind == "mask" else torch.int64
         role = self.rng.choices(["input", "parameter", "buffer"], [4, 5, 1])[0] if floating else "input"
         if want.constant:
             role = "buffer"
         elif not any(leaf.role == "input" for leaf in self.leaves):
             role = "input"
         forms = ["plain"] * 4 + ["permuted", "strided"] * (len(want.shape) > 0)
-        forms += ["expanded"] * (role == "input" and len(want.shape) > 1 and want.shape[0] > 0)
+        forms += ["expanded"] * (role == "input" and want.kind != "ranked" and len(want.shape) > 1 and want.shape[0] > 0)
+        if want.kind == "places":
+            forms = ["plain"]
         similar = [o for o in self.leaves if o.role == "parameter" and (o.shape, o.kind) == (want.shape, want.kind)]
         tied = similar[0].name if role == "parameter" and similar and self.rng.random() < 0.5 else None
         form = self.rng.choice(forms)
         trained = role == "input" and floating and self.rng.random() < 0.7
         made = Leaf(
             self.fresh({"input": "x", "parameter": "p", "buffer": "b"}[role]),
-            role, want.shape, dtype, want.kind, self.count, form, want.high, tied, trained,
+            role, want.shape, dtype, want.kind, self.count, form, want.high, tied, trained, want.axis,
         )  # fmt: skip
         self.leaves.append(made)
         self.hold(made)
@@ -149,19 +155,56 @@ class Growing:
     def operand(self, want: Operand) -> Ref:
         """A value of the model that is what is wanted, after a view or two; or a leaf."""
         chance = self.rng.random()
-        if want.constant or want.kind == "ids" or chance < 0.25:
+        if want.kind == "complex":
+            return self.complex_numbers(want.shape)
+        if want.constant or want.kind in ("ids", "places") or chance < 0.25:
             return self.leaf(want)
         if want.kind == "mask":
             found = self.fitting(want.shape)
             return self.emit("torch.ops.aten.gt.Scalar", found, 0.1) if found else self.leaf(want)
         found = self.fitting(want.shape)
-        if found is None:
+        if found is None or (want.kind == "ranked" and not self.apart(found)):
             return self.leaf(want)
         if want.kind in ("unit", "above"):
             found = self.emit("torch.ops.aten.sigmoid.default", found)
         if want.kind == "above":
             found = self.emit("torch.ops.aten.add.Scalar", found, 1)
         return found
+
+    def apart(self, found: Ref) -> bool:
+        """Whether all magnitudes differ by more than rounding, so that all devices see the same order of them."""
+        value = self.value(found.name).double().abs().flatten().sort().values
+        least = max(1e-6, 16 * torch.finfo(self.dtype).eps) * value.max() if value.numel() else 0.0
+        return bool((value.diff() > least).all())
+
+    def complex_numbers(self, shape: tuple[int, ...]) -> Ref:
+        """Some of the model, or made of two real values of it; sometimes to be conjugated when they are read.
+
+        Raises:
+            Reject: halves have none.
+        """
+        if self.dtype in HALVES:
+            raise Reject
+        how = self.rng.choice(["found", "parts", "parts", "pairs", "polar"])
+        found = self.fitting(shape, _COMPLEX[self.dtype]) if how == "found" else None
+        if found is None and how == "pairs":
+            found = self.emit("torch.view_as_complex", self.emit(".contiguous", self.operand(Operand((*shape, 2)))))
+        elif found is None and how == "polar":
+            radius, angle = self.operand(Operand(shape, "unit")), self.operand(Operand(shape))
+            found = self.emit("torch.ops.aten.polar.default", radius, angle)
+        elif found is None:
+            found = self.emit("torch.ops.aten.complex.default", self.operand(Operand(shape)), self.operand(Operand(shape)))
+        return self.emit(".conj", found) if self.rng.random() < 0.1 else found
+
+    def brought_back(self) -> None:
+        """Real numbers of the complex ones that nothing else uses."""
+        for name in self.unused():
+            if self.complex(name):
+                call = self.rng.choice(["view_as_real", "view_as_real", "real", "imag", "abs"])
+                value = Ref(name)
+                if call == "view_as_real":
+                    value = self.emit("torch.ops.aten.resolve_conj.default", value)
+                self.emit(f"torch.ops.aten.{call}.default", value)
 
     def fitting(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Ref | None:
         """A floating-point value in that shape, in some company."""
@@ -173,11 +216,21 @@ class Growing:
                 return disguised(self.emit, self.rng, found, shape)
         return None
 
+    def complex(self, name: str) -> bool:
+        """Whether a value's numbers are complex."""
+        return bool(self.value(name).is_complex())
+
+    def unused(self) -> list[str]:
+        """What no step uses."""
+        used = {name for step in self.steps for a in (*step.args, *step.kwargs.values()) for name in refs_of(a)}
+        leaves = {leaf.name for leaf in self.leaves}
+        return [name for name in self.tensors() if name not in leaves | used]
+
     def outputs(self) -> list[str]:
         """What nothing else uses, and sometimes a value that something does."""
-        used = {name for step in self.steps for name in refs_of([*step.args])}
-        produced = [n for n in self.tensors() if n not in {leaf.name for leaf in self.leaves}]
-        ends = [name for name in produced if name not in used][-6:]
+        leaves = {leaf.name for leaf in self.leaves}
+        produced = [name for name in self.tensors() if name not in leaves and not self.complex(name)]
+        ends = [name for name in self.unused() if not self.complex(name)][-6:]
         if produced and self.rng.random() < 0.3:
             ends.append(self.rng.choice(produced))
         return list(dict.fromkeys(ends)) or produced[-1:] or [self.leaves[0].name]

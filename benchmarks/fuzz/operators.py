@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.fuzz.dims import DIMS
 from benchmarks.fuzz.draws import Arguments, Builder, Draw, Operand, ids, mask, real, shaped, sizes, some
 from benchmarks.fuzz.elementwise import elementwise
 from benchmarks.fuzz.images import batch_norm, convolution, group_norm, image, pooled, same, transposed
+from benchmarks.fuzz.indices import INDICES
 
 __all__ = ["BUILDERS", "arguments"]
 
@@ -32,7 +34,9 @@ def linear(draw: Draw) -> list[Any]:
 
 def matmul(draw: Draw) -> list[Any]:
     a, b, r, k, c = sizes(draw, 5)
-    left = draw.pick([(a, b, r, k), (b, r, k), (r, k), (1, b, r, k), (a, 1, r, k)])
+    left = draw.pick([(a, b, r, k), (b, r, k), (r, k), (1, b, r, k), (a, 1, r, k), (k,)])
+    if draw.pick([True, *[False] * 4]):
+        return [real(*left), real(k)]
     return [real(*left), real(*draw.pick([(b, k, c), (k, c), (a, b, k, c), (1, k, c)]))]
 
 
@@ -110,11 +114,6 @@ def one_dim(draw: Draw) -> list[Any]:
     return [real(*shape), draw.pick(range(-1, len(shape))), draw.pick([True, False])]
 
 
-def truths(draw: Draw) -> list[Any]:
-    value, *rest = one_dim(draw)
-    return [mask(*value.shape), *rest]
-
-
 def reshape(draw: Draw) -> list[Any]:
     a, b, c = sizes(draw, 3)
     pairs = [([a, b, c], [a * b, c]), ([a, b, c], [a, b * c]), ([a, b, c], [a * b * c]), ([a * b, c], [a, b, c])]
@@ -177,46 +176,8 @@ def roll(draw: Draw) -> list[Any]:
     return [real(*sizes(draw, 2)), *draw.pick([([1], [1]), ([1],), ([2, 1], [0, 1]), ([-1], [0])])]
 
 
-def along(*extra: Any) -> Builder:
-    def build(draw: Draw) -> list[Any]:
-        shape = some(draw, 2, 3)
-        return [real(*shape), draw.pick(range(-1, len(shape))), *extra]
-
-    return build
-
-
-def embedding(draw: Draw) -> list[Any]:
-    v, h = draw.pick([5, 6, 8, 12]), draw.size()
-    shape = draw.pick([(draw.size(), 3), (draw.size(),), (draw.size(), draw.size())])
-    return [real(v, h), ids(v, *shape), draw.pick([-1, 1]), False]
-
-
-def gather(draw: Draw) -> list[Any]:
-    a, b, c = sizes(draw, 3)
-    return draw.pick([[real(a, b), 1, ids(b, a, 3)], [real(a, b), 0, ids(a, c, b)], [real(a, b, c), 1, ids(b, a, 2, c)]])
-
-
-def index(draw: Draw) -> list[Any]:
-    a, b = sizes(draw, 2)
-    forms = [[ids(a, 4, 1), ids(5, 1, 6)], [ids(a, 4)], [ids(a, 4, 6)], [ids(a, b), ids(5, b)]]
-    return [real(a, 5, b), draw.pick(forms)]
-
-
 def squares(draw: Draw) -> list[Any]:
     return [real(*some(draw, 0, 2), draw.size(), draw.size()), draw.pick([0, 1, -1])]
-
-
-def where(draw: Draw) -> list[Any]:
-    a, b = sizes(draw, 2)
-    return [mask(*draw.pick([(a, b), (b,), (a, 1)])), real(a, b), real(*draw.pick([(a, b), (b,), (1, b)]))]
-
-
-def masked(value: Any) -> Builder:
-    def build(draw: Draw) -> list[Any]:
-        a, b = sizes(draw, 2)
-        return [real(a, b), mask(*draw.pick([(a, b), (b,), (a, 1)])), value]
-
-    return build
 
 
 def broadcasting(count: int, *extra: Any) -> Builder:
@@ -240,6 +201,8 @@ def noisy(rank: int) -> Builder:
 
 
 BUILDERS: Mapping[str, Builder] = {
+    **DIMS,
+    **INDICES,
     "aten.linear.default": linear,
     "aten.matmul.default": matmul,
     "aten.mm.default": shaped(lambda r, k, c: [real(r, k), real(k, c)], 3),
@@ -264,15 +227,9 @@ BUILDERS: Mapping[str, Builder] = {
     "aten._log_softmax.default": lambda d: [*one_dim(d)[:2], False],
     "aten.cross_entropy_loss.default": cross_entropy,
     **{f"aten.{kind}_loss.default": pair_loss for kind in ("mse", "l1", "smooth_l1")},
-    "aten.embedding.default": embedding,
-    "aten.gather.default": gather,
-    "aten.index.Tensor": index,
     "aten.sum.default": lambda d: [real(*some(d))],
     "aten.mean.default": lambda d: [real(*some(d))],
     **{f"aten.{kind}": reduce_dims for kind in ("sum.dim_IntList", "mean.dim", "amax.default", "amin.default")},
-    "aten.argmax.default": one_dim,
-    "aten.any.dim": truths,
-    "aten.all.dim": truths,
     "aten.reshape.default": reshape,
     "aten.expand.default": expand,
     "aten.permute.default": permute,
@@ -290,13 +247,9 @@ BUILDERS: Mapping[str, Builder] = {
     "aten.pad.default": lambda d: [*padded(d)[:2], "constant", 0.5],
     "aten.flip.default": lambda d: [real(*sizes(d, 2)), d.pick([[0], [1], [0, 1]])],
     "aten.roll.default": roll,
-    "aten.cumsum.default": along(),
     "aten.diff.default": lambda d: [real(d.size(), 6), 1, d.pick([1, 0, -1])],
     "aten.tril.default": squares,
     "aten.triu.default": squares,
-    "aten.where.self": where,
-    "aten.masked_fill.Scalar": masked(0.25),
-    "aten.masked_fill.Tensor": masked(real()),
     "aten.addcmul.default": lambda d: (broadcasting(3)(d), d.pick([{}, {"value": 0.5}])),
     "aten.lerp.Scalar": broadcasting(2, 0.3),
     "aten.max_pool1d.default": pooled(1, [[2]], [[3], [1], [1]]),

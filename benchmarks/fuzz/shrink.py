@@ -87,7 +87,7 @@ def _values_as_inputs(case: Case) -> Iterator[Case]:
     found = found if isinstance(found, tuple) else (found,)
     for name, value in reversed(list(zip(shown.outputs, found, strict=True))):
         step = next(s for s in case.steps if s.result == name)
-        if not hasattr(value, "shape") or len(refs_of(list(step.args))) == 0:
+        if not hasattr(value, "shape") or value.is_complex() or len(refs_of(list(step.args))) == 0:
             continue
         floating = value.dtype.is_floating_point
         kind = "real" if floating else "mask" if str(value.dtype) == "torch.bool" else "ids"

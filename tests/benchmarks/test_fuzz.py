@@ -10,6 +10,8 @@ from torch import nn
 from benchmarks.fuzz.campaign import case_of, fuzz, shrunk
 from benchmarks.fuzz.case import Case, Leaf, Options, Ref, Step, build, source
 from benchmarks.fuzz.draws import Operand, Seeded
+from benchmarks.fuzz.generate import generate
+from benchmarks.fuzz.growing import Growing
 from benchmarks.fuzz.numbers import Careful, ill_conditioned, plain, step, worst
 from benchmarks.fuzz.operators import arguments
 from benchmarks.fuzz.run import run
@@ -25,6 +27,49 @@ def test_every_rule_has_arguments():
     for name in RULES:
         args, _ = arguments(name, Seeded(rng, (2, 4)))
         assert any(isinstance(a, (Operand, list)) for a in args), name
+
+
+def made(argument):
+    if isinstance(argument, list):
+        return [made(a) for a in argument]
+    return argument.make() if isinstance(argument, Operand) else argument
+
+
+def test_torch_takes_the_arguments_of_every_rule():
+    rng = random.Random(1)
+    torch.manual_seed(1)
+    for name in RULES:
+        _, op, overload = name.replace("autotp.batch_norm_train", "aten.batch_norm").split(".")
+        for _ in range(5):
+            args, kwargs = arguments(name, Seeded(rng, (1, 2, 3, 4)))
+            found = getattr(getattr(torch.ops.aten, op), overload)(*made(args), **kwargs)
+            for result in found if isinstance(found, (list, tuple)) else [found]:
+                assert not isinstance(result, torch.Tensor) or not result.isnan().any(), name
+
+
+def test_every_rule_is_the_focus_of_one_case():
+    called = {step.call.removeprefix("torch.ops.") for n in range(len(RULES)) for step in generate(108, n).steps}
+    assert RULES.keys() - called <= {"autotp.batch_norm_train.default"}  # a name that the capture gives
+
+
+def test_outputs_are_real():
+    complex_numbers = 0
+    for number in range(40):
+        case = generate(3, number)
+        model, args = build(case)
+        with torch.no_grad():
+            found = model(*args)
+        assert not any(output.is_complex() for output in (found if isinstance(found, tuple) else [found]))
+        complex_numbers += any(step.call.endswith((".polar.default", ".complex.default")) for step in case.steps)
+    assert complex_numbers >= 2
+
+
+def test_there_is_a_model_where_every_operand_would_be_too_large(monkeypatch):
+    monkeypatch.setattr(Growing, "most", 8)
+    for number in range(30):
+        case = generate(5, number)
+        assert case.leaves and case.outputs
+        build(case)
 
 
 def test_a_seed_gives_the_same_cases():
