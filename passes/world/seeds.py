@@ -32,6 +32,15 @@ class Seeds:
         """Starts the sequence; every device must be given the same."""
         self._sequence.manual_seed(seed % 2**63)
 
+    @property
+    def state(self) -> torch.Tensor:
+        """Where the sequence stands, the same on every device; setting it continues from there."""
+        return self._sequence.get_state()
+
+    @state.setter
+    def state(self, state: torch.Tensor) -> None:
+        self._sequence.set_state(state)
+
     def next(self) -> int:
         """The next seed, the same on every device.
 

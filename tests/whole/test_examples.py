@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,23 @@ def test_four_processes_train_as_one(script: str) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the same curve" in done.stdout and "NOT" not in done.stdout
+
+
+@pytest.mark.distributed
+def test_trainer_trains_on_two_processes() -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            str(EXAMPLES / "trainer.py"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (loss,) = re.findall(r"evaluation: ([\d.]+)", done.stdout)
+    assert float(loss) < 4.0
 
 
 def test_without_torchrun_the_message_says_how_to_start() -> None:

@@ -76,6 +76,13 @@ def test_directories_of_hugging_face(torchrun, case):
     assert "passed" in done.stdout
 
 
+@pytest.mark.parametrize("case", ["losses", "resume", "resume_with_another_plan", "adapters", "accelerated"])
+def test_loops_of_transformers_and_accelerate(torchrun, case):
+    done = torchrun(2, "trainer.py", case)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "passed" in done.stdout
+
+
 def test_panels_equal_one_device(torchrun):
     done = torchrun(4, "train.py", "llama", "summa-2d", "2x2", "2")
     assert done.returncode == 0, done.stderr[-3000:]

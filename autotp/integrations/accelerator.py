@@ -1,0 +1,162 @@
+"""accelerate's ``Accelerator`` for distributed modules; needs accelerate."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from autotp.errors import AutotpError
+from autotp.integrations.training_state import load_optimizer, require_global, save_optimizer, seeds_of
+from autotp.runtime.checkpoint.load import load_pretrained
+from autotp.runtime.checkpoint.save import save_pretrained
+
+try:
+    import accelerate
+    from accelerate.data_loader import prepare_data_loader
+except ImportError as error:
+    raise ImportError("autotp.integrations.accelerator needs accelerate: pip install 'accelerate>=1.15'") from error
+
+__all__ = ["Accelerator"]
+
+_SEEDS = "autotp_seeds.pt"
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """accelerate's ``Accelerator``, for modules that ``autotp.parallelize`` returned.
+
+    Every rank is given the same batches, which are those of the whole job, so the batch size of a data loader is the whole
+    batch's, and a scheduler steps once per step. Modules take the whole batch and return whole tensors, which are the
+    defaults of ``autotp.parallelize``. ``save_state`` writes the weights in Hugging Face's format, and the optimizer's
+    state as ``torch.distributed.checkpoint`` does; a job with another plan, or other ranks, can load it.
+
+    Args:
+        options: of accelerate's ``Accelerator``. Those that change or wrap models are refused.
+
+    Raises:
+        AutotpError: an option cannot be followed.
+    """
+
+    _models: list[Any]
+    _optimizers: list[Any]
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if self.mixed_precision != "no":
+            raise AutotpError(f"mixed_precision={self.mixed_precision!r}: pass precision= to autotp.parallelize instead")
+        kind = self.distributed_type.value
+        if self.parallelism_config or kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"):
+            raise AutotpError(
+                f"accelerate is to run {kind}: leave this to the plan, and launch the job with torchrun alone"
+            )
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether the batch size of a data loader is that of all processes: always."""
+        return True
+
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """As accelerate's; a distributed module is left as it is.
+
+        Raises:
+            AutotpError: the module is not distributed, or does not take whole batches.
+        """
+        self.require_all_processes()
+        return super().prepare_model(require_global(model), device_placement=False, evaluation_mode=True)
+
+    def require_all_processes(self) -> None:
+        """Checks that accelerate knows of the whole job, of which each process would be the first else.
+
+        Raises:
+            AutotpError: it does not.
+        """
+        if dist.is_initialized() and dist.get_world_size() != self.num_processes:
+            raise AutotpError(
+                f"accelerate counts {self.num_processes} processes, and the job has {dist.get_world_size()}: where there "
+                "are no GPUs, pass use_cpu=True to TrainingArguments, or cpu=True to Accelerator"
+            )
+
+    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None, *rest: Any) -> Any:
+        """As accelerate's; every rank is given the same batches, in the same order."""
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader, device_placement, *rest)
+        # A seed that ranks have in common, even where they were seeded differently.
+        seed = [torch.initial_seed() if self.dataloader_config.data_seed is None else self.dataloader_config.data_seed]
+        if dist.is_initialized():
+            dist.broadcast_object_list(seed, device=self.device)
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            rng_types=self.rng_types.copy(),
+            dispatch_batches=False,
+            use_seedable_sampler=True,
+            data_seed=seed[0],
+            non_blocking=self.non_blocking,
+            use_stateful_dataloader=self.use_stateful_dataloader,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """What the ranks have, which is the same on all of them, once; of the last batch, as many rows as it has."""
+        state = self.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return input_data
+        return accelerate.utils.recursively_apply(lambda tensor: tensor[: state.remainder], input_data)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state of a distributed module on rank 0, and nothing on the others; a collective call."""
+        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
+        """As accelerate's; a collective call."""
+        with self._without_state() as (models, optimizers):
+            where = super().save_state(output_dir, safe_serialization, **options)
+        for number, model in enumerate(models):
+            save_pretrained(model, Path(where, f"model_{number}"))
+        for number, optimizer in enumerate(optimizers):
+            save_optimizer(_stepped(models, optimizer), optimizer, Path(where, f"optimizer_{number}"))
+        if self.is_main_process:
+            torch.save([seeds_of(model).state for model in models], Path(where, _SEEDS))
+        self.wait_for_everyone()
+        return where
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
+        """As accelerate's, of what ``save_state`` wrote; a collective call."""
+        where: list[str | os.PathLike[str]] = []
+        hook = self.register_load_state_pre_hook(lambda _, directory: where.append(directory))
+        with self._without_state() as (models, optimizers):
+            super().load_state(input_dir, load_kwargs, **options)
+        hook.remove()
+        for number, model in enumerate(models):
+            load_pretrained(model, Path(where[0], f"model_{number}"))
+        for number, optimizer in enumerate(optimizers):
+            load_optimizer(_stepped(models, optimizer), optimizer, Path(where[0], f"optimizer_{number}"))
+        for model, state in zip(models, torch.load(Path(where[0], _SEEDS), weights_only=True), strict=True):
+            seeds_of(model).state = state
+
+    @contextmanager
+    def _without_state(self) -> Iterator[tuple[list[Any], list[Any]]]:
+        """Hides models and optimizers, whose state accelerate would write as one rank has it."""
+        models, optimizers = self._models, self._optimizers
+        self._models, self._optimizers = [], []
+        try:
+            yield models, optimizers
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+
+def _stepped(models: list[Any], optimizer: Any) -> Any:
+    """The module whose parameters an optimizer steps."""
+    first = optimizer.param_groups[0]["params"][0]
+    return next(model for model in models if any(each is first for each in model.parameters()))

@@ -1,0 +1,79 @@
+"""Adapters of peft in its own files: a distributed ``PeftModel`` trains them, and its base model stays as it is."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from autotp.errors import AutotpError
+from autotp.runtime.checkpoint.entries import agreed
+
+__all__ = ["is_adapted", "load_adapter", "save_adapter"]
+
+
+def is_adapted(model: Any) -> bool:
+    """Whether a model is one of peft's, with one adapter.
+
+    Args:
+        model: the one that was, or is to be, distributed.
+
+    Raises:
+        AutotpError: it has several adapters.
+    """
+    adapters = getattr(model, "peft_config", {}) if hasattr(model, "get_base_model") else {}
+    if len(adapters) > 1:
+        raise AutotpError(f"the model has the adapters {', '.join(adapters)}: keep the one that is to be trained")
+    return bool(adapters)
+
+
+def save_adapter(parallel: nn.Module, model: Any, directory: str | os.PathLike[str], *, writes: bool) -> None:
+    """Writes a distributed model's adapter as ``PeftModel.from_pretrained`` reads it; a collective call.
+
+    Args:
+        parallel: what ``autotp.parallelize`` made of it.
+        model: the ``PeftModel``, which may have no memory for its parameters.
+        directory: made if it is not there.
+        writes: whether this rank does.
+
+    Raises:
+        AutotpError: on every rank, when the directory cannot be written.
+    """
+    learned: dict[str, Any] = {}
+    parameter: Any
+    for name, parameter in parallel.named_parameters():
+        if parameter.requires_grad:
+            whole = parameter.full_tensor()
+            if writes:
+                learned[name] = whole.detach().cpu()
+    with agreed(f"cannot save to {os.fspath(directory)}"):
+        if writes:
+            model.save_pretrained(directory, state_dict=learned)
+
+
+def load_adapter(parallel: nn.Module, model: Any, directory: str | os.PathLike[str]) -> None:
+    """Reads what ``save_adapter`` or peft wrote into a distributed model; a collective call.
+
+    Args:
+        parallel, model: as for ``save_adapter``.
+        directory: that has the adapter.
+
+    Raises:
+        AutotpError: on every rank, when the files have not the adapter's tensors, or cannot be read.
+    """
+    from peft import get_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    with agreed(f"cannot load {os.fspath(directory)}"):
+        (adapter,) = model.peft_config
+        learned = {name: name for name, each in parallel.named_parameters() if each.requires_grad}
+        # peft leaves the adapter's name out of those in its files.
+        names = get_peft_model_state_dict(model, learned, adapter, save_embedding_layers=False)
+        files = load_peft_weights(os.fspath(directory), device="cpu")
+        if names.keys() != files.keys():
+            differing = ", ".join(sorted(names.keys() ^ files.keys())[:4])
+            raise AutotpError(f"only one of the files and the model has {differing}: give the adapter of this model")
+    whole = {names[key]: value for key, value in files.items()}
+    set_model_state_dict(parallel, whole, options=StateDictOptions(full_state_dict=True, strict=False))

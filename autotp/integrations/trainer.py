@@ -1,0 +1,171 @@
+"""transformers' ``Trainer`` for distributed modules; needs transformers and accelerate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autotp.errors import AutotpError
+from autotp.integrations.accelerator import Accelerator
+from autotp.integrations.adapters import is_adapted, load_adapter, save_adapter
+from autotp.integrations.training_state import load_optimizer, require_global, save_optimizer, seeds_of
+from autotp.runtime.checkpoint.load import load_pretrained
+from autotp.runtime.checkpoint.save import save_pretrained
+from autotp.runtime.programs import blueprint
+
+try:
+    import transformers
+    from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+except ImportError as error:
+    raise ImportError(
+        "autotp.integrations.trainer needs transformers and accelerate: pip install 'transformers>=5.23,<6' accelerate"
+    ) from error
+
+__all__ = ["Trainer"]
+
+_OPTIMIZER, _SEEDS = "optimizer", "autotp_seeds.pt"
+#: Arguments that change the model or wrap it, and what to do instead.
+_REFUSED = {
+    "bf16": "pass precision= to autotp.parallelize",
+    "fp16": "pass precision= to autotp.parallelize",
+    "bf16_full_eval": "pass precision= to autotp.parallelize",
+    "fp16_full_eval": "pass precision= to autotp.parallelize",
+    "gradient_checkpointing": "pass recompute= to autotp.parallelize",
+    "activation_checkpointing": "pass recompute= to autotp.parallelize",
+    "torch_compile": "leave it out; scheduled graphs are compiled already",
+    "neftune_noise_alpha": "add the noise in the model, before it is distributed",
+    "use_liger_kernel": "change the model, before it is distributed",
+    "auto_find_batch_size": "give the batch size; autotp.plan says what memory a batch takes",
+    "fsdp": "leave it out; the plan says how parameters are sharded",
+    "deepspeed": "leave it out; the plan says how parameters are sharded",
+    "parallelism_config": "leave it out; the plan says how the job is split",
+}
+
+
+class Trainer(transformers.Trainer):  # type: ignore[misc]
+    """transformers' ``Trainer``, for a module that ``autotp.parallelize`` returned.
+
+    Every rank is given the same batch, of ``per_device_train_batch_size`` rows: that is the size of the whole batch.
+    Losses, metrics and the learning rate are those of the plain model in one process. A checkpoint has the weights in
+    Hugging Face's format (of an adapter of peft, the adapter alone), and the optimizer's state as
+    ``torch.distributed.checkpoint`` writes it; a job with another plan, or other ranks, can resume from it.
+
+    Args:
+        model: what ``autotp.parallelize`` returned, of a model of transformers, of peft, or of any that returns its loss
+            first. It takes the whole batch on every rank, and returns whole tensors, which are the defaults.
+        args: of the training; those that would change or wrap the model are refused.
+        rest, options: further arguments of transformers' ``Trainer``, except ``model_init``.
+
+    Raises:
+        AutotpError: the module is not one, or an argument cannot be followed.
+    """
+
+    def __init__(self, model: nn.Module, args: Any = None, *rest: Any, **options: Any) -> None:
+        parallel = require_global(model)
+        if args is not None:
+            _check(args)
+        # The model's class, signature and configuration, without memory for parameters: what Trainer goes by.
+        known = parallel._programs.model
+        shell = known if isinstance(known, AutotpError) else blueprint(known)
+        if isinstance(shell, AutotpError):
+            raise shell
+        self._shell: Any = shell
+        super().__init__(shell, args, *rest, **options)
+        self.accelerator.require_all_processes()
+        self._set_signature_columns_if_needed()
+        self.model = self.model_wrapped = self.callback_handler.model = parallel
+        # Trainer's own switch for models that are sharded already, which accelerate must neither wrap nor move.
+        self.is_distributed_loading_by_transformers = True
+        if (config := getattr(shell, "config", None)) is not None:
+            config.architectures = [type(shell).__name__]
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As Trainer's, with an accelerator for distributed modules."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator = Accelerator(**self._accelerator_options)
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        self._accelerator_options: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        return self._accelerator_options
+
+    def get_tp_size(self) -> int:
+        """How many ranks are given the same batch: all."""
+        return int(self.args.world_size)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The module is where it runs."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """As Trainer's; outputs that the model's configuration says to ignore are."""
+        if ignore_keys is None and hasattr(self._shell, "config"):
+            ignore_keys = getattr(self._shell.config, "keys_to_ignore_at_inference", ["past_key_values"])
+        found: tuple[Any, Any, Any] = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        return found
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        """As Trainer's, of the whole model; this rank's part, since Trainer adds up those of all."""
+        main = getattr(self._shell, "main_input_name", "input_ids")
+        if main not in inputs or not hasattr(self._shell, "num_parameters"):
+            return 0
+        whole: int = 6 * inputs[main].numel() * self._shell.num_parameters(exclude_embeddings=True)
+        return whole / self.args.world_size
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        directory = self.args.output_dir if output_dir is None else output_dir
+        if is_adapted(self._shell):
+            save_adapter(self.model, self._shell, directory, writes=self.args.should_save)
+        else:
+            save_pretrained(self.model, directory, config=getattr(self._shell, "config", None))
+        if not self.args.should_save:
+            return
+        words = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if words is not None:
+            words.save_pretrained(directory)
+        torch.save(self.args, Path(directory, TRAINING_ARGS_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if is_adapted(self._shell):
+            load_adapter(self.model, self._shell, resume_from_checkpoint)
+        else:
+            load_pretrained(self.model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_optimizer(self.model, self.optimizer, Path(output_dir, _OPTIMIZER))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and Path(checkpoint, _OPTIMIZER).is_dir():  # it is not, with save_only_model
+            load_optimizer(self.model, self.optimizer, Path(checkpoint, _OPTIMIZER))
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self.args.should_save:
+            torch.save(seeds_of(self.model).state, Path(output_dir, _SEEDS))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None and Path(checkpoint, _SEEDS).is_file():
+            seeds_of(self.model).state = torch.load(Path(checkpoint, _SEEDS), weights_only=True)
+
+
+def _check(args: Any) -> None:
+    """Refuses arguments that cannot be followed."""
+    for name, instead in _REFUSED.items():
+        if getattr(args, name, None):
+            raise AutotpError(f"TrainingArguments({name}=…) would change or wrap a distributed module: {instead}")

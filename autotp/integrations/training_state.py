@@ -1,0 +1,80 @@
+"""What a training run keeps besides weights: the optimizer's state, and where random numbers stand."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from autotp.errors import AutotpError
+from autotp.runtime.checkpoint.sharded import storable
+from autotp.runtime.module import DistributedModule
+from autotp.runtime.state import distribute
+from passes.world.seeds import Seeds
+
+__all__ = ["load_optimizer", "require_global", "save_optimizer", "seeds_of"]
+
+
+def require_global(parallel: Any) -> DistributedModule:
+    """A distributed module that takes the whole batch on every rank and returns whole tensors, as frameworks' loops do.
+
+    Args:
+        parallel: what ``autotp.parallelize`` returned.
+
+    Raises:
+        AutotpError: it is something else.
+    """
+    if not isinstance(parallel, DistributedModule):
+        raise AutotpError(f"{type(parallel).__name__} is not a distributed module: pass what autotp.parallelize returned")
+    if parallel._programs.ways != 1 or parallel.plan.outputs != "whole":
+        raise AutotpError(
+            "every rank is given the whole batch here, and whole outputs are read: leave inputs= and outputs= of "
+            "autotp.parallelize at their defaults, 'global' and 'whole'"
+        )
+    return parallel
+
+
+def save_optimizer(parallel: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> None:
+    """Writes an optimizer's state with ``torch.distributed.checkpoint``; a collective call.
+
+    Args:
+        parallel: whose parameters it steps.
+        optimizer: torch's own, or one that has it as ``optimizer``, as accelerate's has.
+        directory: of the checkpoint.
+    """
+    dcp.save({"optimizer": storable(get_optimizer_state_dict(parallel, _inner(optimizer)))}, checkpoint_id=directory)
+
+
+def load_optimizer(parallel: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> None:
+    """Reads what ``save_optimizer`` wrote, whatever plan wrote it; a collective call.
+
+    Args:
+        parallel, optimizer, directory: as there.
+    """
+    inner = _inner(optimizer)
+    state = storable(get_optimizer_state_dict(parallel, inner))
+    dcp.load({"optimizer": state}, checkpoint_id=directory)
+    set_optimizer_state_dict(parallel, inner, state)
+    held: dict[str, Any]
+    parameter: Any
+    for parameter, held in inner.state.items():
+        for name, value in held.items():
+            if isinstance(value, DTensor) and value.placements != parameter.placements:
+                # Fused optimizers would update a copy of what lies in another layout than its parameter.
+                held[name] = distribute(value.full_tensor(), parameter.placements, parameter.device_mesh)
+
+
+def seeds_of(parallel: DistributedModule) -> Seeds:
+    """The seeds of its passes, which dropout depends on."""
+    world: Any = parallel.get_submodule("autotp_world")
+    found: Seeds = world.seeds
+    return found
+
+
+def _inner(optimizer: Optimizer) -> Optimizer:
+    return getattr(optimizer, "optimizer", optimizer)

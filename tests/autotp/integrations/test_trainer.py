@@ -1,0 +1,65 @@
+"""What Trainer and Accelerator refuse; that they train as one process does is in ``tests/whole/test_torchrun.py``."""
+
+import subprocess
+import sys
+
+import peft
+import pytest
+import torch
+import transformers
+
+import autotp
+from autotp.integrations.accelerator import Accelerator
+from autotp.integrations.adapters import is_adapted
+from autotp.integrations.trainer import Trainer, _check
+
+
+def test_a_plain_module_is_refused():
+    with pytest.raises(autotp.AutotpError, match="Linear is not a distributed module: pass what autotp.parallelize"):
+        Trainer(torch.nn.Linear(2, 2))
+    with pytest.raises(autotp.AutotpError, match="Linear is not a distributed module"):
+        Accelerator(cpu=True).prepare(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "instead"),
+    [
+        ({"bf16": True}, "pass precision= to autotp.parallelize"),
+        ({"gradient_checkpointing": True}, "pass recompute= to autotp.parallelize"),
+        ({"neftune_noise_alpha": 0.1}, "before it is distributed"),
+        ({"auto_find_batch_size": True}, "give the batch size"),
+    ],
+)
+def test_arguments_that_change_the_model_are_refused(tmp_path, options, instead):
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **options)
+    with pytest.raises(autotp.AutotpError, match=f"TrainingArguments.{next(iter(options))}=.*{instead}"):
+        _check(args)
+
+
+def test_arguments_as_they_are_by_default_are_accepted(tmp_path):
+    _check(transformers.TrainingArguments(str(tmp_path), use_cpu=True))
+
+
+def test_one_adapter_is_trained_at_a_time():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    assert not is_adapted(model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"]))
+    assert is_adapted(adapted)
+    adapted.add_adapter("second", peft.LoraConfig(target_modules=["0"]))
+    with pytest.raises(autotp.AutotpError, match="the adapters default, second: keep the one"):
+        is_adapted(adapted)
+
+
+@pytest.mark.parametrize(("module", "absent"), [("trainer", "transformers"), ("accelerator", "accelerate")])
+def test_without_a_framework_autotp_is_there_and_says_what_to_install(module, absent):
+    program = f"""
+import sys
+sys.modules[{absent!r}] = None
+import autotp, autotp.integrations
+try:
+    import autotp.integrations.{module}
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "needs" in done.stdout and f"pip install '{absent}" in done.stdout

@@ -1,0 +1,249 @@
+"""transformers' Trainer and accelerate with a distributed module, against the plain model in one process."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import peft
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+import autotp
+from autotp.integrations.accelerator import Accelerator
+from autotp.integrations.trainer import Trainer
+
+WHOLE = StateDictOptions(full_state_dict=True)
+#: What torchrun tells its processes; without it, a process is alone.
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def llama():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).double()
+
+
+def adapted():
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.0, init_lora_weights=False)
+    return peft.get_peft_model(llama(), lora)
+
+
+def gpt2(dropout):
+    """Tied, with a fused query-key-value weight."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=64, n_embd=16, n_head=4, n_layer=1, n_positions=16, use_cache=False,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def data(rows):
+    """Rows whose numbers of labels differ."""
+    made = []
+    for row in range(rows):
+        ids = torch.randint(64, (12,), generator=torch.Generator().manual_seed(row))
+        made.append({"input_ids": ids, "labels": torch.where(torch.arange(12) < row % 5, -100, ids)})
+    return made
+
+
+def arguments(folder, **more):
+    settings = {
+        "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "num_train_epochs": 2, "learning_rate": 1e-2,
+        "logging_steps": 1, "eval_strategy": "epoch", "save_strategy": "no", "max_grad_norm": 0.5,
+        "gradient_accumulation_steps": 2, "report_to": "none", "use_cpu": True, "disable_tqdm": True, "weight_decay": 0.1,
+    }  # fmt: skip
+    return transformers.TrainingArguments(str(folder), **settings | more)
+
+
+def trained(kind, model, args, resume=None, rows=18):
+    trainer = kind(model, args, train_dataset=data(rows), eval_dataset=data(rows // 2))
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def logged(trainer):
+    """The numbers of each step and evaluation that do not depend on time."""
+    names = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch", "total_flos", "train_loss")
+    return [{name: each[name] for name in names if name in each} for each in trainer.state.log_history]
+
+
+def distributed(model, strategy="megatron-1d", counted=True):
+    ids = torch.zeros(4, 12, dtype=torch.int64)
+    batch = {"input_ids": ids, "labels": ids} | ({"num_items_in_batch": torch.tensor(1.0)} if counted else {})
+    return autotp.parallelize(model, kwargs=batch, strategy=strategy)
+
+
+def shared_folder():
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    return Path(folder[0])
+
+
+def plain(make, folder, rows=18):
+    """What Trainer logs of the plain model in one process, and where it saves the model."""
+    if dist.get_rank() == 0:
+        alone = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+        subprocess.run([sys.executable, __file__, make.__name__, str(folder), str(rows)], env=alone, check=True)
+    dist.barrier()
+    return json.loads((folder / "log.json").read_text())
+
+
+def require_close(found, wanted, norms=1e-9):
+    """Losses are logged in float32, norms as they are."""
+    assert len(found) == len(wanted), (found, wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.keys() == other.keys(), (one, other)
+        for name, value in one.items():
+            tolerance = norms if name == "grad_norm" else 1e-6
+            assert abs(value - other[name]) <= tolerance * abs(other[name]), (name, value, other)
+
+
+def losses():
+    """Accumulation, clipping, evaluation, smaller last batches and labels of differing numbers."""
+    folder = shared_folder()
+    wanted = plain(llama, folder)
+    parallel = distributed(llama())
+    trainer = trained(Trainer, parallel, arguments(folder / "here"))
+    require_close(logged(trainer), wanted)
+    assert len(parallel.programs) == 4, [*map(str, parallel.programs)]  # trained: of 4 and 2 rows; evaluated: of 4 and 1
+    trainer.save_model(str(folder / "ours"))
+    one, other = (transformers.AutoModelForCausalLM.from_pretrained(folder / name) for name in ("ours", "plain"))
+    assert type(one) is type(other) is transformers.LlamaForCausalLM
+    torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=1e-9, atol=1e-12)
+    scores, labels = trainer.predict(data(9))[:2]
+    assert scores.shape == (9, 12, 64) and labels.shape == (9, 12)
+    with torch.no_grad():
+        wanted = other(torch.stack([row["input_ids"] for row in data(9)])).logits
+    torch.testing.assert_close(torch.from_numpy(scores), wanted, rtol=1e-6, atol=1e-6)
+
+
+def resumed(dropout, strategy):
+    """What a run logs, and one that goes on from its checkpoint with another plan, of a model with other weights."""
+    folder, other = shared_folder(), shared_folder()
+    saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    saving |= {"load_best_model_at_end": True, "gradient_accumulation_steps": 1, "num_train_epochs": 1}
+    whole = trained(Trainer, distributed(gpt2(dropout)), arguments(folder, **saving), rows=16)
+    assert whole.state.best_global_step == 4
+    best = transformers.GPT2LMHeadModel.from_pretrained(whole.state.best_model_checkpoint)
+    for name, value in whole.model.named_parameters():
+        torch.testing.assert_close(value.full_tensor(), best.get_parameter(name), rtol=0, atol=0)
+    model = gpt2(dropout)
+    torch.nn.init.normal_(model.lm_head.weight)
+    again = distributed(model, strategy)
+    torch.manual_seed(5)
+    rest = trained(Trainer, again, arguments(other, **saving), str(folder / "checkpoint-2"), rows=16)
+    # The last entry is of the losses since the run began or was resumed.
+    return logged(whole)[:-1], logged(rest)[:-1]
+
+
+def resume():
+    """Dropout goes on as it would have."""
+    whole, rest = resumed(0.1, "megatron-1d")
+    assert whole == rest, (whole, rest)
+
+
+def resume_with_another_plan():
+    whole, rest = resumed(0.0, "zero3")
+    require_close(rest, whole, norms=1e-4)
+
+
+def adapters():
+    """Only the adapter is trained and saved; merged afterwards, it is that of the plain model."""
+    folder = shared_folder()
+    wanted = plain(adapted, folder, rows=16)
+    parallel = distributed(adapted())
+    trainer = trained(Trainer, parallel, arguments(folder / "here", save_strategy="steps", save_steps=3), rows=16)
+    require_close(logged(trainer), wanted)
+    trainer.save_model(str(folder / "ours"))
+    one, other = (peft.PeftModel.from_pretrained(llama(), folder / name) for name in ("ours", "plain"))
+    torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=1e-9, atol=1e-12)
+
+    # All weights, gathered and loaded into a plain model with an adapter.
+    whole = adapted()
+    whole.load_state_dict(get_model_state_dict(parallel, options=WHOLE))
+    for name, value in llama().named_parameters():
+        path = f"base_model.model.{name}"
+        path = path if path in whole.state_dict() else path.replace(".weight", ".base_layer.weight")
+        torch.testing.assert_close(whole.get_parameter(path), value, rtol=0, atol=0)
+    ids = data(1)[0]["input_ids"][None]
+    merged, expected = (each.merge_and_unload().eval()(ids).logits for each in (whole, other))
+    torch.testing.assert_close(merged, expected, rtol=1e-9, atol=1e-12)
+
+    again = distributed(adapted())
+    rest = trained(Trainer, again, arguments(folder / "here"), str(folder / "here" / "checkpoint-3"), rows=16)
+    assert logged(rest)[:-1] == logged(trainer)[:-1]
+
+
+def parts(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batches = torch.utils.data.DataLoader(data(18), batch_size=4)
+    return model, optimizer, batches, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+
+
+def by_hand(model, optimizer, batches, scheduler):
+    for number, batch in enumerate(batches, start=1):
+        loss = model(**batch).loss
+        (loss / 2).backward()
+        if number % 2 == 0 or number == len(batches):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        yield loss.item()
+
+
+def by_accelerate(accelerator, model, optimizer, batches, scheduler):
+    for batch in batches:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            yield loss.item()
+
+
+def accelerated():
+    """accelerate's loop: accumulation, clipping, a scheduler, and a state that is saved and loaded."""
+    folder, whole = shared_folder(), parts(llama())
+    first, second = [*by_hand(*whole)], [*by_hand(*whole)]
+    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+    prepared = accelerator.prepare(*parts(distributed(llama(), counted=False)))
+    found = torch.tensor([*by_accelerate(accelerator, *prepared)], dtype=torch.float64)
+    torch.testing.assert_close(found, torch.tensor(first, dtype=torch.float64), rtol=1e-9, atol=0)
+    state = accelerator.get_state_dict(prepared[0])
+    assert state.keys() == (whole[0].state_dict().keys() if dist.get_rank() == 0 else set())
+    accelerator.save_state(str(folder))
+
+    accelerator.free_memory()
+    model = llama()
+    torch.nn.init.normal_(model.lm_head.weight)
+    prepared = accelerator.prepare(*parts(distributed(model, "zero3", counted=False)))
+    accelerator.load_state(str(folder))
+    found = torch.tensor([*by_accelerate(accelerator, *prepared)], dtype=torch.float64)
+    torch.testing.assert_close(found, torch.tensor(second, dtype=torch.float64), rtol=1e-9, atol=0)
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+        globals()[sys.argv[1]]()
+        if dist.get_rank() == 0:
+            print("passed")
+        dist.destroy_process_group()
+    else:
+        made, into = globals()[sys.argv[1]](), Path(sys.argv[2])
+        alone = trained(transformers.Trainer, made, arguments(into), rows=int(sys.argv[3]))
+        alone.save_model(str(into / "plain"))
+        (into / "log.json").write_text(json.dumps(logged(alone)))
