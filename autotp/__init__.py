@@ -13,7 +13,7 @@ from autotp.plans.families import FAMILIES
 from autotp.plans.plan import Plan, PlannedOperator, Predicted
 from autotp.runtime.checkpoint.load import load_pretrained
 from autotp.runtime.checkpoint.save import save_pretrained
-from autotp.runtime.checkpoint.sharded import storable
+from autotp.runtime.checkpoint.sharded import redistribute, storable
 from autotp.runtime.module import DistributedModule
 from autotp.runtime.parallelize import parallelize
 from autotp.runtime.simulate import simulate
@@ -40,6 +40,7 @@ __all__ = [
     "load_pretrained",
     "parallelize",
     "plan",
+    "redistribute",
     "save_pretrained",
     "simulate",
     "storable",

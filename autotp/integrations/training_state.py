@@ -8,13 +8,11 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autotp.errors import AutotpError
-from autotp.runtime.checkpoint.sharded import storable
+from autotp.runtime.checkpoint.sharded import redistribute, storable
 from autotp.runtime.module import DistributedModule
-from autotp.runtime.state import distribute
 from passes.world.seeds import Seeds
 
 __all__ = ["load_optimizer", "require_global", "save_optimizer", "seeds_of"]
@@ -60,13 +58,7 @@ def load_optimizer(parallel: nn.Module, optimizer: Optimizer, directory: str | o
     state = storable(get_optimizer_state_dict(parallel, inner))
     dcp.load({"optimizer": state}, checkpoint_id=directory)
     set_optimizer_state_dict(parallel, inner, state)
-    held: dict[str, Any]
-    parameter: Any
-    for parameter, held in inner.state.items():
-        for name, value in held.items():
-            if isinstance(value, DTensor) and value.placements != parameter.placements:
-                # Fused optimizers would update a copy of what lies in another layout than its parameter.
-                held[name] = distribute(value.full_tensor(), parameter.placements, parameter.device_mesh)
+    redistribute(inner)
 
 
 def seeds_of(parallel: DistributedModule) -> Seeds:

@@ -71,6 +71,8 @@ def _resumed(side: Side, other: dict[str, Any]) -> float:
     loaded = state(again, optimizer)
     dcp.load(loaded, checkpoint_id=folder[0])
     set_state_dict(again, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    if side.ours:
+        autotp.redistribute(optimizer)
     return max(side.step(again, plain, [optimizer, optimizers[1]], batch(seed=seed)) for seed in range(2, 4))
 
 

@@ -169,10 +169,10 @@ def pixel_shuffle(node: fx.Node) -> OpRule:
     (source,), (target,) = shapes_of(node)
     dims, sizes = dims_of(source)
     groups = min(source[-3], target[-3])
-    sizes |= {"c": groups, "r": max(source[-3], target[-3]) // groups}
+    sizes |= {"c": groups, "r": max(source[-3], target[-3]) // groups if groups else 1}
 
     def channels(count: int) -> Dim:
-        return tuple(f for f in ("c", "r") if sizes[f] > 1 and (f == "c" or count > groups))
+        return tuple(f for f in ("c", "r") if sizes[f] != 1 and (f == "c" or count > groups))
 
     left, right = ([*dims[:-3], channels(shape[-3]), (), ()] for shape in (source, target))
     return op_rule([left], [right], sizes, whole=frozenset({"r"} if sizes["r"] > 1 else ()), linear=[(0,)])
