@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim import Optimizer
 
 from autotp.errors import AutotpError
+from autotp.runtime.anatomy import WORLD
 from autotp.runtime.checkpoint.sharded import redistribute, storable
 from autotp.runtime.module import DistributedModule
 from passes.world.seeds import Seeds
@@ -63,7 +64,7 @@ def load_optimizer(parallel: nn.Module, optimizer: Optimizer, directory: str | o
 
 def seeds_of(parallel: DistributedModule) -> Seeds:
     """The seeds of its passes, which dropout depends on."""
-    world: Any = parallel.get_submodule("autotp_world")
+    world: Any = parallel.get_submodule(WORLD)
     found: Seeds = world.seeds
     return found
 

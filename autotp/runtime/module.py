@@ -11,26 +11,27 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.fx.graph import PythonCode
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, DistributedSampler
 
 from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
 from autotp.runtime.agreement import JobAgreement
+from autotp.runtime.anatomy import CONSTANTS, WORLD, attach, bound, carrying, find, hierarchy
 from autotp.runtime.durations import how_to_run
 from autotp.runtime.output_guard import guard
 from autotp.runtime.programs import MOST, Program, Programmed, Programs, blueprint
 from autotp.runtime.recording import Event, recorded
 from autotp.runtime.rewrite import Rewritten
 from autotp.runtime.state import distribute, local_part, local_parts, of_rank_0, state_of
-from autotp.runtime.submodule import Captured, Submodule, plain_attributes
-from passes.layouts.layout import Layout, describe
+from autotp.runtime.submodule import Captured, plain_attributes
+from passes.layouts.layout import Layout, describe, place, take
 from passes.world.process import ProcessWorld
 
 __all__ = ["DistributedModule"]
 
-_WORLD, _CONSTANTS = "autotp_world", "autotp_constants"
 #: What a `DistributedModule` has besides the model's state and its class's attributes.
 _OWN = ("_graph", "_moded", "_owners", "_programs", "meta", "plan")
 
@@ -40,10 +41,10 @@ class DistributedModule(Programmed, Captured, fx.GraphModule):
 
     Parameters are ``DTensor`` under the model's own names, so optimizers, ``clip_grad_norm_`` and whole state dicts work as
     they are; ``torch.distributed.checkpoint`` cannot hold the parameters whose dims are split block by block. Calling it
-    takes the model's arguments (the global batch, on every device) and returns the model's output structure; gradients
-    arrive reduced. A call in another mode, without gradients, or with other inputs than the example runs a program of its
-    own (``programs``), over the same parameters. ``plan`` is the first one's. Its graph is that one's sharded graph; with
-    overlap, what a call runs is that graph's scheduled forward and backward graphs.
+    takes the model's arguments (the global batch, on every device, plain or as a ``DTensor``) and returns the model's
+    output structure; gradients arrive reduced. A call in another mode, without gradients, or with other inputs than the
+    example runs a program of its own (``programs``), over the same parameters. ``plan`` is the first one's. Its graph is
+    that one's sharded graph; with overlap, what a call runs is that graph's scheduled forward and backward graphs.
     """
 
     plan: Plan
@@ -70,17 +71,17 @@ class DistributedModule(Programmed, Captured, fx.GraphModule):
         layouts |= dict.fromkeys(captured.unused, rewritten.whole)
         learned = dict(model.named_parameters(remove_duplicate=False))
         persistent = set(model.state_dict(keep_vars=True))
-        modules = _hierarchy(root, model)
+        modules = hierarchy(root, model, _TAKEN)
         device = torch.device(mesh.device_type)
         for fqn, tensor in of_rank_0(state_of(model, initialise, seed), device, broadcast=broadcast):
             if captured.aliases.get(fqn, fqn) != fqn:
                 continue
             if fqn in layouts:
-                _attach(root, fqn, _carrying(learned[fqn], distribute(tensor, layouts[fqn], mesh)))
+                attach(root, fqn, carrying(learned[fqn], distribute(tensor, layouts[fqn], mesh)))
             else:
-                _attach(root, fqn, tensor.detach().to(mesh.device_type, copy=True), fqn in persistent)
+                attach(root, fqn, tensor.detach().to(mesh.device_type, copy=True), fqn in persistent)
         for alias, fqn in captured.aliases.items():
-            _attach(root, alias, _find(root, fqn))
+            attach(root, alias, find(root, fqn))
         how = functools.partial(how_to_run, schedule=schedule)
         programs = Programs(
             blueprint(model),
@@ -96,12 +97,12 @@ class DistributedModule(Programmed, Captured, fx.GraphModule):
             debug=debug,
         )
         if programs.first.constants:
-            root.add_module(_CONSTANTS, nn.Module())
+            root.add_module(CONSTANTS, nn.Module())
         for name, constant in programs.first.constants.items():
-            root.get_submodule(_CONSTANTS).register_buffer(name, constant, False)
-        root.add_module(_WORLD, world)
+            root.get_submodule(CONSTANTS).register_buffer(name, constant, False)
+        root.add_module(WORLD, world)
         _require_free_names(root)
-        super().__init__(root, _bound(rewritten), class_name="DistributedModule")
+        super().__init__(root, bound(rewritten), class_name="DistributedModule")
         for name, child in root.named_children():
             self.add_module(name, child)
         self._parameters |= root._parameters
@@ -122,7 +123,7 @@ class DistributedModule(Programmed, Captured, fx.GraphModule):
     @property
     def batch_rank(self) -> int:
         """Which of the plan's ``batch_ways`` parts of the batch is this rank's, as ``inputs='local'`` takes it."""
-        world: Any = self.get_submodule(_WORLD)
+        world: Any = self.get_submodule(WORLD)
         (at,), found = world.hosted, 0
         for axis in map(self.plan.mesh_axes.index, self.plan.batch_axes):
             found = found * self.plan.mesh_shape[axis] + at[axis]
@@ -148,6 +149,8 @@ class DistributedModule(Programmed, Captured, fx.GraphModule):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass of the model, with the model's own arguments and output structure."""
         programs = self._programs
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
+            args, kwargs = tree_map(self._given, (args, kwargs))
         key, inputs = programs.key(self._moded, args, kwargs)
         program = programs.of(key, args, kwargs, inputs)
         captured, parameters = program.captured, self._own_parameters(program)
@@ -166,12 +169,23 @@ class DistributedModule(Programmed, Captured, fx.GraphModule):
         programs.watch(outputs, lambda other: self._parts(other, self._own_parameters(other)))
         return captured.signature.unflatten(outputs)
 
+    def _given(self, leaf: Any) -> Any:
+        """What a call passes, where that is a ``DTensor``: as this rank would pass it without."""
+        if not isinstance(leaf, DTensor):
+            return leaf
+        world: Any = self.get_submodule(WORLD)
+        split = self._programs.split if leaf.dim() else ()
+        layout = tuple(place(0) if axis in split else Replicate() for axis in range(len(world.mesh_shape)))
+        if leaf.device_mesh == world.device_mesh:
+            return leaf.redistribute(placements=layout).to_local()
+        return take(leaf.full_tensor(), layout, world.mesh_shape, world.hosted[0])
+
     def _returned(self, program: Program, number: int, value: Any) -> Any:
         """An output as the caller gets it."""
         if program.plan.outputs == "whole" or not isinstance(value, Tensor):
             return value
         leaves: Any = program.captured.graph_module.graph.output_node().args[0]
-        whole, world = leaves[number].meta["val"], self.get_submodule(_WORLD)
+        whole, world = leaves[number].meta["val"], self.get_submodule(WORLD)
         layout = program.rewritten.returned(number)
         mesh: Any = world.device_mesh
         return DTensor.from_local(value, mesh, layout, run_check=False, shape=whole.shape, stride=whole.stride())
@@ -184,10 +198,10 @@ class DistributedModule(Programmed, Captured, fx.GraphModule):
         """A module of the same plan with parameters and buffers of its own; it shares the groups and the schedules."""
         made: Any = DistributedModule.__new__(DistributedModule)
         memo[id(self._programs)] = self._programs.anew()
-        shared = (self.get_submodule(_WORLD), self.plan)
+        shared = (self.get_submodule(WORLD), self.plan)
         memo |= {id(each): each for each in shared} | {id(self): made}
         for parameter in self.parameters():  # without its gradient, as torch copies a parameter
-            memo[id(parameter)] = _carrying(parameter, parameter.detach().clone())
+            memo[id(parameter)] = carrying(parameter, parameter.detach().clone())
         made.__dict__ |= {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
         made.recompile()
         return made
@@ -290,63 +304,6 @@ def _foreign(name: str, parameter: Any, layout: Layout, plan: Plan) -> str:
     )
 
 
-def _carrying(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
-    """A parameter in another's place, with what scripts attach to one, such as a mark for the optimizer."""
-    made = nn.Parameter(data, parameter.requires_grad)
-    for name, value in vars(parameter).items():
-        if not hasattr(made, name):
-            setattr(made, name, value)
-    return made
-
-
-def _bound(rewritten: Rewritten) -> fx.Graph:
-    """The sharded graph with its state read from the module: only the user's inputs stay placeholders."""
-    captured = rewritten.captured
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    for node in rewritten.graph_module.graph.nodes:
-        if node.op == "placeholder" and node.target in captured.inputs:
-            values[node] = graph.placeholder(str(node.target))
-    for node in rewritten.graph_module.graph.nodes:
-        if node in values:
-            continue
-        if node.op == "placeholder" and node.target in captured.parameters:
-            stored = graph.get_attr(captured.parameters[str(node.target)])
-            values[node] = graph.call_function(local_part, (stored, captured.parameters[str(node.target)]))
-        elif node.op == "placeholder" and node.target in captured.buffers:
-            values[node] = graph.get_attr(captured.buffers[str(node.target)])
-        elif node.op == "placeholder":
-            values[node] = graph.get_attr(f"{_CONSTANTS}.{node.target}")
-        elif node.op == "get_attr":
-            values[node] = graph.get_attr(_WORLD)
-        else:
-            values[node] = graph.node_copy(node, lambda n: values[n])
-    return graph
-
-
-def _hierarchy(root: nn.Module, model: nn.Module) -> list[Any]:
-    """What stands for the model's modules, in the order of ``model.modules()``, under their names in ``root``."""
-    made: dict[int, nn.Module] = {id(model): root}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if not path:
-            continue
-        parent, _, name = path.rpartition(".")
-        stands = made.setdefault(id(module), Submodule.like(path, module))
-        # A module without state needs no name of its own, where a graph module has another use for that.
-        if parent or name not in _TAKEN or any(True for _ in (*module.parameters(), *module.buffers())):
-            root.get_submodule(parent)._modules[name] = stands
-    return list(made.values())
-
-
-def _attach(root: nn.Module, path: str, value: Tensor, persistent: bool = True) -> None:
-    parent, _, name = path.rpartition(".")
-    module = root.get_submodule(parent)
-    if isinstance(value, nn.Parameter):
-        module.register_parameter(name, value)
-    else:
-        module.register_buffer(name, value, persistent)
-
-
 def _require_free_names(root: nn.Module) -> None:
     """Refuses state whose name a graph module needs itself."""
     names = {*root._modules, *root._parameters, *root._buffers}
@@ -355,11 +312,6 @@ def _require_free_names(root: nn.Module) -> None:
             f"the model's {', '.join(taken)} cannot keep that name: a torch.fx.GraphModule, which the distributed module "
             "is, has something else of the name. Rename it, or put the model inside another module"
         )
-
-
-def _find(root: nn.Module, path: str) -> Tensor:
-    parent, _, name = path.rpartition(".")
-    return getattr(root.get_submodule(parent), name)
 
 
 _TAKEN = frozenset((set(dir(DistributedModule)) - set(dir(nn.Module))) | set(_OWN))

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -125,11 +126,36 @@ def losses_outside():
                 autotp.parallelize(model, None, (x,), plan=parallel.plan, outputs="whole")
 
 
+def inputs_that_are_distributed():
+    """``DTensor`` inputs, on the module's mesh or another, mean what the plain ones mean; their gradients too."""
+    torch.manual_seed(0)
+    x, _ = data()[:8]
+    ranks = dist.get_world_size()
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
+    plain = model(x)
+    for inputs in ("global", "local"):
+        parallel = autotp.parallelize(model, None, (x,), strategy="data", mesh=(ranks,), inputs=inputs)
+        mine = parallel.get_parameter("0.weight").device_mesh
+        for mesh in (mine, init_device_mesh("cpu", (1, ranks))):
+            rest = [Replicate()] * (mesh.ndim - 1)
+            for placement in (Shard(0), Shard(1), Replicate()):
+                given = distribute_tensor(x, mesh, [*rest, placement]).requires_grad_()
+                out = parallel(given)
+                torch.testing.assert_close(out, plain, **SIX)
+                if inputs == "global" and mesh is mine:
+                    out.square().sum().backward()
+                    own = x.clone().requires_grad_()
+                    model(own).square().sum().backward()
+                    torch.testing.assert_close(given.grad.full_tensor(), own.grad, **SIX)
+        assert len(parallel.programs) == 1
+
+
 def main():
     dist.init_process_group("gloo")
     parts_of_the_batch()
     ranks_disagree()
     losses_outside()
+    inputs_that_are_distributed()
     if dist.get_rank() == 0:
         print("passed")
     dist.destroy_process_group()

@@ -1,0 +1,87 @@
+"""What a distributed module is made of: the model's hierarchy, its state under its names, the sharded graph over them."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from autotp.runtime.rewrite import Rewritten
+from autotp.runtime.state import local_part
+from autotp.runtime.submodule import Submodule
+
+__all__ = ["CONSTANTS", "WORLD", "attach", "bound", "carrying", "find", "hierarchy"]
+
+#: Names of the module's own parts, beside the model's.
+WORLD, CONSTANTS = "autotp_world", "autotp_constants"
+
+
+def hierarchy(root: nn.Module, model: nn.Module, taken: Set[str]) -> list[Any]:
+    """What stands for the model's modules, in the order of ``model.modules()``, under their names in ``root``.
+
+    Args:
+        root: empty.
+        model: it.
+        taken: names that ``root`` needs for something else.
+    """
+    made: dict[int, nn.Module] = {id(model): root}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if not path:
+            continue
+        parent, _, name = path.rpartition(".")
+        stands = made.setdefault(id(module), Submodule.like(path, module))
+        # A module without state needs no name of its own, where a graph module has another use for that.
+        if parent or name not in taken or any(True for _ in (*module.parameters(), *module.buffers())):
+            root.get_submodule(parent)._modules[name] = stands
+    return list(made.values())
+
+
+def attach(root: nn.Module, path: str, value: Tensor, persistent: bool = True) -> None:
+    """Gives a module of the hierarchy a parameter or buffer, by its name in the model."""
+    parent, _, name = path.rpartition(".")
+    module = root.get_submodule(parent)
+    if isinstance(value, nn.Parameter):
+        module.register_parameter(name, value)
+    else:
+        module.register_buffer(name, value, persistent)
+
+
+def find(root: nn.Module, path: str) -> Tensor:
+    """A parameter or buffer, by its name in the model."""
+    parent, _, name = path.rpartition(".")
+    return getattr(root.get_submodule(parent), name)
+
+
+def carrying(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """A parameter in another's place, with what scripts attach to one, such as a mark for the optimizer."""
+    made = nn.Parameter(data, parameter.requires_grad)
+    for name, value in vars(parameter).items():
+        if not hasattr(made, name):
+            setattr(made, name, value)
+    return made
+
+
+def bound(rewritten: Rewritten) -> fx.Graph:
+    """The sharded graph with its state read from the module: only the user's inputs stay placeholders."""
+    captured = rewritten.captured
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in rewritten.graph_module.graph.nodes:
+        if node.op == "placeholder" and node.target in captured.inputs:
+            values[node] = graph.placeholder(str(node.target))
+    for node in rewritten.graph_module.graph.nodes:
+        if node in values:
+            continue
+        if node.op == "placeholder" and node.target in captured.parameters:
+            stored = graph.get_attr(captured.parameters[str(node.target)])
+            values[node] = graph.call_function(local_part, (stored, captured.parameters[str(node.target)]))
+        elif node.op == "placeholder" and node.target in captured.buffers:
+            values[node] = graph.get_attr(captured.buffers[str(node.target)])
+        elif node.op == "placeholder":
+            values[node] = graph.get_attr(f"{CONSTANTS}.{node.target}")
+        elif node.op == "get_attr":
+            values[node] = graph.get_attr(WORLD)
+        else:
+            values[node] = graph.node_copy(node, lambda n: values[n])
+    return graph
