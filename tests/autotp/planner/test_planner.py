@@ -211,7 +211,10 @@ def memory_models():
     yield "images", nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1)), torch.randn(8, 3, 8, 8)
 
 
-@pytest.mark.parametrize(("name", "model", "x"), [pytest.param(*each, id=each[0]) for each in memory_models()])
+@pytest.mark.parametrize(
+    ("name", "model", "x"),
+    [pytest.param(*e, id=e[0], marks=[pytest.mark.exact] if e[0] == "attention" else []) for e in memory_models()],
+)
 def test_what_is_needed_is_what_the_plan_with_the_least_memory_takes(name, model, x):
     """Refused with a figure, no plan that is known takes less; and with that figure, that plan is found, on every mesh.
 
