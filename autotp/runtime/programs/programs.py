@@ -84,7 +84,7 @@ class Programs:
         self.model, self.plan, self.world, self.agreement, self.how = model, plan, world, agreement, how
         self.most, self.device, self.layouts, self.even, self.syncing = most, device, layouts, even, True
         self.debug, self.checked = debug, set[Key]()
-        self.split, self.ways = rewritten.split, rewritten.ways
+        self.split, self.ways, self.kept = rewritten.split, rewritten.ways, rewritten.sharding.kept > 0
         self.signature = rewritten.captured.signature
         shapes = iter(rewritten.shapes)
         leaves = [(x.dtype, next(shapes)) if x.shape is not None else _described(x.value) for x in self.signature.leaves]
@@ -211,7 +211,7 @@ class Programs:
             self.agreement,
             lambda: self._captured(key, args, kwargs),
             lambda captured: self._planned(key, captured),
-            lambda captured, plan: apply(captured, plan, self.split, kept=plan.outputs == "dtensor"),
+            lambda captured, plan: apply(captured, plan, self.split, kept=self.kept),
         )
         same = [p for k, p in self.known.items() if p.plan.hash == plan.hash and k.gradients == key.gradients]
         self.known[key] = same[0] if same else self._program(key, plan, rewritten)

@@ -140,6 +140,24 @@ def test_a_plan_for_inference_stays_one():
     assert [each.plan.mode for each in ours.programs] == ["inference"] * 2
 
 
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+def test_outputs_that_stay_sharded_are_whole_in_lockstep(schedule):
+    """In the first program and in all others, whose outputs one device alone would not have."""
+    model, (x, y) = net()
+    plain = copy.deepcopy(model)
+    asked = {"outputs": "dtensor", "constraints": ["output:0=S(0)@x"]}
+    ours = distributed(model, (x,), "data", schedule=schedule, **asked)
+    for rows in (8, 4):
+        found = []
+        for each in (ours, plain):
+            each.zero_grad()
+            scores = each(x[:rows])
+            nn.functional.cross_entropy(scores, y[:rows]).backward()
+            found += [scores, each.get_parameter("first.weight").grad]
+        torch.testing.assert_close(found[:2], found[2:], **SIX)
+    assert len(ours.programs) == 2
+
+
 def test_micro_batches_of_different_sizes():
     """Gradients that wait belong to two programs; the last pass reduces them all."""
     model, (x, y) = net()
