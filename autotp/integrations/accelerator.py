@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from autotp.errors import AutotpError
-from autotp.integrations.training_state import load_optimizer, require_global, save_optimizer, seeds_of
+from autotp.integrations.training_state import SEEDS, load_optimizer, require_global, save_optimizer, seeds_of
 from autotp.runtime.checkpoint.load import load_pretrained
 from autotp.runtime.checkpoint.save import save_pretrained
 
@@ -25,8 +25,6 @@ except ImportError as error:
     raise ImportError("autotp.integrations.accelerator needs accelerate: pip install 'accelerate>=1.15'") from error
 
 __all__ = ["Accelerator"]
-
-_SEEDS = "autotp_seeds.pt"
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -127,7 +125,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         for number, optimizer in enumerate(optimizers):
             save_optimizer(_stepped(models, optimizer), optimizer, Path(where, f"optimizer_{number}"))
         if self.is_main_process:
-            torch.save([seeds_of(model).state for model in models], Path(where, _SEEDS))
+            torch.save([seeds_of(model).state for model in models], Path(where, SEEDS))
         self.wait_for_everyone()
         return where
 
@@ -142,7 +140,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             load_pretrained(model, Path(where[0], f"model_{number}"))
         for number, optimizer in enumerate(optimizers):
             load_optimizer(_stepped(models, optimizer), optimizer, Path(where[0], f"optimizer_{number}"))
-        for model, state in zip(models, torch.load(Path(where[0], _SEEDS), weights_only=True), strict=True):
+        for model, state in zip(models, torch.load(Path(where[0], SEEDS), weights_only=True), strict=True):
             seeds_of(model).state = state
 
     @contextmanager

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from autotp.errors import AutotpError
-from autotp.runtime.checkpoint.entries import agreed
+from autotp.runtime.agreement import everywhere
 
 __all__ = ["is_adapted", "load_adapter", "save_adapter"]
 
@@ -48,7 +48,7 @@ def save_adapter(parallel: nn.Module, model: Any, directory: str | os.PathLike[s
             whole = parameter.full_tensor()
             if writes:
                 learned[name] = whole.detach().cpu()
-    with agreed(f"cannot save to {os.fspath(directory)}"):
+    with everywhere(f"cannot save to {os.fspath(directory)}"):
         if writes:
             model.save_pretrained(directory, state_dict=learned)
 
@@ -66,7 +66,7 @@ def load_adapter(parallel: nn.Module, model: Any, directory: str | os.PathLike[s
     from peft import get_peft_model_state_dict
     from peft.utils import load_peft_weights
 
-    with agreed(f"cannot load {os.fspath(directory)}"):
+    with everywhere(f"cannot load {os.fspath(directory)}"):
         (adapter,) = model.peft_config
         learned = {name: name for name, each in parallel.named_parameters() if each.requires_grad}
         # peft leaves the adapter's name out of those in its files.

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from autotp.errors import AutotpError
 from autotp.integrations.accelerator import Accelerator
 from autotp.integrations.adapters import is_adapted, load_adapter, save_adapter
-from autotp.integrations.training_state import load_optimizer, require_global, save_optimizer, seeds_of
+from autotp.integrations.training_state import SEEDS, load_optimizer, require_global, save_optimizer, seeds_of
 from autotp.runtime.checkpoint.load import load_pretrained
 from autotp.runtime.checkpoint.save import save_pretrained
 from autotp.runtime.programs import blueprint
@@ -27,7 +27,7 @@ except ImportError as error:
 
 __all__ = ["Trainer"]
 
-_OPTIMIZER, _SEEDS = "optimizer", "autotp_seeds.pt"
+_OPTIMIZER = "optimizer"
 #: Arguments that change the model or wrap it, and what to do instead.
 _REFUSED = {
     "bf16": "pass precision= to autotp.parallelize",
@@ -156,12 +156,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if self.args.should_save:
-            torch.save(seeds_of(self.model).state, Path(output_dir, _SEEDS))
+            torch.save(seeds_of(self.model).state, Path(output_dir, SEEDS))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
-        if checkpoint is not None and Path(checkpoint, _SEEDS).is_file():
-            seeds_of(self.model).state = torch.load(Path(checkpoint, _SEEDS), weights_only=True)
+        if checkpoint is not None and Path(checkpoint, SEEDS).is_file():
+            seeds_of(self.model).state = torch.load(Path(checkpoint, SEEDS), weights_only=True)
 
 
 def _check(args: Any) -> None:

@@ -16,7 +16,10 @@ from autotp.runtime.checkpoint.sharded import redistribute, storable
 from autotp.runtime.module import DistributedModule
 from passes.world.seeds import Seeds
 
-__all__ = ["load_optimizer", "require_global", "save_optimizer", "seeds_of"]
+__all__ = ["SEEDS", "load_optimizer", "require_global", "save_optimizer", "seeds_of"]
+
+#: The file that says where random numbers stand.
+SEEDS = "autotp_seeds.pt"
 
 
 def require_global(parallel: Any) -> DistributedModule:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
-from autotp.errors import PlanMismatchError
+from autotp.errors import AutotpError, PlanMismatchError
 from autotp.plans.plan import Plan
 from autotp.runtime.rewrite import Rewritten
 from passes.capture import Captured
 
-__all__ = ["Agreement", "JobAgreement", "agreed"]
+__all__ = ["Agreement", "JobAgreement", "agreed", "everywhere"]
 
 
 class Agreement:
@@ -112,3 +113,22 @@ def agreed(
             raise PlanMismatchError(f"rank {rank} holds plan {digest}, rank 0 {reports[0][0]}; give all ranks one model")
     assert rewritten is not None
     return plan, rewritten
+
+
+@contextmanager
+def everywhere(doing: str) -> Iterator[None]:
+    """Raises on every rank if any rank fails inside, where no collective may be called."""
+    problem: Exception | None = None
+    try:
+        yield
+    except AutotpError as error:
+        problem = error
+    except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it, whatever it is
+        problem = AutotpError(f"{doing}: {str(error) or type(error).__name__}")
+        problem.__cause__ = error
+    reports = JobAgreement().gathered(None if problem is None else str(problem))
+    if problem is not None:
+        raise problem
+    for rank, report in enumerate(reports):
+        if report is not None:
+            raise AutotpError(f"rank {rank}: {report}")

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.fx.graph import PythonCode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset, DistributedSampler
 
 from autotp.errors import AutotpError
@@ -26,7 +26,7 @@ from autotp.runtime.programs import MOST, Program, Programmed, Programs, bluepri
 from autotp.runtime.recording import Event, recorded
 from autotp.runtime.rewrite import Rewritten
 from autotp.runtime.state import distribute, local_part, local_parts, of_rank_0, state_of
-from autotp.runtime.submodule import Captured, plain_attributes
+from autotp.runtime.submodule import Sealed, plain_attributes
 from passes.layouts.layout import Layout, describe, place, take
 from passes.world.process import ProcessWorld
 
@@ -36,7 +36,7 @@ __all__ = ["DistributedModule"]
 _OWN = ("_graph", "_moded", "_owners", "_programs", "meta", "plan")
 
 
-class DistributedModule(Programmed, Captured, fx.GraphModule):
+class DistributedModule(Programmed, Sealed, fx.GraphModule):
     """This device's part of a model.
 
     Parameters are ``DTensor`` under the model's own names, so optimizers, ``clip_grad_norm_`` and whole state dicts work as
@@ -73,9 +73,8 @@ class DistributedModule(Programmed, Captured, fx.GraphModule):
         persistent = set(model.state_dict(keep_vars=True))
         modules = hierarchy(root, model, _TAKEN)
         device = torch.device(mesh.device_type)
-        for fqn, tensor in of_rank_0(state_of(model, initialise, seed), device, broadcast=broadcast):
-            if captured.aliases.get(fqn, fqn) != fqn:
-                continue
+        state = ((fqn, value) for fqn, value in state_of(model, initialise, seed) if fqn not in captured.aliases)
+        for fqn, tensor in of_rank_0(state, device, broadcast=broadcast):
             if fqn in layouts:
                 attach(root, fqn, carrying(learned[fqn], distribute(tensor, layouts[fqn], mesh)))
             else:
@@ -116,9 +115,9 @@ class DistributedModule(Programmed, Captured, fx.GraphModule):
         names = {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers(remove_duplicate=False))}
         self._owners = {name: self._owner(name) for name in names}
         self._plain = plain_attributes(model)
-        self._whole = True
+        self._sealed = True
         for each in modules[1:]:
-            each._whole = True
+            each._sealed = True
 
     @property
     def batch_rank(self) -> int:
@@ -149,9 +148,10 @@ class DistributedModule(Programmed, Captured, fx.GraphModule):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass of the model, with the model's own arguments and output structure."""
         programs = self._programs
-        if any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
-            args, kwargs = tree_map(self._given, (args, kwargs))
         key, inputs = programs.key(self._moded, args, kwargs)
+        if any(isinstance(each, DTensor) for each in inputs):
+            args, kwargs = tree_map(self._given, (args, kwargs))
+            key, inputs = programs.key(self._moded, args, kwargs)
         program = programs.of(key, args, kwargs, inputs)
         captured, parameters = program.captured, self._own_parameters(program)
         for other in programs.waiting:
@@ -269,9 +269,9 @@ class DistributedModule(Programmed, Captured, fx.GraphModule):
     def _parts(self, program: Program, parameters: Mapping[str, Any], *, disjoint: bool = False) -> dict[str, Tensor]:
         """This device's parts of the parameters; their gradients become the parameters'."""
         values: dict[str, Tensor] = {name: parameter._local_tensor for name, parameter in parameters.items()}
-        names = {name: program.captured.parameters[name] for name, each in parameters.items() if each.requires_grad}
         if not torch.is_grad_enabled():
             return values
+        names = {name: program.captured.parameters[name] for name, each in parameters.items() if each.requires_grad}
         if not disjoint:  # apart, so that each sees whether another has its gradient too
             return values | {name: local_part(parameters[name], fqn) for name, fqn in names.items()}
         return values | dict(zip(names, local_parts([*names.values()], [parameters[name] for name in names]), strict=True))

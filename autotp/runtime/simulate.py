@@ -86,9 +86,19 @@ class Simulated(Programmed):
         self.training = model.training
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         layouts = {fqn: rewritten.resting(name) for name, fqn in rewritten.captured.parameters.items()}
-        training = [each.training for each in model.modules()]
-        options: dict[str, Any] = {"training": training, "most": most, "device": device, "layouts": layouts, "even": True}
-        programs = Programs(model, plan, rewritten, world, Agreement(), how, **options)
+        programs = Programs(
+            model,
+            plan,
+            rewritten,
+            world,
+            Agreement(),
+            how,
+            training=[each.training for each in model.modules()],
+            most=most,
+            device=device,
+            layouts=layouts,
+            even=True,
+        )
         self.__dict__ |= {"rewritten": rewritten, "world": world, "_programs": programs}
         self.__dict__["_moded"] = [self, *list(model.modules())[1:]]
 

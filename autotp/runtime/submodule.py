@@ -10,7 +10,7 @@ from torch import nn
 
 from autotp.errors import AutotpError
 
-__all__ = ["Captured", "Submodule", "plain_attributes"]
+__all__ = ["Sealed", "Submodule", "plain_attributes"]
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 #: torch's own modules that only hold others, or parameters.
@@ -25,12 +25,12 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in own.items() if isinstance(value, _PLAIN)}
 
 
-class Captured(nn.Module):
+class Sealed(nn.Module):
     """A module that stands for one that was captured: what its graph cannot follow is refused."""
 
     _path = ""
     _plain: Mapping[str, Any] = {}  # what `plain_attributes` found
-    _whole = False  # whether it has all its parameters and modules
+    _sealed = False  # whether it has all its parameters and modules
 
     def __setattr__(self, name: str, value: Any) -> None:
         where = f"{self._path}.{name}".lstrip(".")
@@ -40,7 +40,7 @@ class Captured(nn.Module):
                 f"the graph cannot follow a change to {value!r}. Set it on the model, and distribute the model again"
             )
         held = {**self.__dict__.get("_modules", {}), **self.__dict__.get("_parameters", {})}
-        if self._whole and (isinstance(value, (nn.Module, nn.Parameter)) or name in held) and held.get(name) is not value:
+        if self._sealed and (isinstance(value, (nn.Module, nn.Parameter)) or name in held) and held.get(name) is not value:
             kind = "module" if isinstance(value, nn.Module) else "parameter"
             raise AutotpError(
                 f"{where}: the graph cannot follow a {kind} that takes the place of another, or is new. Change the model "
@@ -50,7 +50,7 @@ class Captured(nn.Module):
         super().__setattr__(name, value)
 
 
-class Submodule(Captured):
+class Submodule(Sealed):
     """A module of the model's hierarchy, with its parameters and buffers; the graph does what it did.
 
     What stands for one of torch's own layers is an instance of that layer's class too, so what goes by types finds it; a

@@ -1,1 +1,1 @@
-"""What people do with a distributed module, tried with autotp and with FSDP2: `rows` and `state` say what, `side` how."""
+"""What people do with a distributed module, with autotp and FSDP2: `rows`, `state` and `mistakes` say what, `side` how."""

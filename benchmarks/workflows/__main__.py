@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _rows(only: str) -> list[Any]:
-    from benchmarks.workflows.state import ROWS
+    from benchmarks.workflows.mistakes import ROWS
 
     return [row for row in ROWS if only in row.name]
 

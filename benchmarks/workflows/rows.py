@@ -119,11 +119,8 @@ def _batch_norm(side: Side) -> float:
     module = side.distribute(model, (x,))
     for each, given in ((module, side.part(x)), (plain, (x,))):
         each(*given).square().mean().backward()
-    return (
-        float((module[1].running_mean - plain[1].running_mean).abs().max())
-        if not side.ours
-        else float((dict(module.named_buffers())["1.running_mean"] - plain[1].running_mean).abs().max())
-    )
+    mine, theirs = (each.get_buffer("1.running_mean") for each in (module, plain))
+    return float((mine - theirs).abs().max())
 
 
 ACCUMULATION = "Accumulation"

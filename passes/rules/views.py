@@ -197,11 +197,9 @@ def repeat_interleave(node: fx.Node) -> OpRule:
         return op_rule([[()] * len(shape), *counts], [[()]], {}, linear=[(0,)])
     where = (given["dim"] or 0) % len(shape)
     copied, whole = list(dims), frozenset[str]()
-    if counts or given["output_size"] is not None or not shape[where]:
+    if counts or given["output_size"] is not None or not shape[where] or not target[where]:
         dims[where] = copied[where] = ()
     elif target[where] > shape[where]:
         sizes["copies"], whole = target[where] // shape[where], frozenset({"copies"})
         copied[where] = (*dims[where], "copies")
-    elif not target[where]:
-        dims[where] = copied[where] = ()
     return op_rule([dims, *counts], [copied], sizes, whole=whole, linear=[(0,)])

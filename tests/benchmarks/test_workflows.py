@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.workflows.state import ROWS
+from benchmarks.workflows.mistakes import ROWS
 
 ROOT = Path(__file__).parents[2]
 

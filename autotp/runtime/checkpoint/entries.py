@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from autotp.errors import AutotpError
 from autotp.runtime.module import DistributedModule
 
-__all__ = ["Entry", "agreed", "entries_of"]
+__all__ = ["Entry", "entries_of"]
 
 
 @dataclass(frozen=True)
@@ -42,23 +38,3 @@ def entries_of(parallel: nn.Module) -> list[Entry]:
             names.setdefault(id(value), []).append(name)
             values[id(value)] = value
     return [Entry(tuple(names[each]), value) for each, value in values.items()]
-
-
-@contextmanager
-def agreed(doing: str) -> Iterator[None]:
-    """Raises on every rank if any rank fails inside, where no collective may be called."""
-    problem: Exception | None = None
-    try:
-        yield
-    except AutotpError as error:
-        problem = error
-    except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it, whatever it is
-        problem = AutotpError(f"{doing}: {str(error) or type(error).__name__}")
-        problem.__cause__ = error
-    reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, None if problem is None else str(problem))
-    if problem is not None:
-        raise problem
-    for rank, report in enumerate(reports):
-        if report is not None:
-            raise AutotpError(f"rank {rank}: {report}")

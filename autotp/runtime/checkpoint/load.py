@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autotp.errors import AutotpError
-from autotp.runtime.checkpoint.entries import Entry, agreed, entries_of
+from autotp.runtime.agreement import everywhere
+from autotp.runtime.checkpoint.entries import Entry, entries_of
 from autotp.runtime.checkpoint.files import Place, opened, stored_in
 from autotp.runtime.checkpoint.match import match
 from passes.layouts.layout import Layout, Split, even_chunk, splits
@@ -42,13 +43,13 @@ def load_pretrained(
     Raises:
         AutotpError: on every rank, when a file is missing or damaged, or when names, shapes or dtypes do not fit.
     """
-    with agreed(f"cannot load {os.fspath(directory)}"):
+    with everywhere(f"cannot load {os.fspath(directory)}"):
         state = entries_of(parallel)
         matched = match(state, stored_in(Path(directory)))
         matched.require(os.fspath(directory), strict)
         for entry, places in matched.places:
             _require_same(entry, places)
-    with agreed(f"cannot read all of {os.fspath(directory)}, and some parameters are changed already"), torch.no_grad():
+    with everywhere(f"cannot read all of {os.fspath(directory)}, and some parameters are changed already"), torch.no_grad():
         for entry, places in matched.places:
             _read(entry.value, places[0])
     return matched.missing, matched.unexpected

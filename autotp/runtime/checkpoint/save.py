@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autotp.errors import AutotpError
-from autotp.runtime.checkpoint.entries import Entry, agreed, entries_of
+from autotp.runtime.agreement import everywhere
+from autotp.runtime.checkpoint.entries import Entry, entries_of
 from autotp.runtime.checkpoint.files import INDEX, WHOLE, safetensors_library
 from costmodel import parse_quantity
 
@@ -55,7 +56,7 @@ def save_pretrained(
     """
     target, staging, wrong = Path(directory), None, f"cannot save to {os.fspath(directory)}"
     try:
-        with agreed(wrong):
+        with everywhere(wrong):
             state = entries_of(parallel)
             files = _files(state, parse_quantity(max_shard_size, "memory"))
             if config is not None and not callable(getattr(config, "save_pretrained", None)):
@@ -65,11 +66,11 @@ def save_pretrained(
                 staging = _staging(target)
         for name, entries in files.items():
             whole = {entry.names[0]: kept for entry in entries if (kept := _gathered(entry.value)) is not None}
-            with agreed(wrong):
+            with everywhere(wrong):
                 if staging is not None:
                     safetensors_library().torch.save_file(whole, staging / name, metadata={"format": "pt"})
             del whole
-        with agreed(wrong):
+        with everywhere(wrong):
             if staging is not None:
                 _write_index(staging, files)
                 _write_config(staging, config, state)

@@ -167,12 +167,12 @@ class Programs:
             PlanMismatchError: on every process, where they were given different calls, or should have the same inputs and
                 have not.
         """
-        if inputs is not None and (key not in self.checked or self.debug):
-            self._check(key, args, kwargs, inputs)
+        unseen = inputs is not None and (key not in self.checked or self.debug)
+        if unseen or key not in self.known:
+            self._check(key, args, kwargs, inputs or ())
+        if inputs is not None:
             self.checked.add(key)
         if key not in self.known:
-            if inputs is None:
-                self._check(key, args, kwargs, ())
             with torch.inference_mode(mode=False), torch.enable_grad():
                 self._make(key, args, kwargs)
         return self.known[key]
