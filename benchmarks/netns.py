@@ -105,7 +105,8 @@ def layout(topology: Topology) -> Layout:
     outer = levels[-1]
     if outer.size == 1:
         return Layout(1, ranks, None)
-    if outer.links > 1 or outer.point_to_point is not None or outer.matrix is not None or (ranks > 1 and not outer.shared):
+    several = outer.links > 1 or outer.direct or outer.point_to_point is not None or outer.matrix is not None
+    if several or (ranks > 1 and not outer.shared):
         raise ClusterError(
             f"topology {topology.name!r}: level {outer.name!r} has several links, a matrix or an uplink that is not "
             "shared; an emulated cluster has one link for each node, which its ranks share"

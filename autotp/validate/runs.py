@@ -39,6 +39,9 @@ _DEVICES = {
     r"\bh100(?!.*(pcie|nvl))": "dgx-h100",
     r"\bh200": "h200",
     r"\bgb200": "gb200-nvl72",
+    r"\bb200": "dgx-b200",
+    r"\bmi300x": "mi300x",
+    r"\bmi250x": "frontier-mi250x",
     r"\bv100": "dgx-v100",
 }
 #: What a dtype in lower case contains -> precision; the first that fits.

@@ -47,7 +47,8 @@ def group_link(
             sets = _member_sets(mesh_shape, tuple(axes), within, level.size)
             bandwidth = min(ring_bandwidth(level.matrix, numbers) for numbers in sets) / rings
         else:
-            bandwidth = min(level.bandwidth / rings, level.one_link * min(members, level.links))
+            used = ways - 1 if level.direct else members
+            bandwidth = min(level.bandwidth / rings, level.one_link * min(used, level.links))
         overhead = figures.overhead if isinstance(figures, Measured) else 0.0
         rates = bandwidth, figures.latency, overhead
         own = contention if level.contention is None else level.contention

@@ -54,6 +54,7 @@ class Level:
         links: the number of equal, parallel links of the uplink (network adapters). A ring with k devices in the
             group below uses at most k of them.
         point_to_point: bytes/s of one of those links; by default, the uplink's bandwidth over ``links``.
+        direct: whether each of these links goes to one other group, so that a ring through k groups uses k - 1 of them.
         shared: whether rings that leave one group of the level below at the same time share its uplink. If False (a torus,
             in which every device has its own link to the next group), each ring gets the full ``bandwidth``.
         matrix: for irregular machines, bytes/s between any two of the groups that this level joins, 0 for no direct
@@ -73,6 +74,7 @@ class Level:
     latency: float
     links: int = 1
     point_to_point: float | None = None
+    direct: bool = False
     shared: bool = True
     matrix: tuple[tuple[float, ...], ...] | None = None
     measured: Mapping[str, Measured] = field(default_factory=dict, hash=False)
@@ -124,7 +126,7 @@ class Level:
             data,
             where,
             required=("name", "size", "latency") + (() if "matrix" in data else ("bandwidth",)),
-            optional=("bandwidth", "links", "point_to_point", "shared", "matrix", "measured", "contention"),
+            optional=("bandwidth", "links", "point_to_point", "direct", "shared", "matrix", "measured", "contention"),
         )
         matrix = table.quantities("matrix", "bandwidth") if "matrix" in table.data else None
         measured = {}
@@ -139,6 +141,7 @@ class Level:
         read: dict[str, Callable[[str], Any]] = {
             "links": table.integer,
             "point_to_point": lambda key: table.quantity(key, "bandwidth", positive=True),
+            "direct": table.boolean,
             "shared": table.boolean,
             "contention": table.number,
         }

@@ -20,6 +20,7 @@ _GIB = 2**30
 # First match wins, so the longer names of one family come before the shorter.
 _PRESET_OF_GPU = (
     ("GB200", "gb200-nvl72"),
+    ("B200", "dgx-b200"),
     ("H200", "h200"),
     ("H100-80GB-HBM3", "dgx-h100"),
     ("A100-SXM", "dgx-a100"),

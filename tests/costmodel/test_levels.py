@@ -43,6 +43,14 @@ def test_one_device_alone_in_its_box_uses_one_adapter():
     assert faster.link((4,), (0,)).bandwidth == 30.0
 
 
+def test_a_group_uses_the_links_that_join_its_devices():
+    box = Topology("mesh", DEVICE, (Level("in", 8, 336.0, 1.0, links=7, direct=True), Level("out", 2, 80.0, 5.0, links=8)))
+    assert [box.link(mesh, (1,)).bandwidth for mesh in ((2, 8), (4, 4), (8, 2))] == [336.0, 3 * 48.0, 48.0]
+    assert box.resized(4).link((4,), (0,)).bandwidth == 3 * 48.0
+    # Both devices of a pair send at once, each to the other.
+    assert box.link((8, 2), (1,)).exchange_rate == pytest.approx(1 / 2 / 48)
+
+
 def test_a_torus_shares_nothing():
     torus = Topology("torus", DEVICE, tuple(Level(f"d{i}", 4, 50.0, 1.0, shared=False) for i in range(3)))
     assert [link.bandwidth for link in torus.links((4, 4, 4))] == [50.0] * 3
