@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -48,7 +48,7 @@ class Model:
         stands: operator or parameter node -> the node that stands for it.
         trained: tensors through which gradients flow.
         pins: what constraints ask of operators and parameters.
-        resting: parameter node -> the layout in which it has to rest, on the mesh that is planned for.
+        resting: parameter, or buffer, node -> the layout in which it has to rest, on the mesh that is planned for.
         recomputed: operator that the backward pass recomputes -> whether it repeats the collectives that bring its results
             into other layouts.
         undecided: operator that the planner may have recomputed, with all collectives -> the last operator of its block;
@@ -71,6 +71,12 @@ class Model:
         """Of all parameters, whole."""
         given = self.captured.placeholders
         return float(sum(given[name].nbytes for name in self.captured.parameters))
+
+    @property
+    def placed(self) -> Mapping[str, str]:
+        """Placeholder -> name of a parameter, or buffer, whose resting layout a plan has."""
+        caches = self.captured.caches | {node.name for node in self.resting if node.name in self.captured.buffers}
+        return {**self.captured.parameters, **{n: fqn for n, fqn in self.captured.buffers.items() if n in caches}}
 
     @_of_graph
     def operands(self) -> Mapping[fx.Node, Sequence[fx.Node]]:
@@ -102,19 +108,32 @@ class Model:
         return [leaf for leaf in leaves if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), Tensor)]
 
     @_of_graph
+    def written(self) -> Sequence[tuple[fx.Node, fx.Node]]:
+        """(A cache's new value, the cache): it is brought to where the cache rests."""
+        graph, captured = self.captured.graph_module.graph, self.captured
+        given = {node.name: node for node in graph.find_nodes(op="placeholder")}
+        made: Sequence = graph.output_node().args[0][captured.outputs :]  # type: ignore[index, assignment]
+        pairs = zip(made, captured.mutations, strict=True)
+        return [(value, given[name]) for value, name in pairs if name in captured.caches]
+
+    @_of_graph
     def outputs(self) -> list[fx.Node]:
-        """Those of them that are brought whole to every device; what may stay sharded is an ``alias``."""
-        return [leaf for leaf in self.returned if leaf.target is not torch.ops.aten.alias.default]
+        """Those that are brought whole to every device; what may stay sharded is an ``alias``, or a cache's new value."""
+        left = Counter(value for value, _ in self.written)
+        leaves = [leaf for leaf in self.returned if leaf.target is not torch.ops.aten.alias.default]
+        return [*(Counter(leaves) - left).elements()]
 
     @_of_graph
     def readers(self) -> Mapping[Value, Sequence[tuple[fx.Node, int]]]:
-        """Tensor -> the nodes that read it, in order, and as which operand; the graph's output is one of them."""
+        """Tensor -> the nodes that read it, in order, and as which operand; the graph's output and caches are such."""
         found: dict[Value, list[tuple[fx.Node, int]]] = defaultdict(list)
         for node, operands in self.operands.items():
             for position, operand in enumerate(operands):
                 found[value_of(operand)].append((node, position))
         for leaf in self.outputs:
             found[value_of(leaf)].append((leaf.graph.output_node(), 0))
+        for leaf, cache in self.written:
+            found[value_of(leaf)].append((cache, 0))
         return dict(found)
 
     @_of_graph

@@ -179,7 +179,9 @@ class Priced:
                 users[value_of(operand), want].append(node)
         whole = whole_layout(len(self.prices.mesh))
         for leaf in self.model.outputs:
-            users[value_of(leaf), Want(whole, whole)] += []
+            users[value_of(leaf), Want.of(whole)] += []
+        for leaf, cache in self.model.written:
+            users[value_of(leaf), Want.of(self.layouts[cache, 0])] += []
         return [self.moved(value, self.layouts[value], want, each) for (value, want), each in users.items()]
 
     def moved(self, value: Value, have: Layout, want: Want, users: list[fx.Node]) -> Moved:

@@ -79,7 +79,9 @@ class TensorClasses:
         whole = whole_layout(len(self.priced.prices.mesh))
         for user, place in model.readers[value]:
             if user.op == "output":
-                wants[Want(whole, whole)] += []
+                wants[Want.of(whole)] += []
+            elif user.op == "placeholder":
+                wants[Want.of(self.priced.layouts[user, 0])] += []
             else:
                 wants[strategy_of(user).wants[place]].append(user)
         have: Layout = self.priced.layouts[value]

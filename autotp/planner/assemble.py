@@ -198,11 +198,12 @@ class _Assembly:
         """Where something may rest: seconds of the optimizer's step there, and bytes of its state."""
         shape = tuple(rest.value.shape)
         elements = local_elements(shape, rest.rows, self.mesh)
-        if not rest.parameter:
-            return np.zeros(1), elements * rest.value.element_size()
         fits = fitting(shape, rest.rows, self.mesh)
         fits &= ~((rest.rows != WHOLE) & (np.array(self.mesh) == 1)).any(axis=-1)
-        fits &= restoring(rest.rows, self.mesh) & (rest.regathered | (not self.panelled))
+        fits &= restoring(rest.rows, self.mesh)
+        if not rest.parameter:
+            return np.where(fits, 0.0, np.inf), elements * rest.value.element_size()
+        fits &= rest.regathered | (not self.panelled)
         for pin in pins:
             fits &= pin.allows(rest.rows)
         offered = np.zeros(len(fits), bool)

@@ -89,7 +89,8 @@ class Found:
         """Its strategies with their prices, and the panels of its products."""
         model, prices = self.model, self.prices
         strategies = {node.name: self._chosen(node) for node in model.operators}
-        resting = {node.name: self._chosen(node) for node in self._parameters}
+        given = model.captured.graph_module.graph.find_nodes(op="placeholder")
+        resting = {node.name: self._chosen(node) for node in given if node.name in model.placed}
         possible = [] if self.panels == 1 else loops(model.operators, strategies, resting, prices.mesh)
         panels = choose_panels(possible, model.operators, strategies, prices, self.panels)
         once = [node.name for node in self._parameters if node not in self.rematerialized]
@@ -133,7 +134,7 @@ def describe_plan(found: Found, sums: Sums, *, hides: bool, **fields: Any) -> Pl
     captured, whole = model.captured, whole_layout(len(prices.mesh))
     copies = Counter(model.stands[node] for node in model.operators)
     given = captured.graph_module.graph.find_nodes(op="placeholder")
-    layouts = {captured.parameters[n.name]: priced.layouts[n, 0] for n in given if n.name in captured.parameters}
+    layouts = {model.placed[n.name]: priced.layouts[n, 0] for n in given if n.name in model.placed}
     return Plan(
         mesh_shape=prices.mesh,
         mesh_axes=AXIS_NAMES[: len(prices.mesh)],

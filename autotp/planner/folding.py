@@ -28,7 +28,7 @@ def folded(model: Model) -> Model:
     """The model with identical operators tied, if they are also pinned, resting and recomputed in the same way."""
     pins, recomputed, resting = model.pins, model.recomputed, model.resting
     marks = {n: (pins.get(n, ()), recomputed.get(n), resting.get(n)) for n in (*pins, *recomputed, *resting)}
-    return replace(model, stands=fold(model.operators, frozenset(model.captured.parameters), marks))
+    return replace(model, stands=fold(model.operators, frozenset(model.placed), marks))
 
 
 def apart(model: Model) -> dict[fx.Node, fx.Node]:

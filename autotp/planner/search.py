@@ -136,7 +136,7 @@ def prepare(
         captured: the model.
         constraints: that its plans keep.
         recomputed: names of operators that the backward pass recomputes; see `autotp.costs.model.Model`.
-        resting: names of parameters, and the layouts in which they have to rest.
+        resting: names of parameters and buffers, and the layouts in which they have to rest.
 
     Raises:
         AutotpError: a constraint names nothing in the model.
@@ -144,7 +144,7 @@ def prepare(
     operators = analyse(captured.graph_module.graph, captured.inputs)
     model = Model(captured, operators, {}, trained_values(captured, operators))
     by_node = {node: recomputed[node.name] for node in operators if recomputed and node.name in recomputed}
-    graph, fqns = captured.graph_module.graph, captured.parameters
+    graph, fqns = captured.graph_module.graph, {**captured.parameters, **captured.buffers}
     rests = {n: resting[fqns[n.name]] for n in graph.nodes if resting and fqns.get(n.name) in resting}
     return _pinned(replace(model, recomputed=by_node, resting=rests), constraints)
 

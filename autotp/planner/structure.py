@@ -1,7 +1,7 @@
 """What planning needs of a model for a number of mesh axes, whatever their sizes.
 
-Nodes with all their strategies, parameters with all their resting layouts, and tensors with the layouts that they can have
-and those that readers want, all as codes. A mesh then only masks what does not exist on it and fills in prices.
+Nodes with all their strategies, parameters and caches with all their resting layouts, and tensors with the layouts that
+they can have and those that readers want, all as codes. A mesh then only masks what does not exist on it and fills in prices.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _Builder:
         for node in self.model.operators:
             if self.stand(node) is node:
                 self.add(node, self.choice(node), self.copies[node])
-        wanted = self.wanted_parameters()
+        wanted = self.wanted()
         for node in graph.nodes:
             if node.op == "placeholder" and self.stand(node) is node:
                 self.add(node, self.rest(node, wanted.get(node, [])), max(1, self.copies[node]))
@@ -131,27 +131,31 @@ class _Builder:
             self.by_key[key] = Choice(found, flop_of(node), gradient, saves, kept, recomputed, undecided, best, score)
         return self.by_key[key]
 
-    def wanted_parameters(self) -> dict[fx.Node, list[np.ndarray]]:
-        """Parameter -> the layouts that any strategy of a reader wants."""
+    def wanted(self) -> dict[fx.Node, list[np.ndarray]]:
+        """Parameter, or cache -> the layouts that any strategy of a reader wants."""
         found: dict[fx.Node, list[np.ndarray]] = defaultdict(list)
         for node in self.model.operators:
             choice = self.nodes[self.index[self.stand(node)]][1]
             assert isinstance(choice, Choice)
             if self.stand(node) is node:
                 for position, operand in enumerate(operands_of(node)):
-                    if operand.name in self.captured.parameters:
+                    if operand.name in self.model.placed:
                         found[self.stand(operand)].append(choice.space.wants[position])
         return found
 
     def rest(self, node: fx.Node, wanted: Sequence[np.ndarray]) -> Rest:
-        value = node.meta["val"]
+        value, parameter = node.meta["val"], node.name in self.captured.parameters
         rests = self.chosen.family.rest
+        layouts = self.whole
         if node in self.model.resting:
-            return self.offered(node, codes([self.model.resting[node]]), np.zeros(1, np.int64))
-        if node.name not in self.captured.parameters or rests == "whole":
-            parameter = node.name in self.captured.parameters
-            return Rest(value, cast_of(node), self.whole, np.zeros(1, np.int64), np.full(1, parameter), False, parameter)
-        layouts = np.unique(np.concatenate([self.whole, *(np.where(w == PARTIAL, WHOLE, w) for w in wanted)]), axis=0)
+            layouts = codes([self.model.resting[node]])
+            if parameter:
+                return self.offered(node, layouts, np.zeros(1, np.int64))
+        elif node.name in self.model.placed and not (parameter and rests == "whole"):
+            layouts = np.unique(np.concatenate([self.whole, *(np.where(w == PARTIAL, WHOLE, w) for w in wanted)]), axis=0)
+        if not parameter or rests == "whole":
+            numbers = np.arange(len(layouts))
+            return Rest(value, cast_of(node), layouts, numbers, np.full(len(layouts), parameter), False, parameter)
         options: dict[tuple[int, ...], int] = {}
         groups = 0
         for row in layouts[::-1]:
@@ -220,8 +224,8 @@ class _Builder:
             choice = self.nodes[self.index[user]][1]
             if isinstance(choice, Choice):
                 layouts, gradients = map(choice.twice, (choice.space.wants[position], choice.space.gradients[position]))
-            else:
-                layouts = gradients = self.whole
+            else:  # the graph's output, or a cache
+                layouts = gradients = self.whole if choice is None else choice.rows
             gradients = gradients if trained else np.full_like(gradients, WHOLE)
             column = wants.add(np.concatenate([layouts, gradients], axis=1))
             found.append((self.index[user], column))

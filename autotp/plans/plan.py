@@ -50,7 +50,7 @@ class Plan:
         mesh_shape, mesh_axes: sizes and names of the mesh axes, outermost first.
         topology: the machine it was planned for.
         operators: every operator of the captured graph, in order.
-        layouts: parameter name -> resting layout.
+        layouts: name of a parameter, or of a buffer that is a cache -> resting layout.
         optimal, gap: whether the solver proved this plan optimal; else its relative distance to the proven bound.
             The bound of ``gap`` holds for steps in chunks, too.
         predicted: see ``Predicted``.
@@ -124,7 +124,7 @@ class Plan:
 
     @property
     def parameters(self) -> Mapping[str, str]:
-        """Parameter name -> resting layout, for people."""
+        """Name of a parameter, or of a cache -> resting layout, for people."""
         return {name: describe(layout, self.mesh_axes) for name, layout in self.layouts.items()}
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from autotp.runtime.rewrite import Rewritten
-from autotp.runtime.state import local_part
+from autotp.runtime.state import held_part, local_part
 from autotp.runtime.submodule import Submodule
 
 __all__ = ["CONSTANTS", "WORLD", "attach", "bound", "carrying", "find", "hierarchy"]
@@ -78,6 +78,8 @@ def bound(rewritten: Rewritten) -> fx.Graph:
             values[node] = graph.call_function(local_part, (stored, captured.parameters[str(node.target)]))
         elif node.op == "placeholder" and node.target in captured.buffers:
             values[node] = graph.get_attr(captured.buffers[str(node.target)])
+            if captured.buffers[str(node.target)] in rewritten.placed:  # a cache
+                values[node] = graph.call_function(held_part, (values[node],))
         elif node.op == "placeholder":
             values[node] = graph.get_attr(f"{CONSTANTS}.{node.target}")
         elif node.op == "get_attr":

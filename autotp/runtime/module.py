@@ -25,9 +25,9 @@ from autotp.runtime.output_guard import guard
 from autotp.runtime.programs import MOST, Program, Programmed, Programs, blueprint
 from autotp.runtime.recording import Event, recorded
 from autotp.runtime.rewrite import Rewritten
-from autotp.runtime.state import distribute, local_part, local_parts, of_rank_0, state_of
+from autotp.runtime.state import distribute, held_part, local_part, local_parts, of_rank_0, state_of
 from autotp.runtime.submodule import Sealed, plain_attributes
-from passes.layouts.layout import Layout, describe, place, take
+from passes.layouts.layout import Layout, describe, is_shard, place, take
 from passes.world.process import ProcessWorld
 
 __all__ = ["DistributedModule"]
@@ -63,22 +63,23 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
         broadcast: bool = True,
         debug: bool = False,
     ) -> None:
-        captured, sharding = rewritten.captured, rewritten.sharding
+        captured = rewritten.captured
         root = nn.Module()
         world = ProcessWorld(mesh)
         world.seeds.start(seed)
-        layouts = {fqn: sharding.resting[name] for name, fqn in captured.parameters.items()}
-        layouts |= dict.fromkeys(captured.unused, rewritten.whole)
+        layouts = rewritten.placed | dict.fromkeys(captured.unused, rewritten.whole)
         learned = dict(model.named_parameters(remove_duplicate=False))
         persistent = set(model.state_dict(keep_vars=True))
         modules = hierarchy(root, model, _TAKEN)
         device = torch.device(mesh.device_type)
         state = ((fqn, value) for fqn, value in state_of(model, initialise, seed) if fqn not in captured.aliases)
         for fqn, tensor in of_rank_0(state, device, broadcast=broadcast):
-            if fqn in layouts:
+            if fqn in learned:
                 attach(root, fqn, carrying(learned[fqn], distribute(tensor, layouts[fqn], mesh)))
             else:
-                attach(root, fqn, tensor.detach().to(mesh.device_type, copy=True), fqn in persistent)
+                whole = not any(map(is_shard, layouts.get(fqn, ())))
+                held = tensor.detach().to(mesh.device_type, copy=True) if whole else distribute(tensor, layouts[fqn], mesh)
+                attach(root, fqn, held, fqn in persistent)
         for alias, fqn in captured.aliases.items():
             attach(root, alias, find(root, fqn))
         how = functools.partial(how_to_run, schedule=schedule)
@@ -240,10 +241,10 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
         return self.get_submodule(parent), name
 
     def _held(self, path: str) -> Tensor:
-        """A buffer."""
+        """A buffer, or this device's part of it."""
         owner, own = self._owners[path]
         found: Any = owner._buffers[own]
-        return found
+        return held_part(found)
 
     @contextmanager
     def recording(self) -> Iterator[list[Event]]:

@@ -71,6 +71,12 @@ class Rewritten:
         leaves: Any = self.captured.graph_module.graph.output_node().args[0]
         return self.sharding.strategies[leaves[number].name].results[0] if self.sharding.kept else self.whole
 
+    @property
+    def placed(self) -> dict[str, Layout]:
+        """Name of a parameter, or of a cache -> the layout in which it rests."""
+        state, layouts = {**self.captured.parameters, **self.captured.buffers}, self.sharding.resting
+        return {fqn: layouts[name] for name, fqn in state.items() if name in layouts}
+
     def resting(self, name: str) -> Layout:
         """The layout in which a placeholder's value rests."""
         return self.sharding.resting.get(name, self.whole)
@@ -179,13 +185,14 @@ def _strategy(operator: Operator, plan: Plan) -> Strategy:
 def _resting(captured: Captured, plan: Plan) -> dict[str, Layout]:
     resting = {}
     shapes = {name: tuple(value.shape) for name, value in captured.placeholders.items()}
-    for name, fqn in captured.parameters.items():
+    caches = {name: fqn for name, fqn in captured.buffers.items() if fqn in plan.layouts}
+    for name, fqn in {**captured.parameters, **caches}.items():
         layout = plan.resting(fqn)
         if not fits(shapes[name], layout, plan.mesh_shape):
-            raise PlanMismatchError(f"parameter {fqn} of shape {shapes[name]} cannot rest in the plan's layout {layout}")
+            raise PlanMismatchError(f"{fqn} of shape {shapes[name]} cannot rest in the plan's layout {layout}")
         if not restorable(layout, plan.mesh_shape):
             raise PlanMismatchError(
-                f"parameter {fqn} rests as {layout}, whose parts torch's DTensor joins in a wrong order; make a new plan"
+                f"{fqn} rests as {layout}, whose parts torch's DTensor joins in a wrong order; make a new plan"
             )
         resting[name] = layout
     return resting

@@ -85,7 +85,6 @@ class Simulated(Programmed):
             self.__dict__[table] = model.__dict__[table]
         self.training = model.training
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        layouts = {fqn: rewritten.resting(name) for name, fqn in rewritten.captured.parameters.items()}
         programs = Programs(
             model,
             plan,
@@ -96,7 +95,7 @@ class Simulated(Programmed):
             training=[each.training for each in model.modules()],
             most=most,
             device=device,
-            layouts=layouts,
+            layouts=rewritten.placed,
             even=True,
         )
         self.__dict__ |= {"rewritten": rewritten, "world": world, "_programs": programs}

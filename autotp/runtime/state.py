@@ -17,7 +17,7 @@ from autotp.errors import AutotpError, PlanMismatchError
 from autotp.runtime.strides import arranged
 from passes.layouts.layout import Layout, take
 
-__all__ = ["checksum", "distribute", "local_part", "local_parts", "of_rank_0", "state_of"]
+__all__ = ["checksum", "distribute", "held_part", "local_part", "local_parts", "of_rank_0", "state_of"]
 
 #: References to a storage that one tensor alone holds: the tensor's, and that of the object that is queried.
 _OWN_USES = 2
@@ -131,6 +131,11 @@ def _unset(tensor: Tensor) -> Tensor:
     if tensor.is_floating_point():
         return torch.full(tensor.shape, float("nan"), dtype=tensor.dtype)
     return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+
+def held_part(buffer: Tensor) -> Tensor:
+    """This device's part of a buffer, which is the buffer itself where it rests whole."""
+    return buffer._local_tensor if isinstance(buffer, DTensor) else buffer
 
 
 def local_part(parameter: Tensor, name: str) -> Tensor:

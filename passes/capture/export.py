@@ -45,6 +45,7 @@ class Captured:
         aliases: every other name of a tied parameter or buffer -> its first in ``model.named_parameters()``.
         unused: names of parameters that no node uses; they get no gradient.
         buffers: placeholder name -> the buffer's name.
+        caches: placeholders of buffers that the graph writes and no state dict holds, which may rest in parts.
         constants: placeholder name -> a tensor written out in the model's code or held as an attribute.
         inputs: placeholder names in the order of the tensors of ``signature.flatten``.
         outputs: number of the user's output leaves; those that are no tensors stand there as constants.
@@ -60,6 +61,7 @@ class Captured:
     aliases: Mapping[str, str]
     unused: tuple[str, ...]
     buffers: Mapping[str, str]
+    caches: frozenset[str]
     constants: Mapping[str, Tensor]
     inputs: tuple[str, ...]
     outputs: int
@@ -144,6 +146,7 @@ def capture(
         aliases=names.aliases,
         unused=tuple(unused),
         buffers=names.buffers,
+        caches=frozenset(places).intersection(names.transient),
         constants=names.constants,
         inputs=tuple(names.inputs),
         outputs=results,
@@ -256,6 +259,7 @@ class _Names:
     ) -> None:  # fmt: skip
         self.parameters: dict[str, str] = {}
         self.buffers: dict[str, str] = {}
+        self.transient: set[str] = set()
         self.constants: dict[str, Tensor] = {}
         self.renamed: dict[str, Any] = {}
         every: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
@@ -280,6 +284,8 @@ class _Names:
                 fqn = canonical[spec.target]
                 if holders.setdefault(fqn, name) == name:
                     held[name] = fqn
+                    if spec.persistent is False and values[name].dim():
+                        self.transient.add(name)
                 self.renamed[name] = holders[fqn]
             elif spec.kind is InputKind.CONSTANT_TENSOR:
                 self.constants[name] = program.constants[spec.target]

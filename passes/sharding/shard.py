@@ -272,7 +272,7 @@ class _Rewriter:
             if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), torch.Tensor):
                 have, kept = self.layouts[value_of(leaf)], self.sharding.kept
                 layout = have[:kept] + self.whole[kept:] if index < mutated else resting[index - mutated]
-                leaf = self.edge(leaf, Want(layout, gradient_of(layout)))
+                leaf = self.edge(leaf, Want.of(layout))
             elif isinstance(leaf, fx.Node):
                 leaf = self.nodes[leaf]
             results.append(leaf)

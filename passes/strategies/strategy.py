@@ -45,6 +45,11 @@ class Want:
     layout: Layout
     gradient: Layout
 
+    @classmethod
+    def of(cls, layout: Layout) -> Want:
+        """What is done with a tensor that stays in a layout."""
+        return cls(layout, gradient_of(layout))
+
 
 @dataclass(frozen=True, slots=True)
 class Effect:

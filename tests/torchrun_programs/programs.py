@@ -150,12 +150,42 @@ def inputs_that_are_distributed():
         assert len(parallel.programs) == 1
 
 
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("seen", torch.zeros(4, 6, 16), persistent=False)
+
+    def forward(self, x, at):
+        self.seen.index_copy_(1, at, self.into(x))
+        return self.out(self.seen.sum(1))
+
+
+def a_cache_in_parts():
+    """Each rank keeps its part of a buffer that every call writes; it is no part of a state dict."""
+    torch.manual_seed(0)
+    ranks, model = dist.get_world_size(), Remembering().double()
+    plain, args = copy.deepcopy(model), (torch.randn(4, 3, 8).double(), torch.arange(3))
+    for schedule in ("overlap", "none"):
+        asked = {"strategy": "data", "mesh": (ranks,), "mode": "inference", "schedule": schedule}
+        parallel = autotp.parallelize(model, None, args, **asked)
+        assert parallel.seen.placements == (Shard(0),) and parallel.seen.to_local().shape == (4 // ranks, 6, 16)
+        theirs, mine = copy.deepcopy(plain), copy.deepcopy(parallel)
+        with torch.no_grad():
+            for start, count in ((0, 3), (3, 1), (4, 1)):
+                given = args[0][:, :count], torch.arange(start, start + count)
+                torch.testing.assert_close(mine(*given), theirs(*given), **SIX)
+        torch.testing.assert_close(mine.seen.full_tensor(), theirs.seen, **SIX)
+        assert not parallel.seen.to_local().any() and set(parallel.state_dict()) == set(model.state_dict())
+
+
 def main():
     dist.init_process_group("gloo")
     parts_of_the_batch()
     ranks_disagree()
     losses_outside()
     inputs_that_are_distributed()
+    a_cache_in_parts()
     if dist.get_rank() == 0:
         print("passed")
     dist.destroy_process_group()

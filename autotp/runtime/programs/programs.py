@@ -34,6 +34,7 @@ from passes.capture.signature import bind, path_of
 from passes.graph import cast_of
 from passes.layouts.layout import Layout, local_shape
 from passes.sharding.shard import place_constants, used_groups
+from passes.strategies.strategy import whole_layout
 from passes.world.world import World
 
 __all__ = ["MOST", "Programs", "blueprint"]
@@ -235,6 +236,7 @@ class Programs:
 
     def _planned(self, key: Key, captured: Captured) -> Plan:
         """The plan of a program: of the first plan's family and within its memory, if there is one."""
+        whole = whole_layout(len(self.plan.mesh_shape))
         first = Options.of(replace(self.plan, strategy=self.plan.strategy if self.plan.strategy in FAMILIES else "auto"))
         asked = replace(
             first,
@@ -245,7 +247,7 @@ class Programs:
             panels=self.plan.planning.get("panels"),
             constraints=(),
             reshard_after_forward=first.reshard_after_forward if key.gradients else None,
-            resting=self.layouts,
+            resting={captured.buffers[name]: whole for name in captured.caches} | dict(self.layouts),
         )
         for options in (asked, replace(asked, strategy="auto")):
             try:

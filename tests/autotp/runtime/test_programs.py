@@ -232,3 +232,69 @@ def test_models_of_the_suite(name, strategy, mesh):
             mine, theirs = (each(*halves, **named) for each in (ours, plain))
     assert len(ours.programs) == 2
     tree_map(lambda a, b: torch.testing.assert_close(a, b, **SIX) if isinstance(a, torch.Tensor) else None, mine, theirs)
+
+
+class Remembering(nn.Module):
+    """Keeps what it has seen in a buffer of its own, as a cache of keys does; its statistics are saved, and are no cache."""
+
+    def __init__(self, length=6):
+        super().__init__()
+        self.into, self.out = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("seen", torch.zeros(4, 4, length, 4), persistent=False)
+        self.register_buffer("calls", torch.zeros(16))
+
+    def forward(self, x, at):
+        """x: [4, n, 8]; at: [n]."""
+        self.calls += 1
+        new = self.into(x).unflatten(2, (4, 4)).transpose(1, 2)
+        self.seen.index_copy_(2, at, new)
+        return self.out(self.seen.mean(2).flatten(1) / self.calls)
+
+
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "rests"),
+    [("megatron-1d", (4,), "S(1)@x"), ("data", (4,), "S(0)@x"), ("zero3", (4,), "S(0)@x"), ("tensor3d", (2, 2), "S(1)@")],
+)
+def test_a_cache_rests_where_it_is_read(strategy, mesh, rests, schedule):
+    torch.manual_seed(0)
+    model = Remembering().double().eval()
+    plain, args = copy.deepcopy(model), (torch.randn(4, 3, 8, **F64), torch.arange(3))
+    parallel = distributed(model, args, strategy, mesh, schedule, mode="inference")
+    with torch.no_grad():
+        for start, count in ((0, 3), (3, 1), (4, 1), (5, 1)):
+            given = torch.randn(4, count, 8, **F64), torch.arange(start, start + count)
+            torch.testing.assert_close(parallel(*given), plain(*given), **SIX)
+            torch.testing.assert_close(parallel.seen, plain.seen, **SIX)
+    assert len(parallel.programs) == 2
+    for program in parallel.programs:
+        assert program.plan.parameters["seen"].startswith(rests)
+        assert "calls" not in program.plan.layouts, "state dicts hold it"
+        assert autotp.Plan.from_json(program.plan.to_json()).layouts == program.plan.layouts
+
+
+def test_a_cache_in_parts_takes_less_memory():
+    args = torch.randn(4, 3, 8, **F64), torch.arange(3)
+    models = [Remembering(length).double().eval() for length in (1000, 2000)]
+    asked = {"strategy": "megatron-1d", "mesh": (4,), "mode": "inference"}
+    plans = [autotp.plan(model, autotp.Topology.flat(4), args, **asked) for model in models]
+    grown = plans[1].predicted.memory_bytes - plans[0].predicted.memory_bytes
+    # What rests, and its new value, a part of either.
+    assert grown == pytest.approx(2 * (models[1].seen.nbytes - models[0].seen.nbytes) / 4, rel=0.1)
+
+
+def test_a_program_that_only_reads_a_cache_takes_it_as_it_rests():
+    class Reading(Remembering):
+        def forward(self, x, at=None):
+            return self.out(self.seen.mean(2).flatten(1)) if at is None else super().forward(x, at)
+
+    torch.manual_seed(0)
+    model = Reading().double().eval()
+    plain, args = copy.deepcopy(model), (torch.randn(4, 3, 8, **F64), torch.arange(3))
+    for first in (args, args[:1]):
+        parallel = distributed(copy.deepcopy(model), first, mode="inference")
+        with torch.no_grad():
+            mine, theirs = ([each(*given) for given in (args, args[:1])] for each in (parallel, copy.deepcopy(plain)))
+        torch.testing.assert_close(mine, theirs, **SIX)
+        layouts = {program.plan.parameters.get("seen", "R") for program in parallel.programs}
+        assert layouts == ({"S(1)@x"} if len(first) == 2 else {"R"}), "the first program decides"
