@@ -1,7 +1,8 @@
 """What planning needs of a model for a number of mesh axes, whatever their sizes.
 
 Nodes with all their strategies, parameters and caches with all their resting layouts, and tensors with the layouts that
-they can have and those that readers want, all as codes. A mesh then only masks what does not exist on it and fills in prices.
+they can have and those that readers want, all as codes. A mesh then only masks what does not exist on it and fills in
+prices.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ def test_models_of_the_suite(name, strategy, mesh):
 
 
 class Remembering(nn.Module):
-    """Keeps what it has seen in a buffer of its own, as a cache of keys does; its statistics are saved, and are no cache."""
+    """Keeps what it has seen in a buffer, as a cache of keys does; its statistics are saved, and are no cache."""
 
     def __init__(self, length=6):
         super().__init__()
