@@ -153,8 +153,8 @@ class Topology:
             the original topology rather than a resized one.
 
         Raises:
-            TopologyError: some group would be filled only partly; the message names numbers of devices that fit. Or there are
-                more than 262,144 devices.
+            TopologyError: some group would be filled only partly; the message names numbers of devices that fit; or
+                there are more than 262,144 devices.
         """
         what = f"topology {shown(self.name)}: the number of devices"
         whole(devices, what, least=-MOST_DEVICES, most=MOST_DEVICES, error=TopologyError)

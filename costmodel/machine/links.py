@@ -63,8 +63,8 @@ class Level:
             no device time, 1 if devices can only communicate or compute. By default, that of the device.
 
     Raises:
-        TopologyError: a figure is out of range (see `costmodel.text.numbers`), the size or the bandwidth is not positive, the
-            latency is negative, or the matrix is not square, not symmetric or leaves a group unreachable.
+        TopologyError: a figure is out of range (see `costmodel.text.numbers`), the size or the bandwidth is not positive,
+            or the matrix is not square, not symmetric or leaves a group unreachable.
     """
 
     name: str

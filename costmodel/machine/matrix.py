@@ -38,8 +38,9 @@ def check_matrix(matrix: Matrix | None, size: int, where: str) -> None:
             figure(matrix[i][j], f"{where}: matrix: row {i}, column {j}", error=TopologyError)
     for i, j in itertools.combinations(range(size), 2):
         if matrix[i][j] != matrix[j][i]:
+            there, back = shown(matrix[i][j]), shown(matrix[j][i])
             raise TopologyError(
-                f"{where}: matrix: row {i}, column {j} is {shown(matrix[i][j])} and row {j}, column {i} is {shown(matrix[j][i])}; "
+                f"{where}: matrix: row {i}, column {j} is {there} and row {j}, column {i} is {back}; "
                 "links must have the same bandwidth in both directions"
             )
     lost = [j for j, reach in enumerate(_widest(matrix)[0]) if j and reach == 0]

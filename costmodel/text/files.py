@@ -1,4 +1,4 @@
-"""Files that users name: bounded reads of regular files, and atomic writes that follow links and support devices and pipes."""
+"""Files that users name: bounded reads of regular files, and atomic writes, also to devices and pipes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_text(path: str | os.PathLike[str], most: int) -> str:
         most: the largest size, bytes.
 
     Raises:
-        OSError: the path cannot be opened, is not a regular file, or the file is too large or not text; ``strerror`` says it.
+        OSError: the path cannot be opened or is not a regular file, or the file is too large or not text.
     """
     name = _name(path)
     descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)

@@ -68,6 +68,6 @@ def figure(value: Any, what: str, *, positive: bool = False, error: type[AutotpE
     # Comparing an integer with a float is exact at any size; converting it, as math.isnan does, may overflow.
     if value != value or value < 0 or value == math.inf or (positive and value == 0):
         raise error(f"{what} is {shown(value)}; it must be finite and {least}")
-    if value and not SMALLEST <= value <= LARGEST:
+    if value != 0 and (value < SMALLEST or value > LARGEST):
         raise error(f"{what} is {shown(value)}; it must be between {SMALLEST:g} and {LARGEST:g} in base units")
     return float(value)

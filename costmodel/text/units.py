@@ -58,7 +58,7 @@ def parse_quantity(value: str | int | float, quantity: Quantity) -> float:
         quantity: the kind of the quantity, which determines the accepted units.
 
     Returns:
-        The value in the base unit of ``quantity`` (bytes, bytes/s, s or FLOP/s), as `costmodel.text.numbers.figure` checks it.
+        The value in the base unit of ``quantity`` (bytes, bytes/s, s or FLOP/s); see `costmodel.text.numbers.figure`.
 
     Raises:
         UnitError: ``value`` is not a number, is negative or out of range, or has a unit of a different kind.
