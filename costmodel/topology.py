@@ -199,8 +199,9 @@ class Topology:
             for number, entry in enumerate(top.mappings("levels"), start=1)
         ]
         device = Device.from_dict(top.mapping("device"), f"{where}: [device]")
+        name, library = top.text("name"), top.text("library") if "library" in top.data else "nccl"
         try:
-            return cls(top.text("name"), device, tuple(levels), top.text("library") if "library" in top.data else "nccl")
+            return cls(name, device, tuple(levels), library)
         except TopologyError as error:
             raise TopologyError(f"{where}: {error}") from None
 

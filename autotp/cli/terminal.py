@@ -28,8 +28,8 @@ class Terminal(Console):
     has styles. Control characters, which could move the cursor or change colours, are replaced.
     """
 
-    def __init__(self, *, stderr: bool = False, quiet: bool = False, width: int | None = None) -> None:
-        super().__init__(stderr=stderr, quiet=quiet, width=width, markup=False, emoji=False, highlight=False)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, markup=False, emoji=False, highlight=False)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """As rich's, without control characters in text."""

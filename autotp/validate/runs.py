@@ -171,7 +171,8 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
         table = Table(read_toml(path), str(path), ("runs",), ("sources",))
         sources = table.mapping("sources") if "sources" in table.data else {}
         for row in table.mappings("runs"):
-            yield {**row, "source": sources.get(row.get("source", ""), row.get("source", ""))}
+            source = str(row.get("source", ""))
+            yield {**row, "source": str(sources.get(source, source))}
         return
     try:
         for row in csv.DictReader(io.StringIO(read_text(path, _LARGEST_FILE), newline="")):

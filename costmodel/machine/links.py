@@ -143,17 +143,13 @@ class Level:
             "shared": table.boolean,
             "contention": table.number,
         }
-        optional = {key: value(key) for key, value in read.items() if key in table.data}
+        fields: dict[str, Any] = {key: value(key) for key, value in read.items() if key in table.data}
+        fields |= {"name": table.text("name"), "size": table.integer("size", MOST_DEVICES), "matrix": matrix}
+        fields |= {"latency": table.quantity("latency", "time"), "measured": measured, "bandwidth": widest}
+        if "bandwidth" in table.data:
+            fields["bandwidth"] = table.quantity("bandwidth", "bandwidth", positive=True)
         try:
-            return cls(
-                table.text("name"),
-                table.integer("size", MOST_DEVICES),
-                table.quantity("bandwidth", "bandwidth", positive=True) if "bandwidth" in table.data else widest,
-                table.quantity("latency", "time"),
-                matrix=matrix,
-                measured=measured,
-                **optional,
-            )
+            return cls(**fields)
         except TopologyError as error:
             raise TopologyError(f"{where}: {error}") from None
 
