@@ -22,6 +22,7 @@ __all__ = ["OPTIONS", "configured"]
 OPTIONS = {"batch": "8", "sequence": "2048", "dtype": "float32", "device": "meta"}
 
 _LARGEST_CONFIG = 2**20  # bytes
+_SAID = 500  # characters of what transformers says
 _COUNTS = re.compile("layer|block|depth|stage|expert")  # keys of numbers of modules
 _MOST_MODULES, _LARGEST_SIZE = 1024, 2**31
 _MOST_ELEMENTS = 2**28  # of example inputs
@@ -43,17 +44,18 @@ def configured(file: Path, options: Mapping[str, str]) -> Callable[[], Made]:
         AutotpError: transformers is not installed; the file is not such a config; an option is unknown or wrong; or the
             model takes inputs that cannot be guessed.
     """
+    chosen, data = _checked(file, options), _config(file)
     try:
         import transformers
     except ImportError as error:
         raise AutotpError(f"--model {file}: a config file needs transformers: pip install transformers") from error
-    chosen = _checked(file, options)
-    data = _config(file)
     try:
         # Not by the file's name: transformers would look for what is missing on the network.
         config = transformers.CONFIG_MAPPING[data.get("model_type")].from_dict(data)
     except Exception as error:
-        raise AutotpError(f"--model {file}: not a config that transformers knows ({shown(error)})") from error
+        raise AutotpError(
+            f"--model {file}: not a config that transformers knows ({type(error).__name__}: {str(error)[:_SAID]})"
+        ) from error
     config.use_cache = False
     if any(hasattr(config, name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         # The others route by what the data says, which no graph of fixed shapes can.
@@ -77,7 +79,7 @@ def _config(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise AutotpError(f"--model {file}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise AutotpError(f"--model {file}: not JSON ({shown(error)})") from error
+        raise AutotpError(f"--model {file}: not JSON ({str(error)[:_SAID]})") from error
     if not isinstance(data, dict):
         raise AutotpError(f"--model {file}: expected the keys of a config, not {shown(data)}")
     for key, number in _numbers("", data):

@@ -247,8 +247,8 @@ class Plan:
         for key, contradicts in wrong.items():
             if contradicts:
                 raise AutotpError(
-                    f"key {key!r} contradicts the plan's mesh {self.mesh_shape} for {self.devices:,} devices, its operators "
-                    "or its parameters; make the plan again"
+                    f"key {key!r} contradicts the mesh {self.mesh_shape} of {self.devices:,} devices, the operators or the "
+                    "parameters; make the plan again"
                 )
         policy_of(self.precision)
 

@@ -57,6 +57,9 @@ def fuzz_parsers(
     tally, tests, number, end = ParserTally(), dict[str, str](), first, time.monotonic() + 60 * minutes
     _prepare()
     while time.monotonic() < end and (last is None or number <= last):
+        print(
+            f"from case {number}: {', '.join(f'{count} {kind}' for kind, count in sorted(tally.kinds.items()))}", flush=True
+        )
         cases = [case_of(seed, n) for n in range(number, number + _BATCH if last is None else last + 1)][:_BATCH]
         for case, (kind, reason) in zip(cases, _outcomes(cases, end), strict=False):
             tally.add(kind, reason)

@@ -25,7 +25,7 @@ from passes.capture import Captured, capture
 __all__ = ["KINDS", "Damaged", "captured", "case_of", "folder", "model"]
 
 #: Kind of input -> how often it is drawn.
-KINDS = {"plan": 8, "topology": 6, "config": 4, "runs": 3, "command line": 2}
+KINDS = {"plan": 24, "topology": 18, "config": 10, "runs": 8, "command line": 3}
 
 _MODEL = """
 import sys
@@ -53,14 +53,14 @@ _LLAMA = {
 }  # fmt: skip
 _RUN = {
     "id": "one", "source": "s", "model": "GPT-1B", "layers": 2, "hidden": 64, "ffn": 256, "heads": 4, "vocab": 512,
-    "seq": 64, "gpu_type": "A100-SXM-80GB", "gpus": 8, "interconnect": "8x200 Gbit/s per node", "dp_fsdp_degree": 8, "tp_degree": 1,
+    "seq": 64, "gpu_type": "A100-SXM-80GB", "gpus": 8, "interconnect": "8x200 Gbit/s", "dp_fsdp_degree": 8, "tp_degree": 1,
     "kind": "zero3", "global_batch": 16, "micro_batch": 2, "grad_accum": 1, "recompute": "none", "dtype": "bf16",
     "step_seconds": 0.5, "memory_gb": 10.5, "sequence_parallel": False,
 }  # fmt: skip
 _LINES = (
     "topology dgx-h100", "topology machine.toml --json", "topology",
     "plan --model net.py:build --topology machine.toml --devices 2 --mesh 2 --chunks batch=2 --memory 1GB --json",
-    "plan --model net.py:build --topology dgx-a100 --devices 4 --mesh 2,2 --strategy auto --pin 0.weight=Shard(0)@x --save p",
+    "plan --model net.py:build --topology dgx-a100 --devices 4 --mesh 2,2 --strategy auto --pin 0.weight=R --save p",
     "plan --model config.json:batch=4,sequence=8 --topology cpu --devices 1 --gap 0.1 --accumulate 2",
     "explain all_reduce --topology dgx-h100 --bytes 32MB --devices 16 --mesh 4,4 --axes x",
     "explain linear --plan plan.json --model net.py:build --alternatives 2 --planned 0",
