@@ -63,7 +63,7 @@ def figure(value: Any, what: str, *, positive: bool = False, error: type[AutotpE
         AutotpError: it is no number, negative, or neither 0 nor between `SMALLEST` and `LARGEST`.
     """
     least = "positive" if positive else "not negative"
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if not _is_number(value):
         raise error(f"{what} is {shown(value)}; it must be a number, finite and {least}")
     # Comparing an integer with a float is exact at any size; converting it, as math.isnan does, may overflow.
     if value != value or value < 0 or value == math.inf or (positive and value == 0):
@@ -71,3 +71,7 @@ def figure(value: Any, what: str, *, positive: bool = False, error: type[AutotpE
     if value != 0 and (value < SMALLEST or value > LARGEST):
         raise error(f"{what} is {shown(value)}; it must be between {SMALLEST:g} and {LARGEST:g} in base units")
     return float(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -30,7 +30,7 @@ from costmodel.toml_out import topology_toml
 __all__ = ["PATIENCE", "judged"]
 
 #: CPU seconds in which an input has to be refused, and in which a case has to end.
-PROMPT, PATIENCE = 1.0, 30.0
+PROMPT, PATIENCE = 1.0, 10.0
 _SIMULATED = 8  # devices
 
 
