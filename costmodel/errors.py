@@ -1,11 +1,13 @@
-"""The base class of autotp's errors, the errors of the cost model, and the suggestions in their messages."""
+"""The base class of autotp's errors, the errors of the cost model, and what their messages consist of."""
 
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
+from typing import Any
 
-__all__ = ["AutotpError", "TopologyError", "UnitError", "suggestion"]
+__all__ = ["AutotpError", "TopologyError", "UnitError", "shown", "suggestion"]
 
 
 class AutotpError(ValueError):
@@ -20,6 +22,29 @@ class TopologyError(AutotpError):
     """A topology that cannot be read or built, or a mesh that does not fit on it."""
 
 
+class _Shown(reprlib.Repr):
+    """Values of users in messages: short, whatever they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 80
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write integers of more than 4,300 digits.
+        return repr(x) if x.bit_length() < 128 else f"a whole number of about {x.bit_length() * 3 // 10:,} digits"
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        try:
+            return super().repr_instance(x, level)
+        except Exception:  # noqa: BLE001 - repr() of a user's class may fail in any way
+            return f"<{type(x).__name__}>"
+
+
+def shown(value: Any) -> str:
+    """A value for a message: its ``repr``, shortened where that is long."""
+    return _Shown().repr(value)
+
+
 def suggestion(wrong: str, allowed: Iterable[str]) -> str:
     """The most similar allowed name, and all allowed names.
 
@@ -31,6 +56,6 @@ def suggestion(wrong: str, allowed: Iterable[str]) -> str:
         A clause to append to an error message, such as ``"; did you mean 'size'? Allowed: name, size"``.
     """
     names = list(allowed)
-    close = difflib.get_close_matches(wrong, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(wrong[:100], names, n=1, cutoff=0.5)
     meant = f"; did you mean {close[0]!r}?" if close else "."
     return f"{meant} Allowed: {', '.join(names)}"

@@ -37,15 +37,18 @@ from pathlib import Path
 from typing import Any
 
 from .collectives import LIBRARIES
-from .errors import TopologyError, suggestion
+from .errors import TopologyError, shown, suggestion
 from .machine.device import Device
 from .machine.groups import group_link
 from .machine.links import Level, Link
 from .machine.local import DRIVER, local_topology
+from .text.numbers import MOST_DEVICES, whole
 from .text.tables import Table, plain, read_toml
 from .text.units import parse_quantity
 
 __all__ = ["Device", "Level", "Link", "Topology", "TopologyError"]
+
+_MOST_LEVELS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,8 @@ class Topology:
         library: the library whose algorithms the collectives use, a key of `costmodel.collectives.LIBRARIES`.
 
     Raises:
-        TopologyError: there is no level, two levels have the same name, or the library is unknown.
+        TopologyError: there is no level, two levels have the same name, there are more than 262,144 devices, or the library
+            is unknown.
     """
 
     name: str
@@ -72,16 +76,19 @@ class Topology:
         """Checks the figures."""
         object.__setattr__(self, "levels", tuple(self.levels))
         names = [level.name for level in self.levels]
-        if not self.name.strip():
-            raise TopologyError("topology: the name is empty; give it one")
-        if not names:
-            raise TopologyError(f"topology {self.name!r}: it needs at least one level")
+        where = f"topology {shown(self.name)}"
+        if not isinstance(self.name, str) or not self.name.strip():
+            raise TopologyError(f"{where}: the name is empty; give it one")
+        if not 1 <= len(names) <= _MOST_LEVELS:
+            raise TopologyError(
+                f"{where}: it has {len(names)} levels; it needs at least one level, and at most {_MOST_LEVELS}"
+            )
         for name in names:
             if names.count(name) > 1:
-                raise TopologyError(f"topology {self.name!r}: two levels are named {name!r}; give each its own name")
+                raise TopologyError(f"{where}: two levels are named {shown(name)}; give each its own name")
         if self.library not in LIBRARIES:
-            known = suggestion(self.library, LIBRARIES)
-            raise TopologyError(f"topology {self.name!r}: library {self.library!r} is not known{known}")
+            raise TopologyError(f"{where}: library {shown(self.library)} is not known{suggestion(self.library, LIBRARIES)}")
+        whole(self.devices, f"{where}: the number of devices", most=MOST_DEVICES, error=TopologyError)
 
     @property
     def devices(self) -> int:
@@ -146,8 +153,11 @@ class Topology:
             the original topology rather than a resized one.
 
         Raises:
-            TopologyError: some group would be filled only partly; the message names numbers of devices that fit.
+            TopologyError: some group would be filled only partly; the message names numbers of devices that fit; or
+                there are more than 262,144 devices.
         """
+        what = f"topology {shown(self.name)}: the number of devices"
+        whole(devices, what, least=-MOST_DEVICES, most=MOST_DEVICES, error=TopologyError)
         if devices == self.devices:
             return self
         inner, sizes = 1, [1] * len(self.levels)
@@ -189,8 +199,9 @@ class Topology:
             for number, entry in enumerate(top.mappings("levels"), start=1)
         ]
         device = Device.from_dict(top.mapping("device"), f"{where}: [device]")
+        name, library = top.text("name"), top.text("library") if "library" in top.data else "nccl"
         try:
-            return cls(top.text("name"), device, tuple(levels), top.text("library") if "library" in top.data else "nccl")
+            return cls(name, device, tuple(levels), library)
         except TopologyError as error:
             raise TopologyError(f"{where}: {error}") from None
 
@@ -206,15 +217,17 @@ class Topology:
             TopologyError: there is no such preset or file, or the file is invalid; the message names file, table and
                 key.
         """
+        if not isinstance(name_or_path, str | os.PathLike):
+            raise TopologyError(f"topology {shown(name_or_path)}: give a preset's name or the path of a .toml file")
         text = os.fspath(name_or_path)
         presets = _presets()
         if isinstance(name_or_path, str) and text in presets:
             with resources.as_file(presets[text]) as path:
                 return cls.from_dict(read_toml(path), str(path))
         path = Path(text)
-        if isinstance(name_or_path, str) and path.suffix != ".toml" and path.name == text and not path.is_file():
+        if isinstance(name_or_path, str) and path.suffix != ".toml" and path.name == text and not os.path.isfile(text):
             raise TopologyError(
-                f"no topology preset is named {text!r}{suggestion(text, presets)} (or the path of a .toml file)"
+                f"no topology preset is named {shown(text)}{suggestion(text, presets)} (or the path of a .toml file)"
             )
         return cls.from_dict(read_toml(path), str(path))
 

@@ -20,7 +20,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import autotp
-from autotp.cli.render import make_console, plan_table
+from autotp.cli.render import plan_table
+from autotp.cli.terminal import make_console
 
 __all__ = [
     "TOLERANCE",

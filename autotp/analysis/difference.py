@@ -69,6 +69,9 @@ def difference(first: Plan, second: Plan) -> Difference:
             f"the plans are of different models or inputs: the graph of one is {first.model_hash}, of the other "
             f"{second.model_hash}; plan both with the same model and example inputs"
         )
+    rows = {op.name for op in first.operators} ^ {op.name for op in second.operators}
+    if rows or first.layouts.keys() != second.layouts.keys():
+        raise AutotpError("the plans are of one model, but do not have the same operators and parameters; make them again")
     fields = {
         "mesh": (_mesh(first), _mesh(second)),
         "strategy": (first.strategy, second.strategy),

@@ -40,11 +40,13 @@ def drawing(rows: Sequence[Row], model: Model) -> graphviz.Digraph:
         modules.setdefault(row.module, []).append(row)
     for number, (module, members) in enumerate(modules.items()):
         with graph.subgraph(name=f"cluster_{number}") as cluster:
-            cluster.attr(label=module or "(the model itself)", color="#bbbbbb", fontsize="10")
+            cluster.attr(label=graphviz.escape(module or "(the model itself)"), color="#bbbbbb", fontsize="10")
             for row in members:
                 times = f" × {row.count}" if row.count > 1 else ""
                 label = f"{row.name}{times}\n{row.scheme}\n{', '.join(row.results)}"
-                cluster.node(row.name, label, fillcolor=colour_of(row.scheme), tooltip=row.target)
+                cluster.node(
+                    row.name, graphviz.escape(label), fillcolor=colour_of(row.scheme), tooltip=graphviz.escape(row.target)
+                )
     for node in model.operators:
         stand = model.stands[node].name
         for operand in operands_of(node):

@@ -25,7 +25,7 @@ from autotp.plans.families import family
 from autotp.plans.options import Options
 from autotp.plans.plan import Plan
 from autotp.plans.schemes import scheme
-from autotp.runtime.rewrite import checked
+from autotp.runtime.rewrite import checked, panelled
 from costmodel import compute
 from passes.capture import Captured
 from passes.graph import note_of
@@ -33,7 +33,6 @@ from passes.layouts.layout import describe
 from passes.rules.factors import value_of
 from passes.rules.shapes import operands_of
 from passes.rules.table import flop_of, name_of
-from passes.sharding.panel import loops
 from passes.strategies.space import Space, strategies
 from passes.strategies.strategy import Strategy
 
@@ -123,8 +122,7 @@ def priced_plan(captured: Captured, plan: Plan) -> Priced:
         accumulate=plan.accumulate,
         together=model.parameter_bytes if plan.schedule == "overlap" else 0.0,
     )
-    panels = {op.name: op.panels for op in plan.operators if op.panels > 1}
-    found = loops(operators, chosen, resting, plan.mesh_shape) if panels else []
+    panels, found = panelled(plan, operators, chosen, resting)
     once = [name for name, fqn in captured.parameters.items() if fqn in plan.gathered_once]
     return Priced.of(model, prices, chosen, resting, panels, found, once)
 

@@ -20,6 +20,7 @@ from autotp.plans.options import Options
 from autotp.plans.plan import Plan
 from costmodel import Topology, TopologyError
 from costmodel.energy import per_token, step_energy, step_money
+from costmodel.text.numbers import MOST_DEVICES, whole
 from passes.capture import Captured, Precision, capture
 from passes.rules.table import flop_of
 
@@ -251,10 +252,9 @@ def _check_sweep(machines: Sequence[Topology], counts: Sequence[int], tokens: in
         if names.count(name) > 1:
             raise AutotpError(f"two of the topologies are named {name!r}; points are identified by it, so rename one")
     for count in counts:
-        if not isinstance(count, int) or count < 1:
-            raise AutotpError(f"devices {count!r}: give positive whole numbers")
-    if tokens is not None and tokens < 1:
-        raise AutotpError(f"tokens {tokens!r}: give a positive whole number, or leave it out")
+        whole(count, "devices", most=MOST_DEVICES)
+    if tokens is not None:
+        whole(tokens, "tokens")
 
 
 def _workload(made: Any, tokens: int | None, options: Options) -> _Workload:

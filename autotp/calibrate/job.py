@@ -25,6 +25,7 @@ from autotp.calibrate.step import StepFit, fit_steps, slowed
 from autotp.errors import AutotpError
 from costmodel import Level, Measured, Topology, collectives
 from costmodel.fit import LinkFit, fit_link, split_overhead
+from costmodel.text.numbers import MOST_DEVICES, whole_of
 from passes.world.process import ProcessWorld
 
 __all__ = ["Calibration", "Check", "LevelFit", "calibrate", "shape_of_job"]
@@ -111,10 +112,10 @@ def shape_of_job(world_size: int, environ: dict[str, str] | os._Environ[str]) ->
         AutotpError: there is one process, or the nodes have different numbers.
     """
     text = environ.get("LOCAL_WORLD_SIZE", str(world_size))
-    local = int(text) if text.isascii() and text.isdigit() else 0
+    local = whole_of(text, "environment: LOCAL_WORLD_SIZE", most=MOST_DEVICES)
     if world_size < 2:
         raise AutotpError("calibration needs at least 2 processes: there is no communication to measure in one")
-    if local < 1 or world_size % local:
+    if world_size % local:
         raise AutotpError(
             f"WORLD_SIZE={world_size} is not a multiple of LOCAL_WORLD_SIZE={text}; "
             "start the same number of processes on every node"

@@ -3,7 +3,8 @@
 Input: command-line arguments. Output: text on stdout, files, and an exit code. `entry` has the commands ``plan`` and
 ``topology`` and collects the others: `calibrate`, `explain` (with `explain_plan`), `inspect_plan` (``inspect``, ``diff``
 and ``reprice``, with `inspect_graph`), `sweep`, `trace`, `validate` and `verify`. `arguments` reads what they share,
-`huggingface` makes models of configurations, and `render`, `report` and `sweep_output` show results.
+`huggingface` makes models of configurations, and `render`, `report` and `sweep_output` show results, in a `terminal` in
+which text is never markup.
 """
 
 from autotp.cli.arguments import ModelSpecError, call_factory, find_factory, load_model

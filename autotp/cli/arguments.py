@@ -15,14 +15,17 @@ from types import ModuleType
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from torch import nn
 
 from autotp.analysis.sweep import example_of, takes_devices
 from autotp.cli.huggingface import configured
+from autotp.cli.terminal import Terminal
 from autotp.errors import AutotpError
-from autotp.plans.plan import Plan
+from autotp.plans.plan import AXIS_NAMES, Plan
 from costmodel import OPTIMIZERS, Topology, UnitError, parse_quantity
+from costmodel.errors import shown
+from costmodel.text.files import check_writable
+from costmodel.text.numbers import MOST_DEVICES, figure, whole_of
 from passes.capture import PRECISIONS
 
 __all__ = [
@@ -40,6 +43,7 @@ __all__ = [
     "Timeline",
     "beginning",
     "call_factory",
+    "check_output",
     "chunks_of",
     "find_factory",
     "load_model",
@@ -90,6 +94,9 @@ Timeline = Annotated[
 Everything = Annotated[bool, typer.Option("--all", help="Show the cheap operators too.")]
 
 
+_SAID = 2000  # characters of what a user's exception says
+
+
 class ModelSpecError(AutotpError):
     """The target of ``--model`` cannot be found, fails, or does not return a model."""
 
@@ -118,13 +125,13 @@ def call_factory(
         made = factory(devices=devices) if takes_devices(factory) else factory()
     except AutotpError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         attribute = spec.rpartition(":")[2]
-        raise ModelSpecError(f"--model {spec!r}: {attribute}() raised {_describe(error)}") from error
+        raise ModelSpecError(f"--model {shown(spec)}: {attribute[:80]}() raised {_describe(error)}") from error
     try:
         return example_of(made)
     except AutotpError as error:
-        raise ModelSpecError(f"--model {spec!r}: {error}") from error
+        raise ModelSpecError(f"--model {shown(spec)}: {error}") from error
 
 
 def find_factory(spec: str) -> Callable[..., Any]:
@@ -139,12 +146,12 @@ def find_factory(spec: str) -> Callable[..., Any]:
         ModelSpecError: The text, the file or the function is not there; says which.
     """
     file, _, options = spec.partition(".json")
-    if Path(f"{file}.json").is_file() or spec.endswith(".json"):
+    if os.path.isfile(f"{file}.json") or spec.endswith(".json"):
         return configured(Path(f"{file}.json"), _options_of(spec, options))
     where, _, attribute = spec.rpartition(":")
     if not where or not attribute.isidentifier():
         raise ModelSpecError(
-            f"--model {spec!r}: expected FILE.py:FACTORY or package.module:factory, "
+            f"--model {shown(spec)}: expected FILE.py:FACTORY or package.module:factory, "
             "such as model.py:build for a function build() in model.py, or a Hugging Face config.json"
         )
     module = _import(where, spec)
@@ -152,7 +159,7 @@ def find_factory(spec: str) -> Callable[..., Any]:
     if not callable(factory):
         known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise ModelSpecError(
-            f"--model {spec!r}: {where} has no function {attribute!r}; it has {', '.join(known) or 'none'}"
+            f"--model {shown(spec)}: {where} has no function {shown(attribute)}; it has {', '.join(known) or 'none'}"
         )
     return factory
 
@@ -162,34 +169,34 @@ def _options_of(spec: str, text: str) -> dict[str, str]:
     for part in filter(None, text.removeprefix(":").split(",")):
         name, equals, value = part.partition("=")
         if not equals or not text.startswith(":"):
-            raise ModelSpecError(f"--model {spec!r}: expected options such as config.json:batch=16,sequence=4096")
+            raise ModelSpecError(f"--model {shown(spec)}: expected options such as config.json:batch=16,sequence=4096")
         found[name.strip()] = value.strip()
     return found
 
 
 def _import(where: str, spec: str) -> ModuleType:
     is_file = where.endswith(".py")
-    path = Path(where).resolve()
-    if is_file and not path.is_file():
-        raise ModelSpecError(f"--model {spec!r}: no file {where}; the path is relative to {os.getcwd()}")
-    folder = str(path.parent) if is_file else os.getcwd()
+    if is_file and not os.path.isfile(where):
+        raise ModelSpecError(f"--model {shown(spec)}: no file {where[:200]}; the path is relative to {os.getcwd()}")
+    path = Path(where)
+    folder = str(path.resolve().parent) if is_file else os.getcwd()
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
         if not is_file:
             return importlib.import_module(where)
-        source = importlib.util.spec_from_file_location(path.stem, path)
+        source = importlib.util.spec_from_file_location(path.stem, path.resolve())
         assert source is not None and source.loader is not None, path
         module = importlib.util.module_from_spec(source)
         # Dataclasses and pickling look a class's module up by its name while it is being made.
         sys.modules.setdefault(path.stem, module)
         source.loader.exec_module(module)
         return module
-    except Exception as error:
-        raise ModelSpecError(f"--model {spec!r}: importing {where} raised {_describe(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise ModelSpecError(f"--model {shown(spec)}: importing {shown(where)} raised {_describe(error)}") from error
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
     # The innermost frame is where the user has to look, unless it is a library's.
     frames = []
     trace = error.__traceback__
@@ -198,7 +205,11 @@ def _describe(error: Exception) -> str:
         trace = trace.tb_next
     own = [frame for frame in frames if not _is_library(frame[0])] or frames
     file, line = own[-1]
-    return f"{type(error).__name__}: {error} ({os.path.relpath(file)}:{line})"
+    try:
+        said = str(error)[:_SAID]
+    except Exception:  # noqa: BLE001 - the class is the user's
+        said = "(its text cannot be made)"
+    return f"{type(error).__name__}: {said} ({os.path.relpath(file)}:{line})"
 
 
 def _is_library(file: str) -> bool:
@@ -213,13 +224,10 @@ def topologies(incomplete: str) -> list[str]:
 
 def mesh_of(text: str) -> tuple[int, ...]:
     """Parses ``--mesh``, such as ``2,2`` or ``2x2``."""
-    try:
-        shape = tuple(int(size) for size in text.replace("x", ",").split(","))
-    except ValueError:
-        shape = ()
-    if not shape or min(shape) < 1:
-        raise AutotpError(f"--mesh {text!r}: expected the sizes of the mesh axes, outermost first, such as 2,2")
-    return shape
+    what = f"--mesh {shown(text)}: a size (expected those of the mesh axes, outermost first, such as 2,2)"
+    return tuple(
+        whole_of(size, what, most=MOST_DEVICES) for size in text.replace("x", ",").split(",")[: len(AXIS_NAMES) + 1]
+    )
 
 
 def chunks_of(text: str) -> dict[str, int]:
@@ -227,20 +235,32 @@ def chunks_of(text: str) -> dict[str, int]:
     found = {}
     for part in text.split(","):
         kind, _, count = part.partition("=")
-        if not count.strip().isdigit():
-            raise AutotpError(f"--chunks {text!r}: expected kinds and numbers, such as batch=2,rows=2")
         if kind.strip() in found:
-            raise AutotpError(f"--chunks {text!r}: {kind.strip()} is given twice")
-        found[kind.strip()] = int(count)
+            raise AutotpError(f"--chunks {shown(text)}: {shown(kind.strip())} is given twice")
+        what = f"--chunks {shown(text)}: {shown(part)} (expected kinds and numbers, such as batch=2,rows=2)"
+        found[kind.strip()] = whole_of(count, what)
     return found
 
 
 def memory_of(text: str) -> float:
     """Parses ``--memory`` to bytes."""
     try:
-        return parse_quantity(text, "memory")
+        return figure(parse_quantity(text, "memory"), "the memory", positive=True)
     except UnitError as error:
         raise AutotpError(f"--memory: {error}") from error
+
+
+def check_output(path: Path | None) -> None:
+    """Checks, before the work, that a file can be written, if there is to be one.
+
+    Raises:
+        AutotpError: it cannot.
+    """
+    if path is not None:
+        try:
+            check_writable(path)
+        except OSError as error:
+            raise AutotpError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def save_plan(plan: Plan, path: Path | None) -> None:
@@ -256,7 +276,7 @@ def save_plan(plan: Plan, path: Path | None) -> None:
 def working(what: str) -> Iterator[None]:
     """Shows the current activity on stderr, if it is a terminal."""
     # On stderr, and nothing at all where stderr is no terminal: stdout stays clean for pipes.
-    with Console(stderr=True).status(f"{what} …"), native_output_on_stderr():
+    with Terminal(stderr=True).status(f"{what} …"), native_output_on_stderr():
         yield
 
 

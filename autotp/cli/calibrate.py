@@ -15,15 +15,17 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console, Group, RenderableType
-from rich.markup import escape
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from autotp.calibrate import Calibration, calibrate, shape_of_job
-from autotp.cli.render import bytes_of, make_console, time_of
+from autotp.cli.render import bytes_of, time_of
+from autotp.cli.terminal import Terminal, make_console
 from autotp.errors import AutotpError
 from costmodel import format_quantity
 from costmodel.text.files import check_writable, write_atomically
+from costmodel.text.numbers import MOST_DEVICES, whole_of
 from costmodel.toml_out import topology_toml
 
 __all__ = ["calibrate_command", "calibration_table", "calibration_toml"]
@@ -70,19 +72,23 @@ def calibrate_command(
 
 def _require_torchrun() -> int:
     missing = [key for key in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
-    if missing or not os.environ["WORLD_SIZE"].isdigit():
+    if missing:
         raise AutotpError(
             "calibrate measures the processes of a job: start it by torchrun, such as "
             "torchrun --standalone --nproc-per-node 4 -m autotp calibrate --output cluster.toml"
         )
-    return int(os.environ["WORLD_SIZE"])
+    return _environment("WORLD_SIZE", least=1)
+
+
+def _environment(key: str, default: str = "0", least: int = 0) -> int:
+    return whole_of(os.environ.get(key, default), f"environment: {key}", least, MOST_DEVICES)
 
 
 def _start() -> None:
     """Creates the process group, with NCCL if every rank of the node has a GPU, and gloo otherwise."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    local = _environment("LOCAL_RANK")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])):
+    if gpus >= _environment("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"], least=1):
         torch.cuda.set_device(local)
         dist.init_process_group("nccl", timeout=_TIMEOUT, device_id=torch.device("cuda", local))
     else:
@@ -104,10 +110,10 @@ def _check_output(output: Path, force: bool, name: str) -> None:
 def _refusal(output: Path, force: bool, name: str) -> str:
     if not name.strip():
         return "--name '': give the topology a name"
-    if output.is_dir():
+    if os.path.isdir(output):
         return f"--output {output}: is a directory; name a file, such as cluster.toml"
     # What is no file, such as /dev/stdout, is written to and not replaced.
-    if output.is_file() and not force:
+    if os.path.isfile(output) and not force:
         return f"--output {output}: is there already; give another name, or --force to replace it"
     try:
         check_writable(output)
@@ -122,12 +128,12 @@ def _progress(first: bool) -> Iterator[Callable[[str], None]]:
     if not first:
         yield lambda stage: None
         return
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     if not console.is_terminal:
         yield lambda stage: print(f"measuring {stage}", file=sys.stderr, flush=True)
         return
     with console.status("measuring …") as status:
-        yield lambda stage: status.update(f"measuring {escape(stage)} …")
+        yield lambda stage: status.update(Text(f"measuring {stage} …"))
 
 
 def calibration_toml(calibration: Calibration) -> str:
@@ -185,7 +191,7 @@ def _links_table(calibration: Calibration) -> Table:
     for fit in calibration.fits:
         link = fit.link
         table.add_row(
-            escape(fit.level),
+            fit.level,
             link.kind,
             time_of(link.latency),
             format_quantity(link.bandwidth, "bandwidth"),
@@ -200,7 +206,7 @@ def _links_table(calibration: Calibration) -> Table:
 def _device_table(calibration: Calibration) -> Table:
     device, fit = calibration.topology.device, calibration.device
     table = _columns("device", "figure", "error or range")
-    table.add_row("name", escape(device.name), "")
+    table.add_row("name", device.name, "")
     for dtype, rate in device.flops.items():
         table.add_row(dtype, format_quantity(rate, "rate"), _spread(fit.products.errors[dtype]))
     if fit.left_out:

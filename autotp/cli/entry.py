@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -37,9 +37,10 @@ from autotp.cli.arguments import (
 from autotp.cli.calibrate import calibrate_command
 from autotp.cli.explain import explain_command
 from autotp.cli.inspect_plan import diff_command, inspect_command, reprice_command
-from autotp.cli.render import presets_table, show, show_plan, topology_table
+from autotp.cli.render import presets_table, show_plan, topology_table
 from autotp.cli.report import write_report
 from autotp.cli.sweep import sweep_command
+from autotp.cli.terminal import fail, show
 from autotp.cli.trace import trace_command
 from autotp.cli.validate import validate_command
 from autotp.cli.verify import verify_command
@@ -51,9 +52,11 @@ from passes.capture import capture
 
 __all__ = ["app", "main"]
 
+# Typer has click's exceptions in its own copy, of which this is the one that is public.
+_UsageError: Any = typer.BadParameter.__mro__[1]
+
 app = typer.Typer(
     help="Plan how to split an unmodified PyTorch model over a mesh of devices.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -65,11 +68,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
         argv: Words after the program's name; left out, those of this process.
     """
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        app(args=None if argv is None else list(argv), prog_name="autotp")
+        code = app(args=words or ["--help"], prog_name="autotp", standalone_mode=False)
     except AutotpError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        fail(str(error))
+    except _UsageError as error:
+        command = error.ctx.command_path if error.ctx is not None else "autotp"
+        fail(f"{error.format_message()} (see {command} --help)")
+    except typer.Abort:
+        code = 1
+    raise SystemExit(code or 0)
 
 
 def _show_version(wanted: bool) -> None:

@@ -8,14 +8,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Group
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from autotp.analysis.collective import explain_collective
 from autotp.cli.arguments import AsJson, mesh_of
 from autotp.cli.explain_plan import explain_memory, explain_node
-from autotp.cli.render import show
+from autotp.cli.terminal import show
 from autotp.errors import AutotpError
 from autotp.plans.plan import AXIS_NAMES
 from costmodel import COLLECTIVES, Topology, format_quantity, parse_quantity
@@ -80,9 +79,9 @@ def _shown(found: dict[str, Any]) -> Group:
     ways = math.prod(found["mesh"][a] for a in found["axes"])
     where = " x ".join(map(str, found["mesh"]))
     crossed = ", ".join(f"{e['ways']} over {e['level']}" for e in found["levels"]) or "nothing to cross"
-    head = Text.from_markup(
-        f"[bold]{found['collective']}[/] among {ways} of the {math.prod(found['mesh'])} devices of "
-        f"{escape(found['topology'])} (mesh {where}): {escape(crossed)}"
+    head = Text.assemble(
+        (found["collective"], "bold"),
+        f" among {ways} of the {math.prod(found['mesh'])} devices of {found['topology']} (mesh {where}): {crossed}",
     )
     symbols = Table("symbol", "value", title="symbols", title_justify="left")
     for name, value in found["values"].items():
@@ -91,7 +90,7 @@ def _shown(found: dict[str, Any]) -> Group:
         symbols.add_row(name, format_quantity(value, unit) if unit else rate)  # type: ignore[arg-type]
     table = Table("algorithm", "seconds =", "", title=f"algorithms ({found['library']})", title_justify="left")
     for entry in found["algorithms"]:
-        mark = "[green]chosen[/]" if entry["algorithm"] == found["chosen"] else ""
-        mark = mark if entry["available"] else f"[dim]not in {found['library']}[/]"
-        table.add_row(entry["algorithm"], f"{escape(entry['formula'])} = {format_quantity(entry['seconds'], 'time')}", mark)
+        mark = Text("chosen" if entry["algorithm"] == found["chosen"] else "", style="green")
+        mark = mark if entry["available"] else Text(f"not in {found['library']}", style="dim")
+        table.add_row(entry["algorithm"], f"{entry['formula']} = {format_quantity(entry['seconds'], 'time')}", mark)
     return Group(head, symbols, table)

@@ -6,15 +6,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from autotp.analysis import memory
 from autotp.analysis.explain import Explanation, explain_operator
 from autotp.analysis.inspection import Reshard
 from autotp.analysis.memory import MemoryUse, Position
 from autotp.cli.arguments import load_model, working
-from autotp.cli.render import bytes_of, place_of, show, time_of
+from autotp.cli.render import bytes_of, place_of, time_of
+from autotp.cli.terminal import show
 from autotp.plans.plan import Plan
 from costmodel import Topology
 from passes.capture import Captured, capture
@@ -49,27 +50,26 @@ def explain_node(name: str, plan: Path, model: str, *, count: int, planned: int,
 
 def _shown(found: Explanation, plan: Plan) -> RenderableType:
     factors = ", ".join(f"{name} = {size:,}" for name, size in found.factors.items()) or "none"
-    head = [
-        f"[bold]{escape(found.name)}[/] {escape(found.target)} {place_of(found.module, found.source)}"
-        + (f", decided together with {found.copies - 1} identical operators" if found.copies > 1 else ""),
+    together = f", decided together with {found.copies - 1} identical operators" if found.copies > 1 else ""
+    parts: list[RenderableType] = [
+        Text.assemble((found.name, "bold"), f" {found.target} {place_of(found.module, found.source)}{together}"),
         f"factors: {factors}",
-        f"chosen: [bold]{escape(found.scheme)}[/]  {escape(found.pin)}",
-        f"layouts: {escape('; '.join(found.layouts))}",
+        Text.assemble("chosen: ", (found.scheme, "bold"), f"  {found.pin}"),
+        f"layouts: {'; '.join(found.layouts)}",
         f"{time_of(found.seconds)} a step = compute {time_of(found.compute_seconds)} + collectives inside "
         f"{time_of(found.inner_seconds)} + reshards {time_of(found.reshard_seconds)}",
-        f"compute: {escape(found.expression)}",
-        "  with " + escape(", ".join(f"{name} = {value:.4g}" for name, value in found.values.items())),
+        f"compute: {found.expression}",
+        "  with " + ", ".join(f"{name} = {value:.4g}" for name, value in found.values.items()),
     ]
     if found.bound_ratio is not None:
-        head.append(f"bytes moved over the communication lower bound: {found.bound_ratio:.2f}")
-    parts: list[RenderableType] = ["\n".join(head)]
+        parts.append(f"bytes moved over the communication lower bound: {found.bound_ratio:.2f}")
     if found.reshards:
         table = Table("tensor", "from → to", "step", "axes", "bytes", "seconds", "shared by", header_style="bold")
         for step in found.reshards:
             times = f"{step.times} × " if step.times > 1 else ""
             table.add_row(
-                escape(("gradient of " if step.gradient else "") + step.tensor),
-                escape(step.change),
+                ("gradient of " if step.gradient else "") + step.tensor,
+                step.change,
                 step.kind,
                 ",".join(step.axes),
                 bytes_of(step.bytes),
@@ -79,7 +79,7 @@ def _shown(found: Explanation, plan: Plan) -> RenderableType:
         parts.append(table)
         moving = next((step for step in found.reshards if step.seconds), None)
         if moving is not None:
-            parts.append(f"[dim]the formula of each: {escape(_formula(plan, moving))}[/]")
+            parts.append(Text(f"the formula of each: {_formula(plan, moving)}", style="dim"))
     parts.append(_alternatives(found))
     return Group(*parts)
 
@@ -100,14 +100,14 @@ def _alternatives(found: Explanation) -> RenderableType:
     table = Table(title=title, title_justify="left", header_style="bold")
     for heading in ("strategy and constraint", "the step", "computing", "activations", "parameters", "planned anew"):
         table.add_column(heading)
-    chosen = f"[bold]{escape(found.scheme)}[/]\n{escape(found.pin)}"
+    chosen = Text.assemble((found.scheme, "bold"), f"\n{found.pin}")
     table.add_row(chosen, time_of(found.step_seconds), *map(time_of, found.step_terms), "")
     for other in found.alternatives:
         whole = "" if other.planned_seconds is None else _more(other.planned_seconds, found.step_seconds)
         alone = _more(other.in_place_seconds, found.step_seconds)
-        table.add_row(f"{escape(other.scheme)}\n{escape(other.pin)}", alone, *map(time_of, other.terms), whole)
+        table.add_row(f"{other.scheme}\n{other.pin}", alone, *map(time_of, other.terms), whole)
     said = "with this operator alone changed: the step, and of it computing, moving activations, and parameters"
-    return Group(table, f"[dim]{said}[/]")
+    return Group(table, Text(said, style="dim"))
 
 
 def explain_memory(plan: Path, model: str, *, as_json: bool) -> None:
@@ -124,11 +124,11 @@ def _memory(found: MemoryUse) -> RenderableType:
     table = Table("held at the worst moment", "bytes", "share", header_style="bold")
     for kind, size in sorted(worst.kinds.items(), key=lambda entry: -entry[1]):
         table.add_row(kind, bytes_of(size), f"{size / found.peak_bytes:.1%}")
-    table.add_row("[bold]all[/]", bytes_of(found.peak_bytes), "")
+    table.add_row(Text("all", style="bold"), bytes_of(found.peak_bytes), "")
     largest = Table("largest", "what", "bytes", header_style="bold")
     for kind, name, size in found.held[:_SHOWN]:
-        largest.add_row(escape(name), kind, bytes_of(size))
-    head = f"allowed: {bytes_of(found.allowed)}; worst at the {_pass(worst)} pass of {escape(worst.operator)}"
+        largest.add_row(name, kind, bytes_of(size))
+    head = f"allowed: {bytes_of(found.allowed)}; worst at the {_pass(worst)} pass of {worst.operator}"
     parts: list[RenderableType] = [head, table, largest, _curve(found), _along(found)]
     if found.recomputed:
         parts.append(_recomputed(found))
@@ -152,7 +152,7 @@ def _curve(found: MemoryUse) -> RenderableType:
     labels[0], labels[-1] = bytes_of(most), bytes_of(least)
     lines = [f"{label:>9} {row}" for label, row in zip(labels, rows, strict=True)]
     axis = f"{'':>9} {'forward'.ljust(ahead)[:ahead]}{'backward' if ahead < len(columns) else ''}"
-    return "\n".join(["", "[bold]held along a step[/]", *lines, axis, ""])
+    return Text.assemble("\n", ("held along a step", "bold"), "\n", "\n".join([*lines, axis, ""]))
 
 
 def _along(found: MemoryUse) -> RenderableType:
@@ -166,21 +166,21 @@ def _along(found: MemoryUse) -> RenderableType:
         one = found.curve[place]
         sizes = [sum(one.kinds.get(kind, 0.0) for kind in kinds) for kinds in _KINDS.values()]
         style = "bold" if place == found.worst else None
-        table.add_row(escape(one.operator), *map(bytes_of, (one.bytes, *sizes, one.bytes - sum(sizes))), style=style)
+        table.add_row(one.operator, *map(bytes_of, (one.bytes, *sizes, one.bytes - sum(sizes))), style=style)
     return table
 
 
 def _recomputed(found: MemoryUse) -> RenderableType:
     table = Table("recomputed", "operator", "saved", "at the worst moment", "work", "step", header_style="bold")
     for one in found.recomputed[:_SHOWN]:
-        name = escape(one.name) + (f" and {one.copies - 1} like it" if one.copies > 1 else "")
-        what = f"{escape(one.target)} {place_of(one.module, one.source)}"
+        name = one.name + (f" and {one.copies - 1} like it" if one.copies > 1 else "")
+        what = f"{one.target} {place_of(one.module, one.source)}"
         figures = bytes_of(one.saved_bytes), bytes_of(one.peak_bytes), time_of(one.seconds), time_of(one.step_seconds)
         table.add_row(name, what, *figures)
     left = len(found.recomputed) - _SHOWN
     more = f"; {left} more with --json" if left > 0 else ""
     said = f"each compared with the plan that keeps it: bytes held less, and seconds more{more}"
-    return Group(table, f"[dim]{said}[/]")
+    return Group(table, Text(said, style="dim"))
 
 
 def _more(seconds: float, step: float) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from autotp.errors import AutotpError
+from costmodel.errors import shown
+from costmodel.text.files import read_text
+from costmodel.text.numbers import figure, whole, whole_of
 
 __all__ = ["OPTIONS", "configured"]
 
 #: What may follow the file, as in ``config.json:batch=16,sequence=4096``, with what holds otherwise.
 OPTIONS = {"batch": "8", "sequence": "2048", "dtype": "float32", "device": "meta"}
 
+_LARGEST_CONFIG = 2**20  # bytes
+_SAID = 500  # characters of what transformers says
+_COUNTS = re.compile("layer|block|depth|stage|expert")  # keys of numbers of modules
+_MOST_MODULES, _LARGEST_SIZE = 1024, 2**31
+_MOST_ELEMENTS = 2**28  # of example inputs
 
 Made = tuple[nn.Module, tuple[Any, ...], dict[str, Tensor]]
 
@@ -34,15 +44,18 @@ def configured(file: Path, options: Mapping[str, str]) -> Callable[[], Made]:
         AutotpError: transformers is not installed; the file is not such a config; an option is unknown or wrong; or the
             model takes inputs that cannot be guessed.
     """
+    chosen, data = _checked(file, options), _config(file)
     try:
         import transformers
     except ImportError as error:
         raise AutotpError(f"--model {file}: a config file needs transformers: pip install transformers") from error
-    chosen = _checked(file, options)
     try:
-        config = transformers.AutoConfig.from_pretrained(file)
+        # Not by the file's name: transformers would look for what is missing on the network.
+        config = transformers.CONFIG_MAPPING[data.get("model_type")].from_dict(data)
     except Exception as error:
-        raise AutotpError(f"--model {file}: not a config that transformers knows ({error})") from error
+        raise AutotpError(
+            f"--model {file}: not a config that transformers knows ({type(error).__name__}: {str(error)[:_SAID]})"
+        ) from error
     config.use_cache = False
     if any(hasattr(config, name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         # The others route by what the data says, which no graph of fixed shapes can.
@@ -59,16 +72,48 @@ def configured(file: Path, options: Mapping[str, str]) -> Callable[[], Made]:
     return build
 
 
+def _config(file: Path) -> dict[str, Any]:
+    """The config's keys, with numbers of which a model can be made."""
+    try:
+        data = json.loads(read_text(file, _LARGEST_CONFIG))
+    except OSError as error:
+        raise AutotpError(f"--model {file}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise AutotpError(f"--model {file}: not JSON ({str(error)[:_SAID]})") from error
+    if not isinstance(data, dict):
+        raise AutotpError(f"--model {file}: expected the keys of a config, not {shown(data)}")
+    for key, number in _numbers("", data):
+        where = f"--model {file}: {key}"
+        if isinstance(number, int):
+            most = _MOST_MODULES if _COUNTS.search(key.rpartition(".")[2]) else _LARGEST_SIZE
+            whole(number, where, least=-_LARGEST_SIZE, most=most)
+        else:
+            figure(abs(number), where)
+    return data
+
+
+def _numbers(key: str, value: Any) -> Iterator[tuple[str, int | float]]:
+    """All numbers of a config, with the keys that lead to them."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield from _numbers(f"{key}.{name}" if key else name, each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _numbers(key, each)
+
+
 def _checked(file: Path, options: Mapping[str, str]) -> dict[str, str]:
     for name, value in options.items():
         if name not in OPTIONS:
-            raise AutotpError(f"--model {file}: option {name!r} is unknown; there are {', '.join(OPTIONS)}")
-        if name in ("batch", "sequence") and not (value.isdigit() and int(value) > 0):
-            raise AutotpError(f"--model {file}: {name}={value} is not a positive number")
+            raise AutotpError(f"--model {file}: option {shown(name)} is unknown; there are {', '.join(OPTIONS)}")
+        if name in ("batch", "sequence"):
+            whole_of(value, f"--model {file}: {name}", most=_LARGEST_SIZE)
         if name == "dtype" and not isinstance(getattr(torch, value, None), torch.dtype):
-            raise AutotpError(f"--model {file}: dtype={value} is not a dtype of torch, such as bfloat16")
+            raise AutotpError(f"--model {file}: dtype={value[:80]} is not a dtype of torch, such as bfloat16")
         if name == "device" and value not in ("meta", "cpu"):
-            raise AutotpError(f"--model {file}: device={value}: choose meta or cpu")
+            raise AutotpError(f"--model {file}: device={shown(value)}: choose meta or cpu")
     return OPTIONS | dict(options)
 
 
@@ -76,9 +121,9 @@ def _class_of(transformers: Any, config: Any, file: Path) -> Any:
     name = next(iter(config.architectures or ()), None)
     if name is None:
         return transformers.MODEL_MAPPING[type(config)]
-    found = getattr(transformers, name, None)
+    found = getattr(transformers, name, None) if isinstance(name, str) else None
     if found is None:
-        raise AutotpError(f"--model {file}: transformers {transformers.__version__} has no architecture {name!r}")
+        raise AutotpError(f"--model {file}: transformers {transformers.__version__} has no architecture {shown(name)}")
     return found
 
 
@@ -87,6 +132,7 @@ def _inputs(model: Any, config: Any, batch: int, sequence: int, file: Path) -> d
     text = config.get_text_config()
     if main == "input_ids":
         length = min(sequence, getattr(text, "max_position_embeddings", None) or sequence)
+        whole(batch * length, f"--model {file}: the number of tokens", most=_MOST_ELEMENTS)
         ids = torch.arange(batch * length).reshape(batch, length) % text.vocab_size
         inputs = {"input_ids": ids}
         if getattr(config, "is_encoder_decoder", False):
@@ -94,7 +140,9 @@ def _inputs(model: Any, config: Any, batch: int, sequence: int, file: Path) -> d
     elif main == "pixel_values":
         side = config.image_size
         high, wide = side if isinstance(side, list | tuple) else (side, side)
-        inputs = {"pixel_values": torch.zeros(batch, getattr(config, "num_channels", 3), high, wide, dtype=model.dtype)}
+        channels = getattr(config, "num_channels", 3)
+        whole(batch * channels * high * wide, f"--model {file}: the number of pixels", most=_MOST_ELEMENTS)
+        inputs = {"pixel_values": torch.zeros(batch, channels, high, wide, dtype=model.dtype)}
     else:
         raise AutotpError(f"--model {file}: its input {main!r} cannot be guessed; write a factory: FILE.py:FACTORY")
     kind = type(model).__name__

@@ -6,13 +6,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from torch import nn
 
 from autotp.analysis.graph_rows import GraphRow, filtered, graph_rows
 from autotp.analysis.trace import scheduled, trainable
-from autotp.cli.render import bytes_of, make_console, time_of
+from autotp.cli.render import bytes_of, time_of
+from autotp.cli.terminal import make_console
 from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
 from costmodel import format_quantity
@@ -59,11 +60,11 @@ def _table(rows: Sequence[GraphRow]) -> Table:
     for name in ("node", "operator", "shape"):
         table.add_column(name)
     for row in rows:
-        moves = f"[bold]{escape(row.target)}@{','.join(row.axes)}[/]" if row.axes else escape(row.target)
+        moves = Text(f"{row.target}@{','.join(row.axes)}", style="bold") if row.axes else row.target
         shapes = " ".join("×".join(map(str, shape)) or "()" for shape in row.shapes)
         exposed = time_of(row.exposed) if row.exposed else ""
         figures = time_of(row.begin), time_of(row.seconds), exposed
-        table.add_row(*figures, bytes_of(row.bytes), escape(row.name), moves, shapes)
+        table.add_row(*figures, bytes_of(row.bytes), row.name, moves, shapes)
     return table
 
 

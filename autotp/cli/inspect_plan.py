@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from autotp.analysis.difference import Difference, difference
 from autotp.analysis.drawing import draw
@@ -32,8 +32,9 @@ from autotp.cli.arguments import (
 )
 from autotp.cli.explain_plan import captured_for
 from autotp.cli.inspect_graph import show_graph
-from autotp.cli.render import bytes_of, short_target, show, show_plan, time_of
+from autotp.cli.render import bytes_of, short_target, show_plan, time_of
 from autotp.cli.report import write_report
+from autotp.cli.terminal import make_console, show
 from autotp.plans.folded import unnumbered
 from autotp.plans.plan import Plan
 from autotp.runtime.rewrite import apply
@@ -83,7 +84,7 @@ def inspect_command(
         rows = Filters(op, module, collectives, unsharded, top)(inspect_plan(loaded, priced))
     if dot is not None:
         draw(dot, rows, priced.model)
-        print(f"written to {dot}")
+        make_console().print(f"written to {dot}", soft_wrap=True)
     else:
         show([asdict(row) for row in rows], _rows_shown(rows), as_json, wraps=False)
 
@@ -95,21 +96,21 @@ def _rows_shown(rows: Sequence[Row]) -> RenderableType:
     for row in rows:
         if row.module != module:
             module = row.module
-            lines.append(f"[bold cyan]{escape(module or '(the model itself)')}[/]")
+            lines.append(Text(module or "(the model itself)", style="bold cyan"))
         times = f" × {row.count}" if row.count > 1 else ""
-        scheme = f"[yellow]{escape(row.scheme)}[/]" if row.replicated else f"[bold]{escape(row.scheme)}[/]"
-        place = f"  [dim]{escape(row.source)}[/]" if row.source else ""
-        lines.append(f"  {escape(row.name)}{times}  [dim]{escape(row.target)}[/]  {scheme}{place}")
+        scheme = row.scheme, "yellow" if row.replicated else "bold"
+        place = f"  {row.source}" if row.source else "", "dim"
+        lines.append(Text.assemble(f"  {row.name}{times}  ", (row.target, "dim"), "  ", scheme, place))
         costs = [
             f"compute {format_quantity(row.compute_seconds, 'time')}",
             f"communication {format_quantity(row.communication_seconds, 'time')}",
             f"{row.flop:.3g} FLOP",
             f"results {format_quantity(row.bytes, 'memory')}",
         ]
-        lines.append(escape(f"      {', '.join(row.operands)} → {', '.join(row.results)}"))
+        lines.append(f"      {', '.join(row.operands)} → {', '.join(row.results)}")
         lines.append(f"      {', '.join(costs)}")
-        lines += [escape(f"      {_collective(step)}") for step in row.reshards]
-        lines += [f"      [yellow]not in chunks of the {escape(row.whole)}[/]"] if row.whole else []
+        lines += [f"      {_collective(step)}" for step in row.reshards]
+        lines += [Text(f"      not in chunks of the {row.whole}", style="yellow")] if row.whole else []
     return Group(*lines, f"{sum(row.count for row in rows):,} operators, {len(rows):,} of them different")
 
 
@@ -160,10 +161,10 @@ def reprice_command(
 def _difference_table(found: Difference) -> RenderableType:
     parts: list[RenderableType] = []
     if not (found.settings or found.parameters or found.operators):
-        parts.append("[green]the plans are the same[/]")
+        parts.append(Text("the plans are the same", style="green"))
     figures = Table("", "first", "second", "change", header_style="bold", box=None, padding=(0, 2, 0, 0))
     for name, (one, two) in found.settings.items():
-        figures.add_row(name, escape(one), escape(two), "")
+        figures.add_row(name, one, two, "")
     for name, (before, after) in found.predicted.items():
         show = bytes_of if name.endswith("bytes") else time_of
         more = f"{after / before - 1:+.1%}" if before and not math.isclose(before, after) else ""
@@ -178,9 +179,9 @@ def _difference_table(found: Difference) -> RenderableType:
         for change in found.operators[:_SHOWN]:
             ways = zip(change.schemes, change.layouts, strict=True)
             table.add_row(
-                f"{escape(short_target(change.target))}\n[dim]{escape(change.module)}[/]".removesuffix("\n[dim][/]"),
+                Text.assemble(short_target(change.target), (f"\n{change.module}" if change.module else "", "dim")),
                 str(change.count),
-                *(escape(f"{scheme}:\n{', '.join(layouts)}") for scheme, layouts in ways),
+                *(f"{scheme}:\n{', '.join(layouts)}" for scheme, layouts in ways),
                 f"{format_quantity(change.seconds[0], 'time')} → {format_quantity(change.seconds[1], 'time')}",
                 f"{format_quantity(change.bytes[0], 'memory')} → {format_quantity(change.bytes[1], 'memory')}",
             )
@@ -192,7 +193,7 @@ def _difference_table(found: Difference) -> RenderableType:
         table = Table("parameter", "×", "rests in the first", "in the second", header_style="bold")
         counts = Counter((unnumbered(name), *both) for name, both in found.parameters.items())
         for (name, one, two), count in list(counts.items())[:_SHOWN]:
-            table.add_row(escape(name), str(count), escape(one), escape(two))
+            table.add_row(name, str(count), one, two)
         parts.append(table)
         left = sum(list(counts.values())[_SHOWN:])
         if left > 0:

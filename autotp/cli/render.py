@@ -5,19 +5,17 @@ Nothing here computes a cost or decides anything: every figure shown is a field 
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from autotp.cli.terminal import make_console
 from autotp.plans.folded import FoldedOperator, fold_operators, unnumbered
 from costmodel import Topology, format_quantity
 
@@ -26,19 +24,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "bytes_of",
-    "make_console",
     "place_of",
     "plan_table",
     "presets_table",
     "short_target",
-    "show",
     "show_plan",
     "time_of",
     "topology_table",
 ]
-
-#: Columns of a table that goes to a file or a pipe, where no terminal says how wide it is.
-PIPED_WIDTH = 160
 
 #: Share of the operators' time below which a row is left out of the table.
 NEGLIGIBLE = 0.002
@@ -48,27 +41,6 @@ ROOM_FOR_LAYOUTS = 120
 
 #: Most operators that are named below the table: not in chunks, or replicated.
 _LISTED = 12
-
-
-def make_console(quiet: bool = False) -> Console:
-    """A console on stdout: as wide and colourful as the terminal, or wide and plain when piped.
-
-    Args:
-        quiet: Print nothing at all, as ranks other than 0 should.
-    """
-    # Without rich's highlighter: it takes placements for calls and breaks numbers at their commas.
-    console = Console(quiet=quiet, highlight=False)
-    if console.is_terminal or "COLUMNS" in os.environ:
-        return console
-    return Console(quiet=quiet, width=PIPED_WIDTH, highlight=False)
-
-
-def show(data: Any, shown: RenderableType, as_json: bool, *, wraps: bool = True) -> None:
-    """Prints what a command found: as JSON, or for people; ``wraps``: lines end where the terminal does."""
-    if as_json:
-        print(json.dumps(data, indent=1))
-    else:
-        make_console().print(shown, soft_wrap=not wraps)
 
 
 def show_plan(plan: Plan, as_json: bool, everything: bool) -> None:
@@ -81,7 +53,7 @@ def show_plan(plan: Plan, as_json: bool, everything: bool) -> None:
 
 def place_of(module: str, source: str | None) -> str:
     """Where in the model an operator is, for people."""
-    return escape(" ".join(filter(None, (f"in {module}" if module else "", f"({source})" if source else ""))))
+    return " ".join(filter(None, (f"in {module}" if module else "", f"({source})" if source else "")))
 
 
 def plan_table(plan: Plan, limit: int | None = 40) -> RenderableType:
@@ -111,24 +83,28 @@ def _header(plan: Plan) -> Table:
     topology = plan.topology
     mesh = " × ".join(f"{axis}={size}" for axis, size in zip(plan.mesh_axes, plan.mesh_shape, strict=True))
     grid = _grid()
-    grid.add_row("strategy", escape(str(plan.strategy)))
-    grid.add_row("mesh", f"{mesh or '1 device'}  [dim](outermost first)[/]")
-    grid.add_row("topology", f"{escape(topology.name)}: {_levels(topology)}")
+    grid.add_row("strategy", str(plan.strategy))
+    grid.add_row("mesh", _noted(mesh or "1 device", "  (outermost first)"))
+    grid.add_row("topology", f"{topology.name}: {_levels(topology)}")
     if plan.precision is not None:
         grid.add_row("precision", plan.precision)
     if plan.schedule == "none" and plan.topology.devices > 1:
-        grid.add_row("schedule", "none  [dim](no communication is hidden)[/]")
+        grid.add_row("schedule", _noted("none", "  (no communication is hidden)"))
     if plan.chunks:
         of = {"batch": "of the batch", "rows": "of products' rows"}
         said = (f"{n} {of[kind]}, in {plan.chunked.get(kind, 0):,} operators" for kind, n in plan.chunks.items())
-        grid.add_row("chunks", f"{'; '.join(said)} [dim]of {len(plan.operators):,}[/]")
+        grid.add_row("chunks", _noted("; ".join(said), f" of {len(plan.operators):,}"))
     if plan.accumulate > 1:
-        grid.add_row("accumulate", f"{plan.accumulate} micro-batches a step  [dim](gradients are reduced once)[/]")
+        grid.add_row("accumulate", _noted(f"{plan.accumulate} micro-batches a step", "  (gradients are reduced once)"))
     if plan.gathered_once:
         kept = f"{len(plan.gathered_once):,} of {len(plan.layouts):,} parameters"
-        grid.add_row("gathered once", f"{kept}  [dim](kept for the backward pass)[/]")
-    grid.add_row("plan", f"{plan.hash}{_planning(plan.planning)}")
+        grid.add_row("gathered once", _noted(kept, "  (kept for the backward pass)"))
+    grid.add_row("plan", _noted(plan.hash, _planning(plan.planning)))
     return grid
+
+
+def _noted(text: str, note: str) -> Text:
+    return Text.assemble(text, (note, "dim"))
 
 
 def _planning(stats: Mapping[str, Any]) -> str:
@@ -143,7 +119,7 @@ def _planning(stats: Mapping[str, Any]) -> str:
         meshes = stats["meshes"]
         number = meshes if isinstance(meshes, int) else len(meshes)
         said.append(f"{number} mesh{'es' if number != 1 else ''}")
-    return f"  [dim]({', '.join(said)})[/]" if said else ""
+    return f"  ({', '.join(said)})" if said else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,21 +164,24 @@ def _dearest(rows: Sequence[FoldedOperator], limit: int | None) -> tuple[list[Fo
     return [row for i, row in enumerate(rows) if i in kept], [row for i, row in enumerate(rows) if i not in kept]
 
 
-def _cells(row: FoldedOperator, layouts: bool) -> list[str]:
+def _cells(row: FoldedOperator, layouts: bool) -> list[str | Text]:
     operator = row.first
-    cells = [
-        escape(row.module) or "[dim]–[/]",
-        escape(short_target(operator.target)),
+    nothing = Text("–", style="dim")
+    cells: list[str | Text] = [
+        row.module or nothing,
+        short_target(operator.target),
         str(len(row.operators)),
-        "[yellow]no rule[/]" if operator.replicated else escape(operator.scheme),
-        (escape(_strategy(operator.strategy)) or "[dim]–[/]")
-        + (f", {operator.panels} panels" if operator.panels > 1 else "")
-        + (", recomputed" if operator.recomputed else ""),
+        Text("no rule", style="yellow") if operator.replicated else operator.scheme,
+        Text.assemble(
+            _strategy(operator.strategy) or nothing,
+            f", {operator.panels} panels" if operator.panels > 1 else "",
+            ", recomputed" if operator.recomputed else "",
+        ),
     ]
     if layouts:
-        cells.append(escape(", ".join(operator.layouts)))
-    moved = bytes_of(row.bytes_moved) if row.bytes_moved else "[dim]–[/]"
-    ratio = f"{row.bytes_moved / row.bound_bytes:.2f}" if row.bound_bytes else "[dim]–[/]"
+        cells.append(", ".join(operator.layouts))
+    moved = bytes_of(row.bytes_moved) if row.bytes_moved else nothing
+    ratio = f"{row.bytes_moved / row.bound_bytes:.2f}" if row.bound_bytes else nothing
     return [*cells, moved, *([ratio] if layouts else []), time_of(row.seconds)]
 
 
@@ -211,10 +190,12 @@ def _prediction(plan: Plan) -> Table:
     grid = _grid()
     grid.add_row(
         "predicted step",
-        f"[bold]{time_of(predicted.step_seconds)}[/] = "
-        f"compute {time_of(predicted.compute_seconds)} + "
-        f"exposed communication {time_of(predicted.exposed_seconds)} "
-        f"[dim](of {time_of(predicted.communication_seconds)} in all)[/]",
+        Text.assemble(
+            (time_of(predicted.step_seconds), "bold"),
+            f" = compute {time_of(predicted.compute_seconds)} + ",
+            f"exposed communication {time_of(predicted.exposed_seconds)} ",
+            (f"(of {time_of(predicted.communication_seconds)} in all)", "dim"),
+        ),
     )
     # The bound is what the user allowed, and may be above or below what the device has.
     allowed = plan.memory_bound if math.isfinite(plan.memory_bound) else plan.topology.device.memory
@@ -222,25 +203,30 @@ def _prediction(plan: Plan) -> Table:
     colour = "red" if used > 1 else "yellow" if used > 0.9 else "green"
     grid.add_row(
         "memory a device",
-        f"{bytes_of(predicted.memory_bytes)} of {bytes_of(allowed)} [{colour}]({used:.1%})[/]",
+        Text.assemble(f"{bytes_of(predicted.memory_bytes)} of {bytes_of(allowed)} ", (f"({used:.1%})", colour)),
     )
     if plan.bound_ratio is not None:
         least = sum(operator.bound_bytes for operator in plan.operators)
         everything = sum(operator.bytes_moved for operator in plan.operators)
         grid.add_row(
             "communication",
-            f"products with weights move {plan.bound_ratio:.2f} × their lower bound of {bytes_of(least)}, "
-            f"the whole model {everything / least:.2f} × [dim](below 1: tensors rest in copies)[/]",
+            _noted(
+                f"products with weights move {plan.bound_ratio:.2f} × their lower bound of {bytes_of(least)}, "
+                f"the whole model {everything / least:.2f} ×",
+                " (below 1: tensors rest in copies)",
+            ),
         )
     made = plan.planning.get("repriced")
     if made is not None:
-        step = f"[dim], where its step takes {time_of(made['step_seconds'])}[/]"
-        grid.add_row("optimality", f"[yellow]not sought[/]: the plan was made for {escape(made['topology'])}{step}")
+        where = f": the plan was made for {made['topology']}"
+        step = f", where its step takes {time_of(made['step_seconds'])}"
+        said = Text.assemble(("not sought", "yellow"), where, (step, "dim"))
     elif plan.optimal:
-        grid.add_row("optimality", "[green]proven optimal[/] [dim](for this cost model and search space)[/]")
+        said = Text.assemble(("proven optimal", "green"), (" (for this cost model and search space)", "dim"))
     else:
-        gap = f"within {plan.gap:.2%} of the bound" if math.isfinite(plan.gap) else "no bound was found"
-        grid.add_row("optimality", f"[yellow]not proven[/]: {gap}")
+        gap = f": within {plan.gap:.2%} of the bound" if math.isfinite(plan.gap) else ": no bound was found"
+        said = Text.assemble(("not proven", "yellow"), gap)
+    grid.add_row("optimality", said)
     return grid
 
 
@@ -283,7 +269,7 @@ def _strategy(strategy: Mapping[str, Sequence[str]]) -> str:
 def _levels(topology: Topology) -> str:
     sizes = " × ".join(f"{level.size} {level.name}" for level in reversed(topology.levels))
     device = f"{topology.device.name}, {bytes_of(topology.device.memory)}"
-    return f"{topology.devices} devices" + escape(f" ({sizes}) of {device}")
+    return f"{topology.devices} devices ({sizes}) of {device}"
 
 
 def time_of(seconds: float) -> str:
@@ -304,9 +290,9 @@ def topology_table(topology: Topology) -> RenderableType:
     """Show one topology: its device's rates and its levels, the innermost (fastest) first."""
     device = topology.device
     grid = _grid()
-    grid.add_row("topology", escape(topology.name))
+    grid.add_row("topology", topology.name)
     grid.add_row("devices", str(topology.devices))
-    grid.add_row("device", escape(device.name))
+    grid.add_row("device", device.name)
     for dtype, flops in device.flops.items():
         grid.add_row(f"  {dtype}", format_quantity(flops, "rate"))
     grid.add_row(
@@ -321,7 +307,7 @@ def topology_table(topology: Topology) -> RenderableType:
         table.add_column(title, justify="right")
     for level in topology.levels:
         table.add_row(
-            escape(level.name),
+            level.name,
             str(level.size),
             _bandwidth(level.bandwidth),
             time_of(level.latency),
@@ -341,10 +327,10 @@ def presets_table(topologies: Iterable[Topology]) -> Table:
         levels = ", ".join(f"{level.size} {level.name} at {_bandwidth(level.bandwidth)}" for level in topology.levels)
         device = topology.device
         table.add_row(
-            escape(topology.name),
+            topology.name,
             str(topology.devices),
-            escape(device.name),
+            device.name,
             bytes_of(device.memory),
-            escape(levels),
+            levels,
         )
     return table

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import Progress
 from torch import nn
 
 from autotp.analysis.report import content, save_report
 from autotp.analysis.trace import predicted_events, scheduled, trainable
-from autotp.cli.arguments import working
+from autotp.cli.arguments import check_output, working
+from autotp.cli.terminal import Terminal, make_console
 from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
 from passes.capture import Captured
@@ -34,11 +34,10 @@ def write_report(path: Path, model: nn.Module, captured: Captured, plan: Plan, t
         name: of the model.
 
     Raises:
-        AutotpError: the directory is not there, or the file cannot be written.
+        AutotpError: the file cannot be written.
         PlanMismatchError: the plan is for another model or other inputs.
     """
-    if not path.absolute().parent.is_dir():
-        raise AutotpError(f"--html {path}: there is no directory {path.parent}")
+    check_output(path)
     wanted = timeline
     if wanted is None:
         wanted = plan.schedule == "overlap" and len(plan.operators) <= SCHEDULED
@@ -51,7 +50,7 @@ def write_report(path: Path, model: nn.Module, captured: Captured, plan: Plan, t
             if timeline:
                 raise
             print(f"no timeline: {error}", file=sys.stderr)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Progress(console=Terminal(stderr=True), transient=True) as progress:
         task = progress.add_task("explaining operators")
 
         def explained(done: int, of: int) -> None:
@@ -60,4 +59,4 @@ def write_report(path: Path, model: nn.Module, captured: Captured, plan: Plan, t
         title = f"{name} on {plan.devices} devices"
         contents = content(captured, plan, events=events, title=title, progress=explained)
     save_report(path, contents)
-    print(f"written to {path}")
+    make_console().print(f"written to {path}", soft_wrap=True)

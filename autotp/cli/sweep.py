@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.text import Text
 
 from autotp.analysis.sweep import sweep, takes_devices
 from autotp.cli.arguments import (
@@ -18,15 +18,18 @@ from autotp.cli.arguments import (
     Panels,
     PrecisionName,
     call_factory,
+    check_output,
     find_factory,
     memory_of,
     native_output_on_stderr,
 )
-from autotp.cli.render import show
 from autotp.cli.sweep_output import check_plot, sweep_csv, sweep_table, write_file, write_plot
+from autotp.cli.terminal import Terminal, show
 from autotp.errors import AutotpError
 from autotp.plans.families import FAMILIES
 from autotp.plans.options import Options
+from costmodel.errors import shown
+from costmodel.text.numbers import MOST_DEVICES, whole_of
 
 __all__ = ["sweep_command"]
 
@@ -70,13 +73,12 @@ def sweep_command(
     if plot is not None:
         check_plot(plot)
     for file in (csv, plot):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise AutotpError(f"{file}: there is no directory {file.parent}")
+        check_output(file)
     factory = find_factory(model)
     if weak and not takes_devices(factory):
         raise AutotpError(f"--weak: the factory of --model {model!r} has no argument `devices` to choose its batch by")
     # Status on stderr, and nothing at all where that is no terminal: stdout stays clean for pipes.
-    with Console(stderr=True).status(f"building {model} …") as status, native_output_on_stderr():
+    with Terminal(stderr=True).status(f"building {model} …") as status, native_output_on_stderr():
         points = sweep(
             _loader(factory, model),
             _words(topology),
@@ -90,7 +92,7 @@ def sweep_command(
             accumulate=accumulate,
             panels=panels,
             precision=precision,
-            progress=lambda what: status.update(f"{what} …"),
+            progress=lambda what: status.update(Text(f"{what} …")),
         )
     if csv is not None:
         write_file(csv, sweep_csv(points))
@@ -118,6 +120,4 @@ def _words(text: str) -> list[str]:
 
 
 def _count(word: str) -> int:
-    if not (word.isascii() and word.isdigit() and int(word) > 0):
-        raise AutotpError(f"--devices {word!r}: expected how many devices, such as 8,16,32")
-    return int(word)
+    return whole_of(word, f"--devices {shown(word)} (expected how many devices, such as 8,16,32)", most=MOST_DEVICES)

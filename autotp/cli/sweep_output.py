@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -19,7 +18,17 @@ from autotp.errors import AutotpError
 from costmodel import format_quantity
 from costmodel.text.files import write_atomically
 
-__all__ = ["PLOTS", "check_plot", "figure_class", "save_figure", "sweep_csv", "sweep_table", "write_file", "write_plot"]
+__all__ = [
+    "PLOTS",
+    "check_plot",
+    "figure_class",
+    "label_of",
+    "save_figure",
+    "sweep_csv",
+    "sweep_table",
+    "write_file",
+    "write_plot",
+]
 
 #: File name endings of plots.
 PLOTS = (".svg", ".png")
@@ -32,9 +41,9 @@ def sweep_table(points: Sequence[Point]) -> RenderableType:
     """
     unit = next((point.unit for point in points if point.planned), "tokens")
     strategies = {point.strategy for point in points if point.planned}
-    columns: dict[str, Callable[[Point], str | None]] = {
+    columns: dict[str, Callable[[Point], str | Text | None]] = {
         "mesh": lambda p: "×".join(map(str, p.mesh)) if p.mesh else None,
-        "strategy": lambda p: p.strategy and escape(p.strategy) if len(strategies) > 1 else None,
+        "strategy": lambda p: p.strategy if len(strategies) > 1 else None,
         "best family": _family,
         "step": lambda p: _quantity(p.step_seconds, "time"),
         f"{unit}/s\na device": lambda p: _plain(p.tokens_per_second),
@@ -53,7 +62,8 @@ def sweep_table(points: Sequence[Point]) -> RenderableType:
         text = title in ("mesh", "strategy", "best family")
         table.add_column(title, justify="left" if text else "right", overflow="fold", no_wrap=title != "best family")
     for point in points:
-        table.add_row(escape(point.topology), str(point.devices), *(cell(point) or "[dim]–[/]" for cell in shown.values()))
+        nothing = Text("–", style="dim")
+        table.add_row(point.topology, str(point.devices), *(cell(point) or nothing for cell in shown.values()))
     return Group(table, *(note for point in points for note in _notes(point)))
 
 
@@ -117,7 +127,7 @@ def write_plot(points: Sequence[Point], path: str | os.PathLike[str]) -> None:
     for axes, (title, value) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         for name, line in lines.items():
             line = sorted(line, key=lambda point: point.devices)
-            axes.plot([p.devices for p in line], [value(p) or 0.0 for p in line], marker="o", label=name)
+            axes.plot([p.devices for p in line], [value(p) or 0.0 for p in line], marker="o", label=label_of(name))
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts or [1], [str(count) for count in counts or [1]])
         axes.minorticks_off()
@@ -127,6 +137,11 @@ def write_plot(points: Sequence[Point], path: str | os.PathLike[str]) -> None:
         if lines:
             axes.legend()
     save_figure(figure, path)
+
+
+def label_of(name: str) -> str:
+    """A name as a label of matplotlib's, in which ``$`` begins a formula, and a first ``_`` hides the label."""
+    return f"{' ' * name.startswith('_')}{name}".replace("$", r"\$")
 
 
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
@@ -153,10 +168,10 @@ def figure_class() -> Any:
     return Figure
 
 
-def _family(point: Point) -> str | None:
+def _family(point: Point) -> str | Text | None:
     if point.family is None or point.family == point.strategy or not point.step_seconds or point.family_seconds is None:
-        return point.family and escape(point.family)
-    return f"{escape(point.family)} [dim](× {point.family_seconds / point.step_seconds:.2f})[/]"
+        return point.family
+    return Text.assemble(point.family, (f" (× {point.family_seconds / point.step_seconds:.2f})", "dim"))
 
 
 def _notes(point: Point) -> list[Text]:

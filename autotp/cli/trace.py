@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from autotp.analysis.trace import events_of, predicted, save_trace
-from autotp.cli.arguments import load_model, working
+from autotp.cli.arguments import check_output, load_model, working
 from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
 from autotp.runtime.parallelize import parallelize
 from autotp.runtime.recording import Event
+from costmodel.text.numbers import MOST_DEVICES, whole_of
 
 __all__ = ["trace_command"]
 
@@ -35,9 +36,9 @@ def trace_command(
     rank is a process of the trace beside the prediction. Either is with overlap, also where the plan was made for none.
     """
     wanted = Plan.load(plan)
-    if not output.absolute().parent.is_dir():
-        raise AutotpError(f"--output {output}: there is no directory {output.parent}")
-    measured = _measure(model, wanted) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else []
+    check_output(output)
+    world = whole_of(os.environ.get("WORLD_SIZE", "1"), "environment: WORLD_SIZE", most=MOST_DEVICES)
+    measured = _measure(model, wanted) if world > 1 else []
     if not dist.is_initialized() or dist.get_rank() == 0:
         module, args, kwargs = load_model(model, wanted.devices)
         with working("predicting the schedule"):

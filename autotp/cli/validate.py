@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group, RenderableType
-from rich.markup import escape
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autotp.cli.render import bytes_of, show, time_of
-from autotp.cli.sweep_output import check_plot, figure_class, save_figure
+from autotp.cli.arguments import check_output
+from autotp.cli.render import bytes_of, time_of
+from autotp.cli.sweep_output import check_plot, figure_class, label_of, save_figure
+from autotp.cli.terminal import Terminal, show
 from autotp.errors import AutotpError
 from autotp.validate import (
     Accuracy,
@@ -28,7 +29,7 @@ from autotp.validate import (
     rankings,
     read_runs,
 )
-from costmodel.text.files import check_writable, write_atomically
+from costmodel.text.files import write_atomically
 from costmodel.toml_out import topology_toml
 
 __all__ = ["SHIPPED", "drawn", "validate_command"]
@@ -54,15 +55,15 @@ def validate_command(
         raise AutotpError("the published runs are in the repository, not in the package: give a file of runs")
     if plot is not None:
         check_plot(plot)
-    if fit is not None:
-        check_writable(fit)
+    for output in (fit, plot):
+        check_output(output)
     found, skipped = read_runs(file or SHIPPED)
     found = [run for run in found if any(only.lower() in text.lower() for text in (run.name, run.source, run.device))]
     skipped = [one for one in skipped if any(only.lower() in text.lower() for text in (one.name, one.source))]
     if not found:
         raise AutotpError(f"no run to plan: {len(skipped)} skipped, none with {only!r} in its name, source or device")
-    with Console(stderr=True).status("planning") as status:
-        done, unplanned = predicted_all(found, lambda name: status.update(f"planning {escape(name)}"))
+    with Terminal(stderr=True).status("planning") as status:
+        done, unplanned = predicted_all(found, lambda name: status.update(Text(f"planning {name}")))
     skipped += unplanned
     if not done:
         raise AutotpError(f"no run could be planned; the first: {skipped[0].name}: {skipped[0].why}")
@@ -85,7 +86,7 @@ def _shown(done: Sequence[Prediction], skipped: Sequence[Skipped], fitted: Devic
         table.add_column(title, justify="right")
     groups = {f"{source}, {device}": group for (source, device), group in by_source(done).items()}
     for name, group in (*groups.items(), *([("all", list(done))] if len(groups) > 1 else [])):
-        table.add_row(escape(name), *_accuracy(accuracy([one.ratio for one in group])), _memory(group))
+        table.add_row(name, *_accuracy(accuracy([one.ratio for one in group])), _memory(group))
     parts.append(table)
     for one in rankings(done):
         same = one.fastest is one.predicted
@@ -110,7 +111,7 @@ def _runs(done: Sequence[Prediction]) -> Table:
         memory = bytes_of(one.run.memory) if one.run.memory else "–"
         told = one.plan.predicted
         table.add_row(
-            escape(one.run.name), time_of(one.run.seconds), time_of(told.step_seconds), f"{one.ratio:.3f}",
+            one.run.name, time_of(one.run.seconds), time_of(told.step_seconds), f"{one.ratio:.3f}",
             memory, bytes_of(told.memory_bytes),
         )  # fmt: skip
     return table
@@ -173,7 +174,7 @@ def drawn(done: Sequence[Prediction]) -> Any:
     axes = figure.subplots()
     for (source, device), group in by_source(done).items():
         measured, told = [one.run.seconds for one in group], [one.seconds for one in group]
-        axes.plot(measured, told, ".", label=f"{source[:40]}, {device}")
+        axes.plot(measured, told, ".", label=label_of(f"{source[:40]}, {device}"))
     every = [seconds for one in done for seconds in (one.run.seconds, one.seconds)]
     ends = min(every), max(every)
     axes.plot(ends, ends, color="black", linewidth=0.5)

@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from autotp.analysis.verify import Verification, verify
 from autotp.cli.arguments import AsJson, PlannedModel, SavedPlan, load_model, working
-from autotp.cli.render import place_of, show
+from autotp.cli.render import place_of
+from autotp.cli.terminal import show
 from autotp.plans.plan import Plan
 
 __all__ = ["verify_command"]
@@ -49,23 +50,27 @@ def _shown(found: Verification) -> RenderableType:
     errors += [(f"gradient of {name}", error) for name, error in worst]
     for name, error in errors:
         colour = "green" if error <= found.tolerance else "yellow" if name in found.ill_conditioned else "red"
-        table.add_row(escape(name), f"[{colour}]{error:.2e}[/]")
+        table.add_row(name, Text(f"{error:.2e}", style=colour))
     if found.departure is None:
-        said = f"[green]correct[/]: {found.compared} values and gradients agree to {found.tolerance:.0e}"
+        agree = f": {found.compared} values and gradients agree to {found.tolerance:.0e}"
+        said = Text.assemble(("correct", "green"), agree)
     else:
         at = found.departure
-        place = place_of(at.module, at.source)
-        said = f"[red]wrong[/]: at [bold]{escape(at.operator)}[/] {place} {escape(at.where)} (error {at.error:.2e})"
+        place = f" {place_of(at.module, at.source)} {at.where} (error {at.error:.2e})"
+        said = Text.assemble(("wrong", "red"), ": at ", (at.operator, "bold"), place)
     return Group(table, *_ill_conditioned(found), said)
 
 
-def _ill_conditioned(found: Verification) -> list[str]:
+def _ill_conditioned(found: Verification) -> list[Text]:
     if not found.ill_conditioned:
         return []
     worst = sorted(found.ill_conditioned.items(), key=lambda entry: -entry[1])
-    named = [f"{escape(name)} ({move:.1e})" for name, move in worst[:_SHOWN]]
+    named = [f"{name} ({move:.1e})" for name, move in worst[:_SHOWN]]
     more = [f"and {len(worst) - _SHOWN} more"] if len(worst) > _SHOWN else []
     return [
-        "[yellow]ill-conditioned[/]: moving weights and inputs by one unit in the last place moves these in the model "
-        f"itself as far as the plan does: {', '.join(named + more)}"
+        Text.assemble(
+            ("ill-conditioned", "yellow"),
+            ": moving weights and inputs by one unit in the last place moves these in the model itself as far as the plan "
+            f"does: {', '.join(named + more)}",
+        )
     ]

@@ -149,4 +149,5 @@ class Sums:
     def predicted(self, hides: bool, memory_bytes: float) -> Predicted:
         """What a plan is to say of a step."""
         step = self.step(hides)
-        return Predicted(step, self.compute, self.communication, step - self.compute, memory_bytes, self.update)
+        exposed = max(step - self.compute, 0.0)  # rounding may make it negative
+        return Predicted(step, self.compute, self.communication, exposed, memory_bytes, self.update)

@@ -24,6 +24,7 @@ from torch import fx
 
 from autotp.errors import AutotpError, ConstraintError
 from autotp.plans.plan import AXIS_NAMES
+from costmodel.errors import shown
 from passes.capture import Captured
 from passes.graph import note_of
 from passes.layouts.codes import DIM, PARTIAL, WHOLE
@@ -34,7 +35,10 @@ from passes.strategies.space import Space
 
 __all__ = ["Constraint", "Requirement", "minimal", "parse", "requirements"]
 
-_TERM = re.compile(r"(?:(?P<shard>S|Shard)\((?P<dim>\d+)\)|(?P<name>[A-Za-z_][\w.]*|-|\+\d+))(?:@(?P<axis>\w+))?")
+_TERM = re.compile(
+    r"(?:(?P<shard>S|Shard)\((?P<dim>[0-9]{1,4})\)|(?P<name>[A-Za-z_][\w.]*|-|\+[0-9]{1,4}))(?:@(?P<axis>\w+))?"
+)
+_LONGEST = 1000  # characters of a constraint
 _SAID = "terms are placements or factors on mesh axes, such as Shard(0)@x, Replicate@y or n@x"
 
 
@@ -111,12 +115,15 @@ def parse(given: Sequence[str] | Mapping[str, str]) -> tuple[Constraint, ...]:
         AutotpError: a text cannot be read; says which, and how it should look.
     """
     texts = [f"{pattern}={terms}" for pattern, terms in given.items()] if isinstance(given, Mapping) else given
-    if isinstance(texts, str):
-        raise AutotpError(f"constraints={texts!r}: give a sequence of texts, or a mapping from patterns to terms")
+    words = isinstance(texts, Sequence) and not isinstance(texts, str) and all(isinstance(text, str) for text in texts)
+    if not words:
+        raise AutotpError(f"constraints={shown(given)}: give a sequence of texts, or a mapping from patterns to terms")
     return tuple(map(_constraint, texts))
 
 
 def _constraint(text: str) -> Constraint:
+    if len(text) > _LONGEST:
+        raise AutotpError(f"constraint {shown(text)}: it is longer than {_LONGEST:,} characters")
     pattern, _, right = text.partition("=")
     if not pattern.strip() or not right.strip():
         raise AutotpError(f"constraint {text!r}: expected PATTERN=TERMS, such as lm_head.weight=Shard(0)@x")
@@ -210,7 +217,7 @@ def _unknown(constraint: Constraint, captured: Captured, operators: Mapping[fx.N
     names = {*captured.parameters.values(), *(node.name for node in operators)}
     names |= {note_of(node).module for node in operators} - {""}
     names |= {f"input:{name}" for name in captured.inputs}
-    close = difflib.get_close_matches(pattern, sorted(names), n=3, cutoff=0.5)
+    close = difflib.get_close_matches(pattern[:100], sorted(names), n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
     return f"{pattern!r} names no parameter, operator, module, input or output of the model{hint}"
 

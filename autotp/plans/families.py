@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from autotp.errors import AutotpError
+from costmodel.errors import shown
 from passes.rules.factors import Factor, Operator
 from passes.rules.table import rule_of
 
@@ -202,6 +203,6 @@ def family(name: str) -> Family:
     Raises:
         AutotpError: for an unknown name; lists the known ones.
     """
-    if name not in FAMILIES:
-        raise AutotpError(f"strategy {name!r} is unknown; choose one of {', '.join(FAMILIES)}")
+    if name not in tuple(FAMILIES):
+        raise AutotpError(f"strategy {shown(name)} is unknown; choose one of {', '.join(FAMILIES)}")
     return FAMILIES[name]

@@ -11,7 +11,9 @@ from autotp.plans.constraints import Constraint, parse
 from autotp.plans.families import Family, family
 from autotp.plans.plan import AXIS_NAMES, Plan, check_accumulate, check_chunks, overlapping
 from costmodel import Topology
+from costmodel.errors import shown
 from costmodel.memory import OPTIMIZERS
+from costmodel.text.numbers import MOST_DEVICES, figure, whole
 from passes.capture import Precision, policy_of, precision_name
 from passes.layouts.layout import Layout
 
@@ -91,26 +93,24 @@ class Options:
         """Checks all that needs no machine."""
         chunks = {} if self.chunks is None else self.chunks
         check_chunks(chunks)
-        if self.panels is not None and (not isinstance(self.panels, int) or self.panels < 1):
-            raise AutotpError(f"panels {self.panels!r}: give a positive number, or leave it out")
-        if self.panels is not None and self.panels > 1 and any(count > 1 for count in chunks.values()):
+        if self.panels is not None and whole(self.panels, "panels") > 1 and any(count > 1 for count in chunks.values()):
             raise AutotpError(f"panels {self.panels} and chunks {dict(chunks)} exclude each other; leave one of them out")
         if self.mode not in ("train", "inference"):
-            raise AutotpError(f"mode {self.mode!r} is unknown; choose 'train' or 'inference'")
-        if self.optimizer not in OPTIMIZERS:
-            raise AutotpError(f"optimizer {self.optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
+            raise AutotpError(f"mode {shown(self.mode)} is unknown; choose 'train' or 'inference'")
+        if self.optimizer not in tuple(OPTIMIZERS):
+            raise AutotpError(f"optimizer {shown(self.optimizer)} is unknown; choose one of {', '.join(OPTIMIZERS)}")
         check_accumulate(self.accumulate)
         if self.accumulate > 1 and self.mode != "train":
             raise AutotpError(f"accumulate={self.accumulate}, but mode {self.mode!r} has no gradients; leave it out")
-        mesh = self.mesh
-        if mesh is not None and (
-            not 1 <= len(mesh) <= len(AXIS_NAMES) or any(not isinstance(n, int) or n < 1 for n in mesh)
-        ):
-            raise AutotpError(f"mesh {tuple(mesh)}: give 1 to {len(AXIS_NAMES)} positive sizes")
+        self._check_mesh()
+        if self.memory is not None and self.memory != math.inf:
+            figure(self.memory, "memory", positive=True)
+        if self.time_limit != math.inf:
+            figure(self.time_limit, "time_limit")
         overlapping(self.schedule)
         if self.outputs not in OUTPUTS:
-            raise AutotpError(f"outputs={self.outputs!r} is unknown; choose one of {', '.join(OUTPUTS)}")
-        if not 0 <= self.gap < 1:
+            raise AutotpError(f"outputs={shown(self.outputs)} is unknown; choose one of {', '.join(OUTPUTS)}")
+        if figure(self.gap, "gap") >= 1:
             raise AutotpError(f"gap {self.gap!r}: give a share of the step from 0 to below 1, such as 0.001")
         _check_recompute(self.recompute)
         self._check_gathers()
@@ -119,8 +119,17 @@ class Options:
             family(self.strategy)
         parse(self.constraints or ())
 
+    def _check_mesh(self) -> None:
+        mesh = self.mesh
+        if mesh is None:
+            return
+        if not isinstance(mesh, Sequence) or isinstance(mesh, str) or not 1 <= len(mesh) <= len(AXIS_NAMES):
+            raise AutotpError(f"mesh {shown(mesh)}: give 1 to {len(AXIS_NAMES)} positive sizes")
+        for size in mesh:
+            whole(size, f"mesh {shown(mesh)}: a size", most=MOST_DEVICES)
+
     def _check_gathers(self) -> None:
-        asked = f"reshard_after_forward={self.reshard_after_forward!r}"
+        asked = f"reshard_after_forward={shown(self.reshard_after_forward)}"
         if self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, bool):
             raise AutotpError(f"{asked}: give True or False, or leave it out")
         if self.reshard_after_forward is not None and self.mode != "train":
@@ -202,5 +211,5 @@ def _check_recompute(way: str | Sequence[str]) -> None:
     names = not isinstance(way, str) and isinstance(way, Sequence) and all(isinstance(name, str) for name in way)
     if not names and way not in RECOMPUTE:
         raise AutotpError(
-            f"recompute={way!r} is unknown; choose one of {', '.join(RECOMPUTE)}, or give a list of modules' names"
+            f"recompute={shown(way)} is unknown; choose one of {', '.join(RECOMPUTE)}, or give a list of modules' names"
         )

@@ -8,17 +8,18 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, fx
 
 from autotp.errors import AutotpError, PlanMismatchError
-from autotp.plans.plan_file import AS_WRITTEN, FORMAT, Written, decode_layout, encode_layout, read
+from autotp.plans.plan_file import AS_WRITTEN, FORMAT, LARGEST_FILE, Written, decode_layout, encode_layout, read
 from autotp.plans.planned_operator import PlannedOperator, Predicted
 from costmodel import Topology
-from costmodel.text.files import write_atomically
-from passes.capture import Captured, Precision, precision_name
+from costmodel.errors import shown
+from costmodel.text.files import read_text, write_atomically
+from costmodel.text.numbers import whole
+from passes.capture import Captured, Precision, policy_of, precision_name
 from passes.graph import note_of
 from passes.layouts.layout import Layout, describe
 from passes.sharding.chunk import CHUNKS
@@ -207,7 +208,7 @@ class Plan:
         """Reads ``to_json``'s text.
 
         Raises:
-            AutotpError: when the text is not a plan of this version; names the key.
+            AutotpError: when the text is not a plan of this version, or contradicts itself; names the key.
         """
         written = read(text, source)
         plan = cls(
@@ -218,7 +219,38 @@ class Plan:
         )
         if written.hash != plan.hash:
             raise AutotpError(f"{source}: the plan was changed by hand (hash {written.hash}, content {plan.hash})")
+        try:
+            plan.check()
+        except AutotpError as error:
+            raise AutotpError(f"{source}: {error}") from None
         return plan
+
+    def check(self) -> None:
+        """Checks that what the plan says belongs together, as far as that can be seen without the model.
+
+        Raises:
+            AutotpError: names the key that contradicts others.
+        """
+        axes, names = len(self.mesh_shape), {op.name for op in self.operators}
+        wrong = {
+            "mesh_axes": self.mesh_axes != AXIS_NAMES[:axes] or len(self.mesh_axes) != axes,
+            "mesh_shape": math.prod(self.mesh_shape) != self.devices,
+            "operators": len(names) < len(self.operators)
+            or any(len(op.assignment) != axes or op.fold not in names for op in self.operators)
+            or any(set(sharding) - set(self.mesh_axes) for op in self.operators for sharding in op.strategy.values()),
+            "layouts": any(len(layout) != axes for layout in self.layouts.values()),
+            "batch_axes": bool(set(self.batch_axes) - set(self.mesh_axes))
+            or len(set(self.batch_axes)) < len(self.batch_axes),
+            "gathered_once": bool(set(self.gathered_once) - self.layouts.keys()),
+            "whole": bool(self.whole.keys() - names),
+        }
+        for key, contradicts in wrong.items():
+            if contradicts:
+                raise AutotpError(
+                    f"key {key!r} contradicts the mesh {self.mesh_shape} of {self.devices:,} devices, the operators or the "
+                    "parameters; make the plan again"
+                )
+        policy_of(self.precision)
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the plan as JSON; the file appears whole or not at all.
@@ -236,11 +268,9 @@ class Plan:
             AutotpError: when the file is not there or is not a plan of this version.
         """
         try:
-            text = Path(path).read_text()
+            text = read_text(path, LARGEST_FILE)
         except OSError as error:
-            raise AutotpError(f"{path}: cannot read the plan ({error.strerror})") from error
-        except UnicodeDecodeError as error:
-            raise AutotpError(f"{path}: cannot read the plan: the file is not UTF-8 text ({error.reason})") from error
+            raise AutotpError(f"{path}: cannot read the plan: {error.strerror}") from error
         return cls.from_json(text, str(path))
 
 
@@ -251,10 +281,11 @@ def check_chunks(chunks: Mapping[str, int]) -> None:
         AutotpError: a kind of chunks is unknown, or a number is not positive.
     """
     if not isinstance(chunks, Mapping):
-        raise AutotpError(f"chunks: {chunks!r} is wrong; give a mapping such as {{'batch': 2}}")
+        raise AutotpError(f"chunks: {shown(chunks)} is wrong; give a mapping such as {{'batch': 2}}")
     for kind, count in chunks.items():
-        if kind not in CHUNKS or not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise AutotpError(f"chunks: {kind!r}: {count!r} is wrong; give {' and '.join(CHUNKS)} positive numbers")
+        if kind not in CHUNKS:
+            raise AutotpError(f"chunks: {shown(kind)} is wrong; give {' and '.join(CHUNKS)} positive numbers")
+        whole(count, f"chunks: {kind!r}")
 
 
 def check_accumulate(count: int) -> None:
@@ -263,8 +294,7 @@ def check_accumulate(count: int) -> None:
     Raises:
         AutotpError: it is not a positive whole number.
     """
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise AutotpError(f"accumulate={count!r}: give the number of micro-batches that make a step, 1 or more")
+    whole(count, "accumulate (the number of micro-batches that make a step)")
 
 
 def overlapping(schedule: str) -> bool:
@@ -274,7 +304,7 @@ def overlapping(schedule: str) -> bool:
         AutotpError: there is no such schedule.
     """
     if schedule not in ("overlap", "none"):
-        raise AutotpError(f"schedule={schedule!r} is unknown; choose 'overlap' or 'none'")
+        raise AutotpError(f"schedule={shown(schedule)} is unknown; choose 'overlap' or 'none'")
     return schedule == "overlap"
 
 

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
+from typing_extensions import TypedDict
 
 from autotp.errors import AutotpError
-from autotp.plans.planned_operator import PlannedOperator, Predicted
+from autotp.plans.planned_operator import Count, Figure, PlannedOperator, Predicted
+from costmodel.errors import shown
 from costmodel.memory import OPTIMIZERS
 from passes.layouts.layout import Layout, blocks_of, is_shard, place
 from passes.sharding.chunk import CHUNKS
 
-__all__ = ["AS_WRITTEN", "FORMAT", "Written", "decode_layout", "encode_layout", "read"]
+__all__ = ["AS_WRITTEN", "FORMAT", "LARGEST_FILE", "Written", "decode_layout", "encode_layout", "read"]
 
 #: Version of the JSON form; plans of another version are refused.
 FORMAT: Final = 7
+
+#: Bytes of a file; an operator takes about 700.
+LARGEST_FILE: Final = 2**26
+
+_DIMS, _BLOCKS = 64, 2**31  # of a tensor that torch can have, and of one of its dims
 
 
 def _one_of(names: Collection[str], name: str) -> str:
@@ -32,15 +38,36 @@ def _one_of(names: Collection[str], name: str) -> str:
 
 def _placement(item: Any) -> Any:
     split = isinstance(item, list) and len(item) == 2 and all(type(number) is int for number in item)
-    if item in ("R", "P") or (split and item[0] >= 0 and item[1] >= 1):
+    if item in ("R", "P") or (split and 0 <= item[0] < _DIMS and 1 <= item[1] < _BLOCKS):
         return item
     raise ValueError('it should be "R", "P" or [dim, blocks]')
 
 
-_Count = Annotated[int, Field(ge=1)]
 _Kind = Annotated[str, AfterValidator(functools.partial(_one_of, CHUNKS))]
 _Optimizer = Annotated[str, AfterValidator(functools.partial(_one_of, OPTIMIZERS))]
 _Placement = Annotated[Any, AfterValidator(_placement)]
+
+
+class _Repriced(TypedDict):
+    """Where a plan was made that was priced anew."""
+
+    topology: str
+    step_seconds: Figure
+
+
+class _Planning(TypedDict, total=False):
+    """What is read of how a plan was found; the rest is kept as it is."""
+
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
+
+    capture_seconds: Figure
+    seconds: Figure
+    variables: Annotated[int, Field(ge=0, le=2**48)]
+    meshes: Annotated[int, Field(ge=0, le=2**48)]
+    panels: Count | None
+    recompute: str | list[str]
+    reshard_after_forward: bool | None
+    repriced: _Repriced
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +79,25 @@ class Written:
     format: Literal[7]
     hash: str
     strategy: str
-    mesh_shape: tuple[_Count, ...]
+    mesh_shape: tuple[Count, ...]
     mesh_axes: tuple[str, ...]
     optimal: bool
     gap: Annotated[float, Field(ge=0)]
     model_hash: str
     mode: Literal["train", "inference"]
     optimizer: _Optimizer
-    memory_bound: float | None
+    memory_bound: Figure | None
     topology: dict[str, Any]
     predicted: Predicted
-    chunks: dict[_Kind, _Count]
+    chunks: dict[_Kind, Count]
     chunked: dict[_Kind, int]
     whole: dict[str, str]
     schedule: Literal["overlap", "none"]
     constraints: tuple[str, ...]
-    accumulate: _Count
-    planning: dict[str, Any]
+    accumulate: Count
+    planning: _Planning
     layouts: dict[str, tuple[_Placement, ...]]
-    operators: tuple[PlannedOperator, ...]
+    operators: Annotated[tuple[PlannedOperator, ...], FailFast()]
     precision: str | None
     gathered_once: tuple[str, ...]
     batch_axes: tuple[str, ...]
@@ -99,27 +126,21 @@ def read(text: str, source: str) -> Written:
         AutotpError: it is not JSON, of another version, or some key is missing, unknown or wrong; names the key.
     """
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise AutotpError(f"{source}: not JSON ({error}); was it written by Plan.save?") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        older = type(found) is int and found < FORMAT
-        why = ": an earlier version of autotp wrote this plan, and what a plan says has changed since" if older else ""
-        raise AutotpError(f"{source}: key 'format' is {found!r}, expected {FORMAT}{why}; make the plan again")
-    try:
         return _adapter().validate_json(text)
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_context=False)
-        first, more = wrong[0], f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        key = ".".join(map(str, first["loc"]))
-        given = "" if first["type"] == "missing" else f", not {_short(first['input'])}"
-        raise AutotpError(f"{source}: key {key!r}: {first['msg']}{given}{more}; make the plan again") from error
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    first = next((one for one in wrong if one["loc"] == ("format",)), wrong[0])
+    if first["type"] == "json_invalid":
+        raise AutotpError(f"{source}: not JSON ({first['msg']}); was it written by Plan.save?")
+    if first["loc"] in ((), ("format",)):
+        given = None if first["type"] == "missing" else first["input"]
+        older = type(given) is int and given < FORMAT
+        why = ": an earlier version of autotp wrote this plan, and what a plan says has changed since" if older else ""
+        raise AutotpError(f"{source}: key 'format' is {shown(given)}, expected {FORMAT}{why}; make the plan again")
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    key = ".".join(map(str, first["loc"]))
+    given = "" if first["type"] == "missing" else f", not {shown(first['input'])}"
+    raise AutotpError(f"{source}: key {shown(key)}: {first['msg']}{given}{more}; make the plan again")
 
 
 def encode_layout(layout: Layout) -> list[Any]:

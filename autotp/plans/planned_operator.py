@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-__all__ = ["PlannedOperator", "Predicted"]
+from pydantic import AfterValidator, Field
+
+from costmodel.text.numbers import MOST, figure
+
+__all__ = ["Count", "Figure", "PlannedOperator", "Predicted"]
+
+#: A number as a plan's file may have it: at least 1, or seconds or bytes.
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Figure = Annotated[float, AfterValidator(functools.partial(figure, what="the figure"))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +31,12 @@ class Predicted:
         update_seconds: of the optimizer's step, which is no operator.
     """
 
-    step_seconds: float
-    compute_seconds: float
-    communication_seconds: float
-    exposed_seconds: float
-    memory_bytes: float
-    update_seconds: float = 0.0
+    step_seconds: Figure
+    compute_seconds: Figure
+    communication_seconds: Figure
+    exposed_seconds: Figure
+    memory_bytes: Figure
+    update_seconds: Figure = 0.0
 
     @property
     def passes_seconds(self) -> float:
@@ -66,13 +75,13 @@ class PlannedOperator:
     assignment: tuple[str | None, ...]
     strategy: Mapping[str, tuple[str, ...]]
     layouts: tuple[str, ...]
-    count: int
+    count: Count
     fold: str
-    seconds: float
-    communication_seconds: float
-    bytes_moved: float
-    bound_bytes: float
-    panels: int
+    seconds: Figure
+    communication_seconds: Figure
+    bytes_moved: Figure
+    bound_bytes: Figure
+    panels: Count
     replicated: bool
     recomputed: Literal["", "local", "all"] = ""
 

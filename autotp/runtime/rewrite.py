@@ -12,20 +12,22 @@ from torch.distributed.tensor import Replicate
 
 from autotp.errors import AutotpError, PlanMismatchError
 from autotp.plans.plan import Plan, fingerprint
+from costmodel.errors import shown
 from passes.capture import Captured, capture
-from passes.graph import dump
+from passes.graph import dump, note_of
 from passes.layouts.codes import fits, restorable
 from passes.layouts.layout import Layout, local_shape, place
 from passes.rules.factors import Operator, analyse
+from passes.rules.table import name_of
 from passes.sharding.chunk import in_chunks
-from passes.sharding.panel import loops, panel
+from passes.sharding.panel import Loop, loops, panel
 from passes.sharding.shard import Sharding, shard
 from passes.sharding.uneven import uneven
 from passes.sharding.unroll import unroll
 from passes.strategies.space import strategies
 from passes.strategies.strategy import LINEAR_PREFIX, Strategy, whole_layout
 
-__all__ = ["Rewritten", "apply", "checked", "rewrite"]
+__all__ = ["Rewritten", "apply", "checked", "panelled", "rewrite"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +102,10 @@ def apply(captured: Captured, plan: Plan, split: Sequence[int] | None = (), *, k
         split: the mesh axes that split dim 0 of what each device is given as inputs; None: as the plan splits the batch.
         kept: whether outputs stay in the plan's layouts; they are brought whole to every device otherwise.
     """
-    panels = {op.name: op.panels for op in plan.operators if op.panels > 1}
+    operators, chosen, resting = checked(captured, plan)
+    panels, found = panelled(plan, operators, chosen, resting)
     if panels and any(count > 1 for count in plan.chunks.values()):
         raise AutotpError(f"the plan has panels and chunks ({dict(plan.chunks)}); plan with panels=1, or without chunks")
-    operators, chosen, resting = checked(captured, plan)
     split = tuple(map(plan.mesh_axes.index, plan.batch_axes)) if split is None else tuple(split)
     resting |= _input_layouts(captured, split, plan.mesh_shape)
     once = frozenset(name for name, fqn in captured.parameters.items() if fqn in plan.gathered_once)
@@ -113,14 +115,28 @@ def apply(captured: Captured, plan: Plan, split: Sequence[int] | None = (), *, k
     dump("captured", captured.graph_module.graph)
     sharded, virtual = _sharded(captured, operators, sharding, plan.chunks)
     if panels:
-        found = loops(operators, chosen, resting, plan.mesh_shape)
-        known = {node.name: loop.most for loop in found for node in loop.members}
-        for name, count in panels.items():
-            if known.get(name, 1) % count:
-                raise PlanMismatchError(f"operator {name}: it cannot have the plan's {count} panels; make a new plan")
         sharded = panel(sharded, found, panels)
         dump("panelled", sharded.graph)
     return Rewritten(captured, sharding, sharded, virtual, split)
+
+
+def panelled(
+    plan: Plan, operators: Mapping[fx.Node, Operator], chosen: Mapping[str, Strategy], resting: Mapping[str, Layout]
+) -> tuple[Mapping[str, int], Sequence[Loop]]:
+    """The plan's panels by operator, and the loops of the graph, if there are any.
+
+    Raises:
+        PlanMismatchError: an operator cannot have its panels.
+    """
+    panels = {op.name: op.panels for op in plan.operators if op.panels > 1}
+    if not panels:
+        return {}, []
+    found = loops(operators, chosen, resting, plan.mesh_shape)
+    known = {node.name: loop.most for loop in found for node in loop.members}
+    for name, count in panels.items():
+        if known.get(name, 1) % count:
+            raise PlanMismatchError(f"operator {name}: it cannot have the plan's {count} panels; make a new plan")
+    return panels, found
 
 
 def checked(captured: Captured, plan: Plan) -> tuple[Mapping[fx.Node, Operator], dict[str, Strategy], dict[str, Layout]]:
@@ -128,13 +144,22 @@ def checked(captured: Captured, plan: Plan) -> tuple[Mapping[fx.Node, Operator],
 
     Raises:
         PlanMismatchError: the plan was made for another model or other inputs.
+        AutotpError: the plan contradicts itself.
     """
+    plan.check()
     if fingerprint(captured) != plan.model_hash:
         raise PlanMismatchError(
             "the plan was made for another model, or for inputs of other shapes: "
             f"the plan's graph is {plan.model_hash}, this model's {fingerprint(captured)}; make a new plan with autotp.plan"
         )
     operators = analyse(captured.graph_module.graph, captured.inputs)
+    rows = {(op.name, op.target, op.module) for op in plan.operators}
+    strange = rows ^ {(node.name, name_of(node), note_of(node).module) for node in operators}
+    if strange:
+        raise PlanMismatchError(f"the plan has not the model's operators ({shown(min(strange)[0])}); make a new plan")
+    others = plan.layouts.keys() ^ {*captured.parameters.values(), *captured.unused}
+    if others:
+        raise PlanMismatchError(f"the plan has not the model's parameters ({shown(min(others))}); make a new plan")
     return operators, {node.name: _strategy(operators[node], plan) for node in operators}, _resting(captured, plan)
 
 

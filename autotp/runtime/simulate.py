@@ -51,7 +51,8 @@ def simulate(
 
     Raises:
         PlanMismatchError: when the plan was made for another model, other inputs or another precision.
-        AutotpError: in the backward pass, when devices that should hold equal gradients do not.
+        AutotpError: the plan is for too many devices; or, in the backward pass, devices that should hold equal gradients do
+            not.
     """
     plan.asked(precision)
     overlapping(schedule)

@@ -17,6 +17,7 @@ In CSV, keys that are no columns may stand in ``notes``, as ``key=value;``.
 from __future__ import annotations
 
 import csv
+import io
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,9 @@ from typing import Any
 
 from autotp.errors import AutotpError
 from costmodel import Topology, parse_quantity
+from costmodel.errors import shown
+from costmodel.text.files import read_text
+from costmodel.text.numbers import MOST_DEVICES, figure, whole, whole_of
 from costmodel.text.tables import Table, read_toml
 
 __all__ = ["Architecture", "MeasuredRun", "Skipped", "read_runs"]
@@ -58,6 +62,9 @@ _RECOMPUTE = {
     "selective (attention core)": "selective",
     "selective layer (every 2nd)": "every 2nd",
 }
+_LARGEST_FILE = 2**22  # bytes
+_SIZE = 2**31  # the largest of a model's sizes, and of a batch
+_LAYERS = 4096
 _KINDS = ("ddp", "zero2", "hsdp", "zero3")
 
 
@@ -167,31 +174,38 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
         table = Table(read_toml(path), str(path), ("runs",), ("sources",))
         sources = table.mapping("sources") if "sources" in table.data else {}
         for row in table.mappings("runs"):
-            yield {**row, "source": sources.get(row.get("source", ""), row.get("source", ""))}
+            source = str(row.get("source", ""))
+            yield {**row, "source": str(sources.get(source, source))}
         return
     try:
-        with path.open(newline="", encoding="utf-8") as stream:
-            for row in csv.DictReader(stream):
-                noted = re.findall(r"(?:^|; ?)([a-z_]+)=([^;]*)", row.get("notes") or "")
-                yield {**dict(noted), **{key: value for key, value in row.items() if value}}
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise AutotpError(f"{path}: cannot be read: {error}") from error
+        for row in csv.DictReader(io.StringIO(read_text(path, _LARGEST_FILE), newline="")):
+            noted = re.findall(r"(?:^|; ?)([a-z_]+)=([^;]*)", row.get("notes") or "")
+            yield {**dict(noted), **{key: value for key, value in row.items() if key and value}}
+    except OSError as error:
+        raise AutotpError(f"{path}: cannot be read: {error.strerror}") from error
+    except csv.Error as error:
+        raise AutotpError(f"{path}: is not valid CSV: {error}") from error
 
 
 def _run(name: str, row: Mapping[str, Any]) -> MeasuredRun:
     if _whole(row, "pp_degree", 1) > 1:
-        raise AutotpError(f"a pipeline of {row['pp_degree']} stages; plans have none")
+        raise AutotpError(f"a pipeline of {shown(row['pp_degree'])} stages; plans have none")
     kind = str(row.get("kind", "")).lower()
     if "one transformer layer" in kind:
         raise AutotpError("one layer by itself, which is no training step")
-    devices, data, tensor = _whole(row, "gpus"), _whole(row, "dp_fsdp_degree"), _whole(row, "tp_degree", 1)
+    devices, data, tensor = (
+        _whole(row, "gpus", most=MOST_DEVICES),
+        _whole(row, "dp_fsdp_degree"),
+        _whole(row, "tp_degree", 1),
+    )
     if data * tensor != devices:
         raise AutotpError(f"{data} x {tensor} ways on {devices} devices")
     accumulate = _whole(row, "grad_accum", 1)
     batch = _whole(row, "micro_batch", 0) or _whole(row, "global_batch") // (data * accumulate)
     if "global_batch" in row and batch * data * accumulate != _whole(row, "global_batch"):
         raise AutotpError(
-            f"a batch of {row['global_batch']} is not {accumulate} micro-batches of {batch} on {data} data-parallel ranks"
+            f"a batch of {shown(row['global_batch'])} is not {accumulate} micro-batches of {batch} on {data} data-parallel "
+            "ranks"
         )
     dtype = _fitting(row, "dtype", _DTYPES)
     return MeasuredRun(
@@ -218,13 +232,13 @@ def _architecture(row: Mapping[str, Any], dtype: str) -> Architecture:
     hidden, ffn, heads = _whole(row, "hidden"), _whole(row, "ffn"), _whole(row, "heads")
     kind = str(row.get("architecture", "llama" if "llama" in model or "aurora" in model else "gpt"))
     if kind not in ("gpt", "llama"):
-        raise AutotpError(f"architecture {kind!r} is unknown; the known ones are gpt and llama")
+        raise AutotpError(f"architecture {shown(kind)} is unknown; the known ones are gpt and llama")
     # Half precision without bfloat16 means Megatron-LM before FlashAttention, with dropout.
     old = dtype == "fp16" and "attention" not in row
     attention = str(row.get("attention", "written out" if old or "no flash" in traits else "fused"))
     return Architecture(
         kind,
-        _whole(row, "layers"),
+        _whole(row, "layers", most=_LAYERS),
         hidden,
         ffn,
         heads,
@@ -251,11 +265,15 @@ def _topology(row: Mapping[str, Any], devices: int) -> Topology:
 
 def _stated(text: str, node: int) -> float | None:
     """Bytes/s of a node's network that a text states."""
-    found = re.search(r"(?:(\d+) ?x ?)?(\d+(?:\.\d+)?) (Gbit/s|GB/s)(?:[^+]*per (GPU))?", text)
+    found = re.search(r"(?:([0-9]{1,6}) ?x ?)?([0-9]{1,9}(?:\.[0-9]{1,9})?) (Gbit/s|GB/s)(?:[^+]*per (GPU))?", text)
     if found is None:
         return None
     count, figure, unit, each = found.groups()
-    return parse_quantity(f"{figure} {unit}", "bandwidth") * int(count or 1) * (node if each else 1)
+    return (
+        parse_quantity(f"{figure} {unit}", "bandwidth")
+        * whole_of(count or "1", "interconnect: links")
+        * (node if each else 1)
+    )
 
 
 def _fitting(row: Mapping[str, Any], key: str, known: Mapping[str, str]) -> str:
@@ -265,22 +283,24 @@ def _fitting(row: Mapping[str, Any], key: str, known: Mapping[str, str]) -> str:
     found = next((name for pattern, name in known.items() if re.search(pattern, text)), None)
     if found is None:
         names = ", ".join(dict.fromkeys(known.values()))
-        raise AutotpError(f"{key} {row.get(key, '')!r} is unknown; the known ones are those of {names}")
+        raise AutotpError(f"{key} {shown(row.get(key, ''))} is unknown; the known ones are those of {names}")
     return found
 
 
 def _one_of(row: Mapping[str, Any], key: str, known: Mapping[str, str]) -> str:
     value = str(row.get(key, "")).lower()
     if value not in known:
-        raise AutotpError(f"{key} {row.get(key, '')!r} cannot be represented; known are {', '.join(filter(None, known))}")
+        raise AutotpError(
+            f"{key} {shown(row.get(key, ''))} cannot be represented; known are {', '.join(filter(None, known))}"
+        )
     return known[value]
 
 
-def _whole(row: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _whole(row: Mapping[str, Any], key: str, default: int | None = None, most: int = _SIZE) -> int:
     value = _number(row, key, None if default is None else float(default))
-    if value != int(value):
-        raise AutotpError(f"{key} is {row[key]!r}; it must be a whole number")
-    return int(value)
+    if not value.is_integer():
+        raise AutotpError(f"{key} is {shown(row[key])}; it must be a whole number")
+    return whole(int(value), key, least=0, most=most)
 
 
 def _number(row: Mapping[str, Any], key: str, default: float | None = None) -> float:
@@ -290,9 +310,7 @@ def _number(row: Mapping[str, Any], key: str, default: float | None = None) -> f
             raise AutotpError(f"{key} is missing")
         return default
     try:
-        found = float(str(value))
+        found = float(value) if isinstance(value, str) and value.isascii() else value
     except ValueError:
-        found = math.nan
-    if not 0 <= found < math.inf or (default is None and found == 0):
-        raise AutotpError(f"{key} is {value!r}; it must be a positive number")
-    return found
+        found = value
+    return figure(found, key, positive=default is None)

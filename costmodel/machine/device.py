@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import TopologyError, suggestion
+from ..errors import TopologyError, shown, suggestion
+from ..text.numbers import figure
 from ..text.tables import Table
 
 __all__ = ["DTYPES", "KINDS", "Device"]
@@ -59,28 +59,26 @@ class Device:
 
     def __post_init__(self) -> None:
         """Checks the figures."""
-        where = f"device {self.name!r}"
+        where = f"device {shown(self.name)}"
         for dtype, rate in self.flops.items():
             if dtype not in DTYPES:
-                raise TopologyError(f"{where}: flops: unknown dtype {dtype!r}{suggestion(dtype, DTYPES)}")
+                raise TopologyError(f"{where}: flops: unknown dtype {shown(dtype)}{suggestion(str(dtype), DTYPES)}")
             _positive(rate, f"{where}: flops.{dtype}")
         if "float32" not in self.flops:
             raise TopologyError(f"{where}: flops: 'float32' is missing; the other dtypes fall back on it")
         _positive(self.memory, f"{where}: memory")
         _positive(self.memory_bandwidth, f"{where}: memory_bandwidth")
         for key in ("launch", "half_size", "idle_power", "busy_power", "price"):
-            value = getattr(self, key)
-            if not (math.isfinite(value) and value >= 0):
-                raise TopologyError(f"{where}: {key} is {value!r}; it must be finite and not negative")
-        if not 0 < self.efficiency <= 1:
-            raise TopologyError(f"{where}: efficiency is {self.efficiency!r}; it must be above 0 and at most 1")
-        if not 0 <= self.contention <= 1:
-            raise TopologyError(f"{where}: contention is {self.contention!r}; it must be between 0 and 1")
+            figure(getattr(self, key), f"{where}: {key}", error=TopologyError)
+        if _positive(self.efficiency, f"{where}: efficiency") > 1:
+            raise TopologyError(f"{where}: efficiency is {shown(self.efficiency)}; it must be above 0 and at most 1")
+        if figure(self.contention, f"{where}: contention", error=TopologyError) > 1:
+            raise TopologyError(f"{where}: contention is {shown(self.contention)}; it must be between 0 and 1")
         if self.idle_power > self.busy_power:
             raise TopologyError(f"{where}: idle_power {self.idle_power:g} W is more than busy_power {self.busy_power:g} W")
         for kind, factor in self.slowdown.items():
             if kind not in KINDS:
-                raise TopologyError(f"{where}: slowdown: unknown kind {kind!r}{suggestion(kind, KINDS)}")
+                raise TopologyError(f"{where}: slowdown: unknown kind {shown(kind)}{suggestion(str(kind), KINDS)}")
             _positive(factor, f"{where}: slowdown.{kind}")
         object.__setattr__(self, "flops", {d: float(self.flops[d]) for d in DTYPES if d in self.flops})
 
@@ -137,6 +135,5 @@ def _optional(table: Table, key: str) -> Any:
     return table.quantity(key, "power") if key.endswith("_power") else table.number(key)
 
 
-def _positive(value: float, where: str) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise TopologyError(f"{where} is {value!r}; it must be finite and positive")
+def _positive(value: float, where: str) -> float:
+    return figure(value, where, positive=True, error=TopologyError)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import TopologyError
+from ..errors import TopologyError, shown
+from ..text.numbers import MOST, MOST_DEVICES, figure, whole
 from ..text.tables import Table
 from .matrix import check_matrix
 
@@ -64,8 +64,8 @@ class Level:
             no device time, 1 if devices can only communicate or compute. By default, that of the device.
 
     Raises:
-        TopologyError: a figure is not finite, the size or the bandwidth is not positive, the latency is
-            negative, or the matrix is not square, not symmetric or leaves a group unreachable.
+        TopologyError: a figure is out of range (see `costmodel.text.numbers`), the size or the bandwidth is not positive,
+            or the matrix is not square, not symmetric or leaves a group unreachable.
     """
 
     name: str
@@ -82,21 +82,22 @@ class Level:
 
     def __post_init__(self) -> None:
         """Checks the figures."""
-        where = f"level {self.name!r}"
-        for key, value in (("size", self.size), ("links", self.links)):
-            if value < 1:
-                raise TopologyError(f"{where}: {key} is {value!r}; it must be at least 1")
+        where = f"level {shown(self.name)}"
+        for key, most in (("size", MOST_DEVICES), ("links", MOST)):
+            whole(getattr(self, key), f"{where}: {key}", most=most, error=TopologyError)
         _check(self.bandwidth, self.latency, where)
-        if self.point_to_point is not None and not (math.isfinite(self.point_to_point) and self.point_to_point > 0):
-            raise TopologyError(f"{where}: point_to_point is {self.point_to_point!r}; it must be finite and positive")
+        if self.point_to_point is not None:
+            figure(self.point_to_point, f"{where}: point_to_point", positive=True, error=TopologyError)
         if self.matrix is not None:
             object.__setattr__(self, "matrix", tuple(tuple(float(v) for v in row) for row in self.matrix))
             check_matrix(self.matrix, self.size, where)
-        if self.contention is not None and not 0 <= self.contention <= 1:
-            raise TopologyError(f"{where}: contention is {self.contention!r}; it must be between 0 and 1")
+        if self.contention is not None and figure(self.contention, f"{where}: contention", error=TopologyError) > 1:
+            raise TopologyError(f"{where}: contention is {shown(self.contention)}; it must be between 0 and 1")
         for kind in self.measured:
             if kind not in COLLECTIVES:
-                raise TopologyError(f"{where}: measured: no collective is called {kind!r}; choose {', '.join(COLLECTIVES)}")
+                raise TopologyError(
+                    f"{where}: measured: no collective is called {shown(kind)}; choose {', '.join(COLLECTIVES)}"
+                )
 
     @property
     def one_link(self) -> float:
@@ -131,7 +132,7 @@ class Level:
         matrix = table.quantities("matrix", "bandwidth") if "matrix" in table.data else None
         measured = {}
         for kind, entry in (table.mapping("measured") if "measured" in table.data else {}).items():
-            figures = Table(entry, f"{where}: measured: {kind}", ("bandwidth", "latency"), ("overhead",))
+            figures = Table(entry, f"{where}: measured: {shown(kind)}", ("bandwidth", "latency"), ("overhead",))
             measured[kind] = Measured(
                 figures.quantity("bandwidth", "bandwidth", positive=True),
                 figures.quantity("latency", "time"),
@@ -145,17 +146,13 @@ class Level:
             "shared": table.boolean,
             "contention": table.number,
         }
-        optional = {key: value(key) for key, value in read.items() if key in table.data}
+        fields: dict[str, Any] = {key: value(key) for key, value in read.items() if key in table.data}
+        fields |= {"name": table.text("name"), "size": table.integer("size", MOST_DEVICES), "matrix": matrix}
+        fields |= {"latency": table.quantity("latency", "time"), "measured": measured, "bandwidth": widest}
+        if "bandwidth" in table.data:
+            fields["bandwidth"] = table.quantity("bandwidth", "bandwidth", positive=True)
         try:
-            return cls(
-                table.text("name"),
-                table.integer("size"),
-                table.quantity("bandwidth", "bandwidth", positive=True) if "bandwidth" in table.data else widest,
-                table.quantity("latency", "time"),
-                matrix=matrix,
-                measured=measured,
-                **optional,
-            )
+            return cls(**fields)
         except TopologyError as error:
             raise TopologyError(f"{where}: {error}") from None
 
@@ -268,7 +265,5 @@ class Link:
 
 
 def _check(bandwidth: float, latency: float, where: str) -> None:
-    if not (math.isfinite(bandwidth) and bandwidth > 0):
-        raise TopologyError(f"{where}: bandwidth is {bandwidth!r}; it must be finite and positive")
-    if not (math.isfinite(latency) and latency >= 0):
-        raise TopologyError(f"{where}: latency is {latency!r}; it must be finite and not negative")
+    figure(bandwidth, f"{where}: bandwidth", positive=True, error=TopologyError)
+    figure(latency, f"{where}: latency", error=TopologyError)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..errors import TopologyError
+from ..text.numbers import MOST_DEVICES, whole_of
 from .device import Device
 from .links import Level
 
@@ -89,10 +90,7 @@ def local_topology(
 
 
 def _count(environ: Mapping[str, str], key: str, default: int) -> int:
-    text = environ.get(key, str(default)).strip()
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise TopologyError(f"environment: {key}={text!r} must be a positive whole number, as torchrun sets it")
-    return int(text)
+    return whole_of(environ.get(key, str(default)), f"environment: {key}", most=MOST_DEVICES, error=TopologyError)
 
 
 def _gpus(environ: Mapping[str, str], driver: Path) -> list[str]:

@@ -7,17 +7,21 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from ..errors import TopologyError
+import numpy as np
+
+from ..errors import TopologyError, shown
+from ..text.numbers import figure
 
 __all__ = ["Matrix", "check_matrix", "ring_bandwidth"]
 
 Matrix = tuple[tuple[float, ...], ...]
 
+_MOST = 1024  # groups
 _SEARCHED = 10  # the best order is searched for rings of up to this many groups; larger ones are in order of their numbers
 
 
 def check_matrix(matrix: Matrix | None, size: int, where: str) -> None:
-    """Checks that a matrix is ``[size, size]``, symmetric, finite and connected.
+    """Checks that a matrix is ``[size, size]``, of at most 1,024 groups, symmetric, finite and connected.
 
     Raises:
         TopologyError: it is not; the message names the row or the pair.
@@ -27,17 +31,19 @@ def check_matrix(matrix: Matrix | None, size: int, where: str) -> None:
     if len(matrix) != size or any(len(row) != size for row in matrix):
         shape = f"{len(matrix)} rows of {sorted({len(row) for row in matrix})}"
         raise TopologyError(f"{where}: matrix has {shape} entries; size {size} needs {size} rows of {size}")
+    if size > _MOST:
+        raise TopologyError(f"{where}: matrix joins {size:,} groups; it may join {_MOST:,}")
+    for i, j in itertools.product(range(size), repeat=2):
+        if i != j:
+            figure(matrix[i][j], f"{where}: matrix: row {i}, column {j}", error=TopologyError)
     for i, j in itertools.combinations(range(size), 2):
-        if not (math.isfinite(matrix[i][j]) and matrix[i][j] >= 0):
-            raise TopologyError(
-                f"{where}: matrix: row {i}, column {j} is {matrix[i][j]!r}; it must be finite, and 0 or more"
-            )
         if matrix[i][j] != matrix[j][i]:
+            there, back = shown(matrix[i][j]), shown(matrix[j][i])
             raise TopologyError(
-                f"{where}: matrix: row {i}, column {j} is {matrix[i][j]!r} and row {j}, column {i} is {matrix[j][i]!r}; "
+                f"{where}: matrix: row {i}, column {j} is {there} and row {j}, column {i} is {back}; "
                 "links must have the same bandwidth in both directions"
             )
-    lost = [j for j in range(1, size) if _widest(matrix)[0][j] == 0]
+    lost = [j for j, reach in enumerate(_widest(matrix)[0]) if j and reach == 0]
     if lost:
         raise TopologyError(f"{where}: matrix: no links connect {lost[0]} to 0, not even through others")
 
@@ -74,7 +80,8 @@ def ring_bandwidth(matrix: Matrix, members: tuple[int, ...]) -> float:
 @functools.lru_cache(maxsize=64)
 def _widest(matrix: Matrix) -> Sequence[Sequence[float]]:
     """For any two groups, the bandwidth of the path with the fastest bottleneck."""
-    reach = [list(row) for row in matrix]
-    for k, i, j in itertools.product(range(len(matrix)), repeat=3):
-        reach[i][j] = max(reach[i][j], min(reach[i][k], reach[k][j]))
-    return reach
+    reach = np.array(matrix)
+    for k in range(len(matrix)):
+        reach = np.maximum(reach, np.minimum(reach[:, k, None], reach[None, k]))
+    found: list[list[float]] = reach.tolist()
+    return found

@@ -1,1 +1,5 @@
-"""Text in and out: `units` reads and writes quantities, `tables` reads TOML, and `files` writes files atomically."""
+"""Text in and out: what users give, bounded.
+
+`numbers` checks whole numbers and figures, `units` reads and writes quantities, `tables` reads TOML, and `files` reads
+regular files and writes files atomically.
+"""

@@ -1,4 +1,4 @@
-"""Atomic writes that follow links and support devices and pipes."""
+"""Files that users name: bounded reads of regular files, and atomic writes, also to devices and pipes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,47 @@ import sys
 import tempfile
 from pathlib import Path
 
-__all__ = ["check_writable", "write_atomically"]
+__all__ = ["check_writable", "read_text", "write_atomically"]
+
+
+def read_text(path: str | os.PathLike[str], most: int) -> str:
+    """Reads a regular file of UTF-8 text; never waits for what is none, such as a pipe or a terminal.
+
+    Args:
+        path: the file; links are followed.
+        most: the largest size, bytes.
+
+    Raises:
+        OSError: the path cannot be opened or is not a regular file, or the file is too large or not text.
+    """
+    name = _name(path)
+    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    with os.fdopen(descriptor, "rb") as file:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, "it is a directory", name)
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, f"it is {_kind(mode)}; save its content to a file first", name)
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"the file is larger than {most // 2**20} MiB", name)
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise OSError(errno.EILSEQ, f"the file is not UTF-8 text ({error.reason} at byte {error.start:,})", name) from None
+
+
+def _name(path: str | os.PathLike[str]) -> str:
+    """A path as text that the system takes."""
+    name = os.fspath(path)
+    if "\0" in name:
+        raise OSError(errno.EINVAL, "the name contains a NUL character", name)
+    return name
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_IFBLK: "a block device", stat.S_IFCHR: "a device", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "no file")
 
 
 def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
@@ -62,7 +102,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 def _status(path: str | os.PathLike[str]) -> os.stat_result | None:
     """The status of the path's target; None if it does not exist."""
     try:
-        return os.stat(path)
+        return os.stat(_name(path))
     except FileNotFoundError:
         return None
 
@@ -102,8 +142,7 @@ def _opened(path: str | os.PathLike[str], status: os.stat_result) -> int:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "it is a directory", name)
     if not stat.S_ISCHR(mode) and not stat.S_ISFIFO(mode):
-        kind = {stat.S_IFBLK: "a block device", stat.S_IFSOCK: "a socket"}.get(stat.S_IFMT(mode), "no file")
-        raise OSError(errno.EINVAL, f"it is {kind}", name)
+        raise OSError(errno.EINVAL, f"it is {_kind(mode)}", name)
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:

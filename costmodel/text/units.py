@@ -11,7 +11,8 @@ import math
 import re
 from typing import Literal, get_args
 
-from ..errors import UnitError, suggestion
+from ..errors import UnitError, shown, suggestion
+from .numbers import figure
 
 __all__ = ["Quantity", "format_quantity", "parse_quantity"]
 
@@ -44,7 +45,8 @@ _SHOWN: dict[str, tuple[str, ...]] = {
     "energy": ("GJ", "MJ", "kJ", "J", "mJ", "uJ"),
     "rate": ("PFLOP/s", "TFLOP/s", "GFLOP/s", "MFLOP/s", "FLOP/s"),
 }
-_PATTERN = re.compile(r"\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(\S*)\s*")
+_PATTERN = re.compile(r"\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(\S*)\s*", re.ASCII)
+_LONGEST = 100  # characters of a quantity
 _BIT_SHORTHAND = re.compile(r"([kMGTPE]?)(?:b/s|bps|Bps)")
 
 
@@ -56,30 +58,25 @@ def parse_quantity(value: str | int | float, quantity: Quantity) -> float:
         quantity: the kind of the quantity, which determines the accepted units.
 
     Returns:
-        The value in the base unit of ``quantity`` (bytes, bytes/s, s or FLOP/s), finite and not negative.
+        The value in the base unit of ``quantity`` (bytes, bytes/s, s or FLOP/s); see `costmodel.text.numbers.figure`.
 
     Raises:
-        UnitError: ``value`` is not a number, is negative or not finite, or has a unit of a different kind.
+        UnitError: ``value`` is not a number, is negative or out of range, or has a unit of a different kind.
     """
     units = _UNITS[quantity]
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise UnitError(f"{value!r} is not a {quantity}: give a number or text such as {_example(quantity)!r}")
-    if isinstance(value, str):
-        match = _PATTERN.fullmatch(value)
-        if match is None:
-            raise UnitError(f"{value!r} is not a {quantity}: write a number and a unit, such as {_example(quantity)!r}")
-        unit = match[2].replace("µ", "u").replace("μ", "u")
-        scale, divisor = (1, 1) if not unit else units.get(unit, (0, 0))
-        if divisor == 0:
-            raise UnitError(_unknown_unit(value, match[2], quantity))
-        # Without traps, an exponent out of range becomes an infinity, which is refused below.
-        with decimal.localcontext(decimal.Context(prec=60, traps=[])):
-            result = float(decimal.Decimal(match[1]) * scale / divisor)
-    else:
-        result = float(value)
-    if not math.isfinite(result) or result < 0:
-        raise UnitError(f"{value!r} is not a {quantity}: it must be finite and not negative")
-    return result
+    if not isinstance(value, str):
+        return figure(value, f"the {quantity}")
+    match = _PATTERN.fullmatch(value) if len(value) <= _LONGEST else None
+    if match is None:
+        raise UnitError(f"{shown(value)} is not a {quantity}: write a number and a unit, such as {_example(quantity)!r}")
+    unit = match[2].replace("µ", "u").replace("μ", "u")
+    scale, divisor = (1, 1) if not unit else units.get(unit, (0, 0))
+    if divisor == 0:
+        raise UnitError(_unknown_unit(value, match[2], quantity))
+    # Without traps, an exponent out of range becomes an infinity, which is refused below.
+    with decimal.localcontext(decimal.Context(prec=60, traps=[])):
+        result = float(decimal.Decimal(match[1]) * scale / divisor)
+    return figure(result, f"{shown(value)} is not a {quantity}: the value in base units")
 
 
 def format_quantity(value: float, quantity: Quantity, digits: int = 3) -> str:

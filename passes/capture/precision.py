@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_map
 
-from costmodel.errors import AutotpError
+from costmodel.errors import AutotpError, shown
 from passes.capture.builder import CaptureError
 from passes.graph import Cast, where
 from passes.rules.shapes import operands_of
@@ -53,7 +53,8 @@ def policy_of(precision: Precision) -> MixedPrecisionPolicy | None:
     if not isinstance(found, MixedPrecisionPolicy):
         names = ", ".join(map(repr, PRECISIONS))
         raise AutotpError(
-            f"precision {precision!r} is unknown; choose {names}, None, or a torch.distributed.fsdp.MixedPrecisionPolicy"
+            f"precision {shown(precision)} is unknown; choose {names}, None, or a "
+            "torch.distributed.fsdp.MixedPrecisionPolicy"
         )
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype = getattr(found, name)
@@ -61,6 +62,8 @@ def policy_of(precision: Precision) -> MixedPrecisionPolicy | None:
             raise AutotpError(
                 f"precision: {name} is {dtype!r}; give a floating-point dtype such as torch.bfloat16, or None"
             )
+    if not isinstance(found.cast_forward_inputs, bool):
+        raise AutotpError(f"precision: cast_forward_inputs is {found.cast_forward_inputs!r}; give True or False")
     return None if found == MixedPrecisionPolicy(cast_forward_inputs=found.cast_forward_inputs) else found
 
 

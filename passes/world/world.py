@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,12 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from costmodel.errors import AutotpError
 from passes.layouts.layout import even_chunk, extent, in_one_format, take_block
 from passes.layouts.reshard import Step
 from passes.world.random_ops import DRAWN
 from passes.world.seeds import Seeds
 
 __all__ = ["LOCAL", "LocalWorld", "Pending", "World", "groups", "reduced"]
+
+_MOST = 4096  # devices of a `LocalWorld`
 
 
 class Pending:
@@ -296,6 +300,9 @@ class LocalWorld(World):
     """Every device of a mesh, in this one process. As elsewhere, what arrives is contiguous, however it was sent."""
 
     def __init__(self, mesh_shape: tuple[int, ...]) -> None:
+        devices = math.prod(mesh_shape)
+        if devices > _MOST:
+            raise AutotpError(f"one process simulates at most {_MOST:,} devices, not {devices:,}; plan for fewer")
         super().__init__(mesh_shape, list(itertools.product(*(range(n) for n in mesh_shape))))
 
     def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:

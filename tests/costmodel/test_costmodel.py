@@ -96,8 +96,8 @@ def test_units(text, quantity, value):
         (float("inf"), "memory", "finite"),
         ("1e999 B", "memory", "finite"),
         ("1e99999999999 B", "memory", "finite"),
-        (True, "memory", "give a number"),
-        (None, "memory", "give a number"),
+        (True, "memory", "must be a number"),
+        (None, "memory", "must be a number"),
     ],
 )
 def test_bad_units(text, quantity, said):
@@ -107,7 +107,7 @@ def test_bad_units(text, quantity, said):
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.floats(1e-9, 1e24),
+    st.floats(1e-9, 1e17),
     st.sampled_from(["memory", "bandwidth", "time", "rate"]),
     st.sampled_from(["", "s", "us", "GB", "MiB", "kB/s", "Gbit/s", "TFLOP/s"]),
 )
@@ -200,10 +200,10 @@ def test_a_file_is_read(tmp_path):
         ),
         ('latency = "2 us"', "", r"\[\[levels\]\] number 1: key 'latency' is missing"),
         ('"25 Gbit/s"', '"25 Gbitt/s"', r"\[\[levels\]\] number 2: bandwidth: .*unknown unit 'Gbitt/s'"),
-        ('"25 Gbit/s"', "0", r"\[\[levels\]\] number 2: bandwidth: 0 must be positive"),
-        ("size = 2", "size = 2.0", r"\[\[levels\]\] number 2: size must be a whole number"),
-        ("size = 2", "size = 0", r"number 2: size must be a whole number of at least 1, not 0"),
-        ('"80 GB"', "-80", r"\[device\]: memory: -80 .*not negative"),
+        ('"25 Gbit/s"', "0", r"\[\[levels\]\] number 2: bandwidth is 0.0; it must be finite and positive"),
+        ("size = 2", "size = 2.0", r"\[\[levels\]\] number 2: size is 2.0; it must be a whole number"),
+        ("size = 2", "size = 0", r"number 2: size is 0; it must be a whole number of at least 1"),
+        ('"80 GB"', "-80", r"\[device\]: memory: .* is -80; .*not negative"),
         ('"80 GB"', '"80 GB/s"', r"\[device\]: memory: .*is a bandwidth, but a memory is needed"),
         ("float32", "float23", r"\[device\]: flops: unknown key 'float23'; did you mean 'float32'"),
         ("[device]", "[devices]", r"unknown key 'devices'; did you mean 'device'"),
@@ -337,7 +337,7 @@ def test_local(tmp_path):
         {"WORLD_SIZE": "0"},
         {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4"},
     ):
-        with pytest.raises(TopologyError, match="environment: .*WORLD_SIZE="):
+        with pytest.raises(TopologyError, match="environment: .*WORLD_SIZE"):
             Topology.local(environ, tmp_path)
 
 

@@ -126,7 +126,7 @@ def awkward():
     measured = {kind: Measured(1e9 / (3 + k), 1e-5 / (7 + k)) for k, kind in enumerate(COLLECTIVES)}
     levels = (
         Level("node", 4, 1e9 / 3, 0.0, links=3, point_to_point=1e8, measured=measured),
-        Level("torus", 2, 12e9, 1e-300, direct=True, shared=False),
+        Level("torus", 2, 12e9, 1e-29, direct=True, shared=False),
         Level("odd", 3, 2e9, 5e-6, matrix=((0.0, 2e9, 1e9 / 3), (2e9, 0.0, 0.0), (1e9 / 3, 0.0, 0.0))),
     )
     return Topology('name = "x"\n[device] # \N{SNOWMAN} \U0001f600', device, levels, "mpi")

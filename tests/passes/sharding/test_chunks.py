@@ -14,7 +14,8 @@ import autotp
 from autotp.analysis.explain import priced_plan
 from autotp.analysis.inspection import inspect_plan
 from autotp.cli.inspect_plan import _rows_shown
-from autotp.cli.render import make_console, plan_table
+from autotp.cli.render import plan_table
+from autotp.cli.terminal import make_console
 from passes.capture import capture
 
 F64 = {"dtype": torch.float64}

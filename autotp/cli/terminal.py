@@ -1,0 +1,75 @@
+"""The terminal: everything that a command prints for people goes through `Terminal`, in which text is never markup."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.status import Status
+from rich.text import Text
+
+__all__ = ["Terminal", "fail", "make_console", "printable", "show"]
+
+#: Columns of a table that goes to a file or a pipe, where no terminal says how wide it is.
+PIPED_WIDTH = 160
+
+_LONGEST = 8000  # characters of an error message
+
+
+class Terminal(Console):
+    """A console that prints the names of users' models and machines as they are.
+
+    Strings are neither markup nor emoji codes, and numbers and calls in them are not highlighted: only a `rich.text.Text`
+    has styles. Control characters, which could move the cursor or change colours, are replaced.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, markup=False, emoji=False, highlight=False)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """As rich's, without control characters in text."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+    def status(self, status: RenderableType, **options: Any) -> Status:
+        """As rich's; text is plain."""
+        return super().status(Text(status) if isinstance(status, str) else status, **options)
+
+
+def printable(text: str) -> str:
+    """A text whose control characters, but for ends of lines and tabs, are replaced by ``�``."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+
+
+def make_console(quiet: bool = False) -> Terminal:
+    """A console on stdout: as wide and colourful as the terminal, or wide and plain when piped.
+
+    Args:
+        quiet: Print nothing at all, as ranks other than 0 should.
+    """
+    console = Terminal(quiet=quiet)
+    if console.is_terminal or "COLUMNS" in os.environ:
+        return console
+    return Terminal(quiet=quiet, width=PIPED_WIDTH)
+
+
+def show(data: Any, shown: RenderableType, as_json: bool, *, wraps: bool = True) -> None:
+    """Prints what a command found: as JSON, or for people; ``wraps``: lines end where the terminal does."""
+    if as_json:
+        print(json.dumps(data, indent=1))
+    else:
+        make_console().print(shown, soft_wrap=not wraps)
+
+
+def fail(message: str) -> None:
+    """Prints a user's mistake on stderr and exits with code 2."""
+    text = printable(message)
+    print(f"error: {text if len(text) <= _LONGEST else text[:_LONGEST] + '…'}", file=sys.stderr)
+    raise SystemExit(2)

@@ -1,0 +1,312 @@
+"""Input that is made to break parsers: refused at once with autotp's own error, and names are never markup."""
+
+import dataclasses
+import io
+import json
+import math
+import os
+import re
+import time
+from importlib import resources
+
+import pytest
+import torch
+from torch import nn
+
+import autotp
+from autotp.analysis.explain import priced_plan
+from autotp.cli import load_model, main
+from autotp.cli.render import plan_table, topology_table
+from autotp.cli.sweep_output import label_of
+from autotp.cli.terminal import Terminal
+from autotp.plans.constraints import parse
+from autotp.plans.options import Options
+from autotp.validate import read_runs
+from costmodel import Level, TopologyError, parse_quantity
+from passes.capture import capture
+
+CPU = (resources.files("costmodel") / "presets" / "cpu.toml").read_text()
+MODEL = """
+import sys
+import torch
+from torch import nn
+
+class Hidden(Exception):
+    def __str__(self): raise KeyError("no text")
+
+def build(): return nn.Linear(8, 8), (torch.zeros(2, 8),)
+def leave(): sys.exit(0)
+def hidden(): raise Hidden
+def endless(): return endless()
+"""
+CONFIG = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 1, "n_embd": 16, "n_head": 2}
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).double()
+
+
+X = (torch.linspace(-1, 1, 128, dtype=torch.float64).reshape(8, 16),)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hostile")
+    (folder / "net.py").write_text(MODEL)
+    (folder / "leaving.py").write_text("raise SystemExit(0)")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    for name in ("fifo", "fifo.toml", "fifo.json", "fifo.py", "fifo.csv"):
+        os.mkfifo(folder / name)
+    for name, text in TOPOLOGIES.items():
+        (folder / f"{name}.toml").write_text(text)
+    for name, text in {
+        "digits": "9" * 5_000,
+        "deep": "[" * 60_000,
+        "no": "[]",
+        "layers": '{"n_layer": 1000000000}',
+    }.items():
+        (folder / f"{name}.json").write_text(text)
+    autotp.plan(two_layers(), autotp.Topology.flat(2), X).save(folder / "plan.json")
+    load_model(f"{folder}/config.json:batch=1,sequence=1")  # imports transformers, which takes seconds
+    return folder
+
+
+TOPOLOGIES = {
+    "digits": re.sub("(?m)^size = .*", "size = " + "9" * 5_000, CPU),
+    "many": re.sub("(?m)^size = .*", "size = 1000000000", CPU),
+    "subnormal": CPU.replace('bandwidth = "', 'bandwidth = "5e-324 B/s" #'),
+    "overflow": CPU.replace('latency = "', 'latency = "1e999 s" #'),
+    "deep": "a = " + "[" * 50_000,
+    "dotted": "a" + ".a" * 50_000 + " = 1",
+    "tables": "[a" + ".a" * 50_000 + "]",
+    "nul": CPU.replace('name = "', 'name = "\0'),
+    "large": "#" * 2**22,
+}
+COMMANDS = [
+    *(f"topology {name}.toml" for name in TOPOLOGIES),
+    "topology fifo.toml",
+    "topology /dev/zero",
+    "topology " + "n" * 5_000,
+    "topology " + "d/" * 5_000 + "x.toml",
+    "topology absent.toml",
+    "topology .",
+    *(f"diff plan.json {file}" for file in ("fifo", "/dev/zero", "digits.json", "deep.json", "no.json", "d/" * 5_000, ".")),
+    *(f"plan --topology cpu --model {model}" for model in ("net.py:leave", "net.py:hidden", "net.py:endless")),
+    *(
+        f"plan --topology cpu --model {model}"
+        for model in ("leaving.py:build", "fifo.py:build", "d/" * 5_000 + "net.py:build")
+    ),
+    *(f"plan --topology cpu --model {model}.json" for model in ("absent/config", "fifo", "digits", "deep", "no", "layers")),
+    *(f"plan --topology cpu --model config.json:batch={batch}" for batch in ("²", "٣", "9" * 5_000, "1000000000", "-1")),
+    *(
+        f"plan --topology cpu --model net.py:build --devices {count}"
+        for count in ("1000000000", "9" * 40, "9" * 5_000, "²")
+    ),
+    *(f"plan --topology cpu --model net.py:build --mesh {mesh}" for mesh in ("²", "9" * 5_000, "2" + ",2" * 5_000, "1e9")),
+    *(
+        f"plan --topology cpu --model net.py:build --chunks {chunks}"
+        for chunks in ("batch=²", "rows=" + "9" * 5_000, "=", "x")
+    ),
+    *(f"plan --topology cpu --model net.py:build --gap {gap}" for gap in ("nan", "1e999", "5e-324", "-1")),
+    *(f"plan --topology cpu --model net.py:build --memory {size}" for size in ("5e-324", "1e999", "9" * 5_000, "0", "٣")),
+    *(
+        f"plan --topology cpu --model net.py:build --pin {pin}"
+        for pin in ("a=S(" + "9" * 5_000 + ")@x", "*" * 5_000 + "=R", "=")
+    ),
+    "plan --topology cpu --model net.py:build --accumulate " + "9" * 40,
+    "sweep --topology cpu --model net.py:build --devices 1000000000",
+    "sweep --topology cpu --model net.py:build --devices 1 --csv " + "d/" * 5_000 + "s.csv",
+    "inspect plan.json --model net.py:build --html " + "d/" * 5_000 + "r.html",
+    "explain all_reduce --topology cpu --bytes 1e999",
+    "explain all_reduce --topology cpu --bytes 1 --mesh " + "9" * 5_000,
+    "validate fifo.csv",
+    "validate /dev/zero",
+    "--unknown",
+    "plan",
+]
+
+
+@pytest.mark.parametrize("line", COMMANDS, ids=lambda line: line[:70])
+def test_the_command_line_refuses_it_at_once(place, monkeypatch, capsys, line):
+    monkeypatch.chdir(place)
+    begin = time.process_time()
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    took, said = time.process_time() - begin, capsys.readouterr()
+    assert ended.value.code == 2 and not said.out
+    assert said.err.startswith("error: ") and len(said.err) < 10_000
+    assert took < 1
+
+
+def test_a_name_with_a_nul_is_no_file(tmp_path):
+    for load in (autotp.Topology.load, autotp.Plan.load, read_runs):
+        with pytest.raises(autotp.AutotpError, match="NUL"):
+            load(tmp_path / "a\0b.toml")
+    plan = autotp.plan(two_layers(), autotp.Topology.flat(2), X)
+    with pytest.raises(OSError, match="NUL"):
+        plan.save(tmp_path / "a\0b")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [10**40, 10**5_000, 5e-324, 1e308, math.nan, math.inf, "²", "٣ s", "9" * 5_000, None, []],
+    ids=lambda value: str(value)[:20] if not isinstance(value, int) else "int",
+)
+def test_quantities(value):
+    with pytest.raises(autotp.AutotpError):
+        parse_quantity(value, "time")
+    with pytest.raises(TopologyError):
+        Level("in", 2, 1e9, value)
+
+
+@pytest.mark.parametrize(
+    "count",
+    [10**9, 10**5_000, 0, -1, 2.0, True, "2", None],
+    ids=lambda count: repr(count)[:9] if count != 10**5_000 else "long",
+)
+def test_numbers_of_devices(count):
+    with pytest.raises(TopologyError):
+        autotp.Topology.flat(count)
+    with pytest.raises(TopologyError):
+        autotp.Topology.load("dgx-a100").resized(count)
+    with pytest.raises(autotp.AutotpError):
+        Options(mesh=(count, 2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": []},
+        {"strategy": "x" * 10**6},
+        {"optimizer": {}},
+        {"mesh": 4},
+        {"mesh": "22"},
+        {"memory": "80 GB"},
+        {"memory": math.nan},
+        {"time_limit": -1},
+        {"gap": "x"},
+        {"panels": 10**5_000},
+        {"accumulate": True},
+        {"chunks": {"batch": 10**5_000}},
+        {"chunks": {(): 1}},
+        {"precision": []},
+        {"precision": "cast_forward_inputs=float32"},
+        {"recompute": 3},
+        {"constraints": 5},
+        {"constraints": [5]},
+        {"constraints": ["a=S(" + "9" * 5_000 + ")@x"]},
+        {"constraints": ["a" * 10**6 + "=R"]},
+    ],
+    ids=lambda options: str(options)[:40] if "panels" not in options and "chunks" not in options else "number",
+)
+def test_options(options):
+    with pytest.raises(autotp.AutotpError) as error:
+        Options(**options)
+    assert len(str(error.value)) < 1_000
+
+
+def test_a_dim_in_other_digits_is_no_dim():
+    with pytest.raises(autotp.AutotpError, match="cannot be read"):
+        parse(["a=S(٣)@x"])
+
+
+def altered(plan, path, value):
+    """A plan's text with one value changed, and the hash that belongs to it."""
+    data = json.loads(plan.to_json())
+    place = data
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value(place[path[-1]]) if callable(value) else value
+    try:
+        autotp.Plan.from_json(json.dumps(data))
+    except autotp.AutotpError as error:
+        found = str(error).partition("content ")[2].rstrip(")")
+        return json.dumps(data | {"hash": found}) if found else json.dumps(data)
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("mesh_shape",), [4]),
+        (("mesh_shape",), [2, 1]),
+        (("mesh_shape",), [10**40]),
+        (("mesh_axes",), ["y"]),
+        (("operators",), lambda rows: rows[:-1]),
+        (("operators",), lambda rows: [*rows, rows[0]]),
+        (("operators", 0, "name"), "other"),
+        (("operators", 0, "module"), "9"),
+        (("operators", 0, "fold"), "other"),
+        (("operators", 0, "assignment"), ["v99"]),
+        (("operators", 0, "assignment"), ["+9"]),
+        (("operators", 0, "assignment"), []),
+        (("operators", 0, "panels"), 7),
+        (("operators", 0, "seconds"), -1.0),
+        (("operators", 0, "count"), 0),
+        (("operators", 0, "strategy"), {"m": ["q"]}),
+        (("layouts", "0.weight"), [[10**18, 1]]),
+        (("layouts", "0.weight"), [[0, 10**18]]),
+        (("layouts", "0.weight"), [[5, 1]]),
+        (("layouts", "0.weight"), [[0, 7]]),
+        (("layouts", "0.weight"), ["R", "R"]),
+        (("layouts",), lambda layouts: layouts | {"other": ["R"]}),
+        (("gathered_once",), ["other"]),
+        (("batch_axes",), ["q"]),
+        (("precision",), "bf16-of-sorts"),
+        (("constraints",), ["nothing"]),
+        (("planning", "seconds"), "long"),
+        (("planning", "variables"), "many"),
+        (("planning", "repriced"), {}),
+        (("predicted", "step_seconds"), 1e308),
+        (("topology", "levels", 0, "size"), 4),
+        (("topology", "levels", 0, "bandwidth"), 5e-324),
+    ],
+)
+def test_a_plan_that_was_edited_and_hashed_anew(path, value):
+    plan = autotp.plan(two_layers(), autotp.Topology.flat(2), X)
+    with pytest.raises(autotp.AutotpError):
+        loaded = autotp.Plan.from_json(altered(plan, path, value))
+        priced_plan(capture(two_layers(), X), loaded)
+
+
+def test_a_plan_that_was_edited_and_is_a_plan_computes_the_same():
+    plan = autotp.plan(two_layers(), autotp.Topology.flat(2), X)
+    other = autotp.Plan.from_json(altered(plan, ("layouts", "0.weight"), [[0, 1]]))
+    model = two_layers()
+    assert torch.allclose(autotp.simulate(model, other, X)(*X), model(*X), rtol=0, atol=1e-12)
+
+
+NAMES = ["[/]", "[/markup]", "[bold red]x[/]", ":smile:", "\\", "a\\[b]"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_no_markup(name):
+    machine = dataclasses.replace(autotp.Topology.flat(2), name=name)
+    plan = autotp.plan(two_layers(), machine, X)
+    operators = tuple(dataclasses.replace(op, scheme=name, module=name) for op in plan.operators)
+    for shown in (plan_table(dataclasses.replace(plan, operators=operators), None), topology_table(machine)):
+        out = io.StringIO()
+        Terminal(file=out, width=200).print(shown)
+        assert name in out.getvalue()
+    with Terminal(file=io.StringIO(), force_terminal=True).status(f"building {name} …"):
+        pass
+
+
+def test_names_do_not_control_the_terminal(capsys):
+    out = io.StringIO()
+    Terminal(file=out, width=80).print("a\x1b[31mred\x07\n\tb")
+    assert out.getvalue().startswith("a�[31mred") and "\x1b" not in out.getvalue()
+    with pytest.raises(SystemExit):
+        main(["topology", "\x1b[31mred"])
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def test_names_are_no_formulas_in_plots():
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = figure.subplots()
+    for name in (r"$\frac{", "_hidden", "$x$"):
+        axes.plot([1], [1], label=label_of(name))
+    axes.legend()
+    figure.savefig(io.BytesIO(), format="svg")
+    assert len(axes.get_legend().get_texts()) == 3
