@@ -37,11 +37,12 @@ _distribute: Any = _state_dict_utils._distribute_tensors
 
 def checkpoint_blocks() -> None:
     """Lets torch save, load and broadcast every ``DTensor`` whose dims are split block by block; no other changes."""
-    methods: Any = DTensor
-    methods.__create_chunk_list__ = _chunks
-    methods.__create_write_items__ = _items
-    methods.__get_tensor_shard__ = _values
-    _state_dict_utils._distribute_tensors = _distribute_parts
+    tensors: Any = DTensor
+    tensors.__create_chunk_list__ = _chunks
+    tensors.__create_write_items__ = _items
+    tensors.__get_tensor_shard__ = _values
+    functions: Any = _state_dict_utils
+    functions._distribute_tensors = _distribute_parts
 
 
 def storable(state: T) -> T:
@@ -69,7 +70,7 @@ def redistribute(optimizer: Optimizer) -> None:
 
 
 def _parts(tensor: Any) -> Parts:
-    """What this rank has of a tensor in blocks, as slices of its part and of the whole tensor; none where torch is right."""
+    """What this rank has of a tensor in blocks, as slices of its part and of the whole tensor; none of another tensor."""
     if tensor.device_mesh.get_coordinate() is None:
         return ()
     shape, layout, mesh, coordinates = resting(tensor)
@@ -115,7 +116,7 @@ def _values(tensor: DTensor, index: MetadataIndex) -> Tensor:
 
 
 def _distribute_parts(state: dict[str, Any], names: list[str], device: torch.device, group: Any = None) -> None:
-    """Takes each rank's parts of whole tensors; ``state`` has pairs of the tensor that is to hold the part and the whole."""
+    """Takes each rank's parts of whole tensors; ``state`` has pairs of the tensor for the part and the whole one."""
     for name in names:
         pair = state.get(name)
         if isinstance(pair, tuple) and not pair[0].is_meta:
