@@ -13,7 +13,7 @@ from autotp.plans.families import FAMILIES
 from autotp.plans.plan import Plan, PlannedOperator, Predicted
 from autotp.runtime.checkpoint.load import load_pretrained
 from autotp.runtime.checkpoint.save import save_pretrained
-from autotp.runtime.checkpoint.sharded import redistribute, storable
+from autotp.runtime.checkpoint.sharded import checkpoint_blocks, redistribute, storable
 from autotp.runtime.module import DistributedModule
 from autotp.runtime.parallelize import parallelize
 from autotp.runtime.simulate import simulate
@@ -22,6 +22,7 @@ from costmodel import Topology
 __version__ = "0.1.0"
 
 switch_on()
+checkpoint_blocks()
 
 __all__ = [
     "FAMILIES",

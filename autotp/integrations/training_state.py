@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from autotp.errors import AutotpError
 from autotp.runtime.anatomy import WORLD
-from autotp.runtime.checkpoint.sharded import redistribute, storable
 from autotp.runtime.module import DistributedModule
 from passes.world.seeds import Seeds
 
@@ -49,7 +48,7 @@ def save_optimizer(parallel: nn.Module, optimizer: Optimizer, directory: str | o
         optimizer: torch's own, or one that has it as ``optimizer``, as accelerate's has.
         directory: of the checkpoint.
     """
-    dcp.save({"optimizer": storable(get_optimizer_state_dict(parallel, _inner(optimizer)))}, checkpoint_id=directory)
+    dcp.save({"optimizer": get_optimizer_state_dict(parallel, _inner(optimizer))}, checkpoint_id=directory)
 
 
 def load_optimizer(parallel: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> None:
@@ -59,10 +58,9 @@ def load_optimizer(parallel: nn.Module, optimizer: Optimizer, directory: str | o
         parallel, optimizer, directory: as there.
     """
     inner = _inner(optimizer)
-    state = storable(get_optimizer_state_dict(parallel, inner))
+    state = get_optimizer_state_dict(parallel, inner)
     dcp.load({"optimizer": state}, checkpoint_id=directory)
     set_optimizer_state_dict(parallel, inner, state)
-    redistribute(inner)
 
 
 def seeds_of(parallel: DistributedModule) -> Seeds:

@@ -39,10 +39,9 @@ _OWN = ("_graph", "_moded", "_owners", "_programs", "meta", "plan")
 class DistributedModule(Programmed, Sealed, fx.GraphModule):
     """This device's part of a model.
 
-    Parameters are ``DTensor`` under the model's own names, so optimizers, ``clip_grad_norm_`` and whole state dicts work as
-    they are; ``torch.distributed.checkpoint`` cannot hold the parameters whose dims are split block by block. Calling it
-    takes the model's arguments (the global batch, on every device, plain or as a ``DTensor``) and returns the model's
-    output structure; gradients arrive reduced. A call in another mode, without gradients, or with other inputs than the
+    Parameters are ``DTensor`` under the model's own names, so optimizers, ``clip_grad_norm_``, whole state dicts and
+    ``torch.distributed.checkpoint`` work as they are. Calling it takes the model's arguments (the global batch, on every
+    device, plain or as a ``DTensor``) and returns the model's output structure; gradients arrive reduced. A call in another mode, without gradients, or with other inputs than the
     example runs a program of its own (``programs``), over the same parameters. ``plan`` is the first one's. Its graph is
     that one's sharded graph; with overlap, what a call runs is that graph's scheduled forward and backward graphs.
     """

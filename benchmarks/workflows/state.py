@@ -60,8 +60,7 @@ def _resumed(side: Side, other: dict[str, Any]) -> float:
     dist.broadcast_object_list(folder)
 
     def state(each: Any, optimizer: Any) -> dict[str, Any]:
-        found = get_state_dict(each, optimizer)
-        weights, moments = autotp.storable(found) if side.ours else found
+        weights, moments = get_state_dict(each, optimizer)
         return {"model": weights, "optimizer": moments}
 
     dcp.save(state(module, optimizers[0]), checkpoint_id=folder[0])
@@ -70,8 +69,6 @@ def _resumed(side: Side, other: dict[str, Any]) -> float:
     loaded = state(again, optimizer)
     dcp.load(loaded, checkpoint_id=folder[0])
     set_state_dict(again, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    if side.ours:
-        autotp.redistribute(optimizer)
     return max(side.step(again, plain, [optimizer, optimizers[1]], batch(seed=seed)) for seed in range(2, 4))
 
 

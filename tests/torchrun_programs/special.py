@@ -3,6 +3,7 @@
 import atexit
 import copy
 import itertools
+import math
 import os
 import sys
 import tempfile
@@ -13,16 +14,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import MODELS
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed._state_dict_utils import _broadcast_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils._pytree import tree_leaves
 
 import autotp
 from autotp.runtime.compiled import Overlap
@@ -121,48 +117,6 @@ def local_inputs():
     expected.square().mean().backward()
     for n, p in plain.named_parameters():
         torch.testing.assert_close(parallel.get_parameter(n).grad.full_tensor(), p.grad)
-
-
-def checkpoint():
-    """What one plan saves another loads, a fused weight split by blocks included: parameters, moments and the next loss."""
-    model, args, kwargs = MODELS["gpt2"]()
-
-    def made(strategy):  # fused, which updates a copy of what does not lie as its parameter; keys' bias has no gradient
-        parallel = autotp.parallelize(copy.deepcopy(model), None, args, kwargs, strategy=strategy, mesh=(2,))
-        return parallel, torch.optim.AdamW(parallel.parameters(), lr=1e-2, eps=1e-3, fused=True)
-
-    def step(parallel, optimizer):
-        loss = next(
-            leaf for leaf in tree_leaves(parallel(*args, **(kwargs or {}))) if isinstance(leaf, torch.Tensor)
-        ).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    first, moments = made("megatron-1d")
-    assert any(type(p) not in (Shard, Replicate) for v in first.parameters() for p in v.placements), "blocks are split"
-    step(first, moments)
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    weights, state = autotp.storable(get_state_dict(first, moments))
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder[0])
-    after = [step(first, moments) for _ in range(3)]
-    for strategy in ("zero3", "megatron-1d"):
-        other, optimizer = made(strategy)
-        step(other, optimizer)
-        step(other, optimizer)
-        weights, state = autotp.storable(get_state_dict(other, optimizer))
-        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder[0])
-        set_state_dict(other, optimizer, model_state_dict=weights, optim_state_dict=state)
-        autotp.redistribute(optimizer)
-        assert all(
-            value.placements == p.placements for p, v in optimizer.state.items() for value in v.values() if value.dim()
-        )
-        assert all(abs(step(other, optimizer) - loss) < 1e-6 * abs(loss) for loss in after), strategy
-        for name, value in first.named_parameters():
-            found = other.get_parameter(name).full_tensor()
-            assert torch.allclose(found, value.full_tensor(), rtol=1e-4, atol=1e-6), (strategy, name)
 
 
 def destroyed():
@@ -357,21 +311,42 @@ def collectives():
             assert torch.equal(found, expected), where
 
 
+def stored(state, wholes):
+    """Is read into other layouts and by a process alone, and broadcast from rank 0, as it was."""
+    folder, elsewhere = [tempfile.mkdtemp()], {}
+    dist.broadcast_object_list(folder)
+    dcp.save(state, checkpoint_id=folder[0])
+    for name, other in itertools.pairwise([*state, *state]):
+        if wholes[name].shape == wholes[other].shape:
+            elsewhere[name] = torch.zeros_like(state[other])
+    dcp.load(elsewhere, checkpoint_id=folder[0])
+    alone = {name: torch.zeros_like(whole) for name, whole in wholes.items()}
+    dcp.load(alone, checkpoint_id=folder[0], no_dist=True)
+    broadcast = {name: torch.zeros_like(value) for name, value in state.items()}
+    _broadcast_state_dict({} if dist.get_rank() else wholes, broadcast, torch.device("cpu"))
+    for name, whole in wholes.items():
+        assert torch.equal(alone[name], whole), name
+        assert name not in elsewhere or torch.equal(elsewhere[name].full_tensor(), whole), name
+        assert torch.equal(broadcast[name].to_local(), state[name].to_local()), name
+
+
 def resting():
-    """Wherever a parameter may rest, torch puts it together again; also where blocks and two axes meet."""
-    mesh, whole = init_device_mesh("cpu", (2, 2)), torch.arange(48.0 * 12).view(48, 12)
-    placements = [
-        Replicate(),
-        *(place(0, blocks) for blocks in (1, 2, 3, 4, 6)),
-        *(place(1, blocks) for blocks in (1, 2, 3)),
-    ]
-    found = [layout for layout in itertools.product(placements, repeat=2) if fits((48, 12), layout, (2, 2))]
-    kept = [layout for layout in found if restorable(layout, (2, 2))]
-    assert 30 < len(kept) < len(found)
-    for layout in kept:
-        mine = distribute(whole, layout, mesh)
-        assert torch.equal(mine.full_tensor(), whole), layout
-        assert torch.equal(mine.to_local(), distribute_tensor(whole, mesh, layout).to_local()), layout
+    """Wherever a parameter may rest, torch puts it together again, and checkpoints hold it; also where blocks and two axes
+    meet, and where parts differ in size.
+    """
+    mesh, state, wholes = init_device_mesh("cpu", (2, 2)), {}, {}
+    for shape, rows, columns in (((48, 12), (1, 2, 3, 4, 6), (1, 2, 3)), ((9, 20), (1,), (1, 5))):
+        whole = torch.arange(float(math.prod(shape))).view(shape)
+        placements = [Replicate(), *(place(0, blocks) for blocks in rows), *(place(1, blocks) for blocks in columns)]
+        found = [layout for layout in itertools.product(placements, repeat=2) if fits(shape, layout, (2, 2))]
+        kept = [layout for layout in found if restorable(layout, (2, 2))]
+        assert 10 < len(kept) < len(found)
+        for layout in kept:
+            mine = state[f"{shape} {layout}"] = distribute(whole, layout, mesh)
+            wholes[f"{shape} {layout}"] = whole
+            assert torch.equal(mine.full_tensor(), whole), layout
+            assert torch.equal(mine.to_local(), distribute_tensor(whole, mesh, layout).to_local()), layout
+    stored(state, wholes)
 
     class Attention(nn.Module):
         def __init__(self):

@@ -99,13 +99,20 @@ def test_panels_equal_one_device(torchrun):
 @pytest.mark.parametrize(
     ("processes", "case"),
     [
-        *((2, case) for case in ("meta", "dropout", "local_inputs", "checkpoint", "destroyed", "twice", "orders")),
+        *((2, case) for case in ("meta", "dropout", "local_inputs", "destroyed", "twice", "orders")),
         *((2, case) for case in ("hooks", "state")),
         *((4, case) for case in ("collectives", "resting")),
     ],
 )
 def test_special_cases(torchrun, processes, case):
     done = torchrun(processes, "special.py", case)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "passed" in done.stdout
+
+
+@pytest.mark.parametrize("adamw", ["fused", pytest.param("foreach", marks=pytest.mark.exact)])
+def test_what_four_processes_save_others_load(torchrun, adamw):
+    done = torchrun(4, "resuming.py", adamw)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "passed" in done.stdout
 

@@ -1,5 +1,5 @@
 """A distributed module's state in files.
 
-`sharded` prepares state for ``torch.distributed.checkpoint``. `load` and `save` read and write Hugging Face directories of
-safetensors `files`, whose tensors they `match` with the module's `entries`.
+`sharded` has ``torch.distributed.checkpoint`` hold every tensor. `load` and `save` read and write Hugging Face directories
+of safetensors `files`, whose tensors they `match` with the module's `entries`. `parts` says what a rank has of a tensor.
 """

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,9 +15,9 @@ from autotp.runtime.agreement import everywhere
 from autotp.runtime.checkpoint.entries import Entry, entries_of
 from autotp.runtime.checkpoint.files import Place, opened, stored_in
 from autotp.runtime.checkpoint.match import match
-from passes.layouts.layout import Layout, Split, even_chunk, splits
+from autotp.runtime.checkpoint.parts import parts_of, resting
 
-__all__ = ["load_pretrained", "parts_of"]
+__all__ = ["load_pretrained"]
 
 
 def load_pretrained(
@@ -59,7 +58,7 @@ def _require_same(entry: Entry, places: Sequence[Place]) -> None:
     """Refuses files that have different values for one parameter, by two of its names."""
     for place in places[1:]:
         with opened(places[0].file) as first, opened(place.file) as other:
-            for _, there in parts_of(*_resting(entry.value)):
+            for _, there in parts_of(*resting(entry.value)):
                 if not torch.equal(first.get_slice(places[0].key)[there], other.get_slice(place.key)[there]):
                     raise AutotpError(
                         f"{places[0]} and {place} differ, and are one parameter of the model ({' = '.join(entry.names)}): "
@@ -71,60 +70,8 @@ def _read(value: Tensor, place: Place) -> None:
     local = value.to_local() if isinstance(value, DTensor) else value
     # Opened anew for each tensor: pages of a file that were read count as this process's memory until it is closed.
     with opened(place.file) as file:
-        for here, there in parts_of(*_resting(value)):
+        for here, there in parts_of(*resting(value)):
             local[here].copy_(file.get_slice(place.key)[there])
     if isinstance(value, DTensor):
         # The local tensor counts its changes; autograd looks at the parameter's.
         torch.autograd.graph.increment_version(value)
-
-
-def _resting(value: Tensor) -> tuple[Sequence[int], Layout, tuple[int, ...], Sequence[int]]:
-    """A tensor's whole shape and layout, the mesh's shape and this rank's coordinates in it."""
-    if not isinstance(value, DTensor):
-        return value.shape, (), (), ()
-    coordinates = value.device_mesh.get_coordinate()
-    assert coordinates is not None
-    return value.shape, tuple(value.placements), tuple(value.device_mesh.shape), coordinates
-
-
-def parts_of(
-    shape: Sequence[int], layout: Layout, mesh: tuple[int, ...], coordinates: Sequence[int]
-) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """What `passes.layouts.layout.take` gives a device of a tensor, as slices: of its part, and of the whole tensor.
-
-    Args:
-        shape: of the whole tensor.
-        layout: the tensor's.
-        mesh: its shape.
-        coordinates: the device's.
-    """
-    dims: list[list[tuple[slice, slice]]] = []
-    for dim, size in enumerate(shape):
-        runs, end = [], 0
-        for start, stop in _runs(size, splits(layout, dim, mesh), mesh, coordinates):
-            runs.append((slice(end, end + stop - start), slice(start, stop)))
-            end += stop - start
-        dims.append(runs)
-    for each in itertools.product(*dims):
-        yield tuple(here for here, _ in each), tuple(there for _, there in each)
-
-
-def _runs(size: int, cuts: Sequence[Split], mesh: Sequence[int], coordinates: Sequence[int]) -> list[tuple[int, int]]:
-    """The ranges of a dim that a device has: several where the blocks of the dim are split."""
-    runs = [(0, size)]
-    for axis, blocks in cuts:
-        size = sum(stop - start for start, stop in runs) // blocks
-        chunk = even_chunk(size, mesh[axis])
-        start, stop = (min(size, chunk * (coordinates[axis] + end)) for end in (0, 1))
-        runs = [run for block in range(blocks) for run in _within(runs, block * size + start, block * size + stop)]
-    return runs
-
-
-def _within(runs: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """From the ``start``-th to before the ``stop``-th element of ranges that follow one another."""
-    before = 0
-    for first, last in runs:
-        low, high = max(first, first + start - before), min(last, first + stop - before)
-        if low < high:
-            yield low, high
-        before += last - first

@@ -1,45 +1,64 @@
-"""State for ``torch.distributed.checkpoint``: each rank's parts, as a checkpoint can hold them."""
+"""``torch.distributed.checkpoint`` and tensors whose dims are split block by block, of which a rank has several chunks.
+
+torch 2.13 takes what a rank has of a ``DTensor`` for one chunk, wherever it reads, writes or broadcasts one. Optimizers
+make state of parameters, and asynchronous checkpoints copies of it, all of them ``DTensor`` itself and not a class of
+ours: so it is its methods that learn about blocks.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
-from torch.distributed.tensor import DTensor, Replicate, Shard
+import torch
+from torch import Tensor
+from torch.distributed import _state_dict_utils
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
+from autotp.runtime.checkpoint.parts import parts_of, resting
 from autotp.runtime.state import distribute
+from passes.layouts.codes import fits, restorable
+from passes.layouts.layout import Layout, blocks_of
 
-__all__ = ["redistribute", "storable"]
+__all__ = ["checkpoint_blocks", "redistribute", "storable"]
 
 T = TypeVar("T")
+Parts = tuple[tuple[tuple[slice, ...], tuple[slice, ...]], ...]
+
+_chunk: Any = DTensor.__create_chunk_list__
+_item: Any = DTensor.__create_write_items__
+_shard: Any = DTensor.__get_tensor_shard__
+_distribute: Any = _state_dict_utils._distribute_tensors
+
+
+def checkpoint_blocks() -> None:
+    """Lets torch save, load and broadcast every ``DTensor`` whose dims are split block by block; no other changes."""
+    tensors: Any = DTensor
+    tensors.__create_chunk_list__ = _chunks
+    tensors.__create_write_items__ = _items
+    tensors.__get_tensor_shard__ = _values
+    functions: Any = _state_dict_utils
+    functions._distribute_tensors = _distribute_parts
 
 
 def storable(state: T) -> T:
-    """The state with every tensor split, if at all, in neighbouring rows or columns, as checkpoints hold them.
-
-    A plan may split the blocks of a dim instead, as with a fused query-key-value weight, of which each device has whole
-    heads: ``torch.distributed.checkpoint`` mistakes such parts for overlapping ones. Along those mesh axes the tensor is
-    gathered, a collective call; all others stay as they are, and nothing is copied. To load, pass the result to ``load``
-    then to ``set_state_dict``, whatever plan wrote the checkpoint, and the optimizer to ``redistribute``.
+    """The state itself. Checkpoints hold every state as it is; this is for programs that were written when they did not.
 
     Args:
-        state: of a model or an optimizer, such as ``torch.distributed.checkpoint.state_dict.get_state_dict`` returns.
+        state: of a model or an optimizer.
     """
-
-    def change(value: Any) -> Any:
-        if not isinstance(value, DTensor) or all(type(p) in (Shard, Replicate) for p in value.placements):
-            return value
-        return value.redistribute(placements=[p if type(p) is Shard else Replicate() for p in value.placements])
-
-    return tree_map(change, state)
+    return state
 
 
 def redistribute(optimizer: Optimizer) -> None:
-    """Brings an optimizer's state into the layouts of its parameters; a collective call, to be made after loading.
+    """Brings an optimizer's state into the layouts of its parameters, where it has others; a collective call.
 
-    State that was loaded through ``storable`` lies whole where its parameter is split block by block, and fused optimizers
-    would update a copy of it.
+    What ``torch.distributed.checkpoint`` loads has them already. State that was taken from an optimizer of another plan and
+    given to this one as it is does not, and fused optimizers would update a copy of it.
 
     Args:
         optimizer: of a distributed module's parameters.
@@ -48,3 +67,60 @@ def redistribute(optimizer: Optimizer) -> None:
         for name, value in state.items():
             if isinstance(value, DTensor) and isinstance(parameter, DTensor) and value.placements != parameter.placements:
                 state[name] = distribute(value.full_tensor(), parameter.placements, parameter.device_mesh)
+
+
+def _parts(tensor: Any) -> Parts:
+    """What this rank has of a tensor in blocks, as slices of its part and of the whole tensor; none of another tensor."""
+    if tensor.device_mesh.get_coordinate() is None:
+        return ()
+    shape, layout, mesh, coordinates = resting(tensor)
+    return _in_blocks(tuple(shape), layout, mesh, tuple(coordinates))
+
+
+@lru_cache(maxsize=4096)
+def _in_blocks(shape: tuple[int, ...], layout: Layout, mesh: tuple[int, ...], coordinates: tuple[int, ...]) -> Parts:
+    blocks = any(blocks_of(placement) > 1 for placement in layout)
+    if not blocks or not fits(shape, layout, mesh) or not restorable(layout, mesh):
+        return ()
+    return tuple(parts_of(shape, layout, mesh, coordinates))
+
+
+def _chunks(tensor: DTensor) -> list[ChunkStorageMetadata]:
+    found = [
+        ChunkStorageMetadata(torch.Size(s.start for s in there), torch.Size(s.stop - s.start for s in there))
+        for _, there in _parts(tensor)
+    ]
+    return found or _chunk(tensor)
+
+
+def _items(tensor: DTensor, name: str, same: DTensor) -> list[WriteItem]:
+    items: list[WriteItem] = _item(tensor, name, same)
+    if not _parts(tensor):
+        return items
+    return [
+        replace(
+            items[0],
+            index=MetadataIndex(name, chunk.offsets),
+            tensor_data=replace(items[0].tensor_data, chunk=chunk),  # type: ignore[type-var]
+        )
+        for chunk in _chunks(tensor)
+    ]
+
+
+def _values(tensor: DTensor, index: MetadataIndex) -> Tensor:
+    local: Tensor = _shard(tensor, index)
+    for here, there in _parts(tensor):
+        if index.offset == torch.Size(s.start for s in there):
+            return local[here]
+    return local
+
+
+def _distribute_parts(state: dict[str, Any], names: list[str], device: torch.device, group: Any = None) -> None:
+    """Takes each rank's parts of whole tensors; ``state`` has pairs of the tensor for the part and the whole one."""
+    for name in names:
+        pair = state.get(name)
+        if isinstance(pair, tuple) and not pair[0].is_meta:
+            for here, there in _parts(pair[0]):
+                pair[0].to_local()[here].copy_(pair[1][there])
+                state[name] = pair[0]
+    _distribute(state, names, device, group)

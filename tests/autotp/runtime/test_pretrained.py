@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 import autotp
-from autotp.runtime.checkpoint.load import parts_of
+from autotp.runtime.checkpoint.parts import parts_of
 from passes.layouts.codes import fits
 from passes.layouts.layout import place, take
 

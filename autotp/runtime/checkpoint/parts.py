@@ -1,0 +1,65 @@
+"""Which part of a whole tensor a device has, as slices: several where the blocks of a dim are split."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from passes.layouts.layout import Layout, Split, even_chunk, splits
+
+__all__ = ["parts_of", "resting"]
+
+
+def resting(value: Tensor) -> tuple[Sequence[int], Layout, tuple[int, ...], Sequence[int]]:
+    """A tensor's whole shape and layout, the mesh's shape and this rank's coordinates in it."""
+    if not isinstance(value, DTensor):
+        return value.shape, (), (), ()
+    coordinates = value.device_mesh.get_coordinate()
+    assert coordinates is not None
+    return value.shape, tuple(value.placements), tuple(value.device_mesh.shape), coordinates
+
+
+def parts_of(
+    shape: Sequence[int], layout: Layout, mesh: tuple[int, ...], coordinates: Sequence[int]
+) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """What `passes.layouts.layout.take` gives a device of a tensor, as slices: of its part, and of the whole tensor.
+
+    Args:
+        shape: of the whole tensor.
+        layout: the tensor's.
+        mesh: its shape.
+        coordinates: the device's.
+    """
+    dims: list[list[tuple[slice, slice]]] = []
+    for dim, size in enumerate(shape):
+        runs, end = [], 0
+        for start, stop in _runs(size, splits(layout, dim, mesh), mesh, coordinates):
+            runs.append((slice(end, end + stop - start), slice(start, stop)))
+            end += stop - start
+        dims.append(runs)
+    for each in itertools.product(*dims):
+        yield tuple(here for here, _ in each), tuple(there for _, there in each)
+
+
+def _runs(size: int, cuts: Sequence[Split], mesh: Sequence[int], coordinates: Sequence[int]) -> list[tuple[int, int]]:
+    """The ranges of a dim that a device has: several where the blocks of the dim are split."""
+    runs = [(0, size)]
+    for axis, blocks in cuts:
+        size = sum(stop - start for start, stop in runs) // blocks
+        chunk = even_chunk(size, mesh[axis])
+        start, stop = (min(size, chunk * (coordinates[axis] + end)) for end in (0, 1))
+        runs = [run for block in range(blocks) for run in _within(runs, block * size + start, block * size + stop)]
+    return runs
+
+
+def _within(runs: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """From the ``start``-th to before the ``stop``-th element of ranges that follow one another."""
+    before = 0
+    for first, last in runs:
+        low, high = max(first, first + start - before), min(last, first + stop - before)
+        if low < high:
+            yield low, high
+        before += last - first
