@@ -29,6 +29,7 @@ from autotp.runtime.state import distribute, local_part, local_parts, of_rank_0,
 from autotp.runtime.submodule import Sealed, plain_attributes
 from passes.layouts.layout import Layout, describe, place, take
 from passes.world.process import ProcessWorld
+from passes.world.seeds import ways_to_draw
 
 __all__ = ["DistributedModule"]
 
@@ -59,6 +60,7 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
         seed: int = 0,
         schedule: str = "none",
         *,
+        dropout: str = "sharded",
         most: int = MOST,
         broadcast: bool = True,
         debug: bool = False,
@@ -66,7 +68,7 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
         captured, sharding = rewritten.captured, rewritten.sharding
         root = nn.Module()
         world = ProcessWorld(mesh)
-        world.seeds.start(seed)
+        world.seeds = ways_to_draw(dropout, torch.device(mesh.device_type))
         layouts = {fqn: sharding.resting[name] for name, fqn in captured.parameters.items()}
         layouts |= dict.fromkeys(captured.unused, rewritten.whole)
         learned = dict(model.named_parameters(remove_duplicate=False))

@@ -25,6 +25,7 @@ from passes.layouts.reshard import Step
 from passes.overlap import primitives
 from passes.rules.table import draws
 from passes.world import ops
+from passes.world.draws import Draw
 from passes.world.random_ops import DRAWN
 from passes.world.world import Pending, World
 
@@ -56,7 +57,7 @@ class _TracedWorld(World):
     def all_to_all(self, parts: Sequence[Tensor], axis: int) -> Pending:
         return Pending([primitives.all_to_all(parts[0], axis)])
 
-    def next_seed(self) -> Any:
+    def next_seed(self, draws: Sequence[Draw | None]) -> Any:
         return self.seed_value
 
     def offset(self, size: int, axes: Sequence[int], like: Any = None) -> list[Any]:
@@ -73,10 +74,11 @@ class _TracedWorld(World):
         return primitives.mask(tensor, list(axes))
 
     def seeded(
-        self, seed: Any, salt: int, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any
-    ) -> Any:
+        self, seed: Any, salt: int, chunk: Sequence[int], axes: Sequence[int], index: int, function: Callable, args: Any,
+        kwargs: Any,
+    ) -> Any:  # fmt: skip
         def noise(like: Tensor, method: str, *by: float) -> Tensor:
-            return primitives.draw(seed, salt, list(axes), like, method, list(by))
+            return primitives.draw(seed, salt, list(chunk), list(axes), like, method, list(by))
 
         if function not in DRAWN:
             raise Untraceable(f"{function} draws random numbers")

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from passes.layouts.layout import even_chunk, extent, in_one_format, take_block
 from passes.layouts.reshard import Step
+from passes.world.draws import Draw, Stream
 from passes.world.random_ops import DRAWN
 from passes.world.seeds import Seeds
 
@@ -115,9 +116,13 @@ class World(nn.Module):
     def join(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Gets ready for collectives over these sets of axes."""
 
-    def next_seed(self) -> Any:
-        """The seed of a pass that begins; see `passes.world.seeds.Seeds`."""
-        return self.seeds.next()
+    def next_seed(self, draws: Sequence[Draw | None]) -> Any:
+        """The seed of a pass that begins; see `passes.world.seeds.Seeds.next`."""
+        return self.seeds.next(draws, self.of_first)
+
+    def of_first(self, tensor: Tensor) -> Tensor:
+        """The first process's tensor, on the CPU, of those that all processes pass."""
+        return tensor
 
     @abstractmethod
     def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
@@ -189,29 +194,36 @@ class World(nn.Module):
         return LOCAL[name](tensor, *args)
 
     def seeded(
-        self, seed: Any, salt: int, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any
-    ) -> Any:
-        """A random operator on a hosted device; see `passes.world.ops.seeded`."""
-        if (
-            self.seeds.repeated is not None and function in DRAWN
-        ):  # a scheduled pass drew this way, whatever the kernel does
-            noise = functools.partial(self.draw, seed, salt, axes, index)
+        self, seed: Any, salt: int, chunk: Sequence[int], axes: Sequence[int], index: int, function: Callable, args: Any,
+        kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """A random operator on a hosted device, for a chunk's virtual coordinates; see `passes.world.ops.seeded`."""
+        # A scheduled pass draws this way, whatever the kernel does; and so does one device.
+        if function in DRAWN and (self.seeds.repeated is not None or isinstance(seed, Stream)):
+            noise = functools.partial(self.draw, seed, salt, chunk, axes, index)
             return DRAWN[function](noise, *args, **kwargs)
-        with self.generator(seed, salt, axes, index, tree_leaves((args, kwargs))):
+        with self.generator(seed, salt, chunk, axes, index, tree_leaves((args, kwargs))):
             return function(*args, **kwargs)
 
-    def draw(self, seed: Any, salt: int, axes: Sequence[int], index: int, like: Tensor, method: str, *by: float) -> Tensor:
+    def draw(
+        self, seed: Any, salt: int, chunk: Sequence[int], axes: Sequence[int], index: int, like: Tensor, method: str,
+        *by: float,
+    ) -> Tensor:  # fmt: skip
         """Random numbers on a hosted device, by a tensor's method; see `passes.overlap.primitives.draw`."""
-        with self.generator(seed, salt, axes, index, [like]):
+        if isinstance(seed, Stream):
+            return seed.part(salt, (*self.hosted[index], *chunk))
+        with self.generator(seed, salt, chunk, axes, index, [like]):
             return getattr(torch.empty_like(like, memory_format=torch.contiguous_format), method)(*by)
 
     @contextmanager
-    def generator(self, seed: int, salt: int, axes: Sequence[int], index: int, near: Iterable[Any]) -> Iterator[None]:
+    def generator(
+        self, seed: int, salt: int, chunk: Sequence[int], axes: Sequence[int], index: int, near: Iterable[Any]
+    ) -> Iterator[None]:
         """Seeds torch's generators, of the CPU and of the devices of the tensors ``near``, for one operator."""
         devices = {t.device for t in near if isinstance(t, Tensor) and t.device.type == "cuda"}
         with torch.random.fork_rng(devices=list(devices)):
             mixed = seed
-            for number in (salt, *(self.hosted[index][axis] for axis in axes)):
+            for number in (salt, *(self.hosted[index][axis] for axis in axes), *chunk):
                 draw = torch.Generator().manual_seed((mixed + number) % 2**63)
                 mixed = int(torch.randint(2**62, (), generator=draw))
             torch.default_generator.manual_seed(mixed)
