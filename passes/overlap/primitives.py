@@ -76,10 +76,9 @@ offset = _define(
     lambda size, axes, like: torch.empty((), dtype=torch.int64, device=like.device),
 )
 #: Random numbers, the same on devices that differ on none of the axes: of a tensor's method, such as ``bernoulli_``.
-#: Chunks, told by their virtual coordinates, have their own.
 draw = _define(
-    "draw(Tensor seed, int salt, int[] chunk, int[] axes, Tensor like, str method, float[] by) -> Tensor",
-    lambda seed, salt, chunk, axes, like, method, by: _like(like),
+    "draw(Tensor seed, int[] salt, int[] axes, Tensor like, str method, float[] by) -> Tensor",
+    lambda seed, salt, axes, like, method, by: _like(like),
 )
 
 #: The operators that stand for collectives, with the collectives' names.

@@ -27,7 +27,7 @@ from passes.rules.table import draws
 from passes.world import ops
 from passes.world.draws import Draw
 from passes.world.random_ops import DRAWN
-from passes.world.world import Pending, World
+from passes.world.world import Pending, Salt, World
 
 __all__ = ["Joint", "Untraceable", "trace", "undrawn"]
 
@@ -74,11 +74,10 @@ class _TracedWorld(World):
         return primitives.mask(tensor, list(axes))
 
     def seeded(
-        self, seed: Any, salt: int, chunk: Sequence[int], axes: Sequence[int], index: int, function: Callable, args: Any,
-        kwargs: Any,
-    ) -> Any:  # fmt: skip
+        self, seed: Any, salt: Salt, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any
+    ) -> Any:
         def noise(like: Tensor, method: str, *by: float) -> Tensor:
-            return primitives.draw(seed, salt, list(chunk), list(axes), like, method, list(by))
+            return primitives.draw(seed, list(salt), list(axes), like, method, list(by))
 
         if function not in DRAWN:
             raise Untraceable(f"{function} draws random numbers")

@@ -311,7 +311,7 @@ def seeded(world: World, seed: int, salt: int, axes: tuple[int, ...], function: 
     axes that shard the operator, so devices that compute the same part draw the same numbers.
     """
     results = [
-        world.seeded(seed, salt, (), axes, index, function, part_of(args, index), part_of(kwargs, index))
+        world.seeded(seed, (salt,), axes, index, function, part_of(args, index), part_of(kwargs, index))
         for index in range(len(world.hosted))
     ]
     hosted = any(isinstance(a, Parts) for a in tree_leaves((args, kwargs), is_leaf=lambda a: isinstance(a, Parts)))

@@ -62,7 +62,9 @@ class ProcessWorld(World):
         """See ``World.of_first``; over gloo, so that no process waits for a GPU."""
         if () not in self._process_groups:
             plain = "gloo" in str(dist.get_backend())
-            self._process_groups[()] = dist.group.WORLD if plain else dist.new_group(backend="gloo")
+            self._process_groups[()] = (
+                dist.distributed_c10d._get_default_group() if plain else dist.new_group(backend="gloo")
+            )
         dist.broadcast(tensor, src=0, group=self._process_groups[()])
         return tensor
 

@@ -22,11 +22,14 @@ from torch.utils._pytree import tree_leaves
 
 from passes.layouts.layout import even_chunk, extent, in_one_format, take_block
 from passes.layouts.reshard import Step
-from passes.world.draws import Draw, Stream
+from passes.world.draws import Draw, Stream, generator_of
 from passes.world.random_ops import DRAWN
 from passes.world.seeds import Seeds
 
-__all__ = ["LOCAL", "LocalWorld", "Pending", "World", "groups", "reduced"]
+__all__ = ["LOCAL", "LocalWorld", "Pending", "Salt", "World", "groups", "reduced"]
+
+#: Which operator draws: its number among those of a program, then its chunk's coordinates on the virtual axes, if any.
+Salt = Sequence[int]
 
 
 class Pending:
@@ -194,42 +197,33 @@ class World(nn.Module):
         return LOCAL[name](tensor, *args)
 
     def seeded(
-        self, seed: Any, salt: int, chunk: Sequence[int], axes: Sequence[int], index: int, function: Callable, args: Any,
-        kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """A random operator on a hosted device, for a chunk's virtual coordinates; see `passes.world.ops.seeded`."""
-        # A scheduled pass draws this way, whatever the kernel does; and so does one device.
+        self, seed: Any, salt: Salt, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any
+    ) -> Any:
+        """A random operator on a hosted device; see `passes.world.ops.seeded`."""
+        # A scheduled pass draws this way, whatever the kernel does; and so it is as one device draws.
         if function in DRAWN and (self.seeds.repeated is not None or isinstance(seed, Stream)):
-            noise = functools.partial(self.draw, seed, salt, chunk, axes, index)
-            return DRAWN[function](noise, *args, **kwargs)
-        with self.generator(seed, salt, chunk, axes, index, tree_leaves((args, kwargs))):
+            return DRAWN[function](functools.partial(self.draw, seed, salt, axes, index), *args, **kwargs)
+        with self.generator(seed, salt, axes, index, tree_leaves((args, kwargs))):
             return function(*args, **kwargs)
 
-    def draw(
-        self, seed: Any, salt: int, chunk: Sequence[int], axes: Sequence[int], index: int, like: Tensor, method: str,
-        *by: float,
-    ) -> Tensor:  # fmt: skip
+    def draw(self, seed: Any, salt: Salt, axes: Sequence[int], index: int, like: Tensor, method: str, *by: float) -> Tensor:
         """Random numbers on a hosted device, by a tensor's method; see `passes.overlap.primitives.draw`."""
         if isinstance(seed, Stream):
-            return seed.part(salt, (*self.hosted[index], *chunk))
-        with self.generator(seed, salt, chunk, axes, index, [like]):
+            return seed.part(salt[0], (*self.hosted[index], *salt[1:]))
+        with self.generator(seed, salt, axes, index, [like]):
             return getattr(torch.empty_like(like, memory_format=torch.contiguous_format), method)(*by)
 
     @contextmanager
-    def generator(
-        self, seed: int, salt: int, chunk: Sequence[int], axes: Sequence[int], index: int, near: Iterable[Any]
-    ) -> Iterator[None]:
+    def generator(self, seed: int, salt: Salt, axes: Sequence[int], index: int, near: Iterable[Any]) -> Iterator[None]:
         """Seeds torch's generators, of the CPU and of the devices of the tensors ``near``, for one operator."""
         devices = {t.device for t in near if isinstance(t, Tensor) and t.device.type == "cuda"}
         with torch.random.fork_rng(devices=list(devices)):
             mixed = seed
-            for number in (salt, *(self.hosted[index][axis] for axis in axes), *chunk):
+            for number in (*salt, *(self.hosted[index][axis] for axis in axes)):
                 draw = torch.Generator().manual_seed((mixed + number) % 2**63)
                 mixed = int(torch.randint(2**62, (), generator=draw))
-            torch.default_generator.manual_seed(mixed)
-            for device in devices:
-                with torch.cuda.device(device):
-                    torch.cuda.manual_seed(mixed)
+            for device in (torch.device("cpu"), *devices):
+                generator_of(device).manual_seed(mixed)
             yield
 
     def _slice(self, step: Step, parts: list[Tensor]) -> Pending:
