@@ -60,12 +60,9 @@ class ProcessWorld(World):
 
     def of_first(self, tensor: Tensor) -> Tensor:
         """See ``World.of_first``; over gloo, so that no process waits for a GPU."""
-        if () not in self._process_groups:
-            plain = "gloo" in str(dist.get_backend())
-            self._process_groups[()] = (
-                dist.distributed_c10d._get_default_group() if plain else dist.new_group(backend="gloo")
-            )
-        dist.broadcast(tensor, src=0, group=self._process_groups[()])
+        if () not in self._process_groups and "gloo" not in str(dist.get_backend()):
+            self._process_groups[()] = dist.new_group(backend="gloo")
+        dist.broadcast(tensor, src=0, group=self._process_groups.get(()))
         return tensor
 
     def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
