@@ -12,6 +12,7 @@ from autotp.planner import plan
 from autotp.plans.families import FAMILIES
 from autotp.plans.plan import Plan, PlannedOperator, Predicted
 from autotp.runtime.checkpoint.load import load_pretrained
+from autotp.runtime.checkpoint.random_state import RandomState
 from autotp.runtime.checkpoint.save import save_pretrained
 from autotp.runtime.checkpoint.sharded import checkpoint_blocks, redistribute, storable
 from autotp.runtime.module import DistributedModule
@@ -35,6 +36,7 @@ __all__ = [
     "PlanMismatchError",
     "PlannedOperator",
     "Predicted",
+    "RandomState",
     "TimeLimitError",
     "Topology",
     "Verification",

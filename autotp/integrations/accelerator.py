@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from autotp.errors import AutotpError
-from autotp.integrations.training_state import SEEDS, load_optimizer, require_global, save_optimizer, seeds_of
+from autotp.integrations.training_state import RANDOM, load_optimizer, require_global, save_optimizer
 from autotp.runtime.checkpoint.load import load_pretrained
+from autotp.runtime.checkpoint.random_state import RandomState
 from autotp.runtime.checkpoint.save import save_pretrained
 
 try:
@@ -124,8 +125,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             save_pretrained(model, Path(where, f"model_{number}"))
         for number, optimizer in enumerate(optimizers):
             save_optimizer(_stepped(models, optimizer), optimizer, Path(where, f"optimizer_{number}"))
+        state = RandomState().state_dict()
         if self.is_main_process:
-            torch.save([seeds_of(model).state for model in models], Path(where, SEEDS))
+            torch.save(state, Path(where, RANDOM))
         self.wait_for_everyone()
         return where
 
@@ -140,8 +142,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             load_pretrained(model, Path(where[0], f"model_{number}"))
         for number, optimizer in enumerate(optimizers):
             load_optimizer(_stepped(models, optimizer), optimizer, Path(where[0], f"optimizer_{number}"))
-        for model, state in zip(models, torch.load(Path(where[0], SEEDS), weights_only=True), strict=True):
-            seeds_of(model).state = state
+        RandomState().load_state_dict(torch.load(Path(where[0], RANDOM), weights_only=True))
 
     @contextmanager
     def _without_state(self) -> Iterator[tuple[list[Any], list[Any]]]:

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 from autotp.errors import AutotpError
 from autotp.integrations.accelerator import Accelerator
 from autotp.integrations.adapters import is_adapted, load_adapter, save_adapter
-from autotp.integrations.training_state import SEEDS, load_optimizer, require_global, save_optimizer, seeds_of
+from autotp.integrations.training_state import RANDOM, load_optimizer, require_global, save_optimizer
 from autotp.runtime.checkpoint.load import load_pretrained
+from autotp.runtime.checkpoint.random_state import RandomState
 from autotp.runtime.checkpoint.save import save_pretrained
 from autotp.runtime.programs import blueprint
 
@@ -155,13 +156,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
+        state = RandomState().state_dict()
         if self.args.should_save:
-            torch.save(seeds_of(self.model).state, Path(output_dir, SEEDS))
+            torch.save(state, Path(output_dir, RANDOM))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
-        if checkpoint is not None and Path(checkpoint, SEEDS).is_file():
-            seeds_of(self.model).state = torch.load(Path(checkpoint, SEEDS), weights_only=True)
+        if checkpoint is not None and Path(checkpoint, RANDOM).is_file():
+            RandomState().load_state_dict(torch.load(Path(checkpoint, RANDOM), weights_only=True))
 
 
 def _check(args: Any) -> None:

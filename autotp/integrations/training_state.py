@@ -11,14 +11,12 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim import Optimizer
 
 from autotp.errors import AutotpError
-from autotp.runtime.anatomy import WORLD
 from autotp.runtime.module import DistributedModule
-from passes.world.seeds import Seeds
 
-__all__ = ["SEEDS", "load_optimizer", "require_global", "save_optimizer", "seeds_of"]
+__all__ = ["RANDOM", "load_optimizer", "require_global", "save_optimizer"]
 
-#: The file that says where random numbers stand.
-SEEDS = "autotp_seeds.pt"
+#: The file that says where random numbers stand on rank 0, which a job with other ranks goes on from.
+RANDOM = "autotp_random.pt"
 
 
 def require_global(parallel: Any) -> DistributedModule:
@@ -61,13 +59,6 @@ def load_optimizer(parallel: nn.Module, optimizer: Optimizer, directory: str | o
     state = get_optimizer_state_dict(parallel, inner)
     dcp.load({"optimizer": state}, checkpoint_id=directory)
     set_optimizer_state_dict(parallel, inner, state)
-
-
-def seeds_of(parallel: DistributedModule) -> Seeds:
-    """The seeds of its passes, which dropout depends on."""
-    world: Any = parallel.get_submodule(WORLD)
-    found: Seeds = world.seeds
-    return found
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:

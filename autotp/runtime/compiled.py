@@ -30,7 +30,7 @@ __all__ = ["Compiled", "Disjoint", "Overlap", "Plain", "Runner", "Variant"]
 Runner = Callable[[list[Any]], Sequence[Any]]
 
 
-Plain = Callable[[int, Sequence[Parts]], Sequence[Any]]
+Plain = Callable[[Any, Sequence[Parts]], Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Compiled:
     without: Callable[[frozenset[int]], Runner]
     plain: Plain
 
-    def __call__(self, seed: int, inputs: Sequence[Any], variant: Variant | None = None) -> list[Any]:
+    def __call__(self, seed: Any, inputs: Sequence[Any], variant: Variant | None = None) -> list[Any]:
         """The outputs of the sharded graph; gradients flow to the trained inputs.
 
         Args:
@@ -154,7 +154,7 @@ class _Pass(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, compiled: Compiled, seed: int, hosted: int, variant: Variant | None, *inputs: Tensor
+        ctx: Any, compiled: Compiled, seed: Any, hosted: int, variant: Variant | None, *inputs: Tensor
     ) -> tuple[Any, ...]:
         joint = compiled.graphs.joint
         results = list(compiled.forward([*_grouped(inputs, hosted), seed]))
@@ -178,8 +178,8 @@ class _Pass(torch.autograd.Function):
                 flat.append(part)
         ctx.mark_non_differentiable(*fixed)
         ctx.set_materialize_grads(False)
-        ctx.numbers = {place: value for place, value in enumerate(saved) if isinstance(value, int)}  # seeds, to draw again
-        kept = [value for place, value in enumerate(saved) if place not in ctx.numbers]
+        ctx.seeds = {place: value for place, value in enumerate(saved) if not isinstance(value, (Tensor, Parts))}
+        kept = [value for place, value in enumerate(saved) if place not in ctx.seeds]
         ctx.save_for_backward(*(part for value in kept for part in (value if isinstance(value, Parts) else [value])))
         return tuple(flat)
 
@@ -197,8 +197,8 @@ class _Pass(torch.autograd.Function):
         flat = [None if gradient is None else gradient.resolve_conj().resolve_neg().contiguous() for gradient in mine]
         disjoint = Disjoint(gradient for gradient in flat if gradient is not None)
         values = _grouped(ctx.saved_tensors, hosted)
-        for place, number in ctx.numbers.items():
-            values.insert(place, number)
+        for place, again in ctx.seeds.items():
+            values.insert(place, again)
         values += _grouped(flat, hosted)
         ctx.maybe_clear_saved_tensors()
         if _freed(ctx):

@@ -29,6 +29,7 @@ from autotp.runtime.state import distribute, held_part, local_part, local_parts,
 from autotp.runtime.submodule import Sealed, plain_attributes
 from passes.layouts.layout import Layout, describe, is_shard, place, take
 from passes.world.process import ProcessWorld
+from passes.world.seeds import ways_to_draw
 
 __all__ = ["DistributedModule"]
 
@@ -58,6 +59,7 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
         seed: int = 0,
         schedule: str = "none",
         *,
+        dropout: str = "sharded",
         most: int = MOST,
         broadcast: bool = True,
         debug: bool = False,
@@ -65,7 +67,7 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
         captured = rewritten.captured
         root = nn.Module()
         world = ProcessWorld(mesh)
-        world.seeds.start(seed)
+        world.seeds = ways_to_draw(dropout, torch.device(mesh.device_type))
         layouts = rewritten.placed | dict.fromkeys(captured.unused, rewritten.whole)
         learned = dict(model.named_parameters(remove_duplicate=False))
         persistent = set(model.state_dict(keep_vars=True))

@@ -23,6 +23,7 @@ from autotp.runtime.programs import MOST
 from autotp.runtime.rewrite import Rewritten, apply
 from costmodel import Topology
 from passes.capture import Captured, Precision, capture
+from passes.world.seeds import ways_to_draw
 
 __all__ = ["parallelize"]
 
@@ -53,6 +54,7 @@ def parallelize(
     max_programs: int = MOST,
     outputs: str | None = None,
     broadcast: bool = True,
+    dropout: str = "sharded",
     debug: bool = False,
 ) -> fx.GraphModule:
     """Distributes ``model`` over the processes that torchrun started.
@@ -80,6 +82,9 @@ def parallelize(
             so that a loss outside the model, on a part of the logits, gathers nothing. Left out, as ``plan`` was made for;
             without a plan, ``whole``.
         broadcast: take rank 0's parameters and buffers. If false, ranks whose values differ are an error.
+        dropout: how random operators draw from torch's own generator, where it stands on rank 0: ``sharded``, each part its
+            own numbers, or ``as-single``, in whose place every device draws the whole tensor as the model itself would in
+            one process, and takes its part.
         debug: check in every call, not only in a program's first, that ranks were given inputs that belong together.
 
     Returns:
@@ -97,6 +102,7 @@ def parallelize(
         raise AutotpError(
             f"accumulate={accumulate!r}, but the plan is for {plan.accumulate}: leave accumulate out, or make another plan"
         )
+    ways_to_draw(dropout, torch.device("cpu"))
     if not isinstance(max_programs, int) or max_programs < 1:
         raise AutotpError(f"max_programs={max_programs!r}: give a positive number")
     kept = outputs if plan is None else plan.outputs
@@ -151,6 +157,7 @@ def parallelize(
         run,
         most=max_programs,
         broadcast=broadcast,
+        dropout=dropout,
         debug=debug,
     )
 

@@ -18,7 +18,7 @@ from autotp.runtime.strides import Arranged, as_traced
 from passes.overlap import Halves, Overlapped, halves
 from passes.overlap.launch import launch
 from passes.overlap.trace import Untraceable
-from passes.world import ops
+from passes.sharding.shard import draws_of
 from passes.world.ops import Parts, part_of
 from passes.world.world import World
 
@@ -144,7 +144,7 @@ class Schedules:
         self, sharded: fx.GraphModule, world: World, how: Overlap, agreement: Agreement, *, even: bool = False
     ) -> None:
         self.sharded, self.world, self.how, self.agreement, self.even = sharded, world, how, agreement, even
-        self.draws = any(node.target is ops.next_seed for node in sharded.graph.nodes)
+        self.draws = draws_of(sharded)
         self.known: dict[Hashable, Compiled | None] = {}
         self.cast = False  # said already
 
@@ -169,7 +169,7 @@ class Schedules:
         found = self.known[key]
         if found is None:
             return None
-        seed = self.world.next_seed() if self.draws else 0
+        seed = self.world.next_seed(self.draws) if self.draws else 0
         return found(seed, [values[name] for name in found.graphs.joint.inputs], variant)
 
     def _compiled(self, variant: Variant | None, values: Mapping[str, Any], trained: frozenset[str]) -> Compiled | None:
@@ -193,7 +193,7 @@ class Schedules:
             _log.warning("no overlap of computing and communicating, and nothing is recomputed: %s", error)
             return None
 
-    def _plain(self, sharded: fx.GraphModule, seed: int, inputs: Sequence[Parts]) -> Sequence[Any]:
+    def _plain(self, sharded: fx.GraphModule, seed: Any, inputs: Sequence[Parts]) -> Sequence[Any]:
         names = (str(node.target) for node in sharded.graph.nodes if node.op == "placeholder")
         with self.world.seeds.repeating(seed):
             return execute(sharded, self.world, dict(zip(names, inputs, strict=True)))

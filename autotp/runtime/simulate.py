@@ -21,6 +21,7 @@ from passes.capture import Precision
 from passes.graph import differentiable
 from passes.layouts.layout import Layout, is_shard, take
 from passes.world.ops import Parts
+from passes.world.seeds import ways_to_draw
 from passes.world.world import LocalWorld, World
 
 __all__ = ["Simulated", "assemble", "collect", "distribute", "simulate"]
@@ -35,6 +36,7 @@ def simulate(
     world: World | None = None,
     schedule: str = "none",
     precision: Precision = None,
+    dropout: str = "sharded",
 ) -> Simulated:
     """Runs ``plan`` for all of its devices in this process, forward and backward.
 
@@ -44,6 +46,7 @@ def simulate(
         args, kwargs: example inputs, as given to ``autotp.plan``.
         schedule: ``none`` runs the sharded graph as autograd does, ``overlap`` the scheduled forward and backward graphs.
         precision: the plan's own, or left out.
+        dropout: see `autotp.parallelize`.
         world: in place of ``LocalWorld``, e.g. one that counts the bytes that collectives move.
 
     Returns:
@@ -57,7 +60,13 @@ def simulate(
     plan.asked(precision)
     overlapping(schedule)
     how = functools.partial(how_to_run, schedule=schedule)
-    return Simulated(model, plan, rewrite(model, plan, args, kwargs), world or LocalWorld(plan.mesh_shape), how)
+    world = world or LocalWorld(plan.mesh_shape)
+    world.seeds = ways_to_draw(dropout, _device_of(model))
+    return Simulated(model, plan, rewrite(model, plan, args, kwargs), world, how)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 class Simulated(Programmed):
@@ -85,7 +94,6 @@ class Simulated(Programmed):
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = model.__dict__[table]
         self.training = model.training
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
         programs = Programs(
             model,
             plan,
@@ -95,7 +103,7 @@ class Simulated(Programmed):
             how,
             training=[each.training for each in model.modules()],
             most=most,
-            device=device,
+            device=_device_of(model),
             layouts=rewritten.placed,
             even=True,
         )

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from costmodel.errors import AutotpError
 from passes.capture.checkpoints import checkpoint_of
 from passes.graph import Note, annotate, note_of, where
+from passes.rules.table import draws
 
 __all__ = ["Builder", "CaptureError", "operator_name", "outer_order"]
 
@@ -109,10 +110,13 @@ class Builder:
         return self._describe(new, node, node.meta.get("val"))
 
     def finish(self, output: Sequence[Any], *, functional: bool = True) -> fx.Graph:
-        """Ends the graph with a tuple; if it is functional, removes all calls that it does not need."""
+        """Ends the graph with a tuple; if it is functional, removes all calls that it does not need.
+
+        Those that draw random numbers stay: what is drawn after them depends on them.
+        """
         self.graph.output(tuple(output))
         for node in reversed(list(self.graph.nodes)):
-            if functional and node.op == "call_function" and not node.users:
+            if functional and node.op == "call_function" and not node.users and not draws(node):
                 self.graph.erase_node(node)
         self.graph.lint()
         return self.graph

@@ -18,7 +18,7 @@ from passes.overlap import primitives
 from passes.overlap.primitives import COLLECTIVE_OF
 from passes.rules.table import name_of
 from passes.world.ops import Parts, hosted, part_of
-from passes.world.world import LOCAL, Pending, World
+from passes.world.world import LOCAL, Pending, Salt, World
 
 __all__ = ["called", "draw", "launch", "launches", "local", "offset", "wait"]
 
@@ -76,7 +76,7 @@ def offset(world: World, size: int, axes: tuple[int, ...], like: Any) -> Any:
 
 
 @hosted
-def draw(world: World, seed: int, salt: int, axes: tuple[int, ...], like: Any, method: str, by: Sequence[float]) -> Any:
+def draw(world: World, seed: Any, salt: Salt, axes: tuple[int, ...], like: Any, method: str, by: Sequence[float]) -> Any:
     """`passes.overlap.primitives.draw`, by the same generators as ``passes.world.ops.seeded``."""
     parts = like if isinstance(like, Parts) else [like]
     results = [world.draw(seed, salt, axes, i, part, method, *by) for i, part in enumerate(parts)]

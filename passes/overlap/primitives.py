@@ -77,7 +77,7 @@ offset = _define(
 )
 #: Random numbers, the same on devices that differ on none of the axes: of a tensor's method, such as ``bernoulli_``.
 draw = _define(
-    "draw(Tensor seed, int salt, int[] axes, Tensor like, str method, float[] by) -> Tensor",
+    "draw(Tensor seed, int[] salt, int[] axes, Tensor like, str method, float[] by) -> Tensor",
     lambda seed, salt, axes, like, method, by: _like(like),
 )
 

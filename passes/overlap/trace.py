@@ -25,8 +25,9 @@ from passes.layouts.reshard import Step
 from passes.overlap import primitives
 from passes.rules.table import draws
 from passes.world import ops
+from passes.world.draws import Draw
 from passes.world.random_ops import DRAWN
-from passes.world.world import Pending, World
+from passes.world.world import Pending, Salt, World
 
 __all__ = ["Joint", "Untraceable", "trace", "undrawn"]
 
@@ -56,7 +57,7 @@ class _TracedWorld(World):
     def all_to_all(self, parts: Sequence[Tensor], axis: int) -> Pending:
         return Pending([primitives.all_to_all(parts[0], axis)])
 
-    def next_seed(self) -> Any:
+    def next_seed(self, draws: Sequence[Draw | None]) -> Any:
         return self.seed_value
 
     def offset(self, size: int, axes: Sequence[int], like: Any = None) -> list[Any]:
@@ -73,10 +74,10 @@ class _TracedWorld(World):
         return primitives.mask(tensor, list(axes))
 
     def seeded(
-        self, seed: Any, salt: int, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any
+        self, seed: Any, salt: Salt, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any
     ) -> Any:
         def noise(like: Tensor, method: str, *by: float) -> Tensor:
-            return primitives.draw(seed, salt, list(axes), like, method, list(by))
+            return primitives.draw(seed, list(salt), list(axes), like, method, list(by))
 
         if function not in DRAWN:
             raise Untraceable(f"{function} draws random numbers")

@@ -81,8 +81,8 @@ class At(Protocol):
     def target(self) -> Any:
         """The operator that is being lowered."""
 
-    def random(self, function: Any, draws: bool, *args: Any) -> Any:
-        """A node that calls a local function which may draw random numbers."""
+    def random(self, draws: bool, *args: Any, **kwargs: Any) -> Any:
+        """A node that calls the operator itself, which may draw random numbers."""
 
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """A node that calls a local function."""
@@ -310,22 +310,11 @@ def attention(
     enable_gqa: bool = False,
 ) -> Any:
     """Attention with sharded query positions: a causal mask starts at this device's first position."""
-    start = at.offset(at.whole(0)[-2], at.axes("s"), q)
-    return at.random(_attend, dropout > 0, q, k, v, mask, dropout, causal, start, scale, enable_gqa)
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    start: int,
-    scale: float | None,
-    gqa: bool,
-) -> Tensor:
     if causal:
-        rows = (torch.arange(q.shape[-2], device=q.device) + start).unsqueeze(1)
-        mask = torch.arange(k.shape[-2], device=q.device).unsqueeze(0) <= rows
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale, enable_gqa=gqa)
+        mask = at.call(_causal, q, k, at.offset(at.whole(0)[-2], at.axes("s"), q))
+    return at.random(dropout > 0, q, k, v, mask, dropout, scale=scale, enable_gqa=enable_gqa)
+
+
+def _causal(q: Tensor, k: Tensor, start: int) -> Tensor:
+    rows = (torch.arange(q.shape[-2], device=q.device) + start).unsqueeze(1)
+    return torch.arange(k.shape[-2], device=q.device).unsqueeze(0) <= rows

@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import fx
 
+from passes.strategies.strategy import Strategy
 from passes.world import ops
+from passes.world.draws import Draw, drawn
 
 __all__ = ["Emitter", "pack"]
 
@@ -27,18 +29,20 @@ class Emitter:
         self.wide: dict[tuple[fx.Node, int], fx.Node] = {}
         self._tracer = fx.proxy.GraphAppendingTracer(self.graph)
         self._seed: fx.Node | None = None
-        self._salt = 0
+        self._draws: list[Draw | None] = []
 
     def call(self, target: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
         """A node that calls a function."""
         return self.graph.call_function(target, args, kwargs)
 
-    def random(self, function: Any, axes: tuple[int, ...], args: Any, kwargs: Any) -> fx.Node:
-        """A node that draws random numbers, the same on devices that do not differ on ``axes``."""
+    def random(self, node: fx.Node, strategy: Strategy, mesh: tuple[int, ...], args: Any, kwargs: Any) -> fx.Node:
+        """A node that draws random numbers as a captured operator does, the same on devices that have the same part."""
         if self._seed is None:
             self._seed = self.call(ops.next_seed, self.world)
-        self._salt += 1
-        return self.call(ops.seeded, self.world, self._seed, self._salt, axes, function, *args, **kwargs)
+        self._draws.append(drawn(node, strategy.results[0], mesh))
+        self._seed.args = (self.world, tuple(self._draws))
+        salt, axes = len(self._draws) - 1, strategy.sharded
+        return self.call(ops.seeded, self.world, self._seed, salt, axes, node.target, *args, **kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """A node to compute with."""

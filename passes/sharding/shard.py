@@ -32,9 +32,10 @@ from passes.sharding.panel_loop import Operand, panelled
 from passes.sharding.site import Site
 from passes.strategies.strategy import Strategy, Want, gradient_of, whole_layout
 from passes.world import ops
+from passes.world.draws import Draw
 from passes.world.world import LocalWorld
 
-__all__ = ["Sharding", "place_constants", "shard", "used_groups"]
+__all__ = ["Sharding", "draws_of", "place_constants", "shard", "used_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,12 @@ def used_groups(module: fx.GraphModule) -> set[tuple[int, ...]]:
         elif node.target is ops.all_sum or node.target is ops.all_reduce or node.target is ops.all_max:
             found.add(tuple(node.args[2]))
     return {part for axes in found for n in range(1, len(axes) + 1) for part in (axes[:n], axes[n - 1 : n])}
+
+
+def draws_of(module: fx.GraphModule) -> tuple[Draw | None, ...]:
+    """What the graph's random operators draw, in the model's order."""
+    found: Any = next((node.args[1] for node in module.graph.nodes if node.target is ops.next_seed), ())
+    return tuple(found)
 
 
 def place_constants(graph: fx.Graph, device: torch.device) -> None:
@@ -240,7 +247,7 @@ class _Rewriter:
             if table.shape is not None:
                 args[table.shape] = self._local_sizes(node, strategy.results[0])
         if draws(node):
-            return emitter.random(node.target, site.sharded if table is not None else (), args, kwargs)
+            return emitter.random(node, strategy, self.mesh, args, kwargs)
         if table is not None and table.misreads is not None and table.misreads(node):
             return in_one_format(emitter, node, args, kwargs)
         return emitter.call(node.target, *args, **kwargs)

@@ -12,7 +12,7 @@ from passes.rules.factors import Operator
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of
 from passes.sharding.emitter import Emitter
-from passes.strategies.strategy import LINEAR_PREFIX, Strategy
+from passes.strategies.strategy import Strategy
 from passes.world import ops
 
 __all__ = ["Site"]
@@ -51,13 +51,6 @@ class Site:
     def size(self, factor: str) -> int:
         """The whole size of a factor."""
         return math.prod(f.size for f in self._operator.factors.values() if f.base == factor)
-
-    @property
-    def sharded(self) -> tuple[int, ...]:
-        """The mesh axes that shard anything."""
-        return tuple(
-            a for a, f in enumerate(self._strategy.assignment) if f is not None and not f.startswith(LINEAR_PREFIX)
-        )
 
     @property
     def inner(self) -> tuple[int, ...]:
@@ -128,9 +121,9 @@ class Site:
         plain: Any = fx.node.map_aggregate([args, kwargs], lambda a: a.node if isinstance(a, fx.Proxy) else a)
         return self._emitter.proxy(self._emitter.call(function, *plain[0], **plain[1]))
 
-    def random(self, function: Any, draws: bool, *args: Any) -> fx.Proxy:
-        """A node that calls one which may draw random numbers."""
+    def random(self, draws: bool, *args: Any, **kwargs: Any) -> fx.Proxy:
+        """A node that calls the operator itself, which may draw random numbers."""
         if not draws:
-            return self.call(function, *args)
+            return self.call(self.target, *args, **kwargs)
         plain = [a.node if isinstance(a, fx.Proxy) else a for a in args]
-        return self._emitter.proxy(self._emitter.random(function, self.sharded, plain, {}))
+        return self._emitter.proxy(self._emitter.random(self._node, self._strategy, self._mesh, plain, kwargs))

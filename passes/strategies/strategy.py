@@ -85,11 +85,14 @@ class Strategy:
         """The axes that shard any of the factors (given by their cut names)."""
         return tuple(axis for axis, f in enumerate(self.assignment) if f in factors)
 
+    @property
+    def sharded(self) -> tuple[int, ...]:
+        """The axes that shard anything."""
+        return tuple(a for a, f in enumerate(self.assignment) if f is not None and not f.startswith(LINEAR_PREFIX))
+
     def ways(self, mesh: tuple[int, ...]) -> int:
         """The number of devices among which the operator's work is divided."""
-        return math.prod(
-            n for n, f in zip(mesh, self.assignment, strict=True) if f is not None and not f.startswith(LINEAR_PREFIX)
-        )
+        return math.prod(mesh[axis] for axis in self.sharded)
 
 
 def whole_layout(axes: int) -> Layout:

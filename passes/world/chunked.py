@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from passes.layouts.reshard import Step, sums_first
-from passes.world.world import Pending, World, groups
+from passes.world.world import Pending, Salt, World, groups
 
 __all__ = ["ChunkedWorld"]
 
@@ -141,13 +141,13 @@ class ChunkedWorld(World):
         return self.base.local(name, tensor, *args)
 
     def seeded(
-        self, seed: Any, salt: int, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any
+        self, seed: Any, salt: Salt, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any
     ) -> Any:
         """See ``World.seeded``: chunks at different places of a virtual axis draw different numbers."""
         real, virtual = self._split_axes(axes)
-        for axis in virtual:
-            salt = salt * 1_000_003 + 1 + self.hosted[index][axis]
-        return self.base.seeded(seed, salt % 2**62, real, index % self.count, function, args, kwargs)
+        at = self.hosted[index]
+        chunk = [at[axis] if axis in virtual else 0 for axis in range(self.real, len(at))]
+        return self.base.seeded(seed, (*salt, *chunk), real, index % self.count, function, args, kwargs)
 
 
 def _summed(group: list[Tensor]) -> Tensor:

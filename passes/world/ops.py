@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from passes.graph import differentiable
 from passes.layouts.reshard import Step
 from passes.world.chunked import ChunkedWorld
+from passes.world.draws import Draw
 from passes.world.world import World
 
 __all__ = [
@@ -297,9 +298,9 @@ def offset(world: World, size: int, axes: tuple[int, ...], like: Any) -> Any:
 
 
 @hosted
-def next_seed(world: World) -> int:
-    """A fresh seed for the random operators of one forward pass, the same on every device."""
-    return world.next_seed()
+def next_seed(world: World, draws: tuple[Draw | None, ...]) -> Any:
+    """A fresh seed for the random operators of one forward pass, the same on every device; they draw ``draws``."""
+    return world.next_seed(draws)
 
 
 @hosted
@@ -310,7 +311,7 @@ def seeded(world: World, seed: int, salt: int, axes: tuple[int, ...], function: 
     axes that shard the operator, so devices that compute the same part draw the same numbers.
     """
     results = [
-        world.seeded(seed, salt, axes, index, function, part_of(args, index), part_of(kwargs, index))
+        world.seeded(seed, (salt,), axes, index, function, part_of(args, index), part_of(kwargs, index))
         for index in range(len(world.hosted))
     ]
     hosted = any(isinstance(a, Parts) for a in tree_leaves((args, kwargs), is_leaf=lambda a: isinstance(a, Parts)))

@@ -58,6 +58,13 @@ class ProcessWorld(World):
         assert mine is not None
         return mine
 
+    def of_first(self, tensor: Tensor) -> Tensor:
+        """See ``World.of_first``; over gloo, so that no process waits for a GPU."""
+        if () not in self._process_groups and "gloo" not in str(dist.get_backend()):
+            self._process_groups[()] = dist.new_group(backend="gloo")
+        dist.broadcast(tensor, src=0, group=self._process_groups.get(()))
+        return tensor
+
     def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
         """See ``World.all_reduce``."""
         return self.all_reduce_([parts[0].clone(memory_format=torch.contiguous_format)], axes, op)

@@ -55,11 +55,19 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    weights = q.new_empty((*q.shape[:-1], k.shape[-2]))
+    lead = q.shape[:-2] if enable_gqa else torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+    weights = q.new_empty((*lead, q.shape[-2], k.shape[-2]))
     kept = noise(weights, "bernoulli_", 1 - dropout) != 0
+    if mask is not None and mask.dtype == torch.bool:  # which this operator would add
+        mask = q.new_zeros(mask.shape).masked_fill(mask.logical_not(), -math.inf)
     return _aten._scaled_dot_product_attention_math.default(
         q, k, v, mask, dropout, causal, kept, scale=scale, enable_gqa=enable_gqa
     )[0]
+
+
+def _refilled(method: str, *default: float) -> Callable[..., Tensor]:
+    """A method that fills a tensor in place, of which graphs have the out-of-place form."""
+    return lambda noise, x, *by, generator=None: noise(x, method, *by, *default[len(by) :])
 
 
 def _filled(empty: Callable[..., Tensor], method: str) -> Callable[..., Tensor]:
@@ -78,4 +86,8 @@ DRAWN: Mapping[Any, Callable[..., Tensor]] = {
     _aten.randn_like.default: _filled(torch.empty_like, "normal_"),
     _aten.rand.default: _filled(torch.empty, "uniform_"),
     _aten.randn.default: _filled(torch.empty, "normal_"),
+    _aten.bernoulli.p: _refilled("bernoulli_"),
+    _aten.uniform.default: _refilled("uniform_", 0.0, 1.0),
+    _aten.normal_functional.default: _refilled("normal_", 0.0, 1.0),
+    _aten.exponential.default: _refilled("exponential_", 1.0),
 }

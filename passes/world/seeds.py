@@ -1,73 +1,110 @@
-"""The seeds of the passes that draw random numbers, the same on every device."""
+"""The seeds of the passes that draw random numbers: from torch's own generator, as it stands in the first process.
+
+``torch.manual_seed`` sets what is drawn, ``torch.get_rng_state`` saves it, and a pass that ``torch.utils.checkpoint`` does
+again, for which that restores the generator, draws the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from costmodel.errors import AutotpError
+from passes.world.draws import Draw, Stream, generator_of
 
-__all__ = ["Seeds"]
-
-#: Passes whose seeds are known, for those that do them again: more than lie between a pass and its backward pass.
-_REMEMBERED = 65536
+__all__ = ["AsSingle", "Seeds", "ways_to_draw"]
 
 
 class Seeds:
-    """A sequence of seeds, one for each pass.
+    """A seed for each pass, from which each part of an operator has its own (see `passes.world.ops.seeded`).
 
     Attributes:
         repeated: the seed of the pass that is being run again; None: every pass is a new one.
     """
 
     def __init__(self) -> None:
-        self.repeated: int | None = None
-        self._sequence = torch.Generator()
-        self._given: dict[int, int | None] = {}
-        self.start(torch.initial_seed())
+        self.repeated: Any = None
 
-    def start(self, seed: int) -> None:
-        """Starts the sequence; every device must be given the same."""
-        self._sequence.manual_seed(seed % 2**63)
+    def require(self, draws: Sequence[Draw | None]) -> None:
+        """Refuses operators that it cannot seed."""
 
-    @property
-    def state(self) -> torch.Tensor:
-        """Where the sequence stands, the same on every device; setting it continues from there."""
-        return self._sequence.get_state()
+    def next(self, draws: Sequence[Draw | None], of_first: Callable[[Tensor], Tensor]) -> Any:
+        """The seed of a pass that begins, the same on every device.
 
-    @state.setter
-    def state(self, state: torch.Tensor) -> None:
-        self._sequence.set_state(state)
-
-    def next(self) -> int:
-        """The next seed, the same on every device.
-
-        A pass within a backward pass does again what one did before (``torch.utils.checkpoint``), and is given the seed of
-        that: the one that began where the program's own generator, whose state checkpoints restore, stands now.
+        Args:
+            draws: what the pass's operators draw, in the model's order.
+            of_first: gives the first process's tensor of those that all processes pass.
         """
-        if self.repeated is not None:
-            return self.repeated
-        place = int(torch.randint(2**62, (), device="cpu"))
-        if torch._C._current_graph_task_id() != -1 and place in self._given:
-            if (before := self._given[place]) is None:
-                raise AutotpError(
-                    "a checkpoint does a forward pass again, but several began at the same state of torch's generator, and "
-                    "each dropped something else: do not seed it anew between them"
-                )
-            return before
-        seed = int(torch.randint(2**62, (), generator=self._sequence))
-        self._given[place] = None if place in self._given else seed
-        if len(self._given) > _REMEMBERED:
-            del self._given[next(iter(self._given))]
-        return seed
+        return self._new(draws, of_first) if self.repeated is None else self.repeated
+
+    def _new(self, draws: Sequence[Draw | None], of_first: Callable[[Tensor], Tensor]) -> Any:
+        return int(of_first(torch.randint(2**62, (), device="cpu")))
 
     @contextmanager
-    def repeating(self, seed: int) -> Iterator[None]:
-        """A pass that was run before is run again, with its seed; the sequence does not go on."""
+    def repeating(self, seed: Any) -> Iterator[None]:
+        """A pass that was run before is run again, with its seed; torch's generator does not go on."""
         before, self.repeated = self.repeated, seed
         try:
             yield
         finally:
             self.repeated = before
+
+
+class AsSingle(Seeds):
+    """Numbers that the model itself would draw in one process, and torch's generator where that would leave it.
+
+    In whatever order devices run the operators, each has its place in the model's: a pass first draws everything once, to
+    know where the generator stands before each.
+
+    Args:
+        device: on which the model draws.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def require(self, draws: Sequence[Draw | None]) -> None:
+        """See ``Seeds.require``.
+
+        Raises:
+            AutotpError: names the operators.
+        """
+        fused = self.device.type == "cuda"  # its kernels draw in an order of their own
+        attends = str(torch.ops.aten.scaled_dot_product_attention.default)
+        unknown = [d for d in draws if d is not None and (d.method is None or (fused and d.target == attends))]
+        if unknown:
+            names = ", ".join(f"{draw.name} ({draw.target})" for draw in unknown)
+            raise AutotpError(
+                f"dropout='as-single' cannot draw what one device would for {names}: use dropout='sharded', or write the "
+                "model with torch.nn's dropouts, torch.rand or torch.randn"
+            )
+
+    def _new(self, draws: Sequence[Draw | None], of_first: Callable[[Tensor], Tensor]) -> Any:
+        generator = generator_of(self.device)
+        generator.set_state(of_first(generator.get_state()))
+        states = []
+        for draw in draws:
+            states.append(generator.get_state())
+            if draw is not None:
+                draw.whole(self.device)
+        return Stream(draws, states, self.device)
+
+
+def ways_to_draw(dropout: str, device: torch.device) -> Seeds:
+    """Seeds of the kind that ``autotp.parallelize`` is asked for.
+
+    Args:
+        dropout: ``sharded`` or ``as-single``.
+        device: on which the model runs.
+
+    Raises:
+        AutotpError: it is neither.
+    """
+    if dropout not in ("sharded", "as-single"):
+        raise AutotpError(f"dropout={dropout!r} is unknown; choose 'sharded' or 'as-single'")
+    return Seeds() if dropout == "sharded" else AsSingle(device)

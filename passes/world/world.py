@@ -24,10 +24,14 @@ from torch.utils._pytree import tree_leaves
 from costmodel.errors import AutotpError
 from passes.layouts.layout import even_chunk, extent, in_one_format, take_block
 from passes.layouts.reshard import Step
+from passes.world.draws import Draw, Stream, generator_of
 from passes.world.random_ops import DRAWN
 from passes.world.seeds import Seeds
 
-__all__ = ["LOCAL", "LocalWorld", "Pending", "World", "groups", "reduced"]
+__all__ = ["LOCAL", "LocalWorld", "Pending", "Salt", "World", "groups", "reduced"]
+
+#: Which operator draws: its number among those of a program, then its chunk's coordinates on the virtual axes, if any.
+Salt = Sequence[int]
 
 _MOST = 4096  # devices of a `LocalWorld`
 
@@ -119,9 +123,13 @@ class World(nn.Module):
     def join(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Gets ready for collectives over these sets of axes."""
 
-    def next_seed(self) -> Any:
-        """The seed of a pass that begins; see `passes.world.seeds.Seeds`."""
-        return self.seeds.next()
+    def next_seed(self, draws: Sequence[Draw | None]) -> Any:
+        """The seed of a pass that begins; see `passes.world.seeds.Seeds.next`."""
+        return self.seeds.next(draws, self.of_first)
+
+    def of_first(self, tensor: Tensor) -> Tensor:
+        """The first process's tensor, on the CPU, of those that all processes pass."""
+        return tensor
 
     @abstractmethod
     def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
@@ -193,35 +201,33 @@ class World(nn.Module):
         return LOCAL[name](tensor, *args)
 
     def seeded(
-        self, seed: Any, salt: int, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any
+        self, seed: Any, salt: Salt, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any
     ) -> Any:
         """A random operator on a hosted device; see `passes.world.ops.seeded`."""
-        if (
-            self.seeds.repeated is not None and function in DRAWN
-        ):  # a scheduled pass drew this way, whatever the kernel does
-            noise = functools.partial(self.draw, seed, salt, axes, index)
-            return DRAWN[function](noise, *args, **kwargs)
+        # A scheduled pass draws this way, whatever the kernel does; and so it is as one device draws.
+        if function in DRAWN and (self.seeds.repeated is not None or isinstance(seed, Stream)):
+            return DRAWN[function](functools.partial(self.draw, seed, salt, axes, index), *args, **kwargs)
         with self.generator(seed, salt, axes, index, tree_leaves((args, kwargs))):
             return function(*args, **kwargs)
 
-    def draw(self, seed: Any, salt: int, axes: Sequence[int], index: int, like: Tensor, method: str, *by: float) -> Tensor:
+    def draw(self, seed: Any, salt: Salt, axes: Sequence[int], index: int, like: Tensor, method: str, *by: float) -> Tensor:
         """Random numbers on a hosted device, by a tensor's method; see `passes.overlap.primitives.draw`."""
+        if isinstance(seed, Stream):
+            return seed.part(salt[0], (*self.hosted[index], *salt[1:]))
         with self.generator(seed, salt, axes, index, [like]):
             return getattr(torch.empty_like(like, memory_format=torch.contiguous_format), method)(*by)
 
     @contextmanager
-    def generator(self, seed: int, salt: int, axes: Sequence[int], index: int, near: Iterable[Any]) -> Iterator[None]:
+    def generator(self, seed: int, salt: Salt, axes: Sequence[int], index: int, near: Iterable[Any]) -> Iterator[None]:
         """Seeds torch's generators, of the CPU and of the devices of the tensors ``near``, for one operator."""
         devices = {t.device for t in near if isinstance(t, Tensor) and t.device.type == "cuda"}
         with torch.random.fork_rng(devices=list(devices)):
             mixed = seed
-            for number in (salt, *(self.hosted[index][axis] for axis in axes)):
+            for number in (*salt, *(self.hosted[index][axis] for axis in axes)):
                 draw = torch.Generator().manual_seed((mixed + number) % 2**63)
                 mixed = int(torch.randint(2**62, (), generator=draw))
-            torch.default_generator.manual_seed(mixed)
-            for device in devices:
-                with torch.cuda.device(device):
-                    torch.cuda.manual_seed(mixed)
+            for device in (torch.device("cpu"), *devices):
+                generator_of(device).manual_seed(mixed)
             yield
 
     def _slice(self, step: Step, parts: list[Tensor]) -> Pending:

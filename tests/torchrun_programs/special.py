@@ -76,7 +76,8 @@ def refused():
 
 
 def dropout():
-    """Shards draw different masks, replicas the same; the next step draws anew."""
+    """Shards draw different masks, replicas the same; the next step draws anew. Rank 0's generator decides."""
+    rank = dist.get_rank()
 
     class Drop(nn.Module):
         def __init__(self):
@@ -90,7 +91,10 @@ def dropout():
     for strategy, same_masks in (("data", False), ("megatron-1d", True)):
         model = Drop()
         parallel = autotp.parallelize(model, None, (x,), strategy=strategy)
+        torch.manual_seed(rank)
         first, second = parallel(x), parallel(x)
+        torch.manual_seed(rank)
+        assert torch.equal(parallel(x), first)
         everywhere = [None] * 2
         dist.all_gather_object(everywhere, first.detach())
         assert torch.equal(everywhere[0], everywhere[1])
@@ -102,6 +106,17 @@ def dropout():
         first.sum().backward()
         gradient = parallel.get_parameter("weight").grad.full_tensor()
         torch.testing.assert_close(gradient, first.detach().sum(0))
+
+        parallel = autotp.parallelize(model, None, (x,), strategy=strategy, dropout="as-single")
+        torch.manual_seed(rank)
+        found, stands = [parallel(x), parallel(x)], torch.get_rng_state()
+        torch.manual_seed(0)
+        assert all(torch.equal(each, model(x)) for each in found), "what one device drops"
+        assert torch.equal(torch.get_rng_state(), stands)
+        torch.manual_seed(rank)
+        state = autotp.RandomState().state_dict()
+        torch.manual_seed(0)
+        assert torch.equal(state["cpu"], torch.get_rng_state())
 
 
 def local_inputs():

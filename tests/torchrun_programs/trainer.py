@@ -76,10 +76,10 @@ def logged(trainer):
     return [{name: each[name] for name in names if name in each} for each in trainer.state.log_history]
 
 
-def distributed(model, strategy="megatron-1d", counted=True):
+def distributed(model, strategy="megatron-1d", counted=True, **options):
     ids = torch.zeros(4, 12, dtype=torch.int64)
     batch = {"input_ids": ids, "labels": ids} | ({"num_items_in_batch": torch.tensor(1.0)} if counted else {})
-    return autotp.parallelize(model, kwargs=batch, strategy=strategy)
+    return autotp.parallelize(model, kwargs=batch, strategy=strategy, **options)
 
 
 def shared_folder():
@@ -126,19 +126,19 @@ def losses():
     torch.testing.assert_close(torch.from_numpy(scores), wanted, rtol=1e-6, atol=1e-6)
 
 
-def resumed(dropout, strategy):
+def resumed(strategy, dropout):
     """What a run logs, and one that goes on from its checkpoint with another plan, of a model with other weights."""
     folder, other = shared_folder(), shared_folder()
     saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     saving |= {"load_best_model_at_end": True, "gradient_accumulation_steps": 1, "num_train_epochs": 1}
-    whole = trained(Trainer, distributed(gpt2(dropout)), arguments(folder, **saving), rows=16)
+    whole = trained(Trainer, distributed(gpt2(0.1), dropout=dropout), arguments(folder, **saving), rows=16)
     assert whole.state.best_global_step == 4
     best = transformers.GPT2LMHeadModel.from_pretrained(whole.state.best_model_checkpoint)
     for name, value in whole.model.named_parameters():
         torch.testing.assert_close(value.full_tensor(), best.get_parameter(name), rtol=0, atol=0)
-    model = gpt2(dropout)
+    model = gpt2(0.1)
     torch.nn.init.normal_(model.lm_head.weight)
-    again = distributed(model, strategy)
+    again = distributed(model, strategy, dropout=dropout)
     torch.manual_seed(5)
     rest = trained(Trainer, again, arguments(other, **saving), str(folder / "checkpoint-2"), rows=16)
     # The last entry is of the losses since the run began or was resumed.
@@ -147,12 +147,12 @@ def resumed(dropout, strategy):
 
 def resume():
     """Dropout goes on as it would have."""
-    whole, rest = resumed(0.1, "megatron-1d")
+    whole, rest = resumed("megatron-1d", "sharded")
     assert whole == rest, (whole, rest)
 
 
 def resume_with_another_plan():
-    whole, rest = resumed(0.0, "zero3")
+    whole, rest = resumed("zero3", "as-single")
     require_close(rest, whole, norms=1e-4)
 
 

@@ -112,6 +112,53 @@ def test_trainer_trains_on_two_processes() -> None:
     assert float(loss) < 4.0
 
 
+def resumed(folder: Path, *runs: tuple) -> list[float]:
+    """The losses of runs of ``resume.py`` that go on where the last one ended; without processes, by PyTorch alone."""
+    losses: list[str] = []
+    for processes, *words in runs:
+        started = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
+        done = subprocess.run(
+            [sys.executable, *started, str(EXAMPLES / "resume.py"), *words],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            cwd=folder,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        losses += re.findall(r"step \d+: (\S+)", done.stdout)
+    return [float(loss) for loss in losses]
+
+
+def uninterrupted(folder: Path, steps: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> list[float]:
+    """The losses of that example's model by PyTorch alone, in one run."""
+    import resume
+
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with torch.random.fork_rng():
+        resume.main(steps=steps)
+    return [float(loss) for loss in re.findall(r"step \d+: (\S+)", capsys.readouterr().out)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "runs", [[(2, "megatron-1d"), (0,)], pytest.param([(4, "tensor3d"), (2, "zero3"), (0,)], marks=pytest.mark.exact)]
+)
+def test_a_resumed_run_drops_what_the_uninterrupted_one_drops(tmp_path, runs, monkeypatch, capsys) -> None:
+    losses = resumed(tmp_path, *runs)
+    assert len(losses) == 4 * len(runs)
+    assert losses == pytest.approx(uninterrupted(tmp_path / "one", len(losses), monkeypatch, capsys), rel=1e-9, abs=0)
+
+
+@pytest.mark.distributed
+@pytest.mark.exact
+def test_a_run_that_is_resumed_with_its_own_plan_has_the_same_bits(tmp_path) -> None:
+    parts = resumed(tmp_path, (4, "tensor3d", "2"), (4, "tensor3d", "2"))
+    (tmp_path / "checkpoints").rename(tmp_path / "before")
+    assert parts == resumed(tmp_path, (4, "tensor3d", "4"))
+
+
 def test_without_torchrun_the_message_says_how_to_start() -> None:
     launched = ("LOCAL_RANK", "RANK", "WORLD_SIZE")
     done = subprocess.run(

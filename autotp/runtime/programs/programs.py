@@ -33,7 +33,7 @@ from passes.capture import Captured, capture
 from passes.capture.signature import bind, path_of
 from passes.graph import cast_of
 from passes.layouts.layout import Layout, local_shape
-from passes.sharding.shard import place_constants, used_groups
+from passes.sharding.shard import draws_of, place_constants, used_groups
 from passes.strategies.strategy import whole_layout
 from passes.world.world import World
 
@@ -272,6 +272,7 @@ class Programs:
 
     def _program(self, key: Key, plan: Plan, rewritten: Rewritten) -> Program:
         captured, sharded = rewritten.captured, rewritten.graph_module
+        self.world.seeds.require(draws_of(sharded))
         place_constants(sharded.graph, self.device)
         self.world.join(used_groups(sharded))
         how = self.how(plan)

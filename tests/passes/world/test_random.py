@@ -44,7 +44,7 @@ def test_a_schedule_draws_what_the_sharded_graph_draws(strategy, chunks):
     results, slopes = [], []
     for kind in ("none", "overlap"):
         ours = autotp.simulate(model, plan, args, schedule=kind)
-        ours.world.seeds.start(7)
+        torch.manual_seed(7)
         results.append([ours(*args) for _ in range(2)])
         slopes.append(gradients(model, results[-1][-1].square().sum()))
         assert all(ours._compiled.values()), "it was scheduled"
@@ -157,15 +157,38 @@ def test_a_checkpoint_drops_again_what_was_dropped(schedule, reentrant):
         assert all(ours._compiled.values())
 
 
-def test_a_checkpoint_that_cannot_tell_what_was_dropped_says_so():
+@pytest.mark.parametrize("dropout", ["sharded", "as-single"])
+def test_torchs_generator_decides_what_is_drawn(dropout):
     model, args = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).double().train(), (torch.randn(4, 8, **F64),)
-    ours = autotp.simulate(model, planned(model, args, "data"), args)
-    x, outs = args[0].clone().requires_grad_(), []
-    for _ in range(2):
-        torch.manual_seed(7)
-        outs.append(checkpoint(ours, x, use_reentrant=True))
-    with pytest.raises(ValueError, match="do not seed it anew"):
-        outs[0].sum().backward()
+    ours = autotp.simulate(model, planned(model, args, "data"), args, dropout=dropout)
+    torch.manual_seed(7)
+    first, state, second = ours(*args), torch.get_rng_state(), ours(*args)
+    assert not torch.equal(first, second)
+    torch.set_rng_state(state)
+    assert torch.equal(ours(*args), second), "where its state was restored"
+    torch.manual_seed(7)
+    assert torch.equal(ours(*args), first), "where it was seeded"
+
+
+class Masked(nn.Module):
+    """Attention with a mask of booleans, which drops next to nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = self.inner(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        earlier = torch.ones(6, 6, dtype=torch.bool).tril()
+        return nn.functional.scaled_dot_product_attention(q, k, v, earlier, dropout_p=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+def test_attention_that_drops_follows_a_mask_of_booleans(schedule):
+    torch.manual_seed(0)
+    model, args = Masked().double().train(), (torch.randn(4, 6, 8, **F64),)
+    ours = autotp.simulate(model, planned(model, args, "data"), args, schedule=schedule)
+    torch.testing.assert_close(ours(*args), model(*args), rtol=1e-9, atol=1e-12)
 
 
 def test_contexts_of_the_first_call_leave_the_schedule_alone():

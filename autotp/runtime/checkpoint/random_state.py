@@ -1,0 +1,49 @@
+"""Where torch's generators stand, as ``torch.distributed.checkpoint`` takes it beside weights and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autotp.errors import AutotpError
+
+__all__ = ["RandomState"]
+
+
+class RandomState:
+    """Where random numbers stand: torch's own generators as rank 0 has them, from which dropout draws on every rank.
+
+    It is ``Stateful``, as a module is: ``dcp.save({"model": parallel, "random": autotp.RandomState()})`` saves it, and
+    ``dcp.load`` of the same sets the generators of every rank. What it saves has the entries ``cpu`` (what
+    ``torch.get_rng_state()`` gives, which a plain process can give to ``torch.set_rng_state``) and, where there are GPUs,
+    ``cuda`` (of the current one).
+    """
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Rank 0's states, the same on every rank; a collective call in a job."""
+        states = [torch.get_rng_state()]
+        if torch.cuda.is_available():
+            states.append(torch.cuda.get_rng_state())
+        if dist.is_initialized():
+            dist.broadcast_object_list(states, src=0)
+        return dict(zip(("cpu", "cuda"), states, strict=False))
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Sets this process's generators.
+
+        Args:
+            state: what ``state_dict`` gave; on CPUs, that of a job on GPUs too.
+
+        Raises:
+            AutotpError: it is something else.
+        """
+        if "cpu" not in state:
+            raise AutotpError(
+                f"this is no state of torch's generators: it has {', '.join(state) or 'nothing'}, and not cpu"
+            )
+        torch.set_rng_state(state["cpu"])
+        if torch.cuda.is_available() and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,149 @@
+"""``dropout="as-single"``: every operator draws what the model draws in one process, and leaves the generator there."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from overlapping import planned
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import autotp
+
+F64 = {"dtype": torch.float64}
+
+
+class Noisy(nn.Module):
+    """Operators that draw, on whole and on sharded values; some whose results nobody reads, and some that draw nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(4, 8, 3, padding=1), nn.Linear(8, 8)
+        self.drops = nn.ModuleList([nn.Dropout(0.4), nn.Dropout2d(0.3), nn.AlphaDropout(0.2), nn.FeatureAlphaDropout(0.3)])
+
+    def forward(self, x):
+        h = F.dropout(self.conv(x).transpose(2, 3), 0.25)
+        F.dropout(h, 0.5)
+        for drop in self.drops:
+            h = drop(h)
+        h = h * h.new_empty((h.shape[0], 1, 1, 1)).bernoulli_(0.9) + torch.rand_like(h) * torch.randn_like(h)
+        h = h + torch.empty_like(h).normal_(0, 0.1) + F.gumbel_softmax(h, dim=1) + F.dropout(h, 1.0)
+        out = self.linear(h.mean((2, 3))) + torch.randn(8, 3, **F64).sum() * torch.rand(8, **F64)
+        return F.dropout(out, 0.5).square().sum()
+
+
+class Block(nn.Module):
+    """Attention that drops weights, of heads that share keys, and a dropout before it and behind."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv, self.out = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        q = self.q(F.dropout(x, 0.1)).unflatten(-1, (4, 4)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (2, 2, 4)).permute(2, 0, 3, 1, 4)
+        h = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True, enable_gqa=True)
+        return x + F.dropout(self.out(h.transpose(1, 2).flatten(2)), 0.2)
+
+
+class Attending(nn.Module):
+    """Two of these blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def made(kind):
+    torch.manual_seed(0)
+    model = kind().double().train()
+    return model, (torch.randn(*((8, 4, 4, 4) if kind is Noisy else (4, 8, 16)), **F64),)
+
+
+def steps(module, parameters, args, count=3):
+    """Losses and gradients of some steps, and where they leave torch's generator."""
+    torch.manual_seed(5)
+    optimizer, found = torch.optim.SGD(parameters, lr=0.01), []
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss = module(*args)
+        loss.backward()
+        found += [loss.detach().clone(), *(p.grad.clone() for p in parameters)]
+        optimizer.step()
+    return found, torch.get_rng_state()
+
+
+def require_as_single(kind, strategy, mesh=(2,), schedule="none", chunks=None, **options):
+    model, args = made(kind)
+    wanted, stands = steps(alone := copy.deepcopy(model), list(alone.parameters()), args)
+    plan = dataclasses.replace(planned(model, args, strategy, mesh, **options), chunks=chunks or {})
+    before = torch.get_rng_state()
+    ours = autotp.simulate(model, plan, args, schedule=schedule, dropout="as-single")
+    assert torch.equal(torch.get_rng_state(), before), "capturing draws nothing"
+    found, left = steps(ours, list(model.parameters()), args)
+    for mine, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-9, atol=1e-12)
+    assert torch.equal(left, stands), "the generator stands where the model leaves it"
+    assert schedule == "none" or all(ours._compiled.values()), "it was scheduled"
+    return plan
+
+
+@pytest.mark.parametrize("kind", [Noisy, Attending])
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "schedule", "chunks"),
+    [
+        ("data", (2,), "none", {}),
+        ("megatron-1d", (2,), "overlap", {"batch": 2}),
+        ("tensor3d", (2, 2), "overlap", {}),
+    ],
+)  # fmt: skip
+def test_three_steps_draw_what_one_device_draws(kind, strategy, mesh, schedule, chunks):
+    require_as_single(kind, strategy, mesh, schedule, chunks)
+
+
+def test_what_is_recomputed_is_drawn_again():
+    assert require_as_single(Attending, "data", schedule="overlap", recompute="full").recomputed
+
+
+def test_queries_are_sharded():
+    pinned = ("blocks.?:scaled_dot_product_attention=s@x",)
+    plan = require_as_single(Attending, "auto", schedule="overlap", constraints=pinned)
+    assert "s" in plan.assignments["scaled_dot_product_attention"]
+
+
+def test_a_checkpoint_around_the_module_drops_again_what_was_dropped():
+    model, args = made(Attending)
+    wanted, _ = steps(alone := copy.deepcopy(model), list(alone.parameters()), args)
+    ours = autotp.simulate(model, planned(model, args, "data"), args, dropout="as-single")
+    found, _ = steps(lambda x: checkpoint(ours, x, use_reentrant=False), list(model.parameters()), args)
+    for mine, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-9, atol=1e-12)
+
+
+class Leaky(nn.Module):
+    """Draws as often as there are negative numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.leaky = nn.Linear(8, 8), nn.RReLU()
+
+    def forward(self, x):
+        return self.leaky(self.linear(x))
+
+
+def test_what_cannot_be_drawn_as_one_device_does_is_refused():
+    model, args = Leaky().train(), (torch.randn(4, 8),)
+    plan = planned(model, args, "data")
+    with pytest.raises(autotp.AutotpError, match=r"as one|as-single.*rrelu.*use dropout='sharded'"):
+        autotp.simulate(model, plan, args, dropout="as-single")
+    with pytest.raises(autotp.AutotpError, match="choose 'sharded' or 'as-single'"):
+        autotp.simulate(model, plan, args, dropout="single")
+    assert not torch.equal((ours := autotp.simulate(model, plan, args))(*args), ours(*args))
+    autotp.simulate(model.eval(), planned(model, args, "data"), args, dropout="as-single")(*args)
