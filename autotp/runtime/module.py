@@ -62,10 +62,12 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
         most: int = MOST,
         broadcast: bool = True,
         debug: bool = False,
+        agreement: JobAgreement | None = None,
     ) -> None:
         captured, sharding = rewritten.captured, rewritten.sharding
         root = nn.Module()
-        world = ProcessWorld(mesh)
+        agreement = agreement or JobAgreement()
+        world = ProcessWorld(mesh, whereabouts=agreement.whereabouts)
         world.seeds.start(seed)
         layouts = {fqn: sharding.resting[name] for name, fqn in captured.parameters.items()}
         layouts |= dict.fromkeys(captured.unused, rewritten.whole)
@@ -87,7 +89,7 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
             plan,
             rewritten,
             world,
-            JobAgreement(),
+            agreement,
             how,
             training=[each.training for each in model.modules()],
             most=most,

@@ -103,7 +103,7 @@ def parallelize(
     if outputs is not None and outputs != kept:
         raise AutotpError(f"outputs={outputs!r}, but the plan is for outputs={kept!r}: leave outputs out, or plan with it")
     _join()
-    agreement = JobAgreement()
+    agreement = JobAgreement(watched=True)
 
     def captured() -> Captured:
         _refuse_hooks(model)
@@ -152,6 +152,7 @@ def parallelize(
         most=max_programs,
         broadcast=broadcast,
         debug=debug,
+        agreement=agreement,
     )
 
 

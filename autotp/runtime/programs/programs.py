@@ -167,6 +167,8 @@ class Programs:
             PlanMismatchError: on every process, where they were given different calls, or should have the same inputs and
                 have not.
         """
+        if inputs is not None or key not in self.known:
+            self.agreement.whereabouts.called(key)
         unseen = inputs is not None and (key not in self.checked or self.debug)
         if unseen or key not in self.known:
             self._check(key, args, kwargs, inputs or ())
