@@ -169,6 +169,9 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
         outputs = [self._returned(program, i, each) for i, each in enumerate(results[: captured.outputs])]
         guard(outputs, program.made_of if scheduled else program.made_apart)
         programs.watch(outputs, lambda other: self._parts(other, self._own_parameters(other)))
+        if programs.monitor is not None:
+            values = functools.partial(self._values, program, parameters, inputs, scheduled=scheduled)
+            programs.monitor.check(program, values, results, functools.partial(self._gradients, program))
         return captured.signature.unflatten(outputs)
 
     def _given(self, leaf: Any) -> Any:
@@ -277,6 +280,12 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
         if not disjoint:  # apart, so that each sees whether another has its gradient too
             return values | {name: local_part(parameters[name], fqn) for name, fqn in names.items()}
         return values | dict(zip(names, local_parts([*names.values()], [parameters[name] for name in names]), strict=True))
+
+    def _gradients(self, program: Program) -> dict[str, tuple[Tensor, Layout]]:
+        """This device's parts of the parameters' gradients, by name, and their layouts."""
+        named = {program.captured.parameters[name]: each for name, each in self._own_parameters(program).items()}
+        found = {name: each.grad for name, each in named.items() if each.grad is not None}
+        return {name: (grad._local_tensor, grad._spec.placements) for name, grad in found.items()}
 
     def _values(
         self, program: Program, parameters: Mapping[str, Any], inputs: Sequence[Any], *, scheduled: bool

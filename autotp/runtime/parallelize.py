@@ -80,7 +80,9 @@ def parallelize(
             so that a loss outside the model, on a part of the logits, gathers nothing. Left out, as ``plan`` was made for;
             without a plan, ``whole``.
         broadcast: take rank 0's parameters and buffers. If false, ranks whose values differ are an error.
-        debug: check in every call, not only in a program's first, that ranks were given inputs that belong together.
+        debug: check in every call, not only in a program's first, that ranks were given inputs that belong together; and
+            the numbers of every pass: that ranks which should hold the same do, and that outputs and gradients are no NaN.
+            The error names the first operator that goes wrong.
 
     Returns:
         A ``torch.fx.GraphModule`` with the model's call signature: ``loss.backward(); optimizer.step()`` is all there is.

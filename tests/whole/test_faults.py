@@ -1,6 +1,13 @@
-"""Jobs whose ranks go apart, or stop: what the others are told."""
+"""Jobs whose ranks go apart, or stop, or compute what they should not: what is said of it."""
 
 import pytest
+
+
+@pytest.mark.distributed
+def test_debug_names_the_first_operator_that_goes_wrong(torchrun):
+    done = torchrun(2, "monitors.py")
+    assert "passed" in done.stdout, done.stdout + done.stderr
+    print(done.stdout)
 
 
 def found(done):

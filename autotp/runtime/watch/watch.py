@@ -181,9 +181,8 @@ def watching(whereabouts: Whereabouts) -> Watch:
     Args:
         whereabouts: of this process. A wait is long that takes 30 s, or a quarter of the process group's time limit.
     """
-    store = (
-        dist.distributed_c10d._get_default_store().clone()
-    )  # a client of its own: it never waits for the computing thread
+    whole: Any = dist.distributed_c10d._get_default_store()
+    store = whole.clone()  # a client of its own, which never waits for the thread that computes
     rank = dist.get_rank()
     number = store.add(f"autotp/watches/{rank}", 1)
     patience = min(30.0, time_limit().total_seconds() / 4)
