@@ -6,7 +6,15 @@ measured runs. `cli` is the command line; `errors` and `logs` serve them all.
 """
 
 from autotp.analysis.verify import Verification, verify
-from autotp.errors import AutotpError, BatchError, ConstraintError, MemoryBoundError, PlanMismatchError, TimeLimitError
+from autotp.errors import (
+    AutotpError,
+    BatchError,
+    CollectiveError,
+    ConstraintError,
+    MemoryBoundError,
+    PlanMismatchError,
+    TimeLimitError,
+)
 from autotp.logs import switch_on
 from autotp.planner import plan
 from autotp.plans.families import FAMILIES
@@ -29,6 +37,7 @@ __all__ = [
     "FAMILIES",
     "AutotpError",
     "BatchError",
+    "CollectiveError",
     "ConstraintError",
     "DistributedModule",
     "MemoryBoundError",

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from costmodel.errors import AutotpError
+from passes.world.whereabouts import CollectiveError
 
 __all__ = [
     "AutotpError",
     "BatchError",
     "Change",
+    "CollectiveError",
     "ConstraintError",
     "MemoryBoundError",
     "PlanMismatchError",

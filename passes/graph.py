@@ -25,6 +25,7 @@ __all__ = [
     "dump",
     "emit",
     "note_of",
+    "place_of",
     "where",
 ]
 
@@ -91,6 +92,7 @@ class Note:
         gradient: the layout in which a reshard is given the gradient.
         chunk: which of the chunks it works on; None before chunks have nodes of their own.
         values: of the graph's output, the whole fake values.
+        at: of a traced collective, for which operator it runs.
         held, collective, traced: bytes that an input of a backward graph holds; the collective of which a node is the
             launch; the node of the traced graph that a scheduled one stands for.
     """
@@ -107,6 +109,7 @@ class Note:
     gradient: tuple[Placement, ...] | None = None
     chunk: tuple[int, ...] | None = None
     values: tuple[Any, ...] = ()
+    at: str = ""
     held: float = 0.0
     collective: fx.Node | None = None
     traced: fx.Node | None = None
@@ -196,6 +199,12 @@ def where(node: fx.Node) -> str:
     if note.source:
         place += f" ({note.source})"
     return place
+
+
+def place_of(node: fx.Node) -> str:
+    """A node's name and its module, in a few words: what the collectives that are written for it run for."""
+    module = note_of(node).module
+    return f"{node.name} in {module}" if module else node.name
 
 
 def arguments_of(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from autotp.errors import AutotpError, PlanMismatchError
 from autotp.plans.plan import Plan
 from autotp.runtime.rewrite import Rewritten
+from autotp.runtime.watch.watch import Watch, watching
 from passes.capture import Captured
+from passes.world.process import time_limit
+from passes.world.whereabouts import Whereabouts
 
 __all__ = ["Agreement", "JobAgreement", "agreed", "everywhere"]
 
 
 class Agreement:
-    """How the processes that run a graph together agree: this one runs it alone."""
+    """How the processes that run a graph together agree: this one runs it alone.
+
+    Attributes:
+        whereabouts: what this process is doing.
+    """
+
+    def __init__(self) -> None:
+        self.whereabouts = Whereabouts()
 
     @property
     def processes(self) -> int:
@@ -33,8 +47,37 @@ class Agreement:
         return decide()
 
 
+class _Exchange:
+    """What processes that agree wait for."""
+
+    operator = ""
+
+    def __str__(self) -> str:
+        return "the exchange by which the ranks agree"
+
+
 class JobAgreement(Agreement):
-    """How the processes of a ``torch.distributed`` job agree; each must make the same calls."""
+    """How the processes of a ``torch.distributed`` job agree; each must make the same calls.
+
+    Args:
+        watched: whether a thread watches the processes from now on (`autotp.runtime.watch`). They then agree in a process
+            group of their own, so that who agrees is never taken for who computes.
+    """
+
+    def __init__(self, *, watched: bool = False) -> None:
+        self.whereabouts = Whereabouts(dist.get_rank())
+        self._groups: list[Any] = []
+        if watched and dist.get_world_size() > 1:
+            self._groups.append(dist.new_group(timeout=time_limit()))
+            watch = watching(self.whereabouts)
+            weakref.finalize(self, _ended, watch, self._groups)
+        self._sliced = dist.get_backend(self._group) == "gloo"
+        on_gpus = dist.get_backend(self._group) == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
+
+    @property
+    def _group(self) -> Any:
+        return self._groups[0] if self._groups else None
 
     @property
     def processes(self) -> int:
@@ -43,9 +86,11 @@ class JobAgreement(Agreement):
 
     def gathered(self, mine: Any) -> list[Any]:
         """Every process's value."""
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, mine)
-        return found
+        sent = _packed(mine)
+        sizes = [int(size) for size in self._gathered(torch.tensor([sent.numel()]))]
+        padded = torch.cat([sent, sent.new_zeros(max(sizes) - sent.numel())])
+        every = self._gathered(padded)
+        return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(every, sizes, strict=True)]
 
     def decided(self, decide: Callable[[], Any]) -> Any:
         """Rank 0's decision.
@@ -53,16 +98,45 @@ class JobAgreement(Agreement):
         Raises:
             Exception: on every rank, what rank 0 raised in place of a decision.
         """
-        decided: list[Any] = [None, None]
-        if dist.get_rank() == 0:
+        sent = torch.empty(0, dtype=torch.uint8)
+        if self.whereabouts.rank == 0:
             try:
-                decided[0] = decide()
+                sent = _packed((decide(), None))
             except Exception as error:  # noqa: BLE001 - the others wait to hear of it
-                decided[1] = error
-        dist.broadcast_object_list(decided, src=0)
-        if decided[1] is not None:
-            raise decided[1]
-        return decided[0]
+                sent = _packed((None, error))
+        size = self._of_rank_0(torch.tensor([sent.numel()]))
+        decided = self._of_rank_0(sent if sent.numel() else torch.empty(int(size), dtype=torch.uint8))
+        decision, problem = pickle.loads(decided.numpy().tobytes())
+        if problem is not None:
+            raise problem
+        return decision
+
+    def _gathered(self, mine: Tensor) -> Tensor:
+        given = mine.to(self._device)
+        found = given.new_empty((self.processes, *given.shape))
+        self._wait(dist.all_gather_single, found.view(-1), given)
+        return found.cpu()
+
+    def _of_rank_0(self, tensor: Tensor) -> Tensor:
+        given = tensor.to(self._device)
+        self._wait(dist.broadcast, given, 0)
+        return given.cpu()
+
+    def _wait(self, begin: Callable[..., Any], *given: Any) -> None:
+        try:
+            work = begin(*given, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise self.whereabouts.failed(_Exchange(), error) from error
+        self.whereabouts.wait(work, _Exchange(), sliced=self._sliced)
+
+
+def _packed(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _ended(watch: Watch, groups: list[Any]) -> None:
+    watch.stop()
+    groups.clear()  # a group must not outlive the job (see `passes.world.process`)
 
 
 def agreed(

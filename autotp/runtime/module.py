@@ -42,9 +42,10 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
 
     Parameters are ``DTensor`` under the model's own names, so optimizers, ``clip_grad_norm_``, whole state dicts and
     ``torch.distributed.checkpoint`` work as they are. Calling it takes the model's arguments (the global batch, on every
-    device, plain or as a ``DTensor``) and returns the model's output structure; gradients arrive reduced. A call in another mode, without gradients, or with other inputs than the
-    example runs a program of its own (``programs``), over the same parameters. ``plan`` is the first one's. Its graph is
-    that one's sharded graph; with overlap, what a call runs is that graph's scheduled forward and backward graphs.
+    device, plain or as a ``DTensor``) and returns the model's output structure; gradients arrive reduced. A call in another
+    mode, without gradients, or with other inputs than the example runs a program of its own (``programs``), over the same
+    parameters. ``plan`` is the first one's. Its graph is that one's sharded graph; with overlap, what a call runs is that
+    graph's scheduled forward and backward graphs.
     """
 
     plan: Plan
@@ -63,10 +64,12 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
         most: int = MOST,
         broadcast: bool = True,
         debug: bool = False,
+        agreement: JobAgreement | None = None,
     ) -> None:
         captured = rewritten.captured
         root = nn.Module()
-        world = ProcessWorld(mesh)
+        agreement = agreement or JobAgreement()
+        world = ProcessWorld(mesh, whereabouts=agreement.whereabouts)
         world.seeds = ways_to_draw(dropout, torch.device(mesh.device_type))
         layouts = rewritten.placed | dict.fromkeys(captured.unused, rewritten.whole)
         learned = dict(model.named_parameters(remove_duplicate=False))
@@ -89,7 +92,7 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
             plan,
             rewritten,
             world,
-            JobAgreement(),
+            agreement,
             how,
             training=[each.training for each in model.modules()],
             most=most,
@@ -169,6 +172,9 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
         outputs = [self._returned(program, i, each) for i, each in enumerate(results[: captured.outputs])]
         guard(outputs, program.made_of if scheduled else program.made_apart)
         programs.watch(outputs, lambda other: self._parts(other, self._own_parameters(other)))
+        if programs.monitor is not None:
+            values = functools.partial(self._values, program, parameters, inputs, scheduled=scheduled)
+            programs.monitor.check(program, values, results, functools.partial(self._gradients, program))
         return captured.signature.unflatten(outputs)
 
     def _given(self, leaf: Any) -> Any:
@@ -277,6 +283,12 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
         if not disjoint:  # apart, so that each sees whether another has its gradient too
             return values | {name: local_part(parameters[name], fqn) for name, fqn in names.items()}
         return values | dict(zip(names, local_parts([*names.values()], [parameters[name] for name in names]), strict=True))
+
+    def _gradients(self, program: Program) -> dict[str, tuple[Tensor, Layout]]:
+        """This device's parts of the parameters' gradients, by name, and their layouts."""
+        named = {program.captured.parameters[name]: each for name, each in self._own_parameters(program).items()}
+        found = {name: each.grad for name, each in named.items() if each.grad is not None}
+        return {name: (grad._local_tensor, grad._spec.placements) for name, grad in found.items()}
 
     def _values(
         self, program: Program, parameters: Mapping[str, Any], inputs: Sequence[Any], *, scheduled: bool

@@ -85,7 +85,9 @@ def parallelize(
         dropout: how random operators draw from torch's own generator, where it stands on rank 0: ``sharded``, each part its
             own numbers, or ``as-single``, in whose place every device draws the whole tensor as the model itself would in
             one process, and takes its part.
-        debug: check in every call, not only in a program's first, that ranks were given inputs that belong together.
+        debug: check in every call, not only in a program's first, that ranks were given inputs that belong together; and
+            the numbers of every pass: that ranks which should hold the same do, and that outputs and gradients are no NaN.
+            The error names the first operator that goes wrong.
 
     Returns:
         A ``torch.fx.GraphModule`` with the model's call signature: ``loss.backward(); optimizer.step()`` is all there is.
@@ -109,7 +111,7 @@ def parallelize(
     if outputs is not None and outputs != kept:
         raise AutotpError(f"outputs={outputs!r}, but the plan is for outputs={kept!r}: leave outputs out, or plan with it")
     _join()
-    agreement = JobAgreement()
+    agreement = JobAgreement(watched=True)
 
     def captured() -> Captured:
         _refuse_hooks(model)
@@ -159,6 +161,7 @@ def parallelize(
         broadcast=broadcast,
         dropout=dropout,
         debug=debug,
+        agreement=agreement,
     )
 
 

@@ -22,7 +22,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from costmodel.overlap import messages
-from passes.graph import emit
+from passes.graph import annotate, emit, note_of
 from passes.overlap.aliasing import source_of
 from passes.overlap.primitives import COLLECTIVE_OF, axes_of
 
@@ -234,6 +234,7 @@ def _merge(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
             flat.append(part if plain else emit(graph, _aten.reshape.default, part, [*lead, -1]))
         joined = emit(graph, _aten.cat.default, flat, 1 if rows else 0)
         sent = emit(graph, members[0].target, joined, *members[0].args[1:])
+        annotate(sent, at=_all_of([note_of(node).at for node in members]))
         lead = [ways] if ways else [shapes[0][0]] if kind == "all_to_all" else []
         lengths = [math.prod(shape) // math.prod(lead) for shape in shapes]
         pieces = emit(graph, _aten.split_with_sizes.default, sent, lengths, len(lead))
@@ -246,6 +247,12 @@ def _merge(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
             node.replace_all_uses_with(piece if plain else emit(graph, _aten.view.default, piece, shape))
     for node in members:
         graph.erase_node(node)
+
+
+def _all_of(places: Sequence[str]) -> str:
+    """What a collective runs for that runs for several operators, in a few words."""
+    first, *rest = dict.fromkeys(place for place in places if place) or ("",)
+    return f"{first} and {len(rest)} more" if rest else first
 
 
 def _copied(node: fx.Node) -> bool:

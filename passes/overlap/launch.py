@@ -31,8 +31,14 @@ class _Launched:
 
 
 @hosted
-def launch(world: World, kind: str, value: Any, *args: Any) -> _Launched:
-    """Begins a collective: the name of one of ``World``'s primitives, and its arguments after the tensor."""
+def launch(world: World, kind: str, value: Any, *args: Any, at: str = "") -> _Launched:
+    """Begins a collective: the name of one of ``World``'s primitives, and its arguments after the tensor.
+
+    Args:
+        world, kind, value, args: of the primitive.
+        at: for which operator, as messages have it.
+    """
+    world.whereabouts.at = at
     several = isinstance(value, Parts)
     given = [tuple(a) if isinstance(a, list) else a for a in args]
     return _Launched(getattr(world, kind)(list(value) if several else [value], *given), several)
@@ -102,7 +108,7 @@ def launches(graph: fx.Graph) -> fx.Graph:
         target: Any = node.target
         if target in COLLECTIVE_OF:
             rest = args[1:2] if target is primitives.all_gather else args[1:]
-            begun = result.call_function(launch, (world, COLLECTIVE_OF[target], args[0], *rest))
+            begun = result.call_function(launch, (world, COLLECTIVE_OF[target], args[0], *rest), {"at": note_of(node).at})
             annotate(begun, collective=node)
             values[node] = result.call_function(wait, (begun,))
         elif target in _NAMES:

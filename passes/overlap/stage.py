@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.graph import emit
+from passes.graph import annotate, emit, note_of
 from passes.overlap.primitives import all_gather, all_reduce, reduce_scatter
 
 __all__ = ["Faster", "Stages", "stage", "stages"]
@@ -64,7 +64,10 @@ def stage(graph: fx.Graph, mesh: tuple[int, ...], chosen: Stages, *, same_sizes:
     for place, inner in chosen:
         node = nodes[place]
         with graph.inserting_before(node):
+            before = node.prev
             node.replace_all_uses_with(_staged(graph, node.args[0], tuple(node.args[1]), inner, mesh, same_sizes))
+        while (before := before.next) is not node:
+            annotate(before, at=note_of(node).at)
         graph.erase_node(node)
 
 

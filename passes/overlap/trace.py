@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import annotate as marking
 from torch.fx.traceback import preserve_node_meta
 
-from passes.graph import differentiable, note_of
+from passes.graph import annotate, differentiable, note_of
 from passes.layouts.layout import local_shape
 from passes.layouts.reshard import Step
 from passes.overlap import primitives
+from passes.overlap.primitives import COLLECTIVE_OF
 from passes.rules.table import draws
 from passes.world import ops
 from passes.world.draws import Draw
@@ -32,6 +34,8 @@ from passes.world.world import Pending, Salt, World
 __all__ = ["Joint", "Untraceable", "trace", "undrawn"]
 
 _aten = torch.ops.aten
+#: Of torch's own marks of nodes, which tracing copies: for which operator a collective runs.
+_AT = "autotp_at"
 
 
 class Untraceable(Exception):
@@ -46,16 +50,20 @@ class _TracedWorld(World):
         self.seed_value: Any = None
 
     def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
-        return Pending([primitives.all_reduce(parts[0], list(axes), op)])
+        return self._marked(primitives.all_reduce, parts[0], list(axes), op)
 
     def all_gather(self, parts: Sequence[Tensor], axis: int) -> Pending:
-        return Pending([primitives.all_gather(parts[0], axis, self.mesh_shape[axis])])
+        return self._marked(primitives.all_gather, parts[0], axis, self.mesh_shape[axis])
 
     def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> Pending:
-        return Pending([primitives.reduce_scatter(parts[0], axis)])
+        return self._marked(primitives.reduce_scatter, parts[0], axis)
 
     def all_to_all(self, parts: Sequence[Tensor], axis: int) -> Pending:
-        return Pending([primitives.all_to_all(parts[0], axis)])
+        return self._marked(primitives.all_to_all, parts[0], axis)
+
+    def _marked(self, collective: Any, *args: Any) -> Pending:
+        with marking({_AT: self.whereabouts.at}):
+            return Pending([collective(*args)])
 
     def next_seed(self, draws: Sequence[Draw | None]) -> Any:
         return self.seed_value
@@ -213,6 +221,9 @@ def trace(
         if end not in tangents and end not in awaited:
             module.graph.erase_node(node)
     _tidy(module.graph)
+    for node in module.graph.nodes:
+        if node.target in COLLECTIVE_OF:
+            annotate(node, at=node.meta.get("custom", {}).get(_AT, ""))
     regathered = tuple(names.index(name) for name in _gathered(sharded) if name in names)
     constants = {str(n.target): getattr(module, str(n.target)) for n in module.graph.nodes if n.op == "get_attr"}
     outputs = len(note_of(output).values)

@@ -150,7 +150,8 @@ def _mirrors(source: fx.Graph, fixed: Collection[fx.Node], cuts: Mapping[fx.Node
         read = any(user in fixed and user in wanted for user in node.users)
         if node in cuts and not read:
             world, value, _, backward = node.args
-            values[node] = graph.call_function(ops.mirror, (values[world], values[value], sinks[node], backward))  # type: ignore[index]
+            args = values[world], values[value], sinks[node], backward  # type: ignore[index]
+            values[node] = graph.call_function(ops.mirror, args, node.kwargs)
             values[node].meta = dict(node.meta)
         else:
             values[node] = graph.node_copy(node, lambda n: values[n])

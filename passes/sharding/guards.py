@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.graph import annotate, arguments_of, where
+from passes.graph import annotate, arguments_of, place_of, where
 from passes.rules.factors import Operator, Value, value_of
 from passes.rules.shapes import operands_of
 from passes.rules.table import rule_of
@@ -64,7 +64,7 @@ def within(emitter: Emitter, node: fx.Node, indices: fx.Node, limits: Sequence[B
     """
     outside = emitter.call(_outside, indices, [(limit.size, limit.ignored) for limit in limits])
     if sharded:
-        outside = emitter.call(ops.all_max, emitter.world, outside, sharded)
+        outside = emitter.call(ops.all_max, emitter.world, outside, sharded, at=place_of(node))
     readers = "; ".join(f"{where(limit.reader)} takes 0 to {limit.size - 1}" for limit in limits)
     checked = emitter.call(ops.within, emitter.world, indices, outside, f"index out of range: {readers}")
     checked.meta = {"val": node.meta["val"]}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.graph import Cast, cast_of, note_of
+from passes.graph import Cast, cast_of, note_of, place_of
 from passes.layouts.layout import Layout, local_shape
 from passes.layouts.reshard import Step, steps
 from passes.rules.factors import Operator, Value, value_of
@@ -279,7 +279,7 @@ def _replace(graph: fx.Graph, world: fx.Node, loop: Loop, nodes: Sequence[fx.Nod
     operands = tuple(operand.plain for operand in loop.operands)
     args = (world, sources[0], sources[1:], operands, loop.factor, count, loop.cuts, loop.transposed)
     with graph.inserting_before(nodes[0]):
-        products = graph.call_function(panelled, args)
+        products = graph.call_function(panelled, args, {"at": place_of(loop.members[0])})
         items = [graph.call_function(operator.getitem, (products, i)) for i in range(len(nodes))]
     for node, item, where in zip(nodes, items, positions, strict=True):
         result = item

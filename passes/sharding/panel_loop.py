@@ -74,6 +74,7 @@ def panelled(
     panels: int,
     cuts: int,
     transposed: Sequence[bool],
+    at: str = "",
 ) -> Any:
     """The products of ``data`` [..., k] with each of ``weights``, in ``panels`` panels.
 
@@ -86,6 +87,7 @@ def panelled(
         panels: how many.
         cuts: blocks of the loop's dim of the result.
         transposed: per weight.
+        at: for which operator.
 
     Returns:
         a list with one product per weight.
@@ -94,7 +96,8 @@ def panelled(
     count = len(data) if isinstance(data, Parts) else 1
     flat = [t for value in whole for t in (value if isinstance(value, Parts) else [value])]
     loop = _Loop(world, [Operand.of(o) for o in operands], factor, panels, cuts, tuple(transposed), count)
-    results = _Panelled.apply(loop, *flat)
+    world.whereabouts.at = at
+    results = _Panelled.apply(loop, at, *flat)
     grouped = [Parts(results[i : i + count]) for i in range(0, len(results), count)]
     return grouped if isinstance(data, Parts) else [g[0] for g in grouped]
 
@@ -187,15 +190,15 @@ class _Sum:
 
 class _Panelled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loop: _Loop, *flat: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        ctx.loop = loop
+    def forward(ctx: Any, loop: _Loop, at: str, *flat: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.loop, ctx.at = loop, at
         ctx.save_for_backward(*flat)
         values = loop.begin(loop.grouped(flat))
         results = [[_Sum(loop, loop.result_dim, loop.cuts) for _ in range(loop.hosted)] for _ in values[1:]]
         for panel, (data, *weights) in _rounds(loop, values):
             for i, weight in enumerate(weights):
-                for at in range(loop.hosted):
-                    results[i][at].add(panel, _product(data[at], weight[at], loop.transposed[i]))
+                for device in range(loop.hosted):
+                    results[i][device].add(panel, _product(data[device], weight[device], loop.transposed[i]))
         return tuple(one.get() for result in results for one in result)
 
     @staticmethod
@@ -203,8 +206,9 @@ class _Panelled(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("gradients of gradients do not pass products in panels; plan it again with panels=1")
         loop: _Loop = ctx.loop
+        loop.world.whereabouts.at = f"the gradient of {ctx.at}"
         gradients, values = loop.grouped(flat), loop.begin(loop.grouped(ctx.saved_tensors))
-        needed = loop.grouped(ctx.needs_input_grad[1:])
+        needed = loop.grouped(ctx.needs_input_grad[2:])
         found = [_Gradient(loop, operand) if any(n) else None for operand, n in zip(loop.operands, needed, strict=True)]
         dim = loop.result_dim
         for panel, (data, *weights) in _rounds(loop, values):
@@ -217,7 +221,7 @@ class _Panelled(torch.autograd.Function):
                 if gradient is not None:
                     terms = zip(data, parts[i], strict=True)
                     gradient.add(panel, [_weight_gradient(d.to(g.dtype), g, loop.transposed[i]) for d, g in terms])
-        results: list[Any] = [None]
+        results: list[Any] = [None, None]
         for gradient in found:
             results += [None] * loop.hosted if gradient is None else gradient.get()
         return tuple(results)

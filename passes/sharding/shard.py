@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial
 
-from passes.graph import RECOMPUTE, annotate, cast_of, differentiable, note_of
+from passes.graph import RECOMPUTE, annotate, cast_of, differentiable, note_of, place_of
 from passes.layouts.layout import Layout, even_chunk, is_shard, local_shape, splits
 from passes.layouts.reshard import COMMUNICATING, GATHERING, Step, steps
 from passes.rules.factors import Operator, Value, value_of
@@ -180,7 +180,9 @@ class _Rewriter:
             ways: tuple[Any, ...] = tuple(map(tuple, forward)), tuple(map(tuple, backward))
             if cast is not None:
                 ways += ((cast.used, cast.reduced),)
-            edge = self.edges[key] = self.emitter.call(target, self.emitter.world, wide or self.nodes[node], *ways)
+            edge = self.edges[key] = self.emitter.call(
+                target, self.emitter.world, wide or self.nodes[node], *ways, at=place_of(value[0])
+            )
             edge.meta = {"val": node.meta["val"]}
             annotate(edge, tensor=node.name, have=have, layouts=(want.layout,), gradient=want.gradient)
             communicates = any(step.kind in COMMUNICATING for step in forward)

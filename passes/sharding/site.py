@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.graph import place_of
 from passes.rules.factors import Operator
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of
@@ -98,7 +99,7 @@ class Site:
     def _collective(self, op: Any, value: fx.Proxy, axes: tuple[int, ...]) -> fx.Proxy:
         if not axes:
             return value
-        return self._emitter.proxy(self._emitter.call(op, self._emitter.world, value.node, axes))
+        return self._emitter.proxy(self._emitter.call(op, self._emitter.world, value.node, axes, at=place_of(self._node)))
 
     def sum(self, value: fx.Proxy, axes: tuple[int, ...]) -> fx.Proxy:
         """All-reduce whose gradient is all-reduced too."""

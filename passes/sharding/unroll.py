@@ -153,7 +153,7 @@ class _Unroller:
                     moved = {}
                     for place in self.places(mine):
                         args = (self.world, self.at(value, place), forward, rest, *cast)
-                        moved[place] = self.graph.call_function(node.target, args)  # type: ignore[arg-type]
+                        moved[place] = self.graph.call_function(node.target, args, node.kwargs)  # type: ignore[arg-type]
                         moved[place].meta = dict(node.meta)
                     source = node
                     self.put(node, mine, moved)
@@ -193,9 +193,8 @@ class _Unroller:
         )
         kept = tuple(places.index(place) for place in wanted)
         parts = [self.values[value][place] for place in given]
-        all_ = self.graph.call_function(
-            ops.reshard_chunks, (self.world_of(places), parts, forward, backward, spread, kept, op, *cast)
-        )
+        args = self.world_of(places), parts, forward, backward, spread, kept, op, *cast
+        all_ = self.graph.call_function(ops.reshard_chunks, args, node.kwargs)
         all_.meta = dict(node.meta)
         found = {place: self.graph.call_function(operator.getitem, (all_, i)) for i, place in enumerate(wanted)}
         self.put(node, after, found)

@@ -34,6 +34,7 @@ class ChunkedWorld(World):
     def __init__(self, base: World, chunks: tuple[int, ...], places: Sequence[tuple[int, ...]]) -> None:
         super().__init__(base.mesh_shape + chunks, [at + place for place in places for at in base.hosted])
         self.__dict__["base"] = base  # not a submodule: it belongs to whoever made it
+        self.whereabouts = base.whereabouts
         self.real, self.count, self.places = len(base.mesh_shape), len(base.hosted), list(places)
         self._values: list[Hashable] = list(range(len(self.places)))
 

@@ -86,7 +86,7 @@ def _apart(result: Tensor, others: Sequence[Tensor]) -> Tensor:
 
 @hosted
 def reshard(
-    world: World, value: Any, forward: Sequence[Step], backward: Sequence[Step], cast: _Dtypes | None = None
+    world: World, value: Any, forward: Sequence[Step], backward: Sequence[Step], cast: _Dtypes | None = None, at: str = ""
 ) -> Any:
     """Takes ``value`` to another layout by ``forward`` steps; its gradient comes back by ``backward`` steps.
 
@@ -95,8 +95,9 @@ def reshard(
         value: a tensor, or ``Parts``.
         forward, backward: steps.
         cast: dtypes in which the value moves, and its gradient; the gradient comes back in the value's own.
+        at: for which operator, as messages have it; so in all that follows.
     """
-    return reshard_chunks(world, [value], forward, backward, (0,), (0,), cast=cast)[0]
+    return reshard_chunks(world, [value], forward, backward, (0,), (0,), cast=cast, at=at)[0]
 
 
 @hosted
@@ -115,10 +116,11 @@ class _Reshard(torch.autograd.Function):
         spread: Sequence[int],
         kept: Sequence[int],
         casts: tuple[_Dtypes, _Dtypes] | None,
+        at: str,
         *flat: Tensor,
     ) -> tuple[Tensor, ...]:
         count = world.count
-        ctx.casts = casts
+        ctx.casts, ctx.at = casts, at
         ctx.world, ctx.forward_steps, ctx.steps = world, forward, backward
         ctx.spread, ctx.kept, ctx.given = spread, kept, len(flat) // count
         moved = [part.to(casts[0][0]) for part in flat] if casts is not None else flat
@@ -140,14 +142,19 @@ class _Reshard(torch.autograd.Function):
         first = [ctx.spread.index(i) for i in range(ctx.given)]
         if torch.is_grad_enabled():
             casts = None if ctx.casts is None else ctx.casts[::-1]
-            resharded = _Reshard.apply(world, ctx.steps, ctx.forward_steps, source, first, casts, *gradients)
-            return None, None, None, None, None, None, *resharded
+            resharded = _Reshard.apply(world, ctx.steps, ctx.forward_steps, source, first, casts, ctx.at, *gradients)
+            return None, None, None, None, None, None, None, *resharded
         if ctx.casts is not None:
             gradients = tuple(gradient.to(ctx.casts[1][0]) for gradient in gradients)
+        world.whereabouts.at = _gradient_of(ctx.at)
         results = world.run(ctx.steps, [gradients[i * count + d] for i in source for d in range(count)], source)
         if ctx.casts is not None:
             results = [part.to(ctx.casts[1][1]) for part in results]
-        return None, None, None, None, None, None, *(results[i * count + d] for i in first for d in range(count))
+        return None, None, None, None, None, None, None, *(results[i * count + d] for i in first for d in range(count))
+
+
+def _gradient_of(at: str) -> str:
+    return f"the gradient of {at}" if at else ""
 
 
 def _represented_by(place: tuple[int, ...], kept: Sequence[tuple[int, ...]]) -> int:
@@ -165,6 +172,7 @@ def reshard_chunks(
     kept: Sequence[int],
     op: str = "sum",
     cast: _Dtypes | None = None,
+    at: str = "",
 ) -> list[Any]:
     """``reshard`` along virtual axes too.
 
@@ -175,8 +183,9 @@ def reshard_chunks(
         spread: per chunk of the world, which of the values it has.
         kept: the chunks whose results differ.
         op: of the all-reduce; ``max`` has no gradient.
-        cast: see ``reshard``.
+        cast, at: see ``reshard``.
     """
+    world.whereabouts.at = at
     forward, backward = [Step(*s) for s in forward], [Step(*s) for s in backward]
     count = world.count
     flat = [part for value in values for part in (value if isinstance(value, Parts) else [value])]
@@ -190,41 +199,43 @@ def reshard_chunks(
         results = [every[i * count + d] for i in kept for d in range(count)]
     else:
         casts = None if cast is None else ((cast[0], cast[0]), (cast[1], flat[0].dtype))
-        results = _Reshard.apply(world, forward, backward, spread, kept, casts, *flat)
+        results = _Reshard.apply(world, forward, backward, spread, kept, casts, at, *flat)
     if isinstance(values[0], Parts):
         return [Parts(results[i : i + count]) for i in range(0, len(results), count)]
     return list(results)
 
 
 @hosted
-def all_sum(world: World, value: Any, axes: tuple[int, ...]) -> Any:
+def all_sum(world: World, value: Any, axes: tuple[int, ...], at: str = "") -> Any:
     """The sum over ``axes`` of partial sums that each device goes on to use for its own shard.
 
     Each device's gradient of the sum is therefore partial too: the mirror is the same all-reduce.
     """
     step = (Step("all_reduce", axes),)
-    return reshard(world, value, step, step)
+    return reshard(world, value, step, step, at=at)
 
 
 @hosted
-def all_reduce(world: World, value: Any, axes: tuple[int, ...]) -> Any:
+def all_reduce(world: World, value: Any, axes: tuple[int, ...], at: str = "") -> Any:
     """The sum over ``axes`` of partial sums, for a use that is the same on every device: its gradient passes unchanged."""
-    return reshard(world, value, (Step("all_reduce", axes),), ())
+    return reshard(world, value, (Step("all_reduce", axes),), (), at=at)
 
 
 @hosted
-def gather(world: World, value: Any, forward: Sequence[Step], backward: Sequence[Step], cast: _Dtypes | None = None) -> Any:
+def gather(
+    world: World, value: Any, forward: Sequence[Step], backward: Sequence[Step], cast: _Dtypes | None = None, at: str = ""
+) -> Any:
     """``reshard`` of a parameter that is cast or gathered before use; the backward pass may do so again (``Regather``)."""
-    result = reshard(world, value, forward, backward, cast)
+    result = reshard(world, value, forward, backward, cast, at)
     if world.regather is not None and isinstance(result, Tensor):
-        world.regather.register(result, value, tuple(Step(*s) for s in forward))
+        world.regather.register(result, value, tuple(Step(*s) for s in forward), at)
     return result
 
 
 @hosted
-def all_max(world: World, value: Any, axes: tuple[int, ...]) -> Any:
+def all_max(world: World, value: Any, axes: tuple[int, ...], at: str = "") -> Any:
     """The maximum over ``axes``; no gradient (its users subtract it again)."""
-    return reshard_chunks(world, [value], (Step("all_reduce", axes),), (), (0,), (0,), "max")[0]
+    return reshard_chunks(world, [value], (Step("all_reduce", axes),), (), (0,), (0,), "max", at=at)[0]
 
 
 class _Ending(torch.autograd.Function):
@@ -245,22 +256,23 @@ def ending(value: Tensor, sink: Tensor) -> Tensor:
 class _Mirror(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, world: World, steps: Sequence[Step], likes: Sequence[Tensor], *parts: Tensor
+        ctx: Any, world: World, steps: Sequence[Step], likes: Sequence[Tensor], at: str, *parts: Tensor
     ) -> tuple[Tensor, ...]:  # type: ignore[override]
-        ctx.world, ctx.steps = world, steps
+        ctx.world, ctx.steps, ctx.at = world, steps, at
         return tuple(like.detach() for like in likes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, None, None, *ctx.world.run(ctx.steps, gradients)
+        ctx.world.whereabouts.at = _gradient_of(ctx.at)
+        return None, None, None, None, *ctx.world.run(ctx.steps, gradients)
 
 
 @hosted
-def mirror(world: World, value: Any, like: Any, backward: Sequence[Step]) -> Any:
+def mirror(world: World, value: Any, like: Any, backward: Sequence[Step], at: str = "") -> Any:
     """A reshard's way of the gradient alone: what it gives is shaped as ``like``, and has no numbers of ``value``'s."""
     several = isinstance(value, Parts)
     steps = tuple(Step(*s) for s in backward)
-    made = _Mirror.apply(world, steps, list(like) if several else [like], *(value if several else [value]))
+    made = _Mirror.apply(world, steps, list(like) if several else [like], at, *(value if several else [value]))
     return Parts(made) if several else made[0]
 
 

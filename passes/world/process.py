@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,14 +15,31 @@ import torch.distributed.nn.functional  # DTensor imports it later, when its def
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from passes.world.whereabouts import Whereabouts
 from passes.world.world import Pending, World, reduced
 
-__all__ = ["ProcessWorld"]
+__all__ = ["ProcessWorld", "time_limit"]
 
 
 #: Bytes that a device may receive of a group for gloo to exchange them pairwise. Its rings take a step, for which every
 #: process has to wake, for every member; of pairs all go at once, but where an uplink is shared more crosses it.
 _PAIRWISE = 64 * 2**10
+
+
+class _UnderWay(Pending):
+    """A collective of a process group: who waits for it says so, and its errors say what it ran for."""
+
+    def __init__(self, world: ProcessWorld, kind: str, axes: tuple[int, ...], *rest: Any) -> None:
+        super().__init__(*rest)
+        self._world, self._kind, self._axes, self.operator = world, kind, axes, world.whereabouts.at
+
+    def _arrive(self, work: Any) -> None:
+        self._world.whereabouts.wait(work, self, sliced=self._axes in self._world.sliced)
+
+    def __str__(self) -> str:
+        names = self._world.device_mesh.mesh_dim_names or self._axes
+        over = ", ".join(str(names[axis]) for axis in self._axes) or "all ranks"
+        return f"the {self._kind} over {over}{f' for {self.operator}' if self.operator else ''}"
 
 
 class ProcessWorld(World):
@@ -29,13 +48,21 @@ class ProcessWorld(World):
     Args:
         mesh: the device mesh; its axes are the plan's.
         groups: see ``join``.
+        whereabouts: of this process; left out, nobody reads them.
+
+    Attributes:
+        sliced: the axes over which collectives are gloo's, and can be waited for bit by bit.
     """
 
-    def __init__(self, mesh: DeviceMesh, groups: Iterable[tuple[int, ...]] = ()) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, groups: Iterable[tuple[int, ...]] = (), whereabouts: Whereabouts | None = None
+    ) -> None:
         coordinate = mesh.get_coordinate()
         assert coordinate is not None, "this rank is not part of the mesh"
         super().__init__(tuple(mesh.shape), [tuple(coordinate)])
-        self.device_mesh = mesh
+        self.device_mesh, self.sliced = mesh, set[tuple[int, ...]]()
+        if whereabouts is not None:
+            self.whereabouts = whereabouts
         self._process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.join(groups)
         atexit.register(_let_go, weakref.ref(self), weakref.ref(mesh))
@@ -43,7 +70,10 @@ class ProcessWorld(World):
     def join(self, groups: Iterable[tuple[int, ...]]) -> None:
         """See ``World.join``; every process has to join the same groups."""
         for axes in sorted(set(groups) - self._process_groups.keys()):
-            self._process_groups[axes] = self._make_group(axes)
+            group = self._process_groups[axes] = self._make_group(axes)
+            group.set_timeout(time_limit())
+            if dist.get_backend(group) == "gloo":
+                self.sliced.add(axes)
 
     def _make_group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
         if len(axes) == 1:
@@ -60,10 +90,12 @@ class ProcessWorld(World):
 
     def of_first(self, tensor: Tensor) -> Tensor:
         """See ``World.of_first``; over gloo, so that no process waits for a GPU."""
-        if () not in self._process_groups and "gloo" not in str(dist.get_backend()):
-            self._process_groups[()] = dist.new_group(backend="gloo")
-        dist.broadcast(tensor, src=0, group=self._process_groups.get(()))
-        return tensor
+        if () not in self._process_groups:
+            whole: Any = dist.group.WORLD if dist.get_backend() == "gloo" else None
+            self._process_groups[()] = whole or dist.new_group(timeout=time_limit(), backend="gloo")
+            self.sliced.add(())
+        self.whereabouts.at = "the random numbers of a pass"
+        return self._begun("broadcast", (), tensor, None, dist.broadcast, tensor, 0).wait()[0]
 
     def all_reduce(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
         """See ``World.all_reduce``."""
@@ -76,8 +108,7 @@ class ProcessWorld(World):
         if value.numel() > 1 and self._pairwise(value, axes):
             return self._everybodys(value, axes).then(lambda given: [reduced(given[0], op)])
         reduction = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-        work = dist.all_reduce(value, reduction, group=self._process_groups[axes], async_op=True)
-        return Pending([value], work)
+        return self._begun("all_reduce", axes, value, None, dist.all_reduce, value, reduction)
 
     def all_gather(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.all_gather``."""
@@ -85,19 +116,18 @@ class ProcessWorld(World):
             return self._everybodys(parts[0], (axis,))
         part = _as_bytes(_in_memory(parts[0]))
         result = part.new_empty((self.mesh_shape[axis], *part.shape))
-        group = self._process_groups[(axis,)]
-        work = dist.all_gather_single(result.view(-1), part.view(-1), group=group, async_op=True)
-        return Pending([result.view(parts[0].dtype)], work, part)
+        given = result.view(-1), part.view(-1)
+        return self._begun("all_gather", (axis,), result.view(parts[0].dtype), part, dist.all_gather_single, *given)
 
     def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.reduce_scatter``."""
         part = _in_memory(parts[0])
-        group = self._process_groups[(axis,)]
-        if dist.get_backend(group) == "gloo":  # whose own is an all_reduce: twice the bytes, and more latency
+        if (axis,) in self.sliced:  # gloo, whose own is an all_reduce: twice the bytes, and more latency
             return self.all_to_all([part], axis).then(lambda given: [reduced(given[0])])
         result = part.new_empty(part.shape[1:])
-        work = dist.reduce_scatter_single(result.view(-1), part.view(-1), group=group, async_op=True)
-        return Pending([result], work, part)
+        return self._begun(
+            "reduce_scatter", (axis,), result, part, dist.reduce_scatter_single, result.view(-1), part.view(-1)
+        )
 
     def all_to_all(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.all_to_all``."""
@@ -106,8 +136,19 @@ class ProcessWorld(World):
     def _exchanged(self, parts: Tensor, axes: tuple[int, ...]) -> Pending:
         part = _as_bytes(_in_memory(parts))
         result = torch.empty_like(part)
-        work = dist.all_to_all_single(result.view(-1), part.view(-1), group=self._process_groups[axes], async_op=True)
-        return Pending([result.view(parts.dtype)], work, part)
+        given = result.view(-1), part.view(-1)
+        return self._begun("all_to_all", axes, result.view(parts.dtype), part, dist.all_to_all_single, *given)
+
+    def _begun(
+        self, kind: str, axes: tuple[int, ...], result: Tensor, sent: Any, begin: Callable[..., Any], *given: Any
+    ) -> Pending:
+        """The collective that ``begin`` launches."""
+        made = _UnderWay(self, kind, axes, [result], None, sent)
+        try:
+            made._work = begin(*given, group=self._process_groups[axes], async_op=True)
+        except RuntimeError as error:
+            raise self.whereabouts.failed(made, error) from error
+        return made
 
     def _everybodys(self, part: Tensor, axes: tuple[int, ...]) -> Pending:
         """The group's tensors, stacked, by pairwise exchange: what ``all_gather`` gives."""
@@ -116,7 +157,14 @@ class ProcessWorld(World):
     def _pairwise(self, part: Tensor, axes: tuple[int, ...]) -> bool:
         """Whether everybody's tensors are better exchanged pair by pair."""
         group = self._process_groups[axes]
-        return (group.size() - 1) * part.nbytes <= _PAIRWISE and dist.get_backend(group) == "gloo"
+        return axes in self.sliced and (group.size() - 1) * part.nbytes <= _PAIRWISE
+
+
+def time_limit() -> timedelta:
+    """How long the job's process group waits for a collective; groups that are made later have torch's default."""
+    whole = dist.distributed_c10d._get_default_group()
+    options = whole._get_backend(whole._device_types[0]).options
+    return getattr(options, "_timeout", dist.constants.default_pg_timeout)
 
 
 def _let_go(world: weakref.ref[ProcessWorld], mesh: weakref.ref[DeviceMesh]) -> None:

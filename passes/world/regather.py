@@ -26,25 +26,26 @@ class Regather:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._gathered: dict[int, tuple[weakref.ref, Tensor, tuple[Step, ...]]] = {}
+        self._gathered: dict[int, tuple[weakref.ref, Tensor, tuple[Step, ...], str]] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, operator.call)
 
-    def register(self, gathered: Tensor, source: Tensor, steps: tuple[Step, ...]) -> None:
-        """Remembers that ``gathered`` came from ``source`` by a cast to its dtype, and ``steps``."""
+    def register(self, gathered: Tensor, source: Tensor, steps: tuple[Step, ...], at: str = "") -> None:
+        """Remembers that ``gathered`` came from ``source`` by a cast to its dtype, and ``steps``, for an operator."""
         key = gathered.untyped_storage().data_ptr()
-        self._gathered[key] = weakref.ref(gathered), source.detach(), steps
+        self._gathered[key] = weakref.ref(gathered), source.detach(), steps, at
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         entry = self._gathered.get(tensor.untyped_storage().data_ptr())
         if entry is None or entry[0]() is None:
             # Detached: what is saved by the operator that makes it would hold that operator, and so itself, for ever.
             return functools.partial(_unchanged, tensor.detach(), version_of(tensor))
-        _, source, steps = entry
+        _, source, steps, at = entry
         start = int(tensor.storage_offset())
-        return functools.partial(self._gather, source, tensor.dtype, steps, tensor.size(), tensor.stride(), start)
+        return functools.partial(self._gather, at, source, tensor.dtype, steps, tensor.size(), tensor.stride(), start)
 
     def _gather(
         self,
+        at: str,
         source: Tensor,
         dtype: torch.dtype,
         steps: tuple[Step, ...],
@@ -52,6 +53,7 @@ class Regather:
         stride: tuple[int, ...],
         start: int,
     ) -> Tensor:
+        self._world.whereabouts.at = at
         (gathered,) = self._world.run(steps, [source.to(dtype)])
         return gathered.as_strided(size, stride, start)
 

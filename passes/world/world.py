@@ -27,6 +27,7 @@ from passes.layouts.reshard import Step
 from passes.world.draws import Draw, Stream, generator_of
 from passes.world.random_ops import DRAWN
 from passes.world.seeds import Seeds
+from passes.world.whereabouts import Whereabouts
 
 __all__ = ["LOCAL", "LocalWorld", "Pending", "Salt", "World", "groups", "reduced"]
 
@@ -64,11 +65,14 @@ class Pending:
     def wait(self) -> list[Tensor]:
         """The results, when they are there."""
         if self._work is not None:
-            self._work.wait()
+            self._arrive(self._work)
         for function in self._then:
             self._parts = function(self._parts)
         self._work, self._sent, self._then = None, None, []
         return self._parts
+
+    def _arrive(self, work: Any) -> None:
+        work.wait()
 
 
 def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
@@ -118,7 +122,7 @@ class World(nn.Module):
         self.hosted = tuple(hosted)
         self.count, self.places = len(self.hosted), [()]
         self.regather: Any = None
-        self.seeds = Seeds()
+        self.seeds, self.whereabouts = Seeds(), Whereabouts()
 
     def join(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Gets ready for collectives over these sets of axes."""

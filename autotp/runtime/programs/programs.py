@@ -24,6 +24,7 @@ from autotp.runtime.accumulation import Accumulation
 from autotp.runtime.agreement import Agreement, agreed
 from autotp.runtime.compiled import Overlap
 from autotp.runtime.output_guard import made_of
+from autotp.runtime.programs.monitor import Monitor
 from autotp.runtime.programs.program import Key, Program
 from autotp.runtime.rewrite import Rewritten, apply
 from autotp.runtime.schedules import Schedules
@@ -63,7 +64,7 @@ class Programs:
         device: on which they run.
         layouts: parameter name -> the layout in which it rests.
         even: whether devices whose parts have equal shapes have one graph, made once.
-        debug: whether every call is checked (see ``of``).
+        debug: whether every call is checked (see ``of``), and the numbers of every pass (see ``Monitor``).
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Programs:
         self.model, self.plan, self.world, self.agreement, self.how = model, plan, world, agreement, how
         self.most, self.device, self.layouts, self.even, self.syncing = most, device, layouts, even, True
         self.debug, self.checked = debug, set[Key]()
+        self.monitor = Monitor(world, agreement) if debug and agreement.processes > 1 else None
         self.split, self.ways, self.kept = rewritten.split, rewritten.ways, rewritten.sharding.kept > 0
         self.signature = rewritten.captured.signature
         shapes = iter(rewritten.shapes)
@@ -168,6 +170,8 @@ class Programs:
             PlanMismatchError: on every process, where they were given different calls, or should have the same inputs and
                 have not.
         """
+        if inputs is not None or key not in self.known:
+            self.agreement.whereabouts.called(key)
         unseen = inputs is not None and (key not in self.checked or self.debug)
         if unseen or key not in self.known:
             self._check(key, args, kwargs, inputs or ())

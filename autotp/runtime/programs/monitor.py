@@ -1,0 +1,233 @@
+"""Checks of the numbers of every pass, for ``debug=True``.
+
+What replicas hold must be equal, outputs must be numbers and gradients finite: the ranks compare the sum and the norm of
+each, in one exchange for all of a pass. Only where that fails, and once for every program, the sharded graph is run again
+operator by operator, to name the first that goes wrong. There, a reshard must also keep the sum over all elements, so that
+partial sums are added once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import Partial, Replicate
+
+from autotp.errors import AutotpError
+from autotp.runtime.agreement import Agreement
+from autotp.runtime.interpreter import Interpreter
+from autotp.runtime.programs.program import Program
+from passes.graph import note_of
+from passes.layouts.layout import Layout
+from passes.world.world import World
+
+__all__ = ["Monitor", "Seen", "problem"]
+
+_GRADIENT = "the gradient of"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one rank has of a tensor.
+
+    Attributes:
+        what: its name, for messages.
+        part: the rank's coordinates on the mesh axes along which ranks have different parts; equal ones have the same part.
+        copies: how many ranks have the same part.
+        total, norm: of the part's elements.
+        size: how many these are.
+        rounding: by how much sums of its dtype may be off, relatively.
+        gradient: whether it is a gradient, which has to be finite; other tensors may be infinite, as masks are.
+        before: of what a reshard gives: the part that it was given. None: it is no reshard.
+    """
+
+    what: str
+    part: tuple[int, ...]
+    copies: int
+    total: float
+    norm: float
+    size: int
+    rounding: float
+    gradient: bool = False
+    before: Seen | None = None
+
+    @property
+    def wrong(self) -> bool:
+        """Whether there are elements that are no numbers, or of a gradient infinite."""
+        return math.isnan(self.norm) or (self.gradient and math.isinf(self.norm))
+
+    @property
+    def slack(self) -> float:
+        """By how much the sum of equal parts may differ."""
+        return self.rounding * (self.norm * math.sqrt(self.size) + 1e-30)
+
+
+def problem(every: Sequence[Sequence[Seen]], *, numbers: bool) -> str:
+    """What is wrong first, in words; empty if nothing is.
+
+    Args:
+        every: what each rank has, in one order.
+        numbers: whether elements that are no numbers, or of gradients infinite, are wrong.
+    """
+    for ranks in zip(*every, strict=True):
+        what = ranks[0].what
+        if numbers and (bad := [rank for rank, seen in enumerate(ranks) if seen.wrong]):
+            return (
+                f"{what} has elements that are {'infinite or ' * ranks[0].gradient}NaN, on rank {', '.join(map(str, bad))}"
+            )
+        if any(not math.isfinite(seen.norm) for seen in ranks):
+            continue
+        first: dict[tuple[int, ...], int] = {}
+        for rank, seen in enumerate(ranks):
+            other = ranks[first.setdefault(seen.part, rank)]
+            if max(abs(seen.total - other.total), abs(seen.norm - other.norm)) > max(seen.slack, other.slack):
+                pair = f"ranks {first[seen.part]} and {rank}, which should have the same"
+                return f"{what} differs between {pair}: its elements add up to {other.total:.9g} and {seen.total:.9g}"
+        before = [seen.before for seen in ranks if seen.before is not None]
+        given, got = _sum(before), _sum(ranks)
+        slack = sum(seen.slack / seen.copies for seen in (*before, *ranks))
+        if before and math.isfinite(given) and abs(given - got) > slack:
+            return f"{what} adds up to {given:.9g} before its reshard and to {got:.9g} after it: a sum is taken wrongly"
+    return ""
+
+
+def _sum(seen: Iterable[Seen]) -> float:
+    """Over all elements of a tensor, each counted once."""
+    return sum(one.total / one.copies for one in seen)
+
+
+class Monitor:
+    """Checks the passes of one module.
+
+    Args:
+        world: of its graphs.
+        agreement: of its processes.
+    """
+
+    def __init__(self, world: World, agreement: Agreement) -> None:
+        self.world, self.agreement, self._known = world, agreement, set[Program]()
+        #: Gradients inside are not compared: their layouts are those of no tensor of the graph.
+        self._unlike: Layout = (Partial(),) * len(world.mesh_shape)
+
+    def check(
+        self,
+        program: Program,
+        values: Callable[[], Mapping[str, Any]],
+        results: Sequence[Any],
+        parameters: Callable[[], Mapping[str, tuple[Tensor, Layout]]],
+    ) -> None:
+        """Checks a pass, and when it is over, its backward pass.
+
+        Args:
+            program: that has run.
+            values: gives its inputs, see `Program.run`.
+            results: of the sharded graph.
+            parameters: gives the gradients of parameters, by name, as this device's parts, and their layouts.
+
+        Raises:
+            AutotpError: on every rank; it names the first operator that goes wrong.
+        """
+        if program not in self._known:
+            self._known.add(program)
+            if found := self._compared(self._each(program, values), numbers=False):
+                raise AutotpError(f"debug=True: {found}")
+        outputs = [(i, each) for i, each in enumerate(results[: program.captured.outputs]) if _real(each)]
+        named = {f"output {i}": (each.detach(), program.rewritten.returned(i)) for i, each in outputs}
+        trained = [(i, each) for i, each in outputs if each.grad_fn is not None]
+        if not trained:
+            self._all(program, values, named, {})
+            return
+        given: dict[int, Tensor] = {}
+
+        def begun(gradients: Sequence[Tensor | None]) -> None:
+            if not given:
+                torch.autograd.Variable._execution_engine.queue_callback(ended)  # type: ignore[attr-defined]
+            given.update({i: g for i, each in trained if (g := gradients[each.output_nr]) is not None})
+
+        def ended() -> None:
+            gradients = {f"{_GRADIENT} parameter {name}": each for name, each in parameters().items()}
+            before = dict(given)
+            given.clear()
+            self._all(program, values, named | gradients, before)
+
+        for node in {each.grad_fn for _, each in trained}:
+            node.register_prehook(begun)
+
+    def _all(
+        self,
+        program: Program,
+        values: Callable[[], Mapping[str, Any]],
+        tensors: Mapping[str, tuple[Tensor, Layout]],
+        gradients: Mapping[int, Tensor],
+    ) -> None:
+        wrong = self._compared(self._seen(tensors), numbers=True)
+        if wrong:
+            found = self._compared(self._each(program, values, gradients), numbers=True)
+            where = f"; the first operator that goes wrong: {found}" if found else "; no operator of the graph makes it"
+            raise AutotpError(f"debug=True: {wrong}{where}")
+
+    def _compared(self, mine: Sequence[Seen], *, numbers: bool) -> str:
+        return problem(self.agreement.gathered(list(mine)), numbers=numbers)
+
+    def _seen(self, tensors: Mapping[str, tuple[Tensor, Layout]]) -> list[Seen]:
+        figures = [f for each, _ in tensors.values() for f in (each.sum(dtype=torch.float64), _norm(each))]
+        numbers = iter(torch.stack(figures).tolist() if figures else ())
+        return [self._one(name, each, layout, next(numbers), next(numbers)) for name, (each, layout) in tensors.items()]
+
+    def _measured(self, what: str, tensor: Tensor, layout: Layout) -> Seen:
+        (seen,) = self._seen({what: (tensor.detach(), layout)})
+        return seen
+
+    def _one(self, what: str, tensor: Tensor, layout: Layout, total: float, norm: float) -> Seen:
+        mesh, (at,) = self.world.mesh_shape, self.world.hosted
+        same = [axis for axis in range(len(mesh)) if isinstance(layout[axis], Replicate)]
+        part = tuple(at[axis] for axis in range(len(mesh)) if axis not in same)
+        copies = math.prod(mesh[axis] for axis in same)
+        rounding = torch.finfo(tensor.dtype).eps ** 0.75
+        return Seen(what, part, copies, total, norm, tensor.numel(), rounding, what.startswith(_GRADIENT))
+
+    def _each(
+        self, program: Program, values: Callable[[], Mapping[str, Any]], gradients: Mapping[int, Tensor] | None = None
+    ) -> list[Seen]:
+        """What every operator gives, in order, and every gradient if those of outputs are given."""
+        found: list[Seen] = []
+
+        def look(node: fx.Node, run: Callable[[], Any]) -> Any:
+            value = run()
+            note = note_of(node)
+            if not _real(value) or not (note.operator or note.moves) or value.dtype != node.meta["val"].dtype:
+                return value
+            what = f"operator {note.operator}" if note.operator else f"the reshard of {node.kwargs['at']}"
+            what += f" in {note.module}" if note.operator and note.module else ""
+            seen = self._measured(what, value, note.layouts[0])
+            if note.have is not None and isinstance(source := node.args[1], fx.Node):
+                seen = replace(seen, before=self._measured(what, interpreter.env[source], note.have))
+            found.append(seen)
+            if gradients and value.requires_grad:
+                value.register_hook(lambda g: found.append(self._measured(f"{_GRADIENT} {what}", g, self._unlike)))
+            return value
+
+        graph = program.rewritten.graph_module
+        interpreter = Interpreter(graph, look)
+        names = [str(node.target) for node in graph.graph.nodes if node.op == "placeholder"]
+        with torch.set_grad_enabled(bool(gradients)), self.world.seeds.repeating(0):
+            inputs = map(values().__getitem__, names)
+            given = [each.detach().requires_grad_(each.requires_grad and bool(gradients)) for each in inputs]
+            outputs = interpreter.run(*given)
+            if gradients:
+                ends = [(outputs[i], g) for i, g in gradients.items() if outputs[i].requires_grad]
+                trained = [each for each in given if each.requires_grad]
+                torch.autograd.grad([e for e, _ in ends], trained, [g for _, g in ends], allow_unused=True)
+        return found
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor, dtype=torch.float64)
+
+
+def _real(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()

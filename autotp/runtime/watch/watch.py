@@ -1,0 +1,191 @@
+"""A thread in every process of a job, by which ranks learn of each other while they wait.
+
+Every few seconds it leaves a record in the job's store: what the module was called for lately, and where the process is.
+The records of two neighbours must agree on the calls that both have made; if not, all ranks raise that. A rank that waits
+long for a collective reads all records, and logs where the others are. The thread that computes only assigns to
+`passes.world.whereabouts.Whereabouts`, so that an ordinary step costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import sysconfig
+import threading
+import time
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autotp.errors import PlanMismatchError
+from passes.world.process import time_limit
+from passes.world.whereabouts import Whereabouts
+
+__all__ = ["Watch", "watching"]
+
+_log = logging.getLogger("autotp.watch")
+
+#: Calls of a record. Neighbours read records every few seconds, and remember more calls of their own.
+_CALLS = 256
+#: Sources that are not the user's, and those of torch's collectives.
+_PATHS = map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
+_PACKAGES = (str(Path(__file__).parents[3] / name) for name in ("autotp", "passes", "costmodel"))
+_FOREIGN = (*_PATHS, *_PACKAGES, str(Path(torch.__file__).parent), "<")
+_COLLECTIVES = str(Path(dist.__file__).parent)
+
+
+class Watch:
+    """Tells the other processes of a job what this one is doing.
+
+    Args:
+        whereabouts: what that is.
+        store: the job's, which this thread has for itself.
+        rank, ranks: of this process, and how many there are.
+        patience: seconds after which a wait is long.
+    """
+
+    def __init__(self, whereabouts: Whereabouts, store: Any, rank: int, ranks: int, patience: float) -> None:
+        self.whereabouts, self.store, self.rank, self.ranks, self.patience = whereabouts, store, rank, ranks, patience
+        self.observed, self.beat = threading.get_ident(), 0
+        self._doing: tuple[Any, float] = None, time.monotonic()
+        self._report = patience
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="autotp-watch", daemon=True)
+
+    @property
+    def period(self) -> float:
+        """Seconds between two looks."""
+        return min(2.0, self.patience / 8)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread; Python must not end while it runs."""
+        self._ended.set()
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        while not self._ended.wait(self.period) and dist.is_initialized():
+            try:
+                self.look()
+            except Exception as error:  # noqa: BLE001 - a job that ends takes its store along
+                _log.debug("the watch ends: %s", error)
+                return
+
+    def look(self) -> None:
+        """Leaves a record, and reads what concerns this rank."""
+        frame = sys._current_frames().get(self.observed)
+        waited = self._waited(frame)
+        self.beat += 1
+        self.store.set(f"rank {self.rank}", json.dumps(self._record(frame, waited)))
+        neighbour = (self.rank - 1) % self.ranks
+        if (theirs := self._of(neighbour)) is not None and (found := self._difference(neighbour, theirs)):
+            self.store.set("problem", found)
+        if self.whereabouts.problem is None and self.store.check(["problem"]):
+            self.whereabouts.problem = PlanMismatchError(self.store.get("problem").decode())
+            _log.error("%s", self.whereabouts.problem)
+        if waited < self.patience / 2:
+            self._beats, self._report, self.whereabouts.others = {}, self.patience, ""
+            return
+        self.whereabouts.others = self._others()
+        if waited >= self._report:
+            self._report = 4 * waited
+            place = self._place(frame, waited)
+            _log.warning("rank %d %s for %.0f s. %s", self.rank, place, waited, self.whereabouts.others)
+
+    def _waited(self, frame: FrameType | None) -> float:
+        """For how many seconds the process has been waiting for one collective, autotp's or another."""
+        doing: Any = None
+        if self.whereabouts.waiting is not None:
+            doing = self.whereabouts.waits
+        elif frame is not None and frame.f_code.co_filename.startswith(_COLLECTIVES):
+            doing = self.whereabouts.calls, self.whereabouts.waits, frame.f_code, frame.f_lasti
+        now = time.monotonic()
+        if doing is None or doing != self._doing[0]:
+            self._doing = doing, now
+        return now - self._doing[1]
+
+    def _record(self, frame: FrameType | None, waited: float) -> dict[str, Any]:
+        calls = [(number, str(call)) for number, call in list(self.whereabouts.trail)[-_CALLS:]]
+        texts = {_digest(text): text for _, text in calls}
+        trail = [(number, _digest(text)) for number, text in calls]
+        return {"beat": self.beat, "place": self._place(frame, waited), "trail": trail, "texts": texts}
+
+    def _place(self, frame: FrameType | None, waited: float) -> str:
+        """Where the process is, in words."""
+        own = self.whereabouts
+        waiting = own.waiting
+        if waiting is None and waited > self.period:
+            waiting = "a collective that is not the module's"
+        place = "runs" if waiting is None else f"waits for {waiting}"
+        while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
+            frame = frame.f_back
+        line = "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+        return f"{place}{line}, {f'last call {own.calls}, for {own.call}' if own.calls else 'before the first call'}"
+
+    def _of(self, rank: int) -> Any:
+        """A rank's last record, if there is one."""
+        key = f"rank {rank}"
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+
+    def _difference(self, rank: int, theirs: Mapping[str, Any]) -> str:
+        """What two ranks called the module for, where that is not the same."""
+        mine = dict(list(self.whereabouts.trail))
+        for number, digest in theirs["trail"]:
+            if number in mine and _digest(str(mine[number])) != digest:
+                return (
+                    f"the ranks made different calls: call {number} of the module was for {mine[number]} on rank "
+                    f"{self.rank}, and for {theirs['texts'][digest]} on rank {rank}; call the module alike on all ranks"
+                )
+        return ""
+
+    def _others(self) -> str:
+        """Where the other ranks are, those in one place together."""
+        places: dict[str, list[int]] = {}
+        for rank in range(self.ranks):
+            if rank == self.rank:
+                continue
+            record = self._of(rank)
+            beat, now = (record or {"beat": -1})["beat"], time.monotonic()
+            if self._beats.setdefault(rank, (beat, now))[0] != beat:
+                self._beats[rank] = beat, now
+            silent = now - self._beats[rank][1]
+            place = "has not come to autotp.parallelize" if record is None else record["place"]
+            if record is not None and silent > 2.5 * self.period:
+                place = f"has given no sign for {silent:.0f} s: it is stopped, or its machine is lost; before, it {place}"
+            places.setdefault(place, []).append(rank)
+        return " ".join(f"{_ranks(found)} {place}." for place, found in places.items())
+
+
+def _digest(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def _ranks(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+    return f"rank {shown}" if len(numbers) == 1 else f"ranks {shown}:"
+
+
+def watching(whereabouts: Whereabouts) -> Watch:
+    """A thread that watches this process of a job, started.
+
+    Args:
+        whereabouts: of this process. A wait is long that takes 30 s, or a quarter of the process group's time limit.
+    """
+    whole: Any = dist.distributed_c10d._get_default_store()
+    store = whole.clone()  # a client of its own, which never waits for the thread that computes
+    rank = dist.get_rank()
+    number = store.add(f"autotp/watches/{rank}", 1)
+    patience = min(30.0, time_limit().total_seconds() / 4)
+    watch = Watch(whereabouts, dist.PrefixStore(f"autotp/watch/{number}", store), rank, dist.get_world_size(), patience)
+    watch.start()
+    return watch

@@ -1,0 +1,99 @@
+"""What ranks learn of each other while they wait: by records in a store."""
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from autotp.errors import PlanMismatchError
+from autotp.runtime.watch.watch import Watch
+from passes.world.whereabouts import CollectiveError, Whereabouts
+
+
+class Work:
+    """A collective that takes some slices of waiting, and may fail."""
+
+    def __init__(self, slices, error=None):
+        self.left, self.error = slices, error
+
+    def is_completed(self):
+        return self.left <= 0
+
+    def wait(self, limit=None):
+        self.left -= 1
+        if self.is_completed() and self.error is None:
+            return
+        raise self.error if self.is_completed() else RuntimeError("Operation timed out!")
+
+
+class What:
+    operator = "linear_1 in blocks.2"
+
+    def __str__(self):
+        return f"the all_reduce over x for {self.operator}"
+
+
+def watches(ranks, patience=8.0):
+    store = dist.HashStore()
+    return [Watch(Whereabouts(rank), store, rank, ranks, patience) for rank in range(ranks)]
+
+
+def test_all_ranks_learn_of_calls_that_differ():
+    ranks = watches(4)
+    for call in ("training", "evaluation"):
+        for each in ranks:
+            each.whereabouts.called(call)
+    for each in ranks:
+        each.look()
+    assert all(each.whereabouts.problem is None for each in ranks)
+    for each in ranks:
+        each.whereabouts.called("evaluation" if each.rank == 2 else "training")
+    ranks[0].whereabouts.called("training")  # one may be ahead
+    for each in (*ranks, *ranks):
+        each.look()
+    for each in ranks:
+        with pytest.raises(
+            PlanMismatchError, match="call 3 of the module was for .* on rank [23], and for .* on rank [12];"
+        ):
+            each.whereabouts.called("training")
+        with pytest.raises(PlanMismatchError):
+            each.whereabouts.wait(Work(9), What(), sliced=True)
+
+
+def test_a_rank_that_waits_long_says_where_the_others_are(caplog):
+    ranks = watches(3, patience=0.8)
+    for each in ranks:
+        each.whereabouts.called("training")
+    ranks[0].whereabouts.waiting = ranks[1].whereabouts.waiting = What()
+    for _ in range(12):
+        for each in ranks[:2]:  # the last is stopped after a while
+            each.look()
+        if ranks[2].beat < 2:
+            ranks[2].look()
+        time.sleep(0.1)
+    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("rank 0")]
+    assert "for the all_reduce over x for linear_1 in blocks.2" in line and "last call 1, for training" in line
+    assert "rank 1 waits for the all_reduce" in line and "rank 2 has given no sign" in line
+    with pytest.raises(
+        CollectiveError, match="for linear_1 in blocks.2, in call 1 .* failed: reset. .* rank 2 has given"
+    ) as told:
+        ranks[0].whereabouts.wait(Work(2, RuntimeError("reset\nby peer")), What(), sliced=True)
+    assert told.value.rank == 0 and told.value.operator == What.operator and "rank 1 waits" in told.value.others
+
+
+def test_a_wait_in_slices_ends_as_the_collective_does():
+    mine = Whereabouts()
+    work = Work(3)
+    mine.wait(work, What(), sliced=True)
+    assert work.left == 0 and mine.waits == 1 and mine.waiting is None
+    with pytest.raises(CollectiveError, match="other ranks says"):
+        mine.wait(Work(1, RuntimeError("lost")), What(), sliced=False)
+
+
+def test_the_thread_ends_when_it_is_told_to():
+    (watch,) = watches(1)
+    before = threading.active_count()
+    watch.start()
+    watch.stop()
+    assert threading.active_count() == before
