@@ -34,6 +34,7 @@ def main(folder: Path) -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(CONFIG)
     parallel = autotp.parallelize(model, kwargs=micro_batches[0], precision="bf16-mixed", accumulate=MICRO_BATCHES)
+    assert isinstance(parallel, autotp.DistributedModule)
     autotp.load_pretrained(parallel, folder / "pretrained")  # each rank reads its own parts
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)  # of float32 parameters
 

@@ -107,7 +107,7 @@ def on_two_processes(script: str, *arguments: str) -> str:
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stdout + done.stderr
