@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "workflows.md"
 SIDES = ("autotp", "FSDP2")
-_SECONDS = 120
+_SECONDS = 300
 #: Row -> (verdict, detail).
 Results = dict[str, tuple[str, str]]
 
