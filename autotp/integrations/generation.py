@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autotp.errors import AutotpError
-from autotp.runtime.programs import Programmed, blueprint
+from autotp.runtime.programs import blueprint
 
 __all__ = ["WithCache", "generate"]
 
@@ -66,7 +66,7 @@ class WithCache(nn.Module):
         return made.logits[:, -1]
 
 
-def generate(parallel: Programmed, model: Any, input_ids: Tensor, **options: Any) -> Tensor:
+def generate(parallel: nn.Module, model: Any, input_ids: Tensor, **options: Any) -> Tensor:
     """``model.generate(input_ids, **options)``, computed by a distributed ``WithCache``; every rank gets all tokens.
 
     Args:

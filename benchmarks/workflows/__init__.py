@@ -1,1 +1,4 @@
-"""What people do with a distributed module, with autotp and FSDP2: `rows`, `state` and `mistakes` say what, `side` how."""
+"""What people do with a distributed module, with autotp and FSDP2.
+
+`rows`, `state`, `frameworks` and `mistakes` say what, `side` how.
+"""

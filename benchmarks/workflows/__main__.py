@@ -15,13 +15,15 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "workflows.md"
 SIDES = ("autotp", "FSDP2")
-_SECONDS = 120
+_SECONDS = 300
+#: Row -> (verdict, detail).
+Results = dict[str, tuple[str, str]]
 
 
 def main() -> None:
     """Runs the rows on both sides."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], help="numbers of them (default: 2 4)")
     parser.add_argument("--only", default="", help="rows whose names contain this")
     parser.add_argument("--write", action="store_true", help="docs/workflows.md")
     parser.add_argument("--side", choices=SIDES, help="run this one alone")
@@ -31,14 +33,19 @@ def main() -> None:
     if given.output:
         _rank(given)
         return
-    found = {side: _all(side, given) if given.side in (None, side) else {} for side in SIDES}
-    text = _page(found, given.processes)
+    sides = [side for side in SIDES if given.side in (None, side)]
+    found = {(side, ranks): _all(side, ranks, given.only) for ranks in given.processes for side in sides}
+    text = _page(found)
     print(text)
     if given.write:
         PAGE.write_text(text)
-    bad = [name for name, (verdict, _) in found["autotp"].items() if verdict in ("wrong", "silent", "hangs", "ended")]
-    behind = [n for n, (v, _) in found["autotp"].items() if v == "refused" and found["FSDP2"].get(n, ("",))[0] == "exact"]
-    sys.exit(f"wrong or silent: {bad}; works with FSDP2 alone: {behind}" if bad or behind else 0)
+    bad, behind = set[str](), set[str]()
+    for (side, ranks), results in found.items():
+        if side == "autotp":
+            other = found.get(("FSDP2", ranks), {})
+            bad |= {name for name, (verdict, _) in results.items() if verdict in ("wrong", "silent", "hangs", "ended")}
+            behind |= {n for n, (v, _) in results.items() if v == "refused" and other.get(n, ("",))[0] == "exact"}
+    sys.exit(f"wrong or silent: {sorted(bad)}; works with FSDP2 alone: {sorted(behind)}" if bad or behind else 0)
 
 
 def _rows(only: str) -> list[Any]:
@@ -47,9 +54,9 @@ def _rows(only: str) -> list[Any]:
     return [row for row in ROWS if only in row.name]
 
 
-def _all(side: str, given: argparse.Namespace) -> dict[str, tuple[str, str]]:
-    """Row -> (verdict, detail). Processes that hang are ended, and begin again behind the row."""
-    rows, found = _rows(given.only), dict[str, tuple[str, str]]()
+def _all(side: str, ranks: int, only: str) -> Results:
+    """What the rows gave on so many processes. Those that hang are ended, and begin again behind the row."""
+    rows, found = _rows(only), Results()
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "found"
         while len(found) < len(rows):
@@ -60,9 +67,9 @@ def _all(side: str, given: argparse.Namespace) -> dict[str, tuple[str, str]]:
                 "torch.distributed.run",
                 "--standalone",
                 "--nproc-per-node",
-                str(given.processes),
+                str(ranks),
             ]
-            command += ["-m", "benchmarks.workflows", "--side", side, "--first", str(len(found)), "--only", given.only]
+            command += ["-m", "benchmarks.workflows", "--side", side, "--first", str(len(found)), "--only", only]
             process = subprocess.Popen(
                 [*command, "--output", str(output)], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
                 stderr=subprocess.PIPE, text=True,
@@ -130,31 +137,47 @@ _WORDS = {
 }
 
 
-def _page(found: dict[str, dict[str, tuple[str, str]]], processes: int) -> str:
+def _page(found: dict[tuple[str, int], Results]) -> str:
+    numbers = sorted({ranks for _, ranks in found})
     lines = [
         "# What people do, beside FSDP2",
         "",
-        f"`python -m benchmarks.workflows --write` runs every row on {processes} processes, with autotp and with FSDP2",
-        "(`fully_shard` of every block), against the plain model in one process. A figure is the largest difference of",
-        "losses, gradients or parameters, in float64 unless the row names another dtype. A mistake should be an error on",
-        "every rank, or do what was meant; *silent* means that it does neither.",
+        f"`python -m benchmarks.workflows --write` runs every row on {' and on '.join(map(str, numbers))} processes, with",
+        "autotp and with FSDP2 (`fully_shard` of every block), against the plain model in one process. A figure is the",
+        "largest difference of losses, gradients or parameters, in float64 unless the row names another dtype"
+        f"{'; there is one for each number of processes' if len(numbers) > 1 else ''}.",
+        "A mistake should be an error on every rank, or do what was meant; *silent* means that it does neither.",
         "",
     ]
     group = ""
     for row in _rows(""):
-        if not any(row.name in found[side] for side in SIDES):
+        if not any(row.name in results for results in found.values()):
             continue
         if row.group != group:
             group = row.group
             lines += ["", f"## {group}", "", "| what | autotp | FSDP2 |", "|---|---|---|"]
         cells = []
         for side in SIDES:
-            verdict, detail = found[side].get(row.name, ("", ""))
-            detail = detail.replace("|", "\\|")
-            detail = detail if len(detail) <= 140 else f"{detail[:137]}..."
-            cells.append(f"{_WORDS.get(verdict, verdict)}{f': {detail}' if detail else ''}")
+            made = {ranks: found[side, ranks].get(row.name, ("", "")) for ranks in numbers if (side, ranks) in found}
+            cells.append(_cell(made))
         lines.append(f"| {row.name} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
+
+
+def _cell(made: dict[int, tuple[str, str]]) -> str:
+    """What a row gave on each number of processes."""
+    if {verdict for verdict, _ in made.values()} == {"exact"}:
+        return f"works: {', '.join(detail for _, detail in made.values())}"
+    said = {ranks: _said(*each) for ranks, each in made.items()}
+    if len(set(said.values())) < 2:
+        return next(iter(said.values()), "")
+    return "; ".join(f"on {ranks}: {each}" for ranks, each in said.items())
+
+
+def _said(verdict: str, detail: str) -> str:
+    detail = detail.replace("|", "\\|")
+    detail = detail if len(detail) <= 140 else f"{detail[:137]}..."
+    return f"{_WORDS.get(verdict, verdict)}{f': {detail}' if detail else ''}"
 
 
 if __name__ == "__main__":

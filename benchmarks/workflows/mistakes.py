@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.workflows.frameworks import fitted
 from benchmarks.workflows.rows import ROWS, SGD, row
 from benchmarks.workflows.side import Side, batch, whole
 from benchmarks.workflows.state import adapted
@@ -112,3 +113,10 @@ def _early(side: Side) -> float | str:
     module = side.distribute(model)
     module(*side.part(*batch()))
     return "no error" if side.ours or not seen else 0.0
+
+
+@row(MISTAKES, "Lightning: a parameter that is trained beside the distributed module", mistake=True)
+def _beside(side: Side) -> str:
+    torch.manual_seed(side.rank)
+    fitted(side, side.model()[0], beside=nn.Linear(2, 2).double())
+    return "no error"

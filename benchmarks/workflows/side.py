@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -94,6 +95,12 @@ class Side:
         for block in getattr(model, "blocks", ()):
             fully_shard(block, **options)
         return fully_shard(model, **options)
+
+    def folder(self) -> str:
+        """A new folder, the same on all ranks."""
+        made = [tempfile.mkdtemp() if self.rank == 0 else ""]
+        dist.broadcast_object_list(made)
+        return made[0]
 
     def part(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """What a rank passes: the whole batch to autotp, its part of it to FSDP2."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import tempfile
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -25,7 +23,7 @@ import autotp
 from benchmarks.workflows.rows import SGD, row
 from benchmarks.workflows.side import Side, batch, check, whole
 
-__all__ = ["adapted"]
+__all__ = ["ADAMW", "adapted"]
 
 STATE = "State"
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
@@ -56,18 +54,17 @@ def _resumed(side: Side, other: dict[str, Any]) -> float:
     optimizers = [ADAMW(each.parameters()) for each in (module, plain)]
     for seed in range(2):
         side.step(module, plain, optimizers, batch(seed=seed))
-    folder = [tempfile.mkdtemp() if side.rank == 0 else ""]
-    dist.broadcast_object_list(folder)
+    folder = side.folder()
 
     def state(each: Any, optimizer: Any) -> dict[str, Any]:
         weights, moments = get_state_dict(each, optimizer)
         return {"model": weights, "optimizer": moments}
 
-    dcp.save(state(module, optimizers[0]), checkpoint_id=folder[0])
+    dcp.save(state(module, optimizers[0]), checkpoint_id=folder)
     again = side.distribute(model, **(other if side.ours else {}))
     optimizer = ADAMW(again.parameters())
     loaded = state(again, optimizer)
-    dcp.load(loaded, checkpoint_id=folder[0])
+    dcp.load(loaded, checkpoint_id=folder)
     set_state_dict(again, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
     return max(side.step(again, plain, [optimizer, optimizers[1]], batch(seed=seed)) for seed in range(2, 4))
 
@@ -162,12 +159,11 @@ def _directories(side: Side) -> float | str:
         return "not offered"
     model, plain = side.model()
     module = side.distribute(model)
-    folder = [tempfile.mkdtemp() if side.rank == 0 else ""]
-    dist.broadcast_object_list(folder)
+    folder = side.folder()
     side.step(module, plain, [SGD(each.parameters()) for each in (module, plain)], batch())
-    autotp.save_pretrained(module, folder[0])
+    autotp.save_pretrained(module, folder)
     again = side.distribute(side.model()[0], strategy="megatron-1d")
-    autotp.load_pretrained(again, folder[0])
+    autotp.load_pretrained(again, folder)
     return side.apart(again, plain)
 
 

@@ -7,10 +7,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -95,20 +98,25 @@ def test_four_processes_train_as_one(script: str) -> None:
     assert "the same curve" in done.stdout and "NOT" not in done.stdout
 
 
-@pytest.mark.distributed
-def test_trainer_trains_on_two_processes() -> None:
+def on_two_processes(script: str, *arguments: str) -> str:
+    """What an example prints."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            str(EXAMPLES / "trainer.py"),
+            *(str(EXAMPLES / script), *arguments),
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    (loss,) = re.findall(r"evaluation: ([\d.]+)", done.stdout)
+    return done.stdout
+
+
+@pytest.mark.distributed
+def test_trainer_trains_on_two_processes() -> None:
+    (loss,) = re.findall(r"evaluation: ([\d.]+)", on_two_processes("trainer.py"))
     assert float(loss) < 4.0
 
 
@@ -137,7 +145,7 @@ def uninterrupted(folder: Path, steps: int, monkeypatch: pytest.MonkeyPatch, cap
     folder.mkdir()
     monkeypatch.chdir(folder)
     with torch.random.fork_rng():
-        resume.main(steps=steps)
+        resume.main(steps=str(steps))
     return [float(loss) for loss in re.findall(r"step \d+: (\S+)", capsys.readouterr().out)]
 
 
@@ -157,6 +165,44 @@ def test_a_run_that_is_resumed_with_its_own_plan_has_the_same_bits(tmp_path) -> 
     parts = resumed(tmp_path, (4, "tensor3d", "2"), (4, "tensor3d", "2"))
     (tmp_path / "checkpoints").rename(tmp_path / "before")
     assert parts == resumed(tmp_path, (4, "tensor3d", "4"))
+
+
+@pytest.mark.distributed
+def test_lora_is_trained_and_merged(tmp_path: Path) -> None:
+    printed = on_two_processes("finetune_lora.py", str(tmp_path))
+    losses = [float(loss) for loss in re.findall(r"validation loss ([\d.]+)", printed)]
+    assert len(losses) == 3 and losses[-1] < 4.5  # log(128), to begin with, is 4.9
+    from finetune_lora import BATCH, VALIDATION
+
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert loss_of(merged, VALIDATION.split(BATCH)) == pytest.approx(losses[-1], abs=2e-4)
+
+
+@pytest.mark.distributed
+def test_a_model_without_memory_is_loaded_trained_and_saved(tmp_path: Path) -> None:
+    printed = on_two_processes("train_from_meta.py", str(tmp_path))
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    from train_from_meta import BATCH, ROWS
+
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained")
+    assert losses[0] == pytest.approx(
+        loss_of(before, ROWS.split(BATCH)[3:4]), abs=0.02
+    )  # the first step's last micro-batch
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained")
+    dcp.load({"model": after.state_dict()}, checkpoint_id=tmp_path / "step-6", no_dist=True)
+    assert len(losses) == 6 and loss_of(after, ROWS.split(BATCH)) < losses[-1] < losses[0]
+
+
+@pytest.mark.distributed
+def test_text_is_generated_as_on_one_device() -> None:
+    printed = on_two_processes("generate.py")
+    assert "as on one device: True" in printed and printed.count("->") == 4
+
+
+def loss_of(model: torch.nn.Module, batches: Sequence[torch.Tensor]) -> float:
+    """The mean loss of a causal language model."""
+    with torch.no_grad():
+        return float(torch.stack([model(input_ids=ids, labels=ids).loss for ids in batches]).mean())
 
 
 def test_without_torchrun_the_message_says_how_to_start() -> None:

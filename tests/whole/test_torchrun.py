@@ -90,6 +90,16 @@ def test_loops_of_transformers_and_accelerate(torchrun, case):
     assert "passed" in done.stdout
 
 
+@pytest.mark.parametrize(
+    "case",
+    ["by_norm", *(pytest.param(case, marks=pytest.mark.exact) for case in ("by_value", "resumes", "resumes_with_dropout"))],
+)
+def test_loops_of_lightning(torchrun, case):
+    done = torchrun(2, "lightning_fit.py", case)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "passed" in done.stdout
+
+
 def test_panels_equal_one_device(torchrun):
     done = torchrun(4, "train.py", "llama", "summa-2d", "2x2", "2")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -50,7 +50,9 @@ def test_one_adapter_is_trained_at_a_time():
         is_adapted(adapted)
 
 
-@pytest.mark.parametrize(("module", "absent"), [("trainer", "transformers"), ("accelerator", "accelerate")])
+@pytest.mark.parametrize(
+    ("module", "absent"), [("trainer", "transformers"), ("accelerator", "accelerate"), ("lightning", "lightning")]
+)
 def test_without_a_framework_autotp_is_there_and_says_what_to_install(module, absent):
     program = f"""
 import sys

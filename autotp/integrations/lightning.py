@@ -1,0 +1,313 @@
+"""Lightning's ``Trainer`` for LightningModules that have distributed modules; needs lightning."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from autotp.errors import AutotpError
+from autotp.integrations.training_state import require_global
+from autotp.runtime.checkpoint.random_state import RandomState
+from autotp.runtime.module import DistributedModule
+
+try:
+    from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+    from lightning.fabric.utilities.distributed import (
+        _get_default_process_group_backend_for_device,
+        _init_dist_connection,
+    )
+    from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states, pl_worker_init_function, reset_seed
+    from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.strategies import ParallelStrategy
+    from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+    from torchmetrics import Metric
+except ImportError as error:
+    raise ImportError("autotp.integrations.lightning needs lightning: pip install 'lightning>=2.6,<3'") from error
+
+__all__ = ["AutotpStrategy"]
+
+_METADATA = "meta.pt"  # where Lightning looks for what is not sharded
+_RANDOM = "autotp_random"
+
+
+class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
+    """A strategy of Lightning's ``Trainer``, for what ``autotp.parallelize`` returned.
+
+    The LightningModule calls ``autotp.parallelize`` in its hook ``configure_model``, or holds a module that was distributed
+    before. Every rank is given the same batches, which are those of the whole job, so the batch size of a data loader is
+    the whole batch's: no ``DistributedSampler`` is put in, random numbers go on alike on all ranks whenever a loader is
+    iterated, and logged values and metrics are those of one process, with ``sync_dist`` or without.
+
+    Args:
+        save_distributed_checkpoint: write a checkpoint as a folder, by ``torch.distributed.checkpoint``; else as one file,
+            which rank 0 gathers, and which the unmodified model in one process can load. Either is loaded, whatever plan
+            and number of ranks wrote it, as is a file of the unmodified model.
+        process_group_backend: by default ``nccl`` on GPUs, and ``gloo`` on CPUs.
+        timeout: of the process group.
+
+    Raises:
+        AutotpError: the trainer was given a ``precision``, or the LightningModule trains what is not distributed.
+    """
+
+    def __init__(
+        self,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__()
+        self.num_nodes = 1
+        self._sharded = save_distributed_checkpoint
+        self._backend, self._timeout = process_group_backend, timeout
+        self._modules: list[DistributedModule] = []
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether ranks have different rows, which Lightning would have to deal out and bring together: no."""
+        return False
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        found: torch.device = self.parallel_devices[self.local_rank]
+        return found
+
+    @property
+    def num_processes(self) -> int:
+        """On this node."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Lightning's own, that changes nothing."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if plugin is not None and type(plugin) is not Precision:
+            raise AutotpError(
+                f"Trainer(precision={plugin.precision!r}) would convert a distributed module: leave it out. For mixed "
+                "precision pass precision= to autotp.parallelize; for another dtype cast the model before it is distributed"
+            )
+        self._precision_plugin = plugin
+
+    def _configure_launcher(self) -> None:
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tells Lightning which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank
+
+    def setup_environment(self) -> None:
+        """Joins the processes, unless they are joined."""
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
+        device = self.root_device if self.root_device.type != "cpu" else None
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device)
+
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Where models are made: wherever they say, from where they are distributed; or on ``meta``."""
+        return torch.device("meta") if empty_init else nullcontext()
+
+    def model_to_device(self) -> None:
+        """Moves what is beside the distributed modules, which are where they run."""
+        self.model.to(self.root_device)
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        self._modules = [require_global(each) for each in model.modules() if isinstance(each, DistributedModule)]
+        name = type(model).__name__
+        if not self._modules:
+            raise AutotpError(
+                f"{name} has no distributed module: override its hook configure_model, and there call "
+                "self.model = autotp.parallelize(self.model, ...)"
+            )
+        plain = [name for name, each in model.named_parameters() if each.requires_grad and not isinstance(each, DTensor)]
+        if plain:
+            raise AutotpError(
+                f"{name} trains {', '.join(plain[:4])}, which is not in a distributed module: make it a part of the model "
+                "that is distributed, or freeze it"
+            )
+        for each in model.modules():
+            if isinstance(each, Metric):  # every rank has all rows, and would count those of the others too
+                each.distributed_available_fn = _alone
+        return model
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Leaves gradients of an accumulated step's inner batches unreduced."""
+        with ExitStack() as stack:
+            for each in self._modules:
+                stack.enter_context(each.no_sync())
+            yield
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """The same loader, which draws what rank 0's draws."""
+        if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(dataloader, "worker_init_fn", self) is None:
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)
+        return _Loader(dataloader, self._draw_alike)
+
+    def _draw_alike(self) -> None:
+        _set_rng_states(self.broadcast(_collect_rng_states(include_cuda=False)))
+        if self.root_device.type == "cuda":
+            torch.cuda.set_rng_state(self.broadcast(torch.cuda.get_rng_state(self.root_device)), self.root_device)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks."""
+        if dist.is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """One rank's object, on all."""
+        objects = [obj]
+        if dist.is_initialized():
+            dist.broadcast_object_list(objects, src, device=self.root_device)
+        return objects[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """What it is given: a value of the whole batch, which every rank has."""
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any, decided so."""
+        made: list[Any] = [None] * self.world_size
+        dist.all_gather_object(made, decision)
+        return min(made) if all else max(made)
+
+    def teardown(self) -> None:
+        """Leaves distributed modules where they are."""
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The LightningModule's state: this rank's parts, or the whole on rank 0; a collective call."""
+        found: dict[str, Any] = get_model_state_dict(self.lightning_module, options=self._options())
+        return found
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state, as parts by names, or the whole as in one process; a collective call."""
+        state = get_optimizer_state_dict(
+            self.lightning_module, getattr(optimizer, "_optimizer", optimizer), options=self._options()
+        )
+        if self._sharded or not state:
+            return dict(state)
+        return _renamed(state, {name: number for number, name in enumerate(_stepped(state))})
+
+    def _options(self) -> StateDictOptions:
+        return StateDictOptions(full_state_dict=not self._sharded, cpu_offload=not self._sharded)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes a checkpoint; a collective call."""
+        checkpoint[_RANDOM] = RandomState().state_dict()
+        if not self._sharded:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        path = Path(self.broadcast(filepath))
+        states = checkpoint.pop("optimizer_states", ())
+        # By these names Lightning's own tool makes a single file of the folder.
+        state = {"model": checkpoint.pop("state_dict")} | {f"optimizer_{i}": each for i, each in enumerate(states)}
+        dcp.save(state, checkpoint_id=path)
+        if self.is_global_zero:
+            torch.save(checkpoint, path / _METADATA)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a checkpoint; a collective call. Optimizers' states in a folder are read once the optimizers are there."""
+        path = Path(self.broadcast(checkpoint_path))
+        if not path.is_dir():
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        checkpoint: dict[str, Any] = torch.load(path / _METADATA, weights_only=weights_only)
+        state = {"model": get_model_state_dict(self.lightning_module)}
+        partial_load = not self.lightning_module.strict_loading
+        dcp.load(state, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=partial_load))
+        checkpoint["state_dict"] = state["model"]
+        if "lr_schedulers" in checkpoint:  # it is not, with save_weights_only
+            checkpoint["optimizer_states"] = path
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Sets the LightningModule's state."""
+        state = dict(checkpoint["state_dict"])
+        set_model_state_dict(self.lightning_module, state, options=_as_read(state, strict=strict))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Sets optimizers' states, and where random numbers stand; a collective call."""
+        given = checkpoint["optimizer_states"]
+        names = {parameter: name for name, parameter in self.lightning_module.named_parameters()}
+        for number, optimizer in enumerate(self.optimizers):
+            if isinstance(given, Path):
+                state: dict[str, Any] = dict(get_optimizer_state_dict(self.lightning_module, optimizer))
+                dcp.load({f"optimizer_{number}": state}, checkpoint_id=given)
+            else:
+                own = [names[each] for group in optimizer.param_groups for each in group["params"]]
+                state = _renamed(given[number], dict(zip(_stepped(given[number]), own, strict=True)))
+            set_optimizer_state_dict(self.lightning_module, optimizer, state, options=_as_read(state["state"]))
+        if _RANDOM in checkpoint:
+            RandomState().load_state_dict(checkpoint[_RANDOM])
+
+
+class _Loader:
+    """A data loader before which something is done whenever it is iterated."""
+
+    def __init__(self, loader: Any, before: Any) -> None:
+        self._loader, self._before = loader, before
+
+    def __iter__(self) -> Iterator[Any]:
+        self._before()
+        return iter(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+def _alone() -> bool:
+    """For a metric: whether other ranks have other rows."""
+    return False
+
+
+def _as_read(state: Any, *, strict: bool = True) -> StateDictOptions:
+    """How a state is to be set, whose tensors are whole or parts."""
+    whole = not any(isinstance(each, DTensor) for each in torch.utils._pytree.tree_leaves(state))
+    return StateDictOptions(full_state_dict=whole, strict=strict)
+
+
+def _stepped(state: Mapping[str, Any]) -> list[Any]:
+    """The names or numbers of what an optimizer steps, in its order."""
+    return [each for group in state["param_groups"] for each in group["params"]]
+
+
+def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """An optimizer's state with other names of its parameters."""
+    groups = [{**group, "params": [names[each] for each in group["params"]]} for group in state["param_groups"]]
+    return {"state": {names[each]: value for each, value in state["state"].items()}, "param_groups": groups}
