@@ -41,9 +41,10 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
 
     Parameters are ``DTensor`` under the model's own names, so optimizers, ``clip_grad_norm_``, whole state dicts and
     ``torch.distributed.checkpoint`` work as they are. Calling it takes the model's arguments (the global batch, on every
-    device, plain or as a ``DTensor``) and returns the model's output structure; gradients arrive reduced. A call in another mode, without gradients, or with other inputs than the
-    example runs a program of its own (``programs``), over the same parameters. ``plan`` is the first one's. Its graph is
-    that one's sharded graph; with overlap, what a call runs is that graph's scheduled forward and backward graphs.
+    device, plain or as a ``DTensor``) and returns the model's output structure; gradients arrive reduced. A call in another
+    mode, without gradients, or with other inputs than the example runs a program of its own (``programs``), over the same
+    parameters. ``plan`` is the first one's. Its graph is that one's sharded graph; with overlap, what a call runs is that
+    graph's scheduled forward and backward graphs.
     """
 
     plan: Plan
