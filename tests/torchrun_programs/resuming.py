@@ -144,7 +144,9 @@ def main(how):
         checkpoint_id=f"{folder}/now",
     )
     later = dcp.async_save(
-        {"model": get_model_state_dict(first), "optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/later"
+        {"model": get_model_state_dict(first), "optimizer": optimizer.state_dict()},
+        checkpoint_id=f"{folder}/later",
+        process_group=dist.new_group(backend="gloo"),
     )
     weights, moments = get_state_dict(first, optimizer, options=ON_RANK_0)
     if dist.get_rank() == 0:

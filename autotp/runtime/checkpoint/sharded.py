@@ -29,10 +29,10 @@ __all__ = ["checkpoint_blocks", "redistribute", "storable"]
 T = TypeVar("T")
 Parts = tuple[tuple[tuple[slice, ...], tuple[slice, ...]], ...]
 
-_chunk: Any = DTensor.__create_chunk_list__
-_item: Any = DTensor.__create_write_items__
-_shard: Any = DTensor.__get_tensor_shard__
-_distribute: Any = _state_dict_utils._distribute_tensors
+_torch_chunks: Any = DTensor.__create_chunk_list__
+_torch_items: Any = DTensor.__create_write_items__
+_torch_values: Any = DTensor.__get_tensor_shard__
+_torch_distribute: Any = _state_dict_utils._distribute_tensors
 
 
 def checkpoint_blocks() -> None:
@@ -79,8 +79,9 @@ def _parts(tensor: Any) -> Parts:
 
 @lru_cache(maxsize=4096)
 def _in_blocks(shape: tuple[int, ...], layout: Layout, mesh: tuple[int, ...], coordinates: tuple[int, ...]) -> Parts:
-    blocks = any(blocks_of(placement) > 1 for placement in layout)
-    if not blocks or not fits(shape, layout, mesh) or not restorable(layout, mesh):
+    if all(blocks_of(placement) == 1 for placement in layout) or any(placement.is_partial() for placement in layout):
+        return ()
+    if not fits(shape, layout, mesh) or not restorable(layout, mesh):
         return ()
     return tuple(parts_of(shape, layout, mesh, coordinates))
 
@@ -90,11 +91,11 @@ def _chunks(tensor: DTensor) -> list[ChunkStorageMetadata]:
         ChunkStorageMetadata(torch.Size(s.start for s in there), torch.Size(s.stop - s.start for s in there))
         for _, there in _parts(tensor)
     ]
-    return found or _chunk(tensor)
+    return found or _torch_chunks(tensor)
 
 
 def _items(tensor: DTensor, name: str, same: DTensor) -> list[WriteItem]:
-    items: list[WriteItem] = _item(tensor, name, same)
+    items: list[WriteItem] = _torch_items(tensor, name, same)
     if not _parts(tensor):
         return items
     return [
@@ -108,10 +109,13 @@ def _items(tensor: DTensor, name: str, same: DTensor) -> list[WriteItem]:
 
 
 def _values(tensor: DTensor, index: MetadataIndex) -> Tensor:
-    local: Tensor = _shard(tensor, index)
-    for here, there in _parts(tensor):
+    local: Tensor = _torch_values(tensor, index)
+    parts = _parts(tensor)
+    for here, there in parts:
         if index.offset == torch.Size(s.start for s in there):
             return local[here]
+    if parts:
+        raise ValueError(f"this rank has no chunk of {index.fqn} at {index.offset}")
     return local
 
 
@@ -119,8 +123,8 @@ def _distribute_parts(state: dict[str, Any], names: list[str], device: torch.dev
     """Takes each rank's parts of whole tensors; ``state`` has pairs of the tensor for the part and the whole one."""
     for name in names:
         pair = state.get(name)
-        if isinstance(pair, tuple) and not pair[0].is_meta:
+        if isinstance(pair, tuple) and not pair[0].is_meta:  # torch makes others of those that are
             for here, there in _parts(pair[0]):
                 pair[0].to_local()[here].copy_(pair[1][there])
                 state[name] = pair[0]
-    _distribute(state, names, device, group)
+    _torch_distribute(state, names, device, group)

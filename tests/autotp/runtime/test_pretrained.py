@@ -15,10 +15,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import Replicate
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 import autotp
 from autotp.runtime.checkpoint.parts import parts_of
-from passes.layouts.codes import fits
+from passes.layouts.codes import fits, restorable
 from passes.layouts.layout import place, take
 
 
@@ -302,7 +303,7 @@ def test_the_configuration_has_the_dtype_of_the_parameters(parallel, tmp_path):
 def split_tensors(draw):
     """(shape, layout, mesh), of layouts that exist."""
     shape = draw(st.sampled_from([(), (24,), (8, 12), (5, 7), (9, 4, 6), (0, 4)]))
-    mesh = draw(st.sampled_from([(1,), (2,), (2, 2), (2, 3), (2, 2, 2)]))
+    mesh = draw(st.sampled_from([(1,), (2,), (2, 2), (2, 3), (2, 4), (2, 2, 2)]))
     layout = [Replicate() for _ in mesh]
     for axis in range(len(mesh)):
         options = [Replicate()]
@@ -325,3 +326,17 @@ def test_slices_make_up_what_a_device_takes(case):
             assert torch.equal(found[here], torch.full_like(found[here], -1))
             found[here] = whole[there]
         assert torch.equal(found, wanted)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(split_tensors())
+def test_parts_in_one_piece_are_where_torch_says(case):
+    """Checkpoints leave these to torch."""
+    shape, layout, mesh = case
+    for at in itertools.product(*map(range, mesh)):
+        parts = list(parts_of(shape, layout, mesh, at))
+        if len(parts) == 1 and restorable(layout, mesh):
+            _, there = parts[0]
+            sizes, offsets = _compute_local_shape_and_global_offset(shape, mesh, list(at), layout)
+            assert offsets == tuple(each.start for each in there)
+            assert sizes == tuple(each.stop - each.start for each in there)
