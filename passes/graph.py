@@ -25,6 +25,7 @@ __all__ = [
     "dump",
     "emit",
     "note_of",
+    "stays",
     "where",
 ]
 
@@ -185,6 +186,11 @@ def below(nodes: Iterable[fx.Node], sources: Iterable[fx.Node]) -> set[fx.Node]:
 def differentiable(value: Any) -> bool:
     """Whether a value is a tensor of floating-point or complex numbers."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def stays(leaf: Any) -> bool:
+    """Whether an output of a captured graph may stay sharded: it is an operator of its own then, a view of what is returned."""
+    return isinstance(leaf, fx.Node) and leaf.target is torch.ops.aten.alias.default
 
 
 def where(node: fx.Node) -> str:

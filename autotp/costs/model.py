@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from autotp.plans.constraints import Requirement
 from passes.capture import Captured
-from passes.graph import differentiable
+from passes.graph import differentiable, stays
 from passes.layouts.layout import Layout
 from passes.rules.factors import Operator, Value, value_of
 from passes.rules.kept import NOTHING, Kept, kept
@@ -103,8 +103,14 @@ class Model:
 
     @_of_graph
     def outputs(self) -> list[fx.Node]:
-        """Those of them that are brought whole to every device; what may stay sharded is an ``alias``."""
-        return [leaf for leaf in self.returned if leaf.target is not torch.ops.aten.alias.default]
+        """Those of them that are brought whole to every device."""
+        return [leaf for leaf in self.returned if not stays(leaf)]
+
+    @_of_graph
+    def observed(self) -> frozenset[fx.Node]:
+        """Those of them that hooks are shown, and nothing else: they are taken to have no gradient."""
+        leaves: Any = self.captured.graph_module.graph.output_node().args[0]
+        return frozenset(leaves[self.captured.outputs : self.captured.returned])
 
     @_of_graph
     def readers(self) -> Mapping[Value, Sequence[tuple[fx.Node, int]]]:

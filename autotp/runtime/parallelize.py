@@ -52,6 +52,7 @@ def parallelize(
     initialise: Callable[[nn.Module], None] | None = None,
     max_programs: int = MOST,
     outputs: str | None = None,
+    observe: Sequence[str] | None = None,
     broadcast: bool = True,
     debug: bool = False,
 ) -> fx.GraphModule:
@@ -79,6 +80,9 @@ def parallelize(
         outputs: ``whole``, or ``dtensor``: what the module returns is a ``DTensor`` in the layout that the planner chose,
             so that a loss outside the model, on a part of the logits, gathers nothing. Left out, as ``plan`` was made for;
             without a plan, ``whole``.
+        observe: names of modules inside the model, part by part as in a shell (``["blocks.*"]``): forward hooks that are
+            registered on these run after every forward pass, on what a ``DTensor`` in the layout of the plan is. Left out,
+            as ``plan`` was made for; without a plan, none.
         broadcast: take rank 0's parameters and buffers. If false, ranks whose values differ are an error.
         debug: check in every call, not only in a program's first, that ranks were given inputs that belong together.
 
@@ -102,13 +106,16 @@ def parallelize(
     kept = outputs if plan is None else plan.outputs
     if outputs is not None and outputs != kept:
         raise AutotpError(f"outputs={outputs!r}, but the plan is for outputs={kept!r}: leave outputs out, or plan with it")
+    seen = observe or () if plan is None else plan.observe
+    if observe is not None and tuple(observe) != tuple(seen):
+        raise AutotpError(f"observe={observe!r}, but the plan is for observe={[*seen]}: leave observe out, or plan with it")
     _join()
     agreement = JobAgreement()
 
     def captured() -> Captured:
         _refuse_hooks(model)
         asked = precision if plan is None else plan.asked(precision)
-        return capture(model, tuple(args), kwargs, asked, Options.outputs if kept is None else kept)
+        return capture(model, tuple(args), kwargs, asked, Options.outputs if kept is None else kept, seen)
 
     def decide(graph: Captured) -> Plan:
         if plan is not None:
@@ -129,13 +136,14 @@ def parallelize(
             gap=gap,
             precision=precision,
             outputs=kept or Options.outputs,
+            observe=seen,
         )
         return _planned(graph, topology, options)
 
     split = None if inputs == "local" else ()
 
     def build(graph: Captured, plan: Plan) -> Rewritten:
-        return apply(graph, plan, split, kept=plan.outputs == "dtensor")
+        return apply(graph, plan, split, kept=True)
 
     agreed_plan, rewritten = agreed(agreement, captured, decide, build)
     seed = agreement.decided(torch.initial_seed)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate
 from autotp.errors import AutotpError, PlanMismatchError
 from autotp.plans.plan import Plan, fingerprint
 from passes.capture import Captured, capture
-from passes.graph import dump
+from passes.graph import dump, stays
 from passes.layouts.codes import fits, restorable
 from passes.layouts.layout import Layout, local_shape, place
 from passes.rules.factors import Operator, analyse
@@ -66,10 +66,11 @@ class Rewritten:
         """The fully replicated layout."""
         return whole_layout(len(self.sharding.mesh))
 
-    def returned(self, number: int) -> Layout:
-        """The layout of an output of the model, a tensor."""
+    def returned(self, number: int) -> Layout | None:
+        """The layout of an output of the graph, a tensor; None if it is brought whole to every device."""
         leaves: Any = self.captured.graph_module.graph.output_node().args[0]
-        return self.sharding.strategies[leaves[number].name].results[0] if self.sharding.kept else self.whole
+        kept = self.sharding.kept and stays(leaves[number])
+        return self.sharding.strategies[leaves[number].name].results[0] if kept else None
 
     def resting(self, name: str) -> Layout:
         """The layout in which a placeholder's value rests."""
@@ -82,7 +83,7 @@ def rewrite(model: nn.Module, plan: Plan, args: Sequence[Any] = (), kwargs: Mapp
     Raises:
         PlanMismatchError: when the plan was made for another model or other inputs.
     """
-    return apply(capture(model, tuple(args), kwargs, plan.precision, plan.outputs), plan)
+    return apply(capture(model, tuple(args), kwargs, plan.precision, plan.outputs, plan.observe), plan)
 
 
 def apply(captured: Captured, plan: Plan, split: Sequence[int] | None = (), *, kept: bool = False) -> Rewritten:
@@ -92,7 +93,7 @@ def apply(captured: Captured, plan: Plan, split: Sequence[int] | None = (), *, k
         captured: the graph.
         plan: a plan for it.
         split: the mesh axes that split dim 0 of what each device is given as inputs; None: as the plan splits the batch.
-        kept: whether outputs stay in the plan's layouts; they are brought whole to every device otherwise.
+        kept: whether outputs that may stay in the plan's layouts do so; all are brought whole to every device otherwise.
     """
     panels = {op.name: op.panels for op in plan.operators if op.panels > 1}
     if panels and any(count > 1 for count in plan.chunks.values()):

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial
 
-from passes.graph import RECOMPUTE, annotate, cast_of, differentiable, note_of
+from passes.graph import RECOMPUTE, annotate, cast_of, differentiable, note_of, stays
 from passes.layouts.layout import Layout, even_chunk, is_shard, local_shape, splits
 from passes.layouts.reshard import COMMUNICATING, GATHERING, Step, steps
 from passes.rules.factors import Operator, Value, value_of
@@ -49,7 +49,7 @@ class Sharding:
         recomputed: operator name -> whether the backward pass, which computes its results again, also repeats the
             collectives that bring them into other layouts; operators that are not named are kept.
         gathered_once: names of the parameters whose gathered copies are kept until the backward pass has read them.
-        kept: along how many axes, the first ones, outputs stay in the layouts that they have; they are whole along others.
+        kept: along how many axes, the first ones, outputs that may stay sharded do so; they are whole along others.
     """
 
     mesh: tuple[int, ...]
@@ -270,7 +270,7 @@ class _Rewriter:
         for index, leaf in enumerate(leaves):
             layout = self.whole
             if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), torch.Tensor):
-                have, kept = self.layouts[value_of(leaf)], self.sharding.kept
+                have, kept = self.layouts[value_of(leaf)], self.sharding.kept * stays(leaf)
                 layout = have[:kept] + self.whole[kept:] if index < mutated else resting[index - mutated]
                 leaf = self.edge(leaf, Want(layout, gradient_of(layout)))
             elif isinstance(leaf, fx.Node):

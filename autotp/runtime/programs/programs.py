@@ -231,7 +231,7 @@ class Programs:
             return leaf if ways == 1 or not leaf.dim() else torch.empty_like(leaf).repeat_interleave(ways, 0)
 
         example, named = tree_map(whole, (tuple(args), dict(kwargs)))
-        return capture(self.model, example, named, self.plan.precision, self.plan.outputs)
+        return capture(self.model, example, named, self.plan.precision, self.plan.outputs, self.plan.observe)
 
     def _planned(self, key: Key, captured: Captured) -> Plan:
         """The plan of a program: of the first plan's family and within its memory, if there is one."""
@@ -276,8 +276,8 @@ class Programs:
         schedules = None
         if how is not None:
             schedules = Schedules(sharded, self.world, how, self.agreement, even=self.even and rewritten.even)
-        flows = made_of(captured.graph_module.graph, captured.outputs)
-        through = made_of(sharded.graph, captured.outputs)
+        flows = made_of(captured.graph_module.graph, captured.returned, shown=True)
+        through = made_of(sharded.graph, captured.returned)
         return Program(
             key,
             plan,
