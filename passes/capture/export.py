@@ -139,11 +139,11 @@ def capture(
     graph = inline_regions(exported, mode, names.placeholders, names.renamed)
     learned = {*names.parameters, *names.inputs}
     graph, places = functionalise(graph, mode, set(names.buffers), learned)
-    graph = normalise(graph, mode, places)
-    leaves: Any = graph.output_node().args[0]
-    mutations = {buffer: leaves[place].name for buffer, place in places.items()}
     results = out_spec.num_leaves
-    numbers = apart(graph, results, len(leaves) - len(places), kept=outputs == "dtensor")
+    shown = range(results, len(graph.output_node().args[0]) - len(places))  # type: ignore[arg-type]
+    graph = normalise(graph, mode, places, shown)
+    mutations = {buffer: graph.output_node().args[0][place].name for buffer, place in places.items()}  # type: ignore
+    numbers = apart(graph, shown, kept=outputs == "dtensor")
 
     if policy is not None:
         check_dtypes(graph, policy)

@@ -108,7 +108,7 @@ def observing(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[li
         return
     indices = {id(module): index for index, module in enumerate(model.modules())}
 
-    def look(name: str, module: nn.Module, *values: Any) -> None:
+    def look(name: str, index: int, _: nn.Module, *values: Any) -> None:  # export may call a proxy of a module
         leaves, spec = tree_flatten(values)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
@@ -119,7 +119,7 @@ def observing(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[li
                     f"observe: module {name!r} is given or returns a {type(leaf).__name__}, which hooks of a distributed "
                     "module cannot be shown: only tensors, numbers, text, and lists, tuples and dicts of these"
                 )
-        moments.append(Moment(name, indices[id(module)], len(values) == 2, spec, tuple(leaves)))
+        moments.append(Moment(name, index, len(values) == 2, spec, tuple(leaves)))
 
     def begin(*_: Any) -> None:
         moments.clear()
@@ -129,7 +129,7 @@ def observing(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[li
     handles.append(model.register_forward_hook(lambda _, __, made: (made, tuple(copies))))
     for name, module in {id(m): (n, m) for n, m in modules.items()}.values():
         for register in (module.register_forward_pre_hook, module.register_forward_hook):
-            handles.append(register(functools.partial(look, name), with_kwargs=True))  # type: ignore[arg-type]
+            handles.append(register(functools.partial(look, name, indices[id(module)]), with_kwargs=True))  # type: ignore[arg-type]
     try:
         yield moments
     finally:
@@ -146,20 +146,20 @@ def numbered(moments: Sequence[Moment], numbers: Mapping[int, int]) -> tuple[Mom
     return tuple(replace(moment, leaves=tuple(map(place, moment.leaves))) for moment in moments)
 
 
-def apart(graph: fx.Graph, count: int, end: int, *, kept: bool) -> dict[int, int]:
+def apart(graph: fx.Graph, observed: range, *, kept: bool) -> dict[int, int]:
     """Makes outputs operators of their own: views of what the graph returned.
 
     Args:
         graph: it returns the user's leaves, what is observed, and new values of buffers.
-        count, end: where the user's leaves end, and what is observed.
-        kept: whether it is done to the user's leaves too, and not to what is observed alone, each of which is returned once.
+        observed: numbers of what is observed, of which every tensor is returned once.
+        kept: whether it is done to the user's leaves too.
 
     Returns:
-        Number of what is observed -> its number among the outputs.
+        Which of what was observed -> its number among the outputs.
     """
     output = graph.output_node()
     leaves: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-    made, numbers, places = leaves[:count], dict[int, int](), dict[fx.Node, int]()
+    made, numbers, places = leaves[: observed.start], dict[int, int](), dict[fx.Node, int]()
 
     def view(leaf: fx.Node) -> fx.Node:
         with graph.inserting_before(output):
@@ -167,14 +167,14 @@ def apart(graph: fx.Graph, count: int, end: int, *, kept: bool) -> dict[int, int
         found.meta = dict(leaf.meta)
         return found
 
-    for place, leaf in enumerate(leaves[:count]):
+    for place, leaf in enumerate(made):
         if kept and isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), Tensor):
             made[place] = view(leaf)
             places.setdefault(leaf, place)
-    for number, leaf in enumerate(leaves[count:end]):
+    for number, leaf in enumerate(leaves[observed.start : observed.stop]):
         if leaf not in places:
             places[leaf] = len(made)
             made.append(view(leaf))
         numbers[number] = places[leaf]
-    output.args = ((*made, *leaves[end:]),)
+    output.args = ((*made, *leaves[observed.stop :]),)
     return numbers

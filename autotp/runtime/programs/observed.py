@@ -24,7 +24,7 @@ def show(moments: Sequence[Moment], modules: Sequence[nn.Module], outputs: Seque
         since: the number of the first hook that counts, as torch numbers them.
 
     Raises:
-        AutotpError: a hook returned something, or changed in place what it was shown.
+        AutotpError: a hook returned something, changed in place what it was shown, or asked for its gradient.
     """
     versions: list[int] | None = None
     for moment in moments:
@@ -45,10 +45,18 @@ def show(moments: Sequence[Moment], modules: Sequence[nn.Module], outputs: Seque
                     "module's parts only look. Return None, and change clones; to change what the model computes, change "
                     "the model before it is distributed"
                 )
+            if any(isinstance(each, Tensor) and (each._backward_hooks or each.retains_grad) for each in outputs):
+                raise AutotpError(
+                    f"a forward hook of {moment.module} asked for the gradient of what it was shown, which would lack what "
+                    "comes from the rest of the model: observed tensors are independent outputs in autograd. Hooks on "
+                    "gradients of parameters, and losses of observed tensors, have whole gradients"
+                )
 
 
 def _versions(outputs: Sequence[Any]) -> list[int]:
-    return [version_of(getattr(each, "_local_tensor", each)) for each in outputs if isinstance(each, Tensor)]
+    """How often outputs were changed in place; a ``DTensor`` and its part are counted apart."""
+    tensors = [each for each in outputs if isinstance(each, Tensor)]
+    return [version_of(each) + version_of(getattr(each, "_local_tensor", each)) for each in tensors]
 
 
 def unobserved(name: str) -> AutotpError:
