@@ -189,7 +189,7 @@ def differentiable(value: Any) -> bool:
 
 
 def stays(leaf: Any) -> bool:
-    """Whether an output of a captured graph may stay sharded: it is an operator of its own then, a view of what is returned."""
+    """Whether an output of a captured graph may stay sharded: it is then a view, an operator with a strategy of its own."""
     return isinstance(leaf, fx.Node) and leaf.target is torch.ops.aten.alias.default
 
 

@@ -61,8 +61,8 @@ class Options:
             each, where the family does not.
         outputs: ``whole``, on every device, or ``dtensor``: what the model returns stays in the layouts that the planner
             chooses.
-        observe: names of modules, part by part as in a shell (``blocks.*``), whose forward hooks run with what a ``DTensor``
-            in the layout of the plan is.
+        observe: names of modules, or patterns that match them part by part (``blocks.*``): their forward hooks are called,
+            with ``DTensor``s in the layouts that the planner chooses.
         resting: parameter name -> the layout in which it rests already, on ``mesh``; the planner chooses all others.
 
     Raises:

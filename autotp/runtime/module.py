@@ -185,6 +185,8 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
 
     def _returned(self, program: Program, number: int, value: Any) -> Any:
         """An output as the caller gets it."""
+        if number in program.rewritten.sharding.rows and value.requires_grad:
+            return _Rows.apply(value, program.rewritten.ways)
         layout = program.rewritten.returned(number)
         if layout is None:
             return value
@@ -290,6 +292,19 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
         # Graphs are made for strides too, and all ranks must agree about when a new one is needed.
         given = [value.contiguous() for value in inputs] if scheduled else inputs
         return values | program.constants | dict(zip(captured.inputs, given, strict=True))
+
+
+class _Rows(torch.autograd.Function):
+    """This rank's rows of an output. What ranks compute from theirs is averaged, as FSDP2 and DDP do."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, ways: int) -> Tensor:  # type: ignore[override]
+        ctx.ways = ways
+        return value.detach()  # a view made in here could not be changed in place outside
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient / ctx.ways, None
 
 
 def _foreign(name: str, parameter: Any, layout: Layout, plan: Plan) -> str:

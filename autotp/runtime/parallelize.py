@@ -69,20 +69,22 @@ def parallelize(
             `autotp.plans.options.Options`.
         recompute, reshard_after_forward: see there.
         inputs: what each call is given: ``global``, the whole batch on every rank, or ``local``, this rank's part of it
-            (dim 0, split by the mesh axes that the plan splits the batch over). What is returned depends on
-            ``outputs`` alone.
+            (dim 0, split by the mesh axes that the plan splits the batch over). With ``local``, outputs whose dim 0 is the
+            batch come back as this rank's rows, and what ranks compute from theirs is averaged in the backward pass, as
+            FSDP2 does; all other outputs, such as a loss, are those of the whole batch.
         schedule: ``overlap`` runs scheduled forward and backward graphs, whose collectives are under way while something is
             computed; ``none`` runs the sharded graph as autograd does. Left out, it is the one that ``plan`` was made for;
             without a plan, ``overlap``.
         initialise: fills in a module's own parameters and buffers, for models on ``meta``.
         max_programs: how many programs the module may have: a call in another mode, without gradients or with other inputs
             makes one when it first happens, over the same parameters (see ``DistributedModule.programs``).
-        outputs: ``whole``, or ``dtensor``: what the module returns is a ``DTensor`` in the layout that the planner chose,
-            so that a loss outside the model, on a part of the logits, gathers nothing. Left out, as ``plan`` was made for;
-            without a plan, ``whole``.
-        observe: names of modules inside the model, part by part as in a shell (``["blocks.*"]``): forward hooks that are
-            registered on these run after every forward pass, on what a ``DTensor`` in the layout of the plan is. Left out,
-            as ``plan`` was made for; without a plan, none.
+        outputs: ``whole`` (rows, with ``inputs="local"``), or ``dtensor``: what the module returns is a ``DTensor`` in the
+            layout that the planner chose, so that a loss outside the model, on a part of the logits, gathers nothing. Left
+            out, as ``plan`` was made for; without a plan, ``whole``.
+        observe: names of modules inside the model, or shell-style patterns that match names part by part, such as
+            ``["blocks.*"]``. Forward hooks registered on them are called after every forward pass, in the order of the
+            model's calls, with ``DTensor``s in the layouts that the planner chose. Left out, as ``plan`` was made for;
+            without a plan, none.
         broadcast: take rank 0's parameters and buffers. If false, ranks whose values differ are an error.
         debug: check in every call, not only in a program's first, that ranks were given inputs that belong together.
 

@@ -142,7 +142,8 @@ def capture(
     results = out_spec.num_leaves
     shown = range(results, len(graph.output_node().args[0]) - len(places))  # type: ignore[arg-type]
     graph = normalise(graph, mode, places, shown)
-    mutations = {buffer: graph.output_node().args[0][place].name for buffer, place in places.items()}  # type: ignore
+    leaves: Any = graph.output_node().args[0]
+    mutations = {buffer: leaves[place].name for buffer, place in places.items()}
     numbers = apart(graph, shown, kept=outputs == "dtensor")
 
     if policy is not None:
@@ -152,7 +153,6 @@ def capture(
             annotate(node, cast=casts[names.parameters[node.name]])
     unused = [names.parameters[n.name] for n in graph.nodes if n.name in names.parameters and not n.users]
     signature = CallSignature.of(model.forward, args, kwargs, out_spec)
-    returned = len(graph.output_node().args[0]) - len(places)  # type: ignore[arg-type]
     return Captured(
         graph_module=fx.GraphModule(nn.Module(), graph, class_name=type(model).__name__),
         parameters=names.parameters,
@@ -162,7 +162,7 @@ def capture(
         constants=names.constants,
         inputs=tuple(names.inputs),
         outputs=results,
-        returned=returned,
+        returned=len(graph.output_node().args[0]) - len(places),  # type: ignore[arg-type]
         mutations=mutations,
         signature=signature,
         observed=numbered(moments, numbers),

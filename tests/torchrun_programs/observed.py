@@ -45,7 +45,9 @@ NAMES = ["blocks.0", "blocks.1", "blocks.0.qkv", "blocks.1.qkv", "blocks.0.act",
 
 def whole(value):
     """What a hook sees, as the plain model's; without a copy, a change in place would be seen later."""
-    return value.full_tensor() if isinstance(value, DTensor) else value.clone() if isinstance(value, torch.Tensor) else value
+    return (
+        value.full_tensor() if isinstance(value, DTensor) else value.clone() if isinstance(value, torch.Tensor) else value
+    )
 
 
 def watched(model):
@@ -162,7 +164,7 @@ def mistakes():
                 parallel(x)
             handle.remove()
         kept = []
-        parallel.blocks[0].register_forward_hook(lambda m, args, made: kept.append(made["x"]))
+        parallel.blocks[0].register_forward_hook(lambda m, args, made, kept=kept: kept.append(made["x"]))
         made = parallel(x)
         kept[0].retain_grad()
         with pytest.raises(autotp.AutotpError, match="what module 'blocks.0' is given or returns has a hook or retains"):

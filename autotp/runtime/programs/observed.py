@@ -37,13 +37,14 @@ def show(moments: Sequence[Moment], modules: Sequence[nn.Module], outputs: Seque
         args, kwargs, *made = moment.values(outputs)
         versions = _versions(outputs) if versions is None else versions
         for number, hook in mine:
-            answer = hook(module, *((args, kwargs) if number in named else (args,)), *made)  # type: ignore[operator]
+            given = (args, kwargs) if number in named else (args,)
+            answer = hook(module, *given, *made)  # type: ignore[operator]
             if answer is not None or _versions(outputs) != versions:
                 did = "changed a tensor in place" if answer is None else f"returned a {type(answer).__name__}"
                 raise AutotpError(
-                    f"a forward hook of {moment.module} {did}, which would change the model's result: hooks of a distributed "
-                    "module's parts only look. Return None, and change clones; to change what the model computes, change "
-                    "the model before it is distributed"
+                    f"a forward hook of {moment.module} {did}, which would change the model's result: hooks of a "
+                    "distributed module's parts only look. Return None, and change clones; to change what the model "
+                    "computes, change the model before it is distributed"
                 )
             if any(isinstance(each, Tensor) and (each._backward_hooks or each.retains_grad) for each in outputs):
                 raise AutotpError(
@@ -62,7 +63,6 @@ def _versions(outputs: Sequence[Any]) -> list[int]:
 def unobserved(name: str) -> AutotpError:
     """Why a module's forward hook cannot be called."""
     return AutotpError(
-        f"{name} is a part of a distributed module, and its forward hooks would not be called: the graph hands out what "
-        f"observed modules are given and return. Give autotp.parallelize observe=[{name!r}], or register the hook on the "
-        "distributed module"
+        f"{name} is not observed, so its forward hooks would not be called: give autotp.parallelize observe=[{name!r}], or "
+        "register the hook on the distributed module"
     )

@@ -84,7 +84,7 @@ class Programs:
         self.model, self.plan, self.world, self.agreement, self.how = model, plan, world, agreement, how
         self.most, self.device, self.layouts, self.even, self.syncing = most, device, layouts, even, True
         self.debug, self.checked = debug, set[Key]()
-        self.split, self.ways, self.kept = rewritten.split, rewritten.ways, rewritten.sharding.kept > 0
+        self.split, self.ways, self.kept = rewritten.sharding.split, rewritten.ways, rewritten.sharding.kept > 0
         self.signature = rewritten.captured.signature
         shapes = iter(rewritten.shapes)
         leaves = [(x.dtype, next(shapes)) if x.shape is not None else _described(x.value) for x in self.signature.leaves]
@@ -278,6 +278,7 @@ class Programs:
             schedules = Schedules(sharded, self.world, how, self.agreement, even=self.even and rewritten.even)
         flows = made_of(captured.graph_module.graph, captured.returned, shown=True)
         through = made_of(sharded.graph, captured.returned)
+        through = {i: others for i, others in through.items() if i not in rewritten.sharding.rows}
         return Program(
             key,
             plan,

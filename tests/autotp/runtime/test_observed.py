@@ -152,7 +152,7 @@ def test_a_loss_of_what_was_observed(schedule):
 
 
 def test_what_the_planner_sees():
-    """An observed tensor is an operator with a layout, summed up where partial sums would have gone on; else nothing changes."""
+    """An observed tensor is an operator with a layout, and never partial sums; without any, nothing changes."""
     model, x = net()
     topology = autotp.Topology.flat(4)
     asked = {"strategy": "megatron-1d", "mesh": (4,)}
@@ -180,7 +180,7 @@ def test_mistakes():
     handle.remove()
     ours, _, _, _ = both(model, x, ["norm"], [], strategy="data")
     handle = ours.head.register_forward_hook(lambda *_: None)
-    with pytest.raises(autotp.AutotpError, match=r"head is a part .* observe=\['head'\]"):
+    with pytest.raises(autotp.AutotpError, match=r"head is not observed.*observe=\['head'\]"):
         ours(x)
     handle.remove()
     ours.norm.register_forward_hook(lambda _, given, made: made * 2)
@@ -207,16 +207,16 @@ def test_what_hooks_cannot_be_shown():
         capture(Outer(), (torch.randn(4),), observe=["inner"])
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.exact)])
-def test_blocks_of_transformers(name):
-    model, args, kwargs = double(MODELS[name])
+def test_blocks_of_transformers():
+    model, args, kwargs = double(MODELS["llama"])
     found = [n for n, module in model.named_modules() if "." in n and n.rpartition(".")[2].isdigit()]
     with float64_mode():
         plain = copy.deepcopy(model)
         observe = [f"{found[0].rpartition('.')[0]}.*"]
         plan = autotp.plan(model, autotp.Topology.flat(2), args, kwargs, strategy="megatron-1d", mesh=(2,), observe=observe)
         ours = autotp.simulate(model, plan, args, kwargs, schedule="overlap")
-        mine, theirs = (watched(each, found, before=False) for each in (ours, plain))  # export makes masks that eager does not
+        # Arguments besides: export makes masks that eager models do not.
+        mine, theirs = (watched(each, found, before=False) for each in (ours, plain))
         ours(*args, **kwargs)
         plain(*args, **kwargs)
     check(mine, theirs)
