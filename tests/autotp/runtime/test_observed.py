@@ -221,3 +221,10 @@ def test_blocks_of_transformers():
         plain(*args, **kwargs)
     check(mine, theirs)
     assert len(mine) == len(found) > 0
+
+
+def test_plans_of_observed_models_are_verified():
+    model, x = net()
+    plan = autotp.plan(model, autotp.Topology.flat(2), (x,), strategy="megatron-1d", mesh=(2,), observe=["blocks.*"])
+    found = autotp.verify(model, plan, (x,))
+    assert found.right and list(found.outputs) == ["0"]
