@@ -26,6 +26,7 @@ __all__ = [
     "emit",
     "note_of",
     "place_of",
+    "stays",
     "where",
 ]
 
@@ -188,6 +189,11 @@ def below(nodes: Iterable[fx.Node], sources: Iterable[fx.Node]) -> set[fx.Node]:
 def differentiable(value: Any) -> bool:
     """Whether a value is a tensor of floating-point or complex numbers."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def stays(leaf: Any) -> bool:
+    """Whether an output of a captured graph may stay sharded: it is then a view, an operator with a strategy of its own."""
+    return isinstance(leaf, fx.Node) and leaf.target is torch.ops.aten.alias.default
 
 
 def where(node: fx.Node) -> str:

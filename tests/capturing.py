@@ -20,7 +20,7 @@ def run(captured: Captured, model: nn.Module, args: Any, kwargs: Any) -> tuple[A
         *captured.constants.values(),
         *captured.signature.flatten(args, kwargs),
     )
-    buffers = dict(zip(captured.mutations, flat[captured.outputs :], strict=True))
+    buffers = dict(zip(captured.mutations, flat[captured.returned :], strict=True))
     return captured.signature.unflatten(flat[: captured.outputs]), {captured.buffers[k]: v for k, v in buffers.items()}
 
 

@@ -259,7 +259,7 @@ def _check_sweep(machines: Sequence[Topology], counts: Sequence[int], tokens: in
 
 def _workload(made: Any, tokens: int | None, options: Options) -> _Workload:
     model, args, kwargs = example_of(made)
-    captured = capture(model, args, kwargs, options.precision, options.outputs)
+    captured = capture(model, args, kwargs, options.precision, options.outputs, options.observe)
     counted, unit = batch_of(captured)
     times, passes = options.accumulate, 3 if options.trains else 1
     flop = forward_flop(captured) * passes * times

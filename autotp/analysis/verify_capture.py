@@ -52,7 +52,7 @@ def compared_with_model(
             yield node.name, f"output {number}", _error(values[node.name], result), False
             if number in weights:
                 loss.append((result * weights[number]).sum().double())
-    for name, node in zip(captured.mutations, given[captured.outputs :], strict=True):
+    for name, node in zip(captured.mutations, given[captured.returned :], strict=True):
         fqn = captured.buffers[name]
         yield node.name, f"the new value of buffer {fqn}", _error(values[node.name], buffers[fqn]), False
     if not any(part.requires_grad for part in loss):

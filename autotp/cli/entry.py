@@ -180,7 +180,9 @@ def _plan(
         plan = plan_model(module, machine, args, kwargs, options)
     save_plan(plan, save)
     if html is not None:
-        write_report(html, module, capture(module, args, kwargs, plan.precision, plan.outputs), plan, timeline, model)
+        write_report(
+            html, module, capture(module, args, kwargs, plan.precision, plan.outputs, plan.observe), plan, timeline, model
+        )
     show_plan(plan, as_json, everything)
 
 

@@ -69,7 +69,7 @@ def inspect_command(
     loaded = Plan.load(plan)
     with working("reading the plan"):
         module_, args, kwargs = load_model(model, loaded.devices)
-        captured = capture(module_, args, kwargs, loaded.precision, loaded.outputs)
+        captured = capture(module_, args, kwargs, loaded.precision, loaded.outputs, loaded.observe)
     if html is not None:
         write_report(html, module_, captured, loaded, timeline, model)
         return

@@ -85,7 +85,7 @@ class Footprint:
             self.forward(node, ends[node])
         if self.needs is not None:
             for leaf in self.model.returned:
-                if value_of(leaf) in self.model.trained:
+                if value_of(leaf) in self.model.trained and leaf not in self.model.observed:
                     layout = self.whole if leaf in self.model.outputs else self.layouts[value_of(leaf)]
                     self.gradients.held.arrive((value_of(leaf), None), self.bytes(leaf.meta["val"], layout))
             for at, node in reversed(list(enumerate(nodes))):

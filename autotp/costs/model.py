@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from autotp.plans.constraints import Requirement
 from passes.capture import Captured
-from passes.graph import differentiable
+from passes.graph import differentiable, stays
 from passes.layouts.layout import Layout
 from passes.rules.factors import Operator, Value, value_of
 from passes.rules.kept import NOTHING, Kept, kept
@@ -112,16 +112,22 @@ class Model:
         """(A cache's new value, the cache): it is brought to where the cache rests."""
         graph, captured = self.captured.graph_module.graph, self.captured
         given = {node.name: node for node in graph.find_nodes(op="placeholder")}
-        made: Sequence = graph.output_node().args[0][captured.outputs :]  # type: ignore[index, assignment]
+        made: Sequence = graph.output_node().args[0][captured.returned :]  # type: ignore[index, assignment]
         pairs = zip(made, captured.mutations, strict=True)
         return [(value, given[name]) for value, name in pairs if name in captured.caches]
 
     @_of_graph
     def outputs(self) -> list[fx.Node]:
-        """Those that are brought whole to every device; what may stay sharded is an ``alias``, or a cache's new value."""
+        """Those that are brought whole to every device; what may stay sharded, or is a cache's new value, is not."""
         left = Counter(value for value, _ in self.written)
-        leaves = [leaf for leaf in self.returned if leaf.target is not torch.ops.aten.alias.default]
+        leaves = [leaf for leaf in self.returned if not stays(leaf)]
         return [*(Counter(leaves) - left).elements()]
+
+    @_of_graph
+    def observed(self) -> frozenset[fx.Node]:
+        """Those of them that hooks are shown, and nothing else: they are taken to have no gradient."""
+        leaves: Any = self.captured.graph_module.graph.output_node().args[0]
+        return frozenset(leaves[self.captured.outputs : self.captured.returned])
 
     @_of_graph
     def readers(self) -> Mapping[Value, Sequence[tuple[fx.Node, int]]]:

@@ -64,6 +64,7 @@ def plan(
     recompute: str | Sequence[str] = Options.recompute,
     reshard_after_forward: bool | None = Options.reshard_after_forward,
     outputs: str = Options.outputs,
+    observe: Sequence[str] = Options.observe,
 ) -> Plan:
     """Plans how ``model`` runs on ``topology``. Needs no process group and no device; the model may be on ``meta``.
 
@@ -72,7 +73,7 @@ def plan(
         topology: a ``Topology``, or the name or path of one.
         args, kwargs: example inputs of the global batch; left out, a Hugging Face model's ``dummy_inputs`` serve.
         strategy, mesh, mode, memory, optimizer, accumulate, panels, chunks, schedule: see `autotp.plans.options.Options`.
-        constraints, precision, time_limit, gap, recompute, reshard_after_forward, outputs: see there.
+        constraints, precision, time_limit, gap, recompute, reshard_after_forward, outputs, observe: see there.
 
     Returns:
         The best plan that was found; ``Plan.optimal`` and ``Plan.gap`` say how good it is known to be.
@@ -101,6 +102,7 @@ def plan(
         recompute=recompute,
         reshard_after_forward=reshard_after_forward,
         outputs=outputs,
+        observe=observe,
     )
     return plan_model(model, topology, args, kwargs, options)
 
@@ -116,10 +118,11 @@ def plan_model(
     topology = Topology.load(topology) if isinstance(topology, str) else topology
     options.check(topology)
     started = time.perf_counter()
-    captured = capture(model, tuple(args), kwargs, options.precision, options.outputs)
+    captured = capture(model, tuple(args), kwargs, options.precision, options.outputs, options.observe)
 
     def recapture(parts: int, precision: Precision) -> Captured:
-        return capture(model, *part_of(captured, (tuple(args), dict(kwargs or {})), parts), precision, options.outputs)
+        example = part_of(captured, (tuple(args), dict(kwargs or {})), parts)
+        return capture(model, *example, precision, options.outputs, options.observe)
 
     return plan_captured(captured, topology, options, {"capture_seconds": time.perf_counter() - started}, recapture)
 
@@ -239,6 +242,7 @@ def plan_captured(
         chunks=chunks or {},
         schedule=options.schedule,
         outputs=options.outputs,
+        observe=tuple(options.observe),
         constraints=tuple(one.text for one in asked),
         planning={},
         **fields,

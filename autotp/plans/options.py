@@ -63,6 +63,8 @@ class Options:
             each, where the family does not.
         outputs: ``whole``, on every device, or ``dtensor``: what the model returns stays in the layouts that the planner
             chooses.
+        observe: names of modules, or patterns that match them part by part (``blocks.*``): their forward hooks are called,
+            with ``DTensor``s in the layouts that the planner chooses.
         resting: parameter name -> the layout in which it rests already, on ``mesh``; the planner chooses all others.
 
     Raises:
@@ -87,6 +89,7 @@ class Options:
     recompute: str | Sequence[str] = "auto"
     reshard_after_forward: bool | None = None
     outputs: str = "whole"
+    observe: Sequence[str] = ()
     resting: Mapping[str, Layout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -178,6 +181,7 @@ class Options:
             precision=plan.precision,
             schedule=plan.schedule,
             outputs=plan.outputs,
+            observe=plan.observe,
             constraints=plan.constraints,
             recompute=plan.planning.get("recompute", "none"),
             reshard_after_forward=plan.planning.get("reshard_after_forward"),

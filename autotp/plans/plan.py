@@ -68,6 +68,7 @@ class Plan:
             ``reshard_after_forward=False`` in FSDP2); all others that this reads are gathered again.
         precision: in which dtypes it computes and reduces (``bf16-mixed``, or a policy as text); None: in the model's own.
         outputs: whether what the model returns is ``whole`` on every device, or ``dtensor``: in the layouts of the plan.
+        observe: names of modules, or patterns of names, that are observed (see `autotp.plans.options.Options`).
         schedule: how it is to be run, and was predicted: ``overlap`` or ``none``.
         constraints: that the user gave, as texts (see `autotp.plans.constraints`).
         planning: how the plan was found (times in seconds, sizes).
@@ -97,6 +98,7 @@ class Plan:
     gathered_once: tuple[str, ...] = ()
     batch_axes: tuple[str, ...] = ()
     outputs: str = "whole"
+    observe: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Checks the chunks and the number of micro-batches.

@@ -22,7 +22,7 @@ from passes.sharding.chunk import CHUNKS
 __all__ = ["AS_WRITTEN", "FORMAT", "LARGEST_FILE", "Written", "decode_layout", "encode_layout", "read"]
 
 #: Version of the JSON form; plans of another version are refused.
-FORMAT: Final = 7
+FORMAT: Final = 8
 
 #: Bytes of a file; an operator takes about 700.
 LARGEST_FILE: Final = 2**26
@@ -76,7 +76,7 @@ class Written:
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
-    format: Literal[7]
+    format: Literal[8]
     hash: str
     strategy: str
     mesh_shape: tuple[Count, ...]
@@ -102,6 +102,7 @@ class Written:
     gathered_once: tuple[str, ...]
     batch_axes: tuple[str, ...]
     outputs: Literal["whole", "dtensor"]
+    observe: tuple[str, ...]
 
 
 #: The keys that a plan has as they are.

@@ -22,11 +22,12 @@ from autotp.runtime.agreement import JobAgreement
 from autotp.runtime.anatomy import CONSTANTS, WORLD, attach, bound, carrying, find, hierarchy
 from autotp.runtime.durations import how_to_run
 from autotp.runtime.output_guard import guard
-from autotp.runtime.programs import MOST, Program, Programmed, Programs, blueprint
+from autotp.runtime.programs import MOST, Program, Programmed, Programs, blueprint, show
 from autotp.runtime.recording import Event, recorded
 from autotp.runtime.rewrite import Rewritten
 from autotp.runtime.state import distribute, held_part, local_part, local_parts, of_rank_0, state_of
 from autotp.runtime.submodule import Sealed, plain_attributes
+from passes.capture import matching
 from passes.layouts.layout import Layout, describe, is_shard, place, take
 from passes.world.process import ProcessWorld
 from passes.world.seeds import ways_to_draw
@@ -121,8 +122,9 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
         self._owners = {name: self._owner(name) for name in names}
         self._plain = plain_attributes(model)
         self._sealed = True
-        for each in modules[1:]:
-            each._sealed = True
+        observed = {id(module) for module in matching(model, plan.observe).values()}
+        for module, each in zip(list(model.modules())[1:], modules[1:], strict=True):
+            each._sealed, each._observed = True, id(module) in observed
 
     @property
     def batch_rank(self) -> int:
@@ -167,15 +169,16 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
             syncing=programs.syncing,
         )
         with torch.no_grad():
-            for name, value in zip(captured.mutations, results[captured.outputs :], strict=True):
+            for name, value in zip(captured.mutations, results[captured.returned :], strict=True):
                 self._held(captured.buffers[name]).copy_(value)
-        outputs = [self._returned(program, i, each) for i, each in enumerate(results[: captured.outputs])]
-        guard(outputs, program.made_of if scheduled else program.made_apart)
+        outputs = [self._returned(program, i, each) for i, each in enumerate(results[: captured.returned])]
+        guard(outputs, program.made_of if scheduled else program.made_apart, captured.said)
         programs.watch(outputs, lambda other: self._parts(other, self._own_parameters(other)))
         if programs.monitor is not None:
             values = functools.partial(self._values, program, parameters, inputs, scheduled=scheduled)
             programs.monitor.check(program, values, results, functools.partial(self._gradients, program))
-        return captured.signature.unflatten(outputs)
+        show(captured.observed, self._moded, outputs)
+        return captured.signature.unflatten(outputs[: captured.outputs])
 
     def _given(self, leaf: Any) -> Any:
         """What a call passes, where that is a ``DTensor``: as this rank would pass it without."""
@@ -190,11 +193,13 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
 
     def _returned(self, program: Program, number: int, value: Any) -> Any:
         """An output as the caller gets it."""
-        if program.plan.outputs == "whole" or not isinstance(value, Tensor):
+        if number in program.rewritten.sharding.rows and value.requires_grad:
+            return _Rows.apply(value, program.rewritten.ways)
+        layout = program.rewritten.returned(number)
+        if layout is None:
             return value
         leaves: Any = program.captured.graph_module.graph.output_node().args[0]
         whole, world = leaves[number].meta["val"], self.get_submodule(WORLD)
-        layout = program.rewritten.returned(number)
         mesh: Any = world.device_mesh
         return DTensor.from_local(value, mesh, layout, run_check=False, shape=whole.shape, stride=whole.stride())
 
@@ -301,6 +306,19 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
         # Graphs are made for strides too, and all ranks must agree about when a new one is needed.
         given = [value.contiguous() for value in inputs] if scheduled else inputs
         return values | program.constants | dict(zip(captured.inputs, given, strict=True))
+
+
+class _Rows(torch.autograd.Function):
+    """This rank's rows of an output. What ranks compute from theirs is averaged, as FSDP2 and DDP do."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, ways: int) -> Tensor:  # type: ignore[override]
+        ctx.ways = ways
+        return value.detach()  # a view made in here could not be changed in place outside
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient / ctx.ways, None
 
 
 def _foreign(name: str, parameter: Any, layout: Layout, plan: Plan) -> str:

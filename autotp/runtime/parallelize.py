@@ -53,6 +53,7 @@ def parallelize(
     initialise: Callable[[nn.Module], None] | None = None,
     max_programs: int = MOST,
     outputs: str | None = None,
+    observe: Sequence[str] | None = None,
     broadcast: bool = True,
     dropout: str = "sharded",
     debug: bool = False,
@@ -70,17 +71,22 @@ def parallelize(
             `autotp.plans.options.Options`.
         recompute, reshard_after_forward: see there.
         inputs: what each call is given: ``global``, the whole batch on every rank, or ``local``, this rank's part of it
-            (dim 0, split by the mesh axes that the plan splits the batch over). What is returned depends on
-            ``outputs`` alone.
+            (dim 0, split by the mesh axes that the plan splits the batch over). With ``local``, outputs whose dim 0 is the
+            batch come back as this rank's rows, and what ranks compute from theirs is averaged in the backward pass, as
+            FSDP2 does; all other outputs, such as a loss, are those of the whole batch.
         schedule: ``overlap`` runs scheduled forward and backward graphs, whose collectives are under way while something is
             computed; ``none`` runs the sharded graph as autograd does. Left out, it is the one that ``plan`` was made for;
             without a plan, ``overlap``.
         initialise: fills in a module's own parameters and buffers, for models on ``meta``.
         max_programs: how many programs the module may have: a call in another mode, without gradients or with other inputs
             makes one when it first happens, over the same parameters (see ``DistributedModule.programs``).
-        outputs: ``whole``, or ``dtensor``: what the module returns is a ``DTensor`` in the layout that the planner chose,
-            so that a loss outside the model, on a part of the logits, gathers nothing. Left out, as ``plan`` was made for;
-            without a plan, ``whole``.
+        outputs: ``whole`` (rows, with ``inputs="local"``), or ``dtensor``: what the module returns is a ``DTensor`` in the
+            layout that the planner chose, so that a loss outside the model, on a part of the logits, gathers nothing. Left
+            out, as ``plan`` was made for; without a plan, ``whole``.
+        observe: names of modules inside the model, or shell-style patterns that match names part by part, such as
+            ``["blocks.*"]``. Forward hooks registered on them are called after every forward pass, in the order of the
+            model's calls, with ``DTensor``s in the layouts that the planner chose. Left out, as ``plan`` was made for;
+            without a plan, none.
         broadcast: take rank 0's parameters and buffers. If false, ranks whose values differ are an error.
         dropout: how random operators draw from torch's own generator, where it stands on rank 0: ``sharded``, each part its
             own numbers, or ``as-single``, in whose place every device draws the whole tensor as the model itself would in
@@ -110,13 +116,16 @@ def parallelize(
     kept = outputs if plan is None else plan.outputs
     if outputs is not None and outputs != kept:
         raise AutotpError(f"outputs={outputs!r}, but the plan is for outputs={kept!r}: leave outputs out, or plan with it")
+    seen = observe or () if plan is None else plan.observe
+    if observe is not None and tuple(observe) != tuple(seen):
+        raise AutotpError(f"observe={observe!r}, but the plan is for observe={[*seen]}: leave observe out, or plan with it")
     _join()
     agreement = JobAgreement(watched=True)
 
     def captured() -> Captured:
         _refuse_hooks(model)
         asked = precision if plan is None else plan.asked(precision)
-        return capture(model, tuple(args), kwargs, asked, Options.outputs if kept is None else kept)
+        return capture(model, tuple(args), kwargs, asked, Options.outputs if kept is None else kept, seen)
 
     def decide(graph: Captured) -> Plan:
         if plan is not None:
@@ -137,13 +146,14 @@ def parallelize(
             gap=gap,
             precision=precision,
             outputs=kept or Options.outputs,
+            observe=seen,
         )
         return _planned(graph, topology, options)
 
     split = None if inputs == "local" else ()
 
     def build(graph: Captured, plan: Plan) -> Rewritten:
-        return apply(graph, plan, split, kept=plan.outputs == "dtensor")
+        return apply(graph, plan, split, kept=True)
 
     agreed_plan, rewritten = agreed(agreement, captured, decide, build)
     seed = agreement.decided(torch.initial_seed)

@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import Replicate
 
 from autotp.errors import AutotpError, PlanMismatchError
 from autotp.plans.plan import Plan, fingerprint
 from costmodel.errors import shown
 from passes.capture import Captured, capture
-from passes.graph import dump, note_of
+from passes.graph import dump, note_of, stays
 from passes.layouts.codes import fits, restorable
 from passes.layouts.layout import Layout, local_shape, place
-from passes.rules.factors import Operator, analyse
+from passes.rules.factors import Operator, analyse, value_of
 from passes.rules.table import name_of
 from passes.sharding.chunk import in_chunks
 from passes.sharding.panel import Loop, loops, panel
@@ -38,19 +38,17 @@ class Rewritten:
         captured, sharding: what it was made from.
         graph_module: it.
         chunks: sizes of its virtual axes.
-        split: the mesh axes that split dim 0 of what each device is given as inputs.
     """
 
     captured: Captured
     sharding: Sharding
     graph_module: fx.GraphModule
     chunks: tuple[int, ...] = ()
-    split: tuple[int, ...] = ()
 
     @property
     def ways(self) -> int:
         """In how many parts each device is given the inputs."""
-        return math.prod(self.sharding.mesh[axis] for axis in self.split)
+        return math.prod(self.sharding.mesh[axis] for axis in self.sharding.split)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -68,10 +66,11 @@ class Rewritten:
         """The fully replicated layout."""
         return whole_layout(len(self.sharding.mesh))
 
-    def returned(self, number: int) -> Layout:
-        """The layout of an output of the model, a tensor."""
+    def returned(self, number: int) -> Layout | None:
+        """The layout of an output of the graph, a tensor; None if it is brought whole to every device."""
         leaves: Any = self.captured.graph_module.graph.output_node().args[0]
-        return self.sharding.strategies[leaves[number].name].results[0] if self.sharding.kept else self.whole
+        kept = self.sharding.kept and stays(leaves[number])
+        return self.sharding.strategies[leaves[number].name].results[0] if kept else None
 
     @property
     def placed(self) -> dict[str, Layout]:
@@ -90,7 +89,7 @@ def rewrite(model: nn.Module, plan: Plan, args: Sequence[Any] = (), kwargs: Mapp
     Raises:
         PlanMismatchError: when the plan was made for another model or other inputs.
     """
-    return apply(capture(model, tuple(args), kwargs, plan.precision, plan.outputs), plan)
+    return apply(capture(model, tuple(args), kwargs, plan.precision, plan.outputs, plan.observe), plan)
 
 
 def apply(captured: Captured, plan: Plan, split: Sequence[int] | None = (), *, kept: bool = False) -> Rewritten:
@@ -99,8 +98,9 @@ def apply(captured: Captured, plan: Plan, split: Sequence[int] | None = (), *, k
     Args:
         captured: the graph.
         plan: a plan for it.
-        split: the mesh axes that split dim 0 of what each device is given as inputs; None: as the plan splits the batch.
-        kept: whether outputs stay in the plan's layouts; they are brought whole to every device otherwise.
+        split: the mesh axes that split dim 0 of what each device is given as inputs, and of the outputs whose dim 0 is the
+            batch; None: as the plan splits the batch.
+        kept: whether outputs that may stay in the plan's layouts do so; all are brought whole to every device otherwise.
     """
     operators, chosen, resting = checked(captured, plan)
     panels, found = panelled(plan, operators, chosen, resting)
@@ -109,15 +109,24 @@ def apply(captured: Captured, plan: Plan, split: Sequence[int] | None = (), *, k
     split = tuple(map(plan.mesh_axes.index, plan.batch_axes)) if split is None else tuple(split)
     resting |= _input_layouts(captured, split, plan.mesh_shape)
     once = frozenset(name for name, fqn in captured.parameters.items() if fqn in plan.gathered_once)
+    rows = _rows(captured, operators) if math.prod(plan.mesh_shape[axis] for axis in split) > 1 else frozenset()
     sharding = Sharding(
-        plan.mesh_shape, chosen, resting, frozenset(captured.parameters), plan.repeated, once, len(plan.mesh_shape) * kept
+        plan.mesh_shape,
+        chosen,
+        resting,
+        frozenset(captured.parameters),
+        plan.repeated,
+        once,
+        split,
+        rows,
+        len(plan.mesh_shape) * kept,
     )
     dump("captured", captured.graph_module.graph)
     sharded, virtual = _sharded(captured, operators, sharding, plan.chunks)
     if panels:
         sharded = panel(sharded, found, panels)
         dump("panelled", sharded.graph)
-    return Rewritten(captured, sharding, sharded, virtual, split)
+    return Rewritten(captured, sharding, sharded, virtual)
 
 
 def panelled(
@@ -192,6 +201,23 @@ def _input_layouts(captured: Captured, axes: Sequence[int], mesh: tuple[int, ...
                 "in which the plan splits the batch; use inputs='global'"
             )
     return dict.fromkeys(captured.inputs, layout)
+
+
+def _rows(captured: Captured, operators: Mapping[fx.Node, Operator]) -> frozenset[int]:
+    """Numbers of the outputs whose dim 0 is the batch, as far as rules follow it from dim 0 of the inputs."""
+    given, found = captured.placeholders, set()
+    sizes = {given[name].shape[0] for name in captured.inputs}
+    leaves: Any = captured.graph_module.graph.output_node().args[0]
+    for number, leaf in enumerate(leaves[: captured.outputs]):
+        if not isinstance(leaf, fx.Node) or stays(leaf) or not isinstance(leaf.meta.get("val"), Tensor):
+            continue
+        node, index = value_of(leaf)
+        operator, size = operators.get(node), (*leaf.meta["val"].shape, 1)[0]
+        dims = operator.rule.results[index] if operator is not None and operator.rule is not None else ()
+        leading = operator.factors[dims[0][0]].role if operator is not None and dims and dims[0] else ""
+        if node.name in captured.inputs or (leading == "batch" and any(size % whole == 0 for whole in sizes)):
+            found.add(number)
+    return frozenset(found)
 
 
 def _strategy(operator: Operator, plan: Plan) -> Strategy:

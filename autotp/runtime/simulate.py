@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from autotp.errors import AutotpError
 from autotp.plans.plan import Plan, overlapping
@@ -15,9 +16,9 @@ from autotp.runtime.agreement import Agreement
 from autotp.runtime.compiled import Compiled, Overlap
 from autotp.runtime.durations import how_to_run
 from autotp.runtime.output_guard import guard
-from autotp.runtime.programs import MOST, Program, Programmed, Programs
+from autotp.runtime.programs import MOST, Program, Programmed, Programs, blueprint, show, unobserved
 from autotp.runtime.rewrite import Rewritten, rewrite
-from passes.capture import Precision
+from passes.capture import Precision, matching
 from passes.graph import differentiable
 from passes.layouts.layout import Layout, is_shard, take
 from passes.world.ops import Parts
@@ -79,6 +80,7 @@ class Simulated(Programmed):
 
     rewritten: Rewritten
     world: World
+    _since: int  # torch's number of the first hook that was registered on it
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class Simulated(Programmed):
             self.__dict__[table] = model.__dict__[table]
         self.training = model.training
         programs = Programs(
-            model,
+            blueprint(model),
             plan,
             rewritten,
             world,
@@ -109,6 +111,8 @@ class Simulated(Programmed):
         )
         self.__dict__ |= {"rewritten": rewritten, "world": world, "_programs": programs}
         self.__dict__["_moded"] = [self, *list(model.modules())[1:]]
+        # The modules are the model's own, and so are the hooks that they have already.
+        self.__dict__["_since"] = RemovableHandle.next_id
 
     @property
     def _compiled(self) -> Mapping[Hashable, Compiled | None]:
@@ -121,6 +125,7 @@ class Simulated(Programmed):
         return _as_it_is()(self, *args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        self._require_observed()
         key, inputs = self._programs.key(self._moded, args, kwargs)
         program = self._programs.of(key, args, kwargs, inputs)
         captured, state = program.captured, {**dict(self.named_parameters()), **dict(self.named_buffers())}
@@ -132,13 +137,22 @@ class Simulated(Programmed):
             other.accumulation.check({name: state[fqn] for name, fqn in other.captured.parameters.items()})
         parameters = {name: whole[name] for name in captured.parameters}
         outputs, _ = program.run(lambda _: parts, parameters, syncing=self._programs.syncing)
-        for name, new in zip(captured.mutations, outputs[captured.outputs :], strict=True):
+        for name, new in zip(captured.mutations, outputs[captured.returned :], strict=True):
             with torch.no_grad():
                 whole[name].copy_(assemble([p.detach() for p in new], whole[name].shape, resting(name), self.world))
-        results = [collect(leaf) if isinstance(leaf, Parts) else leaf for leaf in outputs[: captured.outputs]]
-        guard(results, program.made_of)
+        results = [collect(leaf) if isinstance(leaf, Parts) else leaf for leaf in outputs[: captured.returned]]
+        guard(results, program.made_of, captured.said)
         self._programs.watch(results, lambda other: self._parameter_parts(other, state))
-        return captured.signature.unflatten(results)
+        show(captured.observed, self._moded, results, self._since)
+        return captured.signature.unflatten(results[: captured.outputs])
+
+    def _require_observed(self) -> None:
+        """Refuses forward hooks that nothing calls."""
+        observed = matching(self, self._programs.plan.observe)
+        for name, module in self.named_modules():
+            hooks = (*module._forward_hooks, *module._forward_pre_hooks)
+            if name and name not in observed and any(number >= self._since for number in hooks):
+                raise unobserved(name)
 
     def _parameter_parts(self, program: Program, state: Mapping[str, Tensor]) -> dict[str, Parts]:
         """Every device's parts of the parameters alone."""

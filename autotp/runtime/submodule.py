@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from autotp.errors import AutotpError
+from autotp.runtime.programs.observed import unobserved
 
 __all__ = ["Sealed", "Submodule", "plain_attributes"]
 
@@ -61,6 +63,7 @@ class Submodule(Sealed):
     """
 
     _name = ""
+    _observed = False
     _shown = ""
 
     @staticmethod
@@ -98,6 +101,31 @@ class Submodule(Sealed):
         """
         raise AutotpError(f"{self._path} is a part of a distributed module, and holds state alone")
 
+    def register_forward_hook(self, hook: Any, **options: Any) -> RemovableHandle:  # type: ignore[override]
+        """As a module's own, if this one is observed. The hook runs after the forward pass, and only looks.
+
+        Args:
+            hook: called with this module, its positional arguments (keyword arguments too, with ``with_kwargs``) and what
+                it returned, whose tensors are ``DTensor`` in the layouts of the plan.
+            options: ``prepend`` and ``with_kwargs`` of torch.
+
+        Raises:
+            AutotpError: the module is not observed, or the hook is to be called where the forward pass fails.
+        """
+        self._require_observed()
+        if options.get("always_call"):
+            raise AutotpError(f"always_call of a hook of {self._path}: if the forward pass fails, there is nothing to show")
+        return super().register_forward_hook(hook, **options)
+
+    def register_forward_pre_hook(self, hook: Any, **options: Any) -> RemovableHandle:  # type: ignore[override]
+        """As ``register_forward_hook``, for what the module is given."""
+        self._require_observed()
+        return super().register_forward_pre_hook(hook, **options)
+
+    def _require_observed(self) -> None:
+        if not self._observed:
+            raise unobserved(self._path)
+
     def _refuse_hook(self, *_: Any, **__: Any) -> NoReturn:
         """Refuses.
 
@@ -105,12 +133,10 @@ class Submodule(Sealed):
             AutotpError: always; nothing would call the hook.
         """
         raise AutotpError(
-            f"{self._path} is a part of a distributed module, whose graph calls no hooks of parts. Register the hook on "
-            "the distributed module, or let the model return what the hook is to see"
+            f"{self._path} is a part of a distributed module, whose graph calls no backward hooks of parts. Register it on "
+            "the distributed module, or hooks on gradients of parameters"
         )
 
-    register_forward_hook = _refuse_hook
-    register_forward_pre_hook = _refuse_hook
     register_full_backward_hook = _refuse_hook
     register_full_backward_pre_hook = _refuse_hook
     register_backward_hook = _refuse_hook

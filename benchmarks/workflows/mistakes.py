@@ -68,7 +68,7 @@ def _replaced(side: Side, module: Any) -> None:
     module(*side.part(*batch())).backward()
 
 
-@mistake("a forward hook on a submodule, which is not called")
+@mistake("a forward hook on a submodule that nobody asked to observe")
 def _hooked(side: Side, module: Any) -> float | str:
     seen: list[int] = []
     module.blocks[0].register_forward_hook(lambda *_: seen.append(1))

@@ -215,6 +215,21 @@ def _hooks(side: Side) -> float:
     return side.apart(module, plain)
 
 
+@row(TOOLS, "forward hooks on submodules, which only look (autotp: `observe=`)")
+def _observed(side: Side) -> float:
+    model, plain = side.model()
+    module = side.distribute(model, observe=["blocks.*"]) if side.ours else side.distribute(model)
+    seen: dict[Any, list[Any]] = {module: [], plain: []}
+    for each, found in seen.items():
+        for block in each.blocks:
+            block.register_forward_pre_hook(lambda _, given, found=found: found.append(given[0].detach().clone()))
+            block.register_forward_hook(lambda _, given, made, found=found: found.append(made.detach().clone()))
+    step = side.step(module, plain, [SGD(each.parameters()) for each in (module, plain)], batch())
+    mine = [side.logits(each) for each in seen[module]]
+    check(len(mine) == len(seen[plain]) == 4)
+    return max(step, *(float((a - b).abs().max()) for a, b in zip(mine, seen[plain], strict=True)))
+
+
 @row(TOOLS, "`torch.utils.checkpoint` around the module")
 def _checkpointed(side: Side) -> float:
     model, plain = side.model()

@@ -26,13 +26,16 @@ aten = torch.ops.aten
 _CHECKS = ("aten::_assert", "aten::sym_constrain", "aten::_functional_assert", "aten::_functional_sym")
 
 
-def normalise(graph: fx.Graph, mode: FakeTensorMode, mutated: Collection[str] = ()) -> fx.Graph:
+def normalise(
+    graph: fx.Graph, mode: FakeTensorMode, mutated: Collection[str] = (), shown: Collection[int] = ()
+) -> fx.Graph:
     """The same computation in fewer and plainer operators.
 
     Args:
         graph: a flat functional graph whose nodes have fake values.
         mode: the fake mode of these values.
         mutated: names of placeholders that whoever runs the graph will overwrite; copies of them stay copies.
+        shown: numbers of the outputs that nobody writes to; those are no copies.
 
     Returns:
         A new graph with the same placeholders and outputs.
@@ -52,7 +55,8 @@ def normalise(graph: fx.Graph, mode: FakeTensorMode, mutated: Collection[str] = 
         if node.op == "placeholder":
             new[node] = build.placeholder(node.name, node.meta["val"])
         elif node.op == "output":
-            return build.finish(tree_map(lambda leaf: _copied(build, leaf, new, folded), node.args[0]))
+            leaves: Any = enumerate(node.args[0])  # type: ignore[arg-type]
+            return build.finish(tuple(_copied(build, leaf, new, () if i in shown else folded) for i, leaf in leaves))
         elif operator_name(node.target) == "aten::clone" and _origin(new[node.args[0]]).name in mutated:
             new[node] = build.copy(node, mapped(node.args), mapped(dict(node.kwargs)))
         elif not operator_name(node.target).startswith(_CHECKS):

@@ -22,6 +22,7 @@ from passes.capture.autograd_functions import Lost, kept_whole
 from passes.capture.builder import CaptureError
 from passes.capture.canonical import normalise
 from passes.capture.checkpoints import marked
+from passes.capture.observed import Moment, Place, apart, matching, numbered, observing
 from passes.capture.precision import Precision, cast_parameters, check_dtypes, policy_of, precision_name, under
 from passes.capture.regions import inline_regions
 from passes.capture.signature import CallSignature, bind
@@ -49,9 +50,11 @@ class Captured:
         constants: placeholder name -> a tensor written out in the model's code or held as an attribute.
         inputs: placeholder names in the order of the tensors of ``signature.flatten``.
         outputs: number of the user's output leaves; those that are no tensors stand there as constants.
+        returned: number of these, and of the tensors of observed modules, which follow them.
         mutations: a mutated buffer's placeholder name -> name of the node with its new value, in the order in
-            which these follow the user's outputs.
+            which these follow what is returned.
         signature: how the model is called.
+        observed: when hooks of observed modules run, in order.
         precision: under which it was captured, as `passes.capture.precision.precision_name` has it. Placeholders of
             parameters have the dtypes in which they are used; in which they rest, their notes say (`passes.graph.Cast`).
     """
@@ -65,14 +68,21 @@ class Captured:
     constants: Mapping[str, Tensor]
     inputs: tuple[str, ...]
     outputs: int
+    returned: int
     mutations: Mapping[str, str]
     signature: CallSignature
+    observed: tuple[Moment, ...] = ()
     precision: str | None = None
 
     @property
     def placeholders(self) -> dict[str, Tensor]:
         """Placeholder name -> its fake value, in the graph's order."""
         return {node.name: node.meta["val"] for node in self.graph_module.graph.find_nodes(op="placeholder")}
+
+    def said(self, number: int) -> str:
+        """What an output of the graph is, for messages."""
+        shown = [moment.module for moment in self.observed if Place(number) in moment.leaves]
+        return f"output {number}" if number < self.outputs else f"what module {shown[0]!r} is given or returns"
 
     def values(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Placeholder name -> its value: a module's parameter or buffer, a constant, or one of a call's arguments."""
@@ -88,6 +98,7 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     precision: Precision = None,
     outputs: str = "whole",
+    observe: Sequence[str] = (),
 ) -> Captured:
     """Captures a model's forward pass for the shapes of an example call.
 
@@ -98,9 +109,11 @@ def capture(
         precision: see `passes.capture.precision`; None leaves dtypes as they are.
         outputs: ``whole``, or ``dtensor``: what the model returns may stay sharded. Every output is then an operator of
             its own, a view whose strategy says how.
+        observe: names of modules, or patterns of names: what these are given and return is returned by the graph, and may
+            stay sharded.
 
     Raises:
-        AutotpError: the model and the precision contradict each other.
+        AutotpError: a pattern matches no module's name, or the model and the precision contradict each other.
         CaptureError: the model cannot be exported, or does something that has no functional form.
         TypeError: the example arguments do not fit the model's ``forward``.
         ValueError: no example inputs, or a model whose tied weights came apart on the meta device.
@@ -111,11 +124,12 @@ def capture(
     casts: Mapping[str, Cast] = {}
     _refuse_hooks(model)
     if policy is None:
-        program = _export(model, args, kwargs)
+        program, moments = _export(model, args, kwargs, observe)
     else:
         casts = cast_parameters(model, policy)
         with under(model, policy, casts):
-            program = _export(model, args, kwargs)
+            program, moments = _export(model, args, kwargs, observe)
+    out_spec = program.call_spec.out_spec.child(0) if observe else program.call_spec.out_spec
     exported = program.graph_module
     values = {n.name: n.meta.get("val") for n in exported.graph.nodes if n.op == "placeholder"}
     names = _Names(model, program, values, args, kwargs)
@@ -125,21 +139,22 @@ def capture(
         raise CaptureError(f"{type(model).__name__}: the graph has no tensors; there is nothing to plan")
     exported.graph = without_vmaps(exported.graph, mode)
     graph = inline_regions(exported, mode, names.placeholders, names.renamed)
-    results = len(graph.output_node().args[0])  # type: ignore[arg-type]
     learned = {*names.parameters, *names.inputs}
     graph, places = functionalise(graph, mode, set(names.buffers), learned)
-    graph = normalise(graph, mode, places)
-    if outputs == "dtensor":
-        _apart(graph, results)
+    results = out_spec.num_leaves
+    shown = range(results, len(graph.output_node().args[0]) - len(places))  # type: ignore[arg-type]
+    graph = normalise(graph, mode, places, shown)
+    leaves: Any = graph.output_node().args[0]
+    mutations = {buffer: leaves[place].name for buffer, place in places.items()}
+    numbers = apart(graph, shown, kept=outputs == "dtensor")
 
     if policy is not None:
         check_dtypes(graph, policy)
     for node in graph.find_nodes(op="placeholder"):
         if names.parameters.get(node.name) in casts:
             annotate(node, cast=casts[names.parameters[node.name]])
-    result: Any = graph.output_node().args[0]
     unused = [names.parameters[n.name] for n in graph.nodes if n.name in names.parameters and not n.users]
-    signature = CallSignature.of(model.forward, args, kwargs, program.call_spec.out_spec)
+    signature = CallSignature.of(model.forward, args, kwargs, out_spec)
     return Captured(
         graph_module=fx.GraphModule(nn.Module(), graph, class_name=type(model).__name__),
         parameters=names.parameters,
@@ -150,8 +165,10 @@ def capture(
         constants=names.constants,
         inputs=tuple(names.inputs),
         outputs=results,
-        mutations={buffer: result[place].name for buffer, place in places.items()},
+        returned=len(graph.output_node().args[0]) - len(places),  # type: ignore[arg-type]
+        mutations=mutations,
         signature=signature,
+        observed=numbered(moments, numbers),
         precision=precision_name(precision),
     )
 
@@ -202,18 +219,6 @@ def _check_tying(model: Any) -> None:
         )
 
 
-def _apart(graph: fx.Graph, count: int) -> None:
-    """Makes the first outputs operators of their own: views of what the graph returned."""
-    end = graph.output_node()
-    leaves = list(end.args[0])  # type: ignore[arg-type]
-    for place, leaf in enumerate(leaves[:count]):
-        if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), Tensor):
-            with graph.inserting_before(end):
-                leaves[place] = graph.call_function(torch.ops.aten.alias.default, (leaf,))
-            leaves[place].meta = dict(leaf.meta)
-    end.args = (tuple(leaves),)
-
-
 #: Whose forward hooks compute with tensors, which the graph then has: norms of weights, checkpoints, adapters.
 _TRACEABLE = ("torch", "transformers", "peft")
 
@@ -227,18 +232,23 @@ def _refuse_hooks(model: nn.Module) -> None:
         if forward or module._backward_hooks or module._backward_pre_hooks:
             raise CaptureError(
                 f"{type(model).__name__}: module {name!r} has a {'forward' if forward else 'backward'} hook, which a "
-                "captured graph does not call; remove it, and register hooks at the distributed module, or let the model "
-                "return what the hook is to see"
+                "captured graph does not call; remove it, and register it at the distributed module"
+                + (f", for a forward hook with observe=[{name!r}]" if name else "")
             )
 
 
-def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
+def _export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], observe: Sequence[str]
+) -> tuple[torch.export.ExportedProgram, list[Moment]]:
     bind(inspect.signature(model.forward), args, kwargs)
+    observed = matching(model, observe)
     try:
-        with torch.enable_grad(), marked() as regions, kept_whole(regions):
-            return torch.export.export(model, args, kwargs, strict=False)
+        with torch.enable_grad(), marked() as regions, kept_whole(regions), observing(model, observed) as moments:
+            return torch.export.export(model, args, kwargs, strict=False), moments
     except Lost as error:
         raise CaptureError(f"{type(model).__name__}: {error}") from error
+    except CaptureError:
+        raise
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         essence = " ".join(lines[:3])[:400]

@@ -19,8 +19,8 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial
 
-from passes.graph import RECOMPUTE, annotate, cast_of, differentiable, note_of, place_of
-from passes.layouts.layout import Layout, even_chunk, is_shard, local_shape, splits
+from passes.graph import RECOMPUTE, annotate, cast_of, differentiable, note_of, place_of, stays
+from passes.layouts.layout import Layout, even_chunk, is_shard, local_shape, place, splits
 from passes.layouts.reshard import COMMUNICATING, GATHERING, Step, steps
 from passes.rules.factors import Operator, Value, value_of
 from passes.rules.rule import Rule
@@ -50,7 +50,9 @@ class Sharding:
         recomputed: operator name -> whether the backward pass, which computes its results again, also repeats the
             collectives that bring them into other layouts; operators that are not named are kept.
         gathered_once: names of the parameters whose gathered copies are kept until the backward pass has read them.
-        kept: along how many axes, the first ones, outputs stay in the layouts that they have; they are whole along others.
+        split: the axes that split dim 0 of what each device is given as inputs.
+        rows: numbers of the outputs that are split so too: each device returns the rows that it was given.
+        kept: along how many axes, the first ones, outputs that may stay sharded do so; they are whole along others.
     """
 
     mesh: tuple[int, ...]
@@ -59,6 +61,8 @@ class Sharding:
     parameters: frozenset[str]
     recomputed: Mapping[str, bool] = field(default_factory=dict)
     gathered_once: frozenset[str] = frozenset()
+    split: tuple[int, ...] = ()
+    rows: frozenset[int] = frozenset()
     kept: int = 0
 
 
@@ -77,8 +81,8 @@ def shard(
         mutations: buffer placeholder -> name of the node with its new value.
 
     Returns:
-        A graph with the same placeholders (local parts) and the same outputs (whole, but see ``Sharding.kept``; new buffer
-        values as they rest).
+        A graph with the same placeholders (local parts) and the same outputs: whole, or as ``Sharding.rows`` and ``kept``
+        say; new buffer values as they rest.
     """
     return _Rewriter(module, operators, sharding, mutations).run()
 
@@ -275,12 +279,14 @@ class _Rewriter:
         given = leaves.copy()
         mutated = len(leaves) - len(self.mutations)
         resting = [self.sharding.resting.get(name, self.whole) for name in self.mutations]
+        rows = tuple(place(0) if axis in self.sharding.split else whole for axis, whole in enumerate(self.whole))
         results, layouts = [], []
         for index, leaf in enumerate(leaves):
             layout = self.whole
             if isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), torch.Tensor):
-                have, kept = self.layouts[value_of(leaf)], self.sharding.kept
+                have, kept = self.layouts[value_of(leaf)], self.sharding.kept * stays(leaf)
                 layout = have[:kept] + self.whole[kept:] if index < mutated else resting[index - mutated]
+                layout = rows if index in self.sharding.rows else layout
                 leaf = self.edge(leaf, Want.of(layout))
             elif isinstance(leaf, fx.Node):
                 leaf = self.nodes[leaf]

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch.distributed.tensor.placement_types import Placement
 
-from passes.layouts.codes import code_of, fitting, ways
+from passes.graph import stays
+from passes.layouts.codes import code_of, fitting, restoring, ways
 from passes.rules.factors import Factor, Operator
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of
@@ -99,6 +100,8 @@ class Space:
         outputs = [tuple(t.shape) for t in results_of(self.operator.node)]
         for shape, rows in (*zip(operands, self.wants, strict=True), *zip(outputs, self.results, strict=True)):
             found &= fitting(shape, rows, mesh)
+        if stays(self.operator.node):  # as a DTensor, which joins parts in an order of its own
+            found &= restoring(self.results[0], mesh)
         if table.shape is not None:
             uneven = sum((size % ways(self.results[0], d, mesh) != 0).astype(int) for d, size in enumerate(outputs[0]))
             found &= np.asarray(uneven) <= 1

@@ -1,6 +1,7 @@
 """Training loops with evaluation, smaller batches and parts of the batch; what ranks disagree about is an error on all."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -56,8 +57,52 @@ def parts_of_the_batch():
     mine = whole[parallel.batch_rank :: ranks]
     with torch.no_grad():
         scores = parallel.eval()(mine)
-    theirs = plain.eval()(torch.cat([whole[rank::ranks] for rank in range(ranks)]))
-    torch.testing.assert_close(scores, theirs, **SIX)
+    torch.testing.assert_close(scores, plain.eval()(mine), **SIX)
+
+
+class Several(nn.Module):
+    """Outputs with the batch in front, alone or with what was merged into it, elsewhere, and nowhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        y = self.second(torch.tanh(self.first(x)))
+        outputs = {"rows": y, "tokens": y.flatten(0, 1), "firsts": y[:, 0], "given": x, "ids": y.argmax(-1)}
+        return outputs | {"turned": y.transpose(0, 1), "loss": y.square().mean(), "weight": self.second.weight * 1}
+
+
+def rows_of_the_batch():
+    """Each rank is given back its own rows; what it computes from them is averaged, as with FSDP2. A weight has none."""
+    torch.manual_seed(0)
+    model, x, ranks = Several().double(), torch.randn(8, 8, 8, dtype=torch.float64), dist.get_world_size()
+    for (strategy, mesh), schedule in itertools.product(
+        [("zero3", (ranks,)), ("atp", (2, ranks // 2))], ("overlap", "none")
+    ):
+        plain = copy.deepcopy(model)
+        options = {"strategy": strategy, "mesh": mesh, "inputs": "local", "schedule": schedule}
+        parallel = autotp.parallelize(model, None, (x,), **options)
+        ways, rank = parallel.plan.batch_ways, parallel.batch_rank
+        assert strategy != "zero3" or ways == ranks
+        for rows in (8, 4):
+            part = slice(rows // ways * rank, rows // ways * (rank + 1))
+            mine, theirs = parallel(x[:rows][part]), plain(x[:rows])
+            for name, value in theirs.items():
+                per_row = value.shape[0] // rows if name in ("rows", "tokens", "firsts", "given", "ids") else 0
+                expected = value[part.start * per_row : part.stop * per_row] if per_row else value
+                torch.testing.assert_close(mine[name], expected, **SIX, msg=f"{strategy} {schedule} {name}")
+            for each in (mine, theirs):
+                terms = [each[name].sin().mean() for name in ("rows", "tokens", "firsts", "turned", "weight")]
+                (sum(terms) + each["loss"]).backward()
+            mine["rows"].mul_(2)  # as any output
+        for (name, own), other in zip(parallel.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own.grad.full_tensor(), other.grad, **SIX, msg=f"{strategy} {schedule} {name}")
+    parallel = autotp.parallelize(model, None, (x,), strategy="zero3", mesh=(ranks,), inputs="local", schedule="none")
+    made = parallel(x.tensor_split(ranks)[dist.get_rank()])
+    made["rows"].register_hook(lambda gradient: None)
+    with pytest.raises(autotp.AutotpError, match="output 0 has a hook or retains its gradient, and output 6 is computed"):
+        made["loss"].backward()
 
 
 def ranks_disagree():
@@ -141,7 +186,12 @@ def inputs_that_are_distributed():
             for placement in (Shard(0), Shard(1), Replicate()):
                 given = distribute_tensor(x, mesh, [*rest, placement]).requires_grad_()
                 out = parallel(given)
-                torch.testing.assert_close(out, plain, **SIX)
+                rows = (
+                    slice(None)
+                    if inputs == "global"
+                    else slice(8 // ranks * dist.get_rank(), 8 // ranks * (dist.get_rank() + 1))
+                )
+                torch.testing.assert_close(out, plain[rows], **SIX)
                 if inputs == "global" and mesh is mine:
                     out.square().sum().backward()
                     own = x.clone().requires_grad_()
@@ -182,6 +232,7 @@ def a_cache_in_parts():
 def main():
     dist.init_process_group("gloo")
     parts_of_the_batch()
+    rows_of_the_batch()
     ranks_disagree()
     losses_outside()
     inputs_that_are_distributed()

@@ -61,7 +61,8 @@ def test_three_steps_on_gpus(torchrun, processes, backend, model, strategy):
         (2, "accumulate.py"),
         (2, "checkpoints.py"),
         (2, "programs.py"),
-        pytest.param(4, "programs.py", marks=pytest.mark.exact),
+        (2, "observed.py"),
+        *(pytest.param(4, program, marks=pytest.mark.exact) for program in ("programs.py", "observed.py")),
     ],
 )
 def test_training_scripts_mean_what_they_mean_with_eager_modules(torchrun, processes, program):

@@ -136,7 +136,9 @@ class Monitor:
             if found := self._compared(self._each(program, values), numbers=False):
                 raise AutotpError(f"debug=True: {found}")
         outputs = [(i, each) for i, each in enumerate(results[: program.captured.outputs]) if _real(each)]
-        named = {f"output {i}": (each.detach(), program.rewritten.returned(i)) for i, each in outputs}
+        layouts = note_of(program.rewritten.graph_module.graph.output_node()).layouts
+        axes = len(self.world.mesh_shape)
+        named = {f"output {i}": (each.detach(), layouts[i][:axes]) for i, each in outputs}
         trained = [(i, each) for i, each in outputs if each.grad_fn is not None]
         if not trained:
             self._all(program, values, named, {})

@@ -87,7 +87,7 @@ class Programs:
         self.most, self.device, self.layouts, self.even, self.syncing = most, device, layouts, even, True
         self.debug, self.checked = debug, set[Key]()
         self.monitor = Monitor(world, agreement) if debug and agreement.processes > 1 else None
-        self.split, self.ways, self.kept = rewritten.split, rewritten.ways, rewritten.sharding.kept > 0
+        self.split, self.ways, self.kept = rewritten.sharding.split, rewritten.ways, rewritten.sharding.kept > 0
         self.signature = rewritten.captured.signature
         shapes = iter(rewritten.shapes)
         leaves = [(x.dtype, next(shapes)) if x.shape is not None else _described(x.value) for x in self.signature.leaves]
@@ -236,7 +236,7 @@ class Programs:
             return leaf if ways == 1 or not leaf.dim() else torch.empty_like(leaf).repeat_interleave(ways, 0)
 
         example, named = tree_map(whole, (tuple(args), dict(kwargs)))
-        return capture(self.model, example, named, self.plan.precision, self.plan.outputs)
+        return capture(self.model, example, named, self.plan.precision, self.plan.outputs, self.plan.observe)
 
     def _planned(self, key: Key, captured: Captured) -> Plan:
         """The plan of a program: of the first plan's family and within its memory, if there is one."""
@@ -283,8 +283,9 @@ class Programs:
         schedules = None
         if how is not None:
             schedules = Schedules(sharded, self.world, how, self.agreement, even=self.even and rewritten.even)
-        flows = made_of(captured.graph_module.graph, captured.outputs)
-        through = made_of(sharded.graph, captured.outputs)
+        flows = made_of(captured.graph_module.graph, captured.returned, shown=True)
+        through = made_of(sharded.graph, captured.returned)
+        through = {i: others for i, others in through.items() if i not in rewritten.sharding.rows}
         return Program(
             key,
             plan,

@@ -1,0 +1,68 @@
+"""Hooks of observed modules, which run when the graph has: on each moment at which the model would have called them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from autotp.errors import AutotpError
+from passes.capture import Moment
+from passes.world.regather import version_of
+
+__all__ = ["show", "unobserved"]
+
+
+def show(moments: Sequence[Moment], modules: Sequence[nn.Module], outputs: Sequence[Any], since: int = 0) -> None:
+    """Calls the hooks of observed modules, in the order of the model's calls.
+
+    Args:
+        moments: of a captured graph.
+        modules: that stand for the model's, in order.
+        outputs: of a call, flat.
+        since: the number of the first hook that counts, as torch numbers them.
+
+    Raises:
+        AutotpError: a hook returned something, changed in place what it was shown, or asked for its gradient.
+    """
+    versions: list[int] | None = None
+    for moment in moments:
+        module = modules[moment.index]
+        hooks = module._forward_pre_hooks if moment.before else module._forward_hooks
+        named = module._forward_pre_hooks_with_kwargs if moment.before else module._forward_hooks_with_kwargs
+        mine = [(number, hook) for number, hook in hooks.items() if number >= since]
+        if not mine:
+            continue
+        args, kwargs, *made = moment.values(outputs)
+        versions = _versions(outputs) if versions is None else versions
+        for number, hook in mine:
+            given = (args, kwargs) if number in named else (args,)
+            answer = hook(module, *given, *made)  # type: ignore[operator]
+            if answer is not None or _versions(outputs) != versions:
+                did = "changed a tensor in place" if answer is None else f"returned a {type(answer).__name__}"
+                raise AutotpError(
+                    f"a forward hook of {moment.module} {did}, which would change the model's result: hooks of a "
+                    "distributed module's parts only look. Return None, and change clones; to change what the model "
+                    "computes, change the model before it is distributed"
+                )
+            if any(isinstance(each, Tensor) and (each._backward_hooks or each.retains_grad) for each in outputs):
+                raise AutotpError(
+                    f"a forward hook of {moment.module} asked for the gradient of what it was shown, which would lack what "
+                    "comes from the rest of the model: observed tensors are independent outputs in autograd. Hooks on "
+                    "gradients of parameters, and losses of observed tensors, have whole gradients"
+                )
+
+
+def _versions(outputs: Sequence[Any]) -> list[int]:
+    """How often outputs were changed in place; a ``DTensor`` and its part are counted apart."""
+    tensors = [each for each in outputs if isinstance(each, Tensor)]
+    return [version_of(each) + version_of(getattr(each, "_local_tensor", each)) for each in tensors]
+
+
+def unobserved(name: str) -> AutotpError:
+    """Why a module's forward hook cannot be called."""
+    return AutotpError(
+        f"{name} is not observed, so its forward hooks would not be called: give autotp.parallelize observe=[{name!r}], or "
+        "register the hook on the distributed module"
+    )

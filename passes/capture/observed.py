@@ -1,0 +1,180 @@
+"""What observed modules are given and return: outputs of the graph, for hooks that only look.
+
+``torch.export`` calls forward hooks, once and on fake tensors. While a model is captured, hooks of this file copy what
+observed modules are given and return, as it is at that moment, and a last one, of the model itself, hands the copies out
+behind what the model returns. Once writes are values, copies are what they are copies of, so they cost nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from costmodel.errors import AutotpError
+from passes.capture.builder import CaptureError
+
+__all__ = ["Moment", "Place", "apart", "matching", "numbered", "observing"]
+
+#: What hooks can be shown besides tensors.
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+
+
+class Place(NamedTuple):
+    """Where a tensor is: its number among those that were copied, and then among the graph's outputs."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One moment of a forward pass, at which hooks of an observed module run.
+
+    Attributes:
+        module: the module's name.
+        index: its place in ``model.modules()``.
+        before: whether the module begins then, or has ended.
+        spec: the tree of what it is given, ``(args, kwargs)``, and of what it returns, if it has ended.
+        leaves: of that tree: a `Place`, or a value that is no tensor.
+    """
+
+    module: str
+    index: int
+    before: bool
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+
+    def values(self, outputs: Sequence[Any]) -> Any:
+        """Positional and keyword arguments, and what the module returned, if it has ended.
+
+        Args:
+            outputs: of the graph.
+        """
+        return tree_unflatten([outputs[x.number] if isinstance(x, Place) else x for x in self.leaves], self.spec)
+
+
+def matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """Name -> module, of those inside a model whose names match a pattern.
+
+    Args:
+        model: it.
+        patterns: as in a shell, part by part: ``blocks.*`` are the elements of ``blocks``, and not what is in them.
+
+    Raises:
+        AutotpError: a pattern matches no name; says which are close.
+    """
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise AutotpError(f"observe={patterns!r}: give a list of modules' names, such as ['blocks.*']")
+    names = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    found: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        matched = {name: module for name, module in names.items() if _matches(name, pattern)}
+        if not matched:
+            close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
+            hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are {', '.join(names) or 'none'}"
+            raise AutotpError(f"observe: {pattern!r} names no module inside {type(model).__name__}; {hint}")
+        found |= matched
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    mine, asked = name.split("."), pattern.split(".")
+    return len(mine) == len(asked) and all(map(fnmatchcase, mine, asked))
+
+
+@contextmanager
+def observing(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[list[Moment]]:
+    """While it lasts, a call of the model returns what it returns, and a tuple of what was copied; gives the moments.
+
+    Args:
+        model: it; nothing is changed, if nothing is observed.
+        modules: by their names, those that are observed.
+
+    Raises:
+        CaptureError: in the call, when a module is given or returns what hooks could not be shown.
+    """
+    moments: list[Moment] = []
+    copies: list[Tensor] = []
+    if not modules:
+        yield moments
+        return
+    indices = {id(module): index for index, module in enumerate(model.modules())}
+
+    def look(name: str, index: int, _: nn.Module, *values: Any) -> None:  # export may call a proxy of a module
+        leaves, spec = tree_flatten(values)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                leaves[place] = Place(len(copies))
+                copies.append(leaf.clone())
+            elif not isinstance(leaf, _PLAIN):
+                raise CaptureError(
+                    f"observe: module {name!r} is given or returns a {type(leaf).__name__}, which hooks of a distributed "
+                    "module cannot be shown: only tensors, numbers, text, and lists, tuples and dicts of these"
+                )
+        moments.append(Moment(name, index, len(values) == 2, spec, tuple(leaves)))
+
+    def begin(*_: Any) -> None:
+        moments.clear()
+        copies.clear()
+
+    handles = [model.register_forward_pre_hook(begin)]
+    handles.append(model.register_forward_hook(lambda _, __, made: (made, tuple(copies))))
+    for name, module in {id(m): (n, m) for n, m in modules.items()}.values():
+        for register in (module.register_forward_pre_hook, module.register_forward_hook):
+            handles.append(register(functools.partial(look, name, indices[id(module)]), with_kwargs=True))  # type: ignore[arg-type]
+    try:
+        yield moments
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def numbered(moments: Sequence[Moment], numbers: Mapping[int, int]) -> tuple[Moment, ...]:
+    """The moments with numbers of the graph's outputs, for those of copies."""
+
+    def place(leaf: Any) -> Any:
+        return Place(numbers[leaf.number]) if isinstance(leaf, Place) else leaf
+
+    return tuple(replace(moment, leaves=tuple(map(place, moment.leaves))) for moment in moments)
+
+
+def apart(graph: fx.Graph, observed: range, *, kept: bool) -> dict[int, int]:
+    """Makes outputs operators of their own: views of what the graph returned.
+
+    Args:
+        graph: it returns the user's leaves, what is observed, and new values of buffers.
+        observed: numbers of what is observed, of which every tensor is returned once.
+        kept: whether it is done to the user's leaves too.
+
+    Returns:
+        Which of what was observed -> its number among the outputs.
+    """
+    output = graph.output_node()
+    leaves: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    made, numbers, places = leaves[: observed.start], dict[int, int](), dict[fx.Node, int]()
+
+    def view(leaf: fx.Node) -> fx.Node:
+        with graph.inserting_before(output):
+            found = graph.call_function(torch.ops.aten.alias.default, (leaf,))
+        found.meta = dict(leaf.meta)
+        return found
+
+    for place, leaf in enumerate(made):
+        if kept and isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), Tensor):
+            made[place] = view(leaf)
+            places.setdefault(leaf, place)
+    for number, leaf in enumerate(leaves[observed.start : observed.stop]):
+        if leaf not in places:
+            places[leaf] = len(made)
+            made.append(view(leaf))
+        numbers[number] = places[leaf]
+    output.args = ((*made, *leaves[observed.stop :]),)
+    return numbers

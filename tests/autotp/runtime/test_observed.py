@@ -1,0 +1,230 @@
+"""Observed modules in lockstep: their hooks see, on every call, what the plain model's see."""
+
+import copy
+import math
+
+import pytest
+import torch
+from float64 import double, float64_mode
+from models import MODELS
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+
+import autotp
+from passes.capture import CaptureError, capture
+
+SIX = {"rtol": 1e-9, "atol": 1e-12}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 8)
+
+    def forward(self, x, *, scale=1.0):
+        return self.down(self.act(self.up(x))) * scale
+
+
+class Net(nn.Module):
+    """Calls one module twice, writes to what modules returned, and leaves out another in evaluation."""
+
+    def __init__(self, how=None):
+        super().__init__()
+        self.blocks, self.norm, self.extra, self.head = (
+            nn.ModuleList([Block(), Block()]),
+            nn.LayerNorm(8),
+            Block(),
+            nn.Linear(8, 4),
+        )
+        self.how = how
+
+    def forward(self, x):
+        for block in self.blocks:
+            if self.how == "no_grad":
+                with torch.no_grad():
+                    found = block(x, scale=2.0)
+            elif self.how is not None:
+                found = checkpoint(block, x, use_reentrant=self.how == "reentrant")
+            else:
+                found = block(x, scale=2.0)
+            x = self.norm(x + found)
+            x.add_(1)
+        return self.head(self.extra(x) if self.training else x)
+
+
+def watched(model, names, before=True):
+    """What hooks on modules see, in order, copied as it is at that moment."""
+    seen = []
+
+    def hook(name, kind):
+        def look(_, *given):
+            seen.append((name, kind, tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, given)))
+
+        return look
+
+    for name in names:
+        if before:
+            model.get_submodule(name).register_forward_pre_hook(hook(name, "before"), with_kwargs=True)
+        model.get_submodule(name).register_forward_hook(hook(name, "after"))
+    return seen
+
+
+def check(mine, theirs):
+    mine, theirs = tree_leaves(mine), tree_leaves(theirs)
+    assert [type(each) for each in mine] == [type(each) for each in theirs]
+    for a, b in zip(mine, theirs, strict=True):
+        if isinstance(a, torch.Tensor):
+            torch.testing.assert_close(a, b, **SIX)
+        else:
+            assert a == b
+
+
+def both(model, x, observe, names, schedule="overlap", mesh=(4,), **options):
+    """The simulated and the plain model, with what hooks saw on each."""
+    plain = copy.deepcopy(model)
+    plan = autotp.plan(model, autotp.Topology.flat(math.prod(mesh)), (x,), mesh=mesh, observe=observe, **options)
+    ours = autotp.simulate(model, autotp.Plan.from_json(plan.to_json()), (x,), schedule=schedule)
+    return ours, plain, watched(ours, names), watched(plain, names)
+
+
+def net(how=None):
+    torch.manual_seed(0)
+    return Net(how).double(), torch.randn(8, 8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        ("none", {"strategy": "tensor3d", "mesh": (2, 2)}),
+        pytest.param("overlap", {"strategy": "megatron-sp", "mesh": (2, 2)}, marks=pytest.mark.exact),
+        ("overlap", {"strategy": "zero3", "recompute": "full"}),
+        ("overlap", {"strategy": "data", "mesh": (2,), "chunks": {"batch": 2}}),
+        pytest.param("none", {"strategy": "megatron-1d", "chunks": {"rows": 2}}, marks=pytest.mark.exact),
+        pytest.param("overlap", {"strategy": "megatron-1d", "outputs": "dtensor"}, marks=pytest.mark.exact),
+    ],
+)
+def test_hooks_see_what_the_plain_models_see(schedule, options):
+    """In training, in evaluation, without gradients and with other shapes; gradients are as without hooks."""
+    model, x = net()
+    names = ["blocks.0", "blocks.1", "blocks.0.up", "blocks.1.act", "norm", "extra"]
+    observe = ["blocks.*", "blocks.?.up", "blocks.1.act", "norm", "extra"]
+    ours, plain, mine, theirs = both(model, x, observe, names, schedule, **options)
+    for each in (ours, plain):
+        each(x).square().mean().backward()
+        with torch.no_grad():
+            each(x[:5])
+            each.eval()(x)
+    check(mine, theirs)
+    assert len(ours.programs) == 3 and [name for name, _, _ in theirs].count("norm") == 12
+    for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, **SIX, msg=name)
+
+
+@pytest.mark.parametrize("how", ["no_grad", "checkpoint", "reentrant"])
+def test_modules_in_blocks_of_torch(how):
+    model, x = net(how)
+    ours, plain, mine, theirs = both(model, x, ["blocks.*"], ["blocks.0", "blocks.1"], strategy="megatron-1d")
+    with (
+        torch.no_grad() if how != "no_grad" else torch.enable_grad()
+    ):  # hooks in a checkpoint run again in eager backward passes
+        check([each(x) for each in (ours,)], [plain(x)])
+    check(mine, theirs)
+    assert len(mine) == 4
+
+
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+def test_a_loss_of_what_was_observed(schedule):
+    """Its gradients are the plain model's; a hook on its gradient would not see all of it, and is an error."""
+    model, x = net()
+    ours, plain, *_ = both(model, x, ["blocks.0"], [], schedule, strategy="megatron-1d")
+    kept = {}
+    for each in (ours, plain):
+        each.blocks[0].register_forward_hook(lambda _, given, made, each=each: kept.update({each: made}))
+        loss = each(x).square().mean()
+        (loss + kept[each].sin().sum()).backward()
+    for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, **SIX, msg=name)
+    loss = ours(x).square().mean()
+    kept[ours].register_hook(lambda gradient: None)
+    with pytest.raises(autotp.AutotpError, match="what module 'blocks.0' is given or returns has a hook .* output 0 is"):
+        loss.backward()
+
+
+def test_what_the_planner_sees():
+    """An observed tensor is an operator with a layout, and never partial sums; without any, nothing changes."""
+    model, x = net()
+    topology = autotp.Topology.flat(4)
+    asked = {"strategy": "megatron-1d", "mesh": (4,)}
+    usual = autotp.plan(model, topology, (x,), **asked)
+    assert autotp.plan(model, topology, (x,), observe=[], **asked).hash == usual.hash
+    seen = autotp.plan(model, topology, (x,), observe=["blocks.0.down"], **asked)
+    extra = [op for op in seen.operators if op.name not in usual.assignments]
+    assert {op.target for op in extra} == {"aten.alias.default"} and len(extra) == 2
+    assert not any("P" in str(op.layouts) for op in extra)
+    captured = capture(model, (x,), observe=["blocks.0.down", "blocks.0.act"])
+    assert (captured.outputs, captured.returned) == (1, 4), "what one returns, another is given"
+
+
+def test_mistakes():
+    model, x = net()
+    topology = autotp.Topology.flat(4)
+    for patterns in (["block.*"], ["norm", "blocks.2"], ["blocks.*.*.*"]):
+        with pytest.raises(autotp.AutotpError, match="names no module inside Net; (did you mean 'blocks|there are blocks)"):
+            autotp.plan(model, topology, (x,), observe=patterns)
+    with pytest.raises(autotp.AutotpError, match="observe='norm': give a list"):
+        autotp.plan(model, topology, (x,), observe="norm")
+    handle = model.norm.register_forward_hook(lambda *_: None)
+    with pytest.raises(CaptureError, match=r"module 'norm' has a forward hook.*observe=\['norm'\]"):
+        autotp.plan(model, topology, (x,), observe=["norm"])
+    handle.remove()
+    ours, _, _, _ = both(model, x, ["norm"], [], strategy="data")
+    handle = ours.head.register_forward_hook(lambda *_: None)
+    with pytest.raises(autotp.AutotpError, match=r"head is not observed.*observe=\['head'\]"):
+        ours(x)
+    handle.remove()
+    ours.norm.register_forward_hook(lambda _, given, made: made * 2)
+    with pytest.raises(autotp.AutotpError, match="a forward hook of norm returned a Tensor"):
+        ours(x)
+
+
+def test_what_hooks_cannot_be_shown():
+    class Boxed(nn.Module):
+        def forward(self, box):
+            return box.value * 2
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Boxed()
+
+        def forward(self, x):
+            box = type("Box", (), {})()
+            box.value = x
+            return self.inner(box)
+
+    with pytest.raises(CaptureError, match="module 'inner' is given or returns a Box"):
+        capture(Outer(), (torch.randn(4),), observe=["inner"])
+
+
+def test_blocks_of_transformers():
+    model, args, kwargs = double(MODELS["llama"])
+    found = [n for n, module in model.named_modules() if "." in n and n.rpartition(".")[2].isdigit()]
+    with float64_mode():
+        plain = copy.deepcopy(model)
+        observe = [f"{found[0].rpartition('.')[0]}.*"]
+        plan = autotp.plan(model, autotp.Topology.flat(2), args, kwargs, strategy="megatron-1d", mesh=(2,), observe=observe)
+        ours = autotp.simulate(model, plan, args, kwargs, schedule="overlap")
+        # Arguments besides: export makes masks that eager models do not.
+        mine, theirs = (watched(each, found, before=False) for each in (ours, plain))
+        ours(*args, **kwargs)
+        plain(*args, **kwargs)
+    check(mine, theirs)
+    assert len(mine) == len(found) > 0
+
+
+def test_plans_of_observed_models_are_verified():
+    model, x = net()
+    plan = autotp.plan(model, autotp.Topology.flat(2), (x,), strategy="megatron-1d", mesh=(2,), observe=["blocks.*"])
+    found = autotp.verify(model, plan, (x,))
+    assert found.right and list(found.outputs) == ["0"]
