@@ -148,10 +148,10 @@ class Simulated(Programmed):
 
     def _require_observed(self) -> None:
         """Refuses forward hooks that nothing calls."""
-        observed = matching(self, self._programs.plan.observe)
+        observed = set(matching(self, self._programs.plan.observe).values())
         for name, module in self.named_modules():
             hooks = (*module._forward_hooks, *module._forward_pre_hooks)
-            if name and name not in observed and any(number >= self._since for number in hooks):
+            if name and module not in observed and any(number >= self._since for number in hooks):
                 raise unobserved(name)
 
     def _parameter_parts(self, program: Program, state: Mapping[str, Tensor]) -> dict[str, Parts]:

@@ -60,6 +60,10 @@ class Moment:
         """
         return tree_unflatten([outputs[x.number] if isinstance(x, Place) else x for x in self.leaves], self.spec)
 
+    def tensors(self, outputs: Sequence[Any]) -> list[Tensor]:
+        """The tensors among ``values``."""
+        return [outputs[leaf.number] for leaf in self.leaves if isinstance(leaf, Place)]
+
 
 def matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     """Name -> module, of those inside a model whose names match a pattern.

@@ -26,7 +26,6 @@ def show(moments: Sequence[Moment], modules: Sequence[nn.Module], outputs: Seque
     Raises:
         AutotpError: a hook returned something, changed in place what it was shown, or asked for its gradient.
     """
-    versions: list[int] | None = None
     for moment in moments:
         module = modules[moment.index]
         hooks = module._forward_pre_hooks if moment.before else module._forward_hooks
@@ -35,18 +34,19 @@ def show(moments: Sequence[Moment], modules: Sequence[nn.Module], outputs: Seque
         if not mine:
             continue
         args, kwargs, *made = moment.values(outputs)
-        versions = _versions(outputs) if versions is None else versions
+        shown = moment.tensors(outputs)
+        versions = _versions(shown)
         for number, hook in mine:
             given = (args, kwargs) if number in named else (args,)
             answer = hook(module, *given, *made)  # type: ignore[operator]
-            if answer is not None or _versions(outputs) != versions:
+            if answer is not None or _versions(shown) != versions:
                 did = "changed a tensor in place" if answer is None else f"returned a {type(answer).__name__}"
                 raise AutotpError(
                     f"a forward hook of {moment.module} {did}, which would change the model's result: hooks of a "
                     "distributed module's parts only look. Return None, and change clones; to change what the model "
                     "computes, change the model before it is distributed"
                 )
-            if any(isinstance(each, Tensor) and (each._backward_hooks or each.retains_grad) for each in outputs):
+            if any(each._backward_hooks or each.retains_grad for each in shown):
                 raise AutotpError(
                     f"a forward hook of {moment.module} asked for the gradient of what it was shown, which would lack what "
                     "comes from the rest of the model: observed tensors are independent outputs in autograd. Hooks on "
@@ -54,9 +54,8 @@ def show(moments: Sequence[Moment], modules: Sequence[nn.Module], outputs: Seque
                 )
 
 
-def _versions(outputs: Sequence[Any]) -> list[int]:
-    """How often outputs were changed in place; a ``DTensor`` and its part are counted apart."""
-    tensors = [each for each in outputs if isinstance(each, Tensor)]
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often tensors were changed in place; a ``DTensor`` and its part are counted apart."""
     return [version_of(each) + version_of(getattr(each, "_local_tensor", each)) for each in tensors]
 
 

@@ -188,6 +188,16 @@ def test_mistakes():
         ours(x)
 
 
+def test_a_shared_module_has_hooks_under_all_its_names():
+    model, x = net()
+    model.blocks[1].down = model.blocks[0].down
+    ours, plain, mine, theirs = both(model, x, ["blocks.1.down"], ["blocks.0.down"], strategy="data")
+    for each in (ours, plain):
+        each(x)
+    check(mine, theirs)
+    assert len(mine) == 4, "before and after two calls"
+
+
 def test_what_hooks_cannot_be_shown():
     class Boxed(nn.Module):
         def forward(self, box):
