@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 2 examples/resume.py zero3
     python examples/resume.py
 
-Each run goes on where the last one ended, with the losses that one uninterrupted run would have.
+Each goes on where the last one ended, with the losses of one uninterrupted run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def batch(step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def main(strategy: str = "auto", steps: int = 4) -> None:
+def main(strategy: str = "auto", steps: str = "4") -> None:
     """Trains for some steps from the last checkpoint, if there is one, and leaves another."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -50,17 +50,18 @@ def main(strategy: str = "auto", steps: int = 4) -> None:
         set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
         if RANK is None:
             torch.set_rng_state(found["random"]["cpu"])
-    for step in range(first, first + steps):
+    last = first + int(steps)
+    for step in range(first, last):
         loss = model(**batch(step)).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         if RANK in (None, "0"):
             print(f"step {step}: {loss.item():.17g}")
-    dcp.save(state(), checkpoint_id=FOLDER / str(first + steps))
+    dcp.save(state(), checkpoint_id=FOLDER / str(last))
     if RANK is not None:
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2], *map(int, sys.argv[2:]))
+    main(*sys.argv[1:])
