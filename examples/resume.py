@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 2 examples/resume.py zero3
     python examples/resume.py
 
-Each run goes on where the last one ended, with the losses that one uninterrupted run would have.
+Each goes on where the last one ended, with the losses of one uninterrupted run.
 """
 
 from __future__ import annotations

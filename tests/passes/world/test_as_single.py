@@ -1,16 +1,20 @@
 """``dropout="as-single"``: every operator draws what the model draws in one process, and leaves the generator there."""
 
+import contextlib
 import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
 from overlapping import planned
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import autotp
+from passes.layouts.layout import place, take
+from passes.world.draws import drawn
 
 F64 = {"dtype": torch.float64}
 
@@ -64,7 +68,7 @@ class Attending(nn.Module):
 def made(kind):
     torch.manual_seed(0)
     model = kind().double().train()
-    return model, (torch.randn(*((8, 4, 4, 4) if kind is Noisy else (4, 8, 16)), **F64),)
+    return model, (torch.randn(8, *((4, 4, 4) if kind is Noisy else (8, 16)), **F64),)
 
 
 def steps(module, parameters, args, count=3):
@@ -116,6 +120,32 @@ def test_queries_are_sharded():
     pinned = ("blocks.?:scaled_dot_product_attention=s@x",)
     plan = require_as_single(Attending, "auto", schedule="overlap", constraints=pinned)
     assert "s" in plan.assignments["scaled_dot_product_attention"]
+
+
+@pytest.mark.parametrize("layout", [(place(0), place(1)), (place(1), place(1)), (place(1, 3), place(2))], ids=str)
+def test_a_device_has_its_part_of_what_is_drawn_even_where_parts_differ_in_size(layout):
+    graph, whole = fx.Graph(), torch.arange(7.0 * 12 * 5).view(7, 12, 5)
+    x = graph.placeholder("x")
+    node = graph.call_function(torch.ops.aten.dropout.default, (x, 0.5, True))
+    x.meta["val"] = node.meta["val"] = whole
+    for at in itertools.product(range(2), range(3)):
+        assert torch.equal(drawn(node, layout, (2, 3)).part(whole, at), take(whole, layout, (2, 3), at))
+
+
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+def test_micro_batches_draw_one_after_the_other(schedule):
+    model, args = made(Attending)
+    plan = planned(model, args, "data", accumulate=2)
+    ours = autotp.simulate(model, plan, args, schedule=schedule, dropout="as-single")
+    slopes = []
+    for module, syncing in ((ours, ours.no_sync), (model, contextlib.nullcontext)):
+        model.zero_grad()
+        torch.manual_seed(3)
+        with syncing():
+            module(*args).backward()
+        module(*args).backward()
+        slopes.append([p.grad.clone() for p in model.parameters()])
+    torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-12)
 
 
 def test_a_checkpoint_around_the_module_drops_again_what_was_dropped():
