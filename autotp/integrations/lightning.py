@@ -130,6 +130,9 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
         backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
         device = self.root_device if self.root_device.type != "cpu" else None
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device)
+        # What torchrun sets, and autotp.Topology.local() goes by; Lightning and SLURM start processes without.
+        os.environ.setdefault("WORLD_SIZE", str(self.world_size))
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(self.num_processes))
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Where models are made: wherever they say, from where they are distributed; or on ``meta``."""
@@ -186,7 +189,7 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
         """One rank's object, on all."""
         objects = [obj]
         if dist.is_initialized():
-            dist.broadcast_object_list(objects, src, device=self.root_device)
+            dist.broadcast_object_list(objects, src)
         return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -195,9 +198,9 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, decided so."""
-        made: list[Any] = [None] * self.world_size
-        dist.all_gather_object(made, decision)
-        return min(made) if all else max(made)
+        made = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(made, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(made)
 
     def teardown(self) -> None:
         """Leaves distributed modules where they are."""
@@ -226,10 +229,13 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Writes a checkpoint; a collective call."""
         checkpoint[_RANDOM] = RandomState().state_dict()
+        path = Path(self.broadcast(filepath))
+        if self.is_global_zero and (path.is_file() if self._sharded else (path / _METADATA).is_file()):
+            self.remove_checkpoint(path)  # of the other kind
+        self.barrier()
         if not self._sharded:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        path = Path(self.broadcast(filepath))
         states = checkpoint.pop("optimizer_states", ())
         # By these names Lightning's own tool makes a single file of the folder.
         state = {"model": checkpoint.pop("state_dict")} | {f"optimizer_{i}": each for i, each in enumerate(states)}
@@ -254,7 +260,8 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Sets the LightningModule's state."""
         state = dict(checkpoint["state_dict"])
-        set_model_state_dict(self.lightning_module, state, options=_as_read(state, strict=strict))
+        whole = not any(isinstance(each, DTensor) for each in state.values())
+        set_model_state_dict(self.lightning_module, state, options=StateDictOptions(full_state_dict=whole, strict=strict))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Sets optimizers' states, and where random numbers stand; a collective call."""
@@ -267,7 +274,9 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
             else:
                 own = [names[each] for group in optimizer.param_groups for each in group["params"]]
                 state = _renamed(given[number], dict(zip(_stepped(given[number]), own, strict=True)))
-            set_optimizer_state_dict(self.lightning_module, optimizer, state, options=_as_read(state["state"]))
+            whole = not isinstance(given, Path) and bool(state["state"])
+            options = StateDictOptions(full_state_dict=whole)
+            set_optimizer_state_dict(self.lightning_module, optimizer, state, options=options)
         if _RANDOM in checkpoint:
             RandomState().load_state_dict(checkpoint[_RANDOM])
 
@@ -294,12 +303,6 @@ class _Loader:
 def _alone() -> bool:
     """For a metric: whether other ranks have other rows."""
     return False
-
-
-def _as_read(state: Any, *, strict: bool = True) -> StateDictOptions:
-    """How a state is to be set, whose tensors are whole or parts."""
-    whole = not any(isinstance(each, DTensor) for each in torch.utils._pytree.tree_leaves(state))
-    return StateDictOptions(full_state_dict=whole, strict=strict)
 
 
 def _stepped(state: Mapping[str, Any]) -> list[Any]:

@@ -21,8 +21,9 @@ def test_every_row_is_in_the_table():
 
 @pytest.mark.exact
 @pytest.mark.distributed
-@pytest.mark.timeout(1200)
-def test_no_row_is_wrong_or_silent():
-    command = [sys.executable, "-m", "benchmarks.workflows", "--side", "autotp"]
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("processes", ["2", "4"])
+def test_no_row_is_wrong_or_silent(processes):
+    command = [sys.executable, "-m", "benchmarks.workflows", "--side", "autotp", "--processes", processes]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
