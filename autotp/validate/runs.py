@@ -65,6 +65,7 @@ _RECOMPUTE = {
 _LARGEST_FILE = 2**22  # bytes
 _SIZE = 2**31  # the largest of a model's sizes, and of a batch
 _LAYERS = 4096
+_LONGEST = 500  # characters in which a device, a dtype or a network is looked for
 _KINDS = ("ddp", "zero2", "hsdp", "zero3")
 
 
@@ -257,7 +258,7 @@ def _topology(row: Mapping[str, Any], devices: int) -> Topology:
     *inside, outer = machine.levels
     if len(inside) == 1:
         inside = [replace(inside[0], size=_whole(row, "nodes_of", inside[0].size))]
-    stated = _stated(str(row.get("interconnect", "")), math.prod(level.size for level in inside))
+    stated = _stated(str(row.get("interconnect", ""))[:_LONGEST], math.prod(level.size for level in inside))
     if stated is not None and inside:
         outer = replace(outer, bandwidth=stated)
     return replace(machine, levels=(*inside, outer)).resized(devices)
@@ -277,7 +278,7 @@ def _stated(text: str, node: int) -> float | None:
 
 
 def _fitting(row: Mapping[str, Any], key: str, known: Mapping[str, str]) -> str:
-    text = str(row.get(key, "")).lower()
+    text = str(row.get(key, "")).lower()[:_LONGEST]
     if not text:
         raise AutotpError(f"{key} is missing")
     found = next((name for pattern, name in known.items() if re.search(pattern, text)), None)

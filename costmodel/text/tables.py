@@ -17,8 +17,9 @@ from .units import Quantity, parse_quantity
 __all__ = ["Table", "plain", "read_toml"]
 
 _LARGEST_TOML = 2**21  # bytes; the published runs are 2**17
-#: A key of more parts than any table here has: tomllib takes quadratic time for it.
-_LONG_KEY = re.compile(r"""(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){32}""")
+#: A key of more parts than any table here has: tomllib takes quadratic time for it. Searched in linear time itself: a match
+#: begins where a word does, and nothing is tried again with fewer characters.
+_LONG_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){32}""")
 
 
 class Table:

@@ -22,7 +22,7 @@ __all__ = ["ParserTally", "fuzz_parsers"]
 
 _MEMORY = 2**30  # bytes beyond those of the parent
 _BATCH = 300
-_TRIES = 150
+_TRIES, _SLOW = 150, 5  # launches to shrink a case, and one that takes long
 _SHOWN = 20
 
 
@@ -138,7 +138,8 @@ def _child(cases: Sequence[Damaged], writer: int) -> None:
 
 def _shrunk(case: Damaged, kind: str, reason: str) -> Damaged:
     """The shortest input that is found to show the same, by leaving out parts."""
-    content, tries, part = case.content, 0, max(1, len(case.content) // 2)
+    content, part = case.content, max(1, len(case.content) // 2)
+    tries = _TRIES - _SLOW if "takes more than" in reason or "for ever" in reason else 0
     while part and tries < _TRIES:
         at = 0
         while at < len(content) and tries < _TRIES:

@@ -80,6 +80,8 @@ TOPOLOGIES = {
     "deep": "a = " + "[" * 50_000,
     "dotted": "a" + ".a" * 50_000 + " = 1",
     "tables": "[a" + ".a" * 50_000 + "]",
+    "word": CPU + "x" * 500_000,
+    "quotes": CPU + "a = '" + '"' * 500_000,
     "nul": CPU.replace('name = "', 'name = "\0'),
     "large": "#" * 2**22,
 }
