@@ -1,12 +1,9 @@
-"""Training that survives kills, and goes on with more or fewer processes.
+"""Training that survives kills, and goes on with more or fewer processes: every start plans anew, and loads what is saved.
 
-    torchrun --standalone --nproc-per-node 4 --max-restarts 1 examples/elastic.py checkpoints --steps 12 --kill-at 7
-    torchrun --standalone --nproc-per-node 2 examples/elastic.py checkpoints --steps 18
-
-Every start makes a plan for the processes that there are, and loads the last whole checkpoint, whatever plan wrote it.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or torch 2.13's restarts find the addresses of the processes before
+torchrun --standalone --nproc-per-node 4 --max-restarts 1 examples/elastic.py checkpoints --steps 12 --kill-at 7
+torchrun --standalone --nproc-per-node 2 examples/elastic.py checkpoints --steps 18
 """
-
-from __future__ import annotations
 
 import argparse
 import os
@@ -29,40 +26,40 @@ def build() -> nn.Module:
     return nn.Sequential(nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True), nn.Linear(16, 16)).double()
 
 
-def batch(step: int) -> Tensor:
-    """The global batch of a step, whose number is the seed."""
-    return torch.randn(8, 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    """What is trained, on the global batch of a step, whose number is the seed: to turn each row around."""
+    rows = torch.randn(8, 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+    return (model(rows) - rows.flip(-1)).square().mean()
 
 
-def main(options: argparse.Namespace) -> None:
-    """Train from the last checkpoint on."""
-    ranks, folder = dist.get_world_size(), Path(options.folder)
-    parallel = autotp.parallelize(build(), args=(batch(0),), strategy="tensor3d", mesh=square_mesh(ranks))
+def main(folder: Path, steps: int, kill_at: int | None) -> None:
+    """Train from the last checkpoint on; the first start may lose its last process."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    example = torch.empty(8, 6, 16, dtype=torch.float64)
+    parallel = autotp.parallelize(build(), args=(example,), strategy="tensor3d", mesh=square_mesh(ranks))
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
-    done = max((int(path.parent.name) for path in folder.glob("*/.metadata")), default=0)  # which is written last
-    if done:
+    if done := max((int(path.parent.name) for path in folder.glob("*/.metadata")), default=0):  # which is written last
         weights, moments = get_state_dict(parallel, optimizer)
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder / str(done))
         set_state_dict(parallel, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    for step in range(done, options.steps):
-        if step == options.kill_at and dist.get_rank() == ranks - 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    for step in range(done, steps):
+        if step == kill_at and rank == ranks - 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
-        loss = (parallel(batch(step)) - batch(step).flip(-1)).square().mean()
         optimizer.zero_grad()
+        loss = loss_of(parallel, step)
         loss.backward()
         optimizer.step()
-        if dist.get_rank() == 0:
+        if rank == 0:
             print(f"step {step} on {ranks} processes: {loss.item():.15f}", flush=True)
-        if (step + 1) % options.every == 0:
+        if (step + 1) % 5 == 0:
             weights, moments = get_state_dict(parallel, optimizer)
             dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder / str(step + 1))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Train, and go on where an earlier start ended.")
-    parser.add_argument("folder", help="of the checkpoints")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="of the checkpoints")
     parser.add_argument("--steps", type=int, default=18)
-    parser.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
-    parser.add_argument("--kill-at", type=int, help="the step at which the first start loses its last process")
+    parser.add_argument("--kill-at", type=int)
     with process_group():
-        main(parser.parse_args())
+        main(**vars(parser.parse_args()))

@@ -207,6 +207,41 @@ def loss_of(model: torch.nn.Module, batches: Sequence[torch.Tensor]) -> float:
         return float(torch.stack([model(input_ids=ids, labels=ids).loss for ids in batches]).mean())
 
 
+@pytest.mark.exact
+@pytest.mark.distributed
+def test_training_goes_on_after_a_kill_and_on_fewer_processes(tmp_path: Path) -> None:
+    """Steps 0 to 11 on four processes, one of which is killed in between, and the rest on two: the curve of one process."""
+    from elastic import build, loss_of
+
+    model, curve = build(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(16):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        curve.append(loss.item())
+    found: dict[int, list[tuple[int, float]]] = {}
+    for ranks, steps in ((4, "12"), (2, "16")):
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
+                *("--max-restarts", "1", str(EXAMPLES / "elastic.py"), str(tmp_path), "--steps", steps, "--kill-at", "7"),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        for step, on, loss in re.findall(r"step (\d+) on (\d) processes: ([\d.]+)", done.stdout):
+            found.setdefault(int(step), []).append((int(on), float(loss)))
+    assert [[on for on, _ in found[step]] for step in (5, 11)] == [[4, 4], [4, 2]]
+    assert sorted(found) == list(range(16))
+    for step, losses in found.items():
+        assert all(loss == pytest.approx(curve[step], rel=1e-9) for _, loss in losses), step
+
+
 def test_without_torchrun_the_message_says_how_to_start() -> None:
     launched = ("LOCAL_RANK", "RANK", "WORLD_SIZE")
     done = subprocess.run(
