@@ -245,7 +245,7 @@ class Programs:
         asked = replace(
             first,
             mode="train" if key.gradients else "inference",
-            memory=self.plan.memory_bound - (0.0 if key.gradients else self._trained_bytes()),
+            memory=max(1.0, self.plan.memory_bound - (0.0 if key.gradients else self._trained_bytes())),
             accumulate=self.plan.accumulate if key.gradients else 1,
             chunks=None,
             panels=self.plan.planning.get("panels"),
