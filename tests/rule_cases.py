@@ -1,4 +1,4 @@
-"""Arguments of operators that work along dims, read or write at indices, have complex numbers, or are networks, as the fuzzer makes them.
+"""Arguments of networks, and of operators that work along dims, at indices, or on complex numbers, as the fuzzer makes.
 
 See `test_rules.py`.
 """

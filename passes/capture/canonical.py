@@ -146,9 +146,9 @@ def _embedding(build: Builder, node: fx.Node, given: Arguments) -> Any:
 def _embedding_bag(build: Builder, node: fx.Node, given: Arguments) -> Any:
     """Bags of one size, as ``nn.EmbeddingBag`` makes of two dims, where nothing but their embeddings is used."""
     ids, offsets = given["indices"], given["offsets"]
-    alone = all(user.target is operator.getitem and user.args[1] == 0 for user in node.users)
-    known = offsets.target is aten.arange.start_step and ids.meta["val"].dim() == 1
-    if not alone or not known or given["padding_idx"] is not None or given["scale_grad_by_freq"] or given["include_last_offset"]:
+    alone = not any(user.users for user in node.users if user.args[1] != 0)
+    plain = given["padding_idx"] is None and not given["scale_grad_by_freq"] and not given["include_last_offset"]
+    if not alone or not plain or offsets.target is not aten.arange.start_step or ids.meta["val"].dim() != 1:
         return None
     (begin, _, size), count = offsets.args, ids.meta["val"].shape[0]
     bags = offsets.meta["val"].shape[0]
@@ -156,7 +156,7 @@ def _embedding_bag(build: Builder, node: fx.Node, given: Arguments) -> Any:
         return None
     square, factors = [bags, size], given["per_sample_weights"]
     ids, factors = (None if n is None else build.emit(aten.reshape.default, (n, square), like=node) for n in (ids, factors))
-    return [build.emit(embedding_bag, (given["weight"], ids, factors, given["mode"]), like=node)]
+    return [build.emit(embedding_bag, (given["weight"], ids, factors, given["mode"]), like=node), None, None, None]
 
 
 def _instance_norm(build: Builder, node: fx.Node, given: Arguments) -> Any:

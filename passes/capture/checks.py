@@ -13,9 +13,9 @@ _NUMBERS = (bool, int, float, SymBool, SymInt, SymFloat)
 
 
 def drop_checks(module: fx.GraphModule) -> None:
-    """Leaves them out in place, in all regions, as well as numbers taken from tensors (``.item()``) that are for them alone."""
-    for each in module.modules():
-        for node in reversed(each.graph.nodes) if isinstance(each, fx.GraphModule) else ():
+    """Leaves them out in place, in all regions, and numbers taken from tensors (``.item()``) that are for them alone."""
+    for graph in [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]:
+        for node in reversed(graph.nodes):
             number = node.op == "call_function" and isinstance(node.meta.get("val"), _NUMBERS)
             if not node.users and (number or operator_name(node.target).startswith(_CHECKS)):
-                each.graph.erase_node(node)
+                graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""Rules of recurrent networks and of their cells: every sequence of the batch is computed for itself, with whole weights."""
+"""Rules of recurrent networks and of their cells: each sequence of the batch is computed for itself, with whole weights."""
 
 from __future__ import annotations
 
