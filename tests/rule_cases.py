@@ -1,4 +1,4 @@
-"""Arguments of operators that work along dims, read or write at indices, or have complex numbers, as the fuzzer makes them.
+"""Arguments of networks, and of operators that work along dims, at indices, or on complex numbers, as the fuzzer makes.
 
 See `test_rules.py`.
 """
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.fuzz.dims import DIMS
 from benchmarks.fuzz.draws import Operand
 from benchmarks.fuzz.indices import INDICES
+from benchmarks.fuzz.networks import NETWORKS
 
 __all__ = ["CASES"]
 
@@ -47,4 +48,4 @@ def case(builder):
     return build
 
 
-CASES = {name: case(builder) for name, builder in {**DIMS, **INDICES}.items()}
+CASES = {name: case(builder) for name, builder in {**DIMS, **INDICES, **NETWORKS}.items()}

@@ -15,6 +15,7 @@ from benchmarks.fuzz.draws import Arguments, Builder, Draw, Operand, ids, mask, 
 from benchmarks.fuzz.elementwise import elementwise
 from benchmarks.fuzz.images import batch_norm, convolution, group_norm, image, pooled, same, transposed
 from benchmarks.fuzz.indices import INDICES
+from benchmarks.fuzz.networks import NETWORKS
 
 __all__ = ["BUILDERS", "arguments"]
 
@@ -203,6 +204,7 @@ def noisy(rank: int) -> Builder:
 BUILDERS: Mapping[str, Builder] = {
     **DIMS,
     **INDICES,
+    **NETWORKS,
     "aten.linear.default": linear,
     "aten.matmul.default": matmul,
     "aten.mm.default": shaped(lambda r, k, c: [real(r, k), real(k, c)], 3),

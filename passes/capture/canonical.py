@@ -17,13 +17,12 @@ from torch.utils._pytree import tree_map
 
 from passes.capture.builder import Builder, operator_name
 from passes.capture.canonical_views import VIEWS, Arguments, Handler, source_of
+from passes.capture.functional import embedding_bag
 from passes.graph import arguments_of
 
 __all__ = ["normalise"]
 
 aten = torch.ops.aten
-
-_CHECKS = ("aten::_assert", "aten::sym_constrain", "aten::_functional_assert", "aten::_functional_sym")
 
 
 def normalise(
@@ -59,7 +58,7 @@ def normalise(
             return build.finish(tuple(_copied(build, leaf, new, () if i in shown else folded) for i, leaf in leaves))
         elif operator_name(node.target) == "aten::clone" and _origin(new[node.args[0]]).name in mutated:
             new[node] = build.copy(node, mapped(node.args), mapped(dict(node.kwargs)))
-        elif not operator_name(node.target).startswith(_CHECKS):
+        else:
             new[node] = _rewrite(build, node, mapped(node.args), mapped(dict(node.kwargs)))
             if operator_name(node.target) in _COPIES and new[node] in [new[n] for n in node.all_input_nodes]:
                 folded.add(node)
@@ -148,9 +147,40 @@ def _embedding(build: Builder, node: fx.Node, given: Arguments) -> Any:
     return build.emit(aten.embedding.default, tuple(rest), like=node)
 
 
+def _embedding_bag(build: Builder, node: fx.Node, given: Arguments) -> Any:
+    """Bags of one size, as ``nn.EmbeddingBag`` makes of two dims, where nothing but their embeddings is used."""
+    ids, offsets = given["indices"], given["offsets"]
+    alone = not any(user.users for user in node.users if user.args[1] != 0)
+    plain = given["padding_idx"] is None and not given["scale_grad_by_freq"] and not given["include_last_offset"]
+    if not alone or not plain or offsets.target is not aten.arange.start_step or ids.meta["val"].dim() != 1:
+        return None
+    (begin, _, size), count = offsets.args, ids.meta["val"].shape[0]
+    bags = offsets.meta["val"].shape[0]
+    if begin != 0 or bags * size != count:
+        return None
+    square, factors = [bags, size], given["per_sample_weights"]
+    ids, factors = (None if n is None else build.emit(aten.reshape.default, (n, square), like=node) for n in (ids, factors))
+    return [build.emit(embedding_bag, (given["weight"], ids, factors, given["mode"]), like=node), None, None, None]
+
+
+def _instance_norm(build: Builder, node: fx.Node, given: Arguments) -> Any:
+    """By statistics of its own, a group norm whose groups are channels; by running ones, batch norm's in evaluation."""
+    x, weight, bias, eps = (given[name] for name in ("input", "weight", "bias", "eps"))
+    if given["use_input_stats"]:
+        channels = x.meta["val"].shape[1]
+        return build.emit(aten.group_norm.default, (x, channels, weight, bias, eps, False), like=node)
+    running = given["running_mean"], given["running_var"]
+    return build.emit(aten.batch_norm.default, (x, weight, bias, *running, False, 0.0, eps, False), like=node)
+
+
 def _cat(build: Builder, node: fx.Node, given: Arguments) -> Any:
-    tensors = given["tensors"]
-    return tensors[0] if len(tensors) == 1 and _same(tensors[0].meta["val"], node.meta["val"]) else None
+    """Without vectors of nothing, which torch takes beside tensors of any rank."""
+    value, tensors = node.meta["val"], given["tensors"]
+    some = [n for n in tensors if value.dim() == 1 or n.meta["val"].shape != (0,)]
+    if len(some) == 1 and _same(some[0].meta["val"], value):
+        return some[0]
+    alike = all(n.meta["val"].dtype == value.dtype for n in some)
+    return build.emit(aten.cat.default, (some, given["dim"]), like=node) if alike and 0 < len(some) < len(tensors) else None
 
 
 #: What always makes a tensor of its own, though its numbers may be another's.
@@ -169,5 +199,7 @@ _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("aten::mul", "aten::div", "aten::true_divide"), _neutral(1)),
     "aten::cat": _cat,
     "aten::embedding": _embedding,
+    "aten::embedding_bag": _embedding_bag,
+    "aten::instance_norm": _instance_norm,
     "aten::one_hot": _one_hot,
 }  # fmt: skip

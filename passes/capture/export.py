@@ -22,6 +22,7 @@ from passes.capture.autograd_functions import Lost, kept_whole
 from passes.capture.builder import CaptureError
 from passes.capture.canonical import normalise
 from passes.capture.checkpoints import marked
+from passes.capture.checks import drop_checks
 from passes.capture.observed import Moment, Place, apart, matching, numbered, observing
 from passes.capture.precision import Precision, cast_parameters, check_dtypes, policy_of, precision_name, under
 from passes.capture.regions import inline_regions
@@ -137,6 +138,7 @@ def capture(
     mode = detect_fake_mode([n.meta.get("val") for n in exported.graph.nodes])
     if mode is None:
         raise CaptureError(f"{type(model).__name__}: the graph has no tensors; there is nothing to plan")
+    drop_checks(exported)
     exported.graph = without_vmaps(exported.graph, mode)
     graph = inline_regions(exported, mode, names.placeholders, names.renamed)
     learned = {*names.parameters, *names.inputs}
@@ -209,7 +211,10 @@ def _check_tying(model: Any) -> None:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if not getattr(text, "tie_word_embeddings", False) or not hasattr(model, "get_output_embeddings"):
         return
-    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    try:
+        first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    except NotImplementedError:  # as transformers has it for models without words
+        return
     one, two = getattr(first, "weight", None), getattr(last, "weight", None)
     if one is not None and two is not None and one is not two and one.is_meta and one.shape == two.shape:
         raise AutotpError(

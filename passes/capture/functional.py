@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["batch_norm_train"]
+__all__ = ["batch_norm_train", "embedding_bag"]
 
 
 _LIBRARY = torch.library.Library("autotp", "FRAGMENT")
@@ -52,6 +52,22 @@ def _batch_norm_train(
     return out, new_mean.to(running_mean.dtype), new_var.to(running_var.dtype)
 
 
+def _embedding_bag(weight: Tensor, ids: Tensor, factors: Tensor | None, mode: int) -> Tensor:
+    """Sums, means or the largest of embeddings, of bags of one size, without what ``aten.embedding_bag`` gives besides.
+
+    Args:
+        weight: ``[words, embedding]``.
+        ids: ``[bags, words of a bag]``.
+        factors: what to multiply each embedding by, in the shape of ``ids``, or None.
+        mode: torch's number: 0 for sums, 1 for means, 2 for the largest.
+
+    Returns:
+        ``[bags, embedding]``.
+    """
+    name = ("sum", "mean", "max")[mode]
+    return torch.nn.functional.embedding_bag(ids, weight, mode=name, per_sample_weights=factors)
+
+
 _LIBRARY.define(
     "batch_norm_train(Tensor x, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, float momentum, "
     "float eps) -> (Tensor, Tensor?, Tensor?)"
@@ -59,4 +75,8 @@ _LIBRARY.define(
 # Composite: autograd, tracing and devices see what the function itself does.
 _LIBRARY.impl("batch_norm_train", _batch_norm_train, "CompositeImplicitAutograd")
 
+_LIBRARY.define("embedding_bag(Tensor weight, Tensor ids, Tensor? factors, int mode) -> Tensor")
+_LIBRARY.impl("embedding_bag", _embedding_bag, "CompositeImplicitAutograd")
+
 batch_norm_train = torch.ops.autotp.batch_norm_train.default
+embedding_bag = torch.ops.autotp.embedding_bag.default

@@ -88,12 +88,12 @@ def put_back(build: Builder, view: fx.Node, source: fx.Node, new: fx.Node, like:
     name = operator_name(view.target)
     given = arguments_of(view, view.args, dict(view.kwargs)) if name.startswith("aten::") else {}
     if item is not None and name == "aten::unbind":
-        return build.emit(aten.select_scatter.default, (source, new, given["dim"] % old.dim(), item), like=like)
+        return _scattered(build, aten.select_scatter.default, source, new, given["dim"], item, like=like)
     if item is not None and name in SPLITS:
         dim = given.get("dim", 0) % old.dim()
         ends = list(itertools.accumulate(v.shape[dim] for v in view.meta["val"]))
         start = ends[item] - made.shape[dim]
-        return build.emit(aten.slice_scatter.default, (source, new, dim, start, ends[item]), like=like)
+        return _scattered(build, aten.slice_scatter.default, source, new, dim, start, ends[item], like=like)
     if name in RESHAPES and view.target is not aten.view.dtype or name in ("aten::unsqueeze", "aten::squeeze"):
         return build.emit(aten.reshape.default, (new, list(old.shape)), like=like)
     if name in PERMUTES and not old.is_complex():
@@ -105,14 +105,15 @@ def put_back(build: Builder, view: fx.Node, source: fx.Node, new: fx.Node, like:
         return new
     if name == "aten::slice":
         dim, start, end, step = given["dim"], given["start"], given["end"], given["step"]
-        return build.emit(aten.slice_scatter.default, (source, new, dim, start, end, step), like=like)
+        return _scattered(build, aten.slice_scatter.default, source, new, dim, start, end, step, like=like)
     if name == "aten::narrow":
         dim = given["dim"] % old.dim()
         start = given["start"] % old.shape[dim] if isinstance(given["start"], int) else None
         if start is not None:
-            return build.emit(aten.slice_scatter.default, (source, new, dim, start, start + given["length"]), like=like)
+            end = start + given["length"]
+            return _scattered(build, aten.slice_scatter.default, source, new, dim, start, end, like=like)
     if name == "aten::select":
-        return build.emit(aten.select_scatter.default, (source, new, given["dim"], given["index"]), like=like)
+        return _scattered(build, aten.select_scatter.default, source, new, given["dim"], given["index"], like=like)
     if name == "aten::diagonal":
         places = (given["offset"], given["dim1"], given["dim2"])
         return build.emit(aten.diagonal_scatter.default, (source, new, *places), like=like)
@@ -120,6 +121,19 @@ def put_back(build: Builder, view: fx.Node, source: fx.Node, new: fx.Node, like:
         f"{where(like)}: an in-place operator writes through {view.target}; "
         "use the out-of-place form (for example torch.where, torch.cat or x = x + y) in the model"
     )
+
+
+def _scattered(
+    build: Builder, scatter: Any, source: fx.Node, new: fx.Node, dim: int, *places: Any, like: fx.Node
+) -> fx.Node:
+    """``scatter`` along a dim; of both parts of complex numbers, for which torch has no derivative of it."""
+    dim %= source.meta["val"].dim()
+    if not source.meta["val"].is_complex():
+        return build.emit(scatter, (source, new, dim, *places), like=like)
+    parts = (build.emit(aten.resolve_conj.default, (n,), like=like) for n in (source, new))
+    pairs = (build.emit(aten.view_as_real.default, (n,), like=like) for n in parts)
+    written = build.emit(scatter, (*pairs, dim, *places), like=like)
+    return build.emit(aten.view_as_complex.default, (written,), like=like)
 
 
 def as_computed(target: Any, value: Any) -> Any:

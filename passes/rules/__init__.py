@@ -2,7 +2,8 @@
 
 Input: a node of a captured graph. Output: its `OpRule`, and for a whole graph an `Operator` per node, with the factors
 that it has. `table` has a `Rule` (`rule`) per operator, with its `lowering`; `notation` reads the rules' language, and
-`shapes`, `views`, `indexing` and `operators` find forms that depend on arguments. `kept` says what the backward pass reads
+`shapes`, `views`, `indexing`, `recurrent` and `operators` find forms that depend on arguments; `elementwise` has the rules
+of what has one for every overload. `kept` says what the backward pass reads
 of an operator, `kinds` what kind of kernel an operator without a rule is, and `factors` analyses a whole graph.
 """
 

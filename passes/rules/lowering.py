@@ -19,6 +19,7 @@ from torch import Tensor
 __all__ = [
     "At",
     "attention",
+    "bags",
     "batch_norm",
     "cross_entropy",
     "embedding",
@@ -257,6 +258,19 @@ def _lookup(weight: Tensor, ids: Tensor, start: int, padding_idx: int) -> Tensor
     if padding_idx >= 0:
         rows = torch.where((ids == padding_idx).unsqueeze(-1), rows.detach(), rows)
     return torch.where(here.unsqueeze(-1), rows, torch.zeros_like(rows))
+
+
+def bags(at: At, weight: Any, ids: Any, factors: Any, mode: int) -> Any:
+    """Bags of embeddings with a sharded vocabulary: each device adds up its own rows, the sum is left partial."""
+    start = at.offset(at.whole(0)[0], at.axes("v"), ids)
+    return at.call(_rows_of_bags, weight, ids, factors, mode, start)
+
+
+def _rows_of_bags(weight: Tensor, ids: Tensor, factors: Tensor | None, mode: int, start: int) -> Tensor:
+    local = ids - start
+    here = (local >= 0) & (local < weight.shape[0])
+    each = weight.new_full(ids.shape, 1 / max(1, ids.shape[1]) if mode == 1 else 1.0) if factors is None else factors
+    return F.embedding_bag(torch.where(here, local, 0), weight, mode="sum", per_sample_weights=torch.where(here, each, 0))
 
 
 def mean(at: At, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:

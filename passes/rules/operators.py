@@ -22,11 +22,13 @@ __all__ = [
     "always",
     "attention",
     "attention_flop",
+    "bags",
     "compared",
     "batch_norm",
     "convolution",
     "convolution_flop",
     "cross_entropy",
+    "distances_flop",
     "einsum_flop",
     "embedding",
     "group_norm",
@@ -37,12 +39,14 @@ __all__ = [
     "matmul",
     "nll_loss",
     "product_flop",
+    "ragged_bags",
     "softmax",
     "weight_norm",
 ]
 
 _SINGLE = 4  # bytes of a float32
 _PLACE = 8  # bytes of an index
+_LARGEST = 2  # torch's number of the mode of bags that takes the largest
 
 
 def product_flop(where: Product) -> Callable[[fx.Node], float]:
@@ -205,6 +209,29 @@ def addmm(node: fx.Node) -> str | None:
 def embedding(node: fx.Node) -> str | None:
     """No rule with ``scale_grad_by_freq``, which counts words of the whole batch."""
     return None if by.argument(node, 3, "scale_grad_by_freq", False) else "v h, … -> … h"
+
+
+def bags(node: fx.Node) -> str:
+    """Sums of embeddings, weighted or not, or their means, whose lowering can shard the vocabulary; or the largest ones."""
+    vocabulary = "[v]" if by.named(node)["mode"] == _LARGEST else "v"
+    return f"{vocabulary} h, b [n], b [n] -> b h"
+
+
+def ragged_bags(node: fx.Node) -> OpRule:
+    """embedding_bag with bags of any size: the embedding's dim alone; other results say where each bag came from."""
+    operands, results = by.shapes_of(node)
+    h = operands[0][1]
+    dim: Dim = ("h",) if h > 1 else ()
+    left: list[list[Dim]] = [[(), dim], *([()] * len(shape) for shape in operands[1:])]
+    right: list[list[Dim]] = [
+        [(), dim] if i in (0, 3) and len(shape) == 2 else [()] * len(shape) for i, shape in enumerate(results)
+    ]
+    return by.op_rule(left, right, {"h": h})
+
+
+def distances_flop(node: fx.Node) -> float:
+    """Of cdist: a difference, a power and a sum for each coordinate of each pair."""
+    return 3.0 * math.prod(by.shape_of(node)) * by.shape_of(by.operands_of(node)[0])[-1]
 
 
 def nll_loss(node: fx.Node) -> OpRule | None:

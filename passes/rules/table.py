@@ -15,10 +15,11 @@ import torch
 from torch import fx
 
 from passes.graph import arguments_of
-from passes.rules import indexing, views
+from passes.rules import indexing, recurrent, views
 from passes.rules import lowering as low
 from passes.rules import operators as of
 from passes.rules import shapes as by
+from passes.rules.elementwise import ELEMENTWISE
 from passes.rules.kinds import KERNELS
 from passes.rules.notation import OpRule, RuleError, instantiate
 from passes.rules.rule import Product, Rule
@@ -108,54 +109,8 @@ def _bound(node: fx.Node, rule: Rule) -> OpRule | None:
     return instantiate(form, operands, results, inner=rule.inner, additive=rule.additive, linear=rule.linear)
 
 
-def _words(text: str) -> list[str]:
-    return text.split()
-
-
-_UNARY = _words(
-    """
-abs acos acosh asin asinh atan atanh bitwise_not ceil celu clamp clamp_min clamp_max cos cosh elu erf erfc exp
-exp2 expm1 floor frac gelu hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu log log10 log1p log2 log_sigmoid
-logical_not mish nan_to_num reciprocal relu relu6 round rsqrt sgn sigmoid sign silu sin sinh softplus sqrt square tan tanh
-threshold trunc pow selu tanhshrink softsign hardshrink softshrink logit erfinv lgamma digamma angle deg2rad rad2deg
-"""
-)
-_CAST = _words("_to_copy to type_as")
-_BINARY = _words(
-    """
-atan2 bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ eq ne lt le gt ge fmod remainder floor_divide
-maximum minimum fmax fmin logaddexp float_power logical_and logical_or logical_xor hypot xlogy pow copysign prelu_ rsub
-"""
-)
-_OVERLOADS = _words("default Tensor Scalar Tensor_Scalar Scalar_Tensor Tensor_Tensor Tensor_mode Scalar_mode")
-_CASTS = ("dtype", "dtype_layout", "device", "other")
-
-
-def _elementwise() -> dict[str, Rule]:
-    plain, cheap = Rule(by.elementwise()), Rule(by.elementwise(), saves="result")
-    table = {f"aten.{op}.{overload}": plain for op in (*_UNARY, *_BINARY) for overload in (*_OVERLOADS, *_CASTS)}
-    nothing = Rule(by.elementwise(), saves="")
-    table |= {f"aten.{op}.{overload}": nothing for op in _CAST for overload in (*_OVERLOADS, *_CASTS)}
-    for op in ("tanh", "sigmoid", "exp", "relu", "sqrt", "rsqrt", "reciprocal"):
-        table[f"aten.{op}.default"] = cheap
-    for overload in ("Tensor", "Scalar", "default"):
-        table[f"aten.add.{overload}"] = table[f"aten.sub.{overload}"] = Rule(by.broadcast, saves="", hands_on=True)
-        table[f"aten.mul.{overload}"] = Rule(by.scaled, saves="others")
-        table[f"aten.div.{overload}"] = Rule(by.scaled, saves="others")
-    return {name: rule for name, rule in table.items() if _exists(name)}
-
-
 def _each(names: str, rule: Rule) -> dict[str, Rule]:
-    return {f"aten.{name if '.' in name else f'{name}.default'}": rule for name in _words(names)}
-
-
-def _exists(name: str) -> bool:
-    _, op, overload = name.split(".")
-    if not hasattr(torch.ops.aten, op) or overload not in getattr(torch.ops.aten, op).overloads():
-        return False
-    schema = getattr(getattr(torch.ops.aten, op), overload)._schema
-    takes = [str(a.type) for a in schema.arguments]
-    return "Tensor" in takes and [str(r.type) for r in schema.returns] == ["Tensor"] and "Device" not in takes[:1]
+    return {f"aten.{name if '.' in name else f'{name}.default'}": rule for name in names.split()}
 
 
 _PLAIN, _ADDED = Product(), Product(data=1, weight=2, bias=0)
@@ -177,6 +132,14 @@ def _convolution(order: torch.memory_format | None = None, *, transposed: bool =
     )
 
 
+def _recurrent(name: str) -> dict[str, Rule]:
+    kept: dict[str, Any] = {"saves": "all", "besides": recurrent.kept_by_network}
+    return {
+        f"aten.{name}.input": Rule(recurrent.network, "product", flop=recurrent.network_flop, **kept),
+        f"aten.{name}_cell.default": Rule(recurrent.cell, "product", flop=recurrent.cell_flop, **kept),
+    }
+
+
 def _norm(form: str | Callable[[fx.Node], OpRule | str], **known: Any) -> Rule:
     return Rule(form, "norm", extra=1, **known)
 
@@ -189,7 +152,7 @@ _CONVOLUTION, _TRANSPOSED = _convolution(), _convolution(transposed=True)
 _IMAGES, _VOLUMES = _convolution(torch.channels_last), _convolution(torch.channels_last_3d)
 
 RULES: Mapping[str, Rule] = {
-    **_elementwise(),
+    **ELEMENTWISE,
     # contractions
     "aten.linear.default": _product("… k, n k, n -> … n", (2,), Product(bias=2, transposed=True)),
     "aten.matmul.default": _product(of.matmul),
@@ -218,6 +181,11 @@ RULES: Mapping[str, Rule] = {
         saves="all",
         besides=of.kept_by_attention,
     ),
+    # recurrent networks
+    **_recurrent("lstm"),
+    **_recurrent("gru"),
+    **_recurrent("rnn_tanh"),
+    **_recurrent("rnn_relu"),
     # normalisation, softmax, losses
     "aten.layer_norm.default": _norm(of.layer_norm, lower=low.layer_norm),
     "aten.rms_norm.default": _norm(of.layer_norm, lower=low.rms_norm, statistics=(1, 1), rereads=True),
@@ -247,6 +215,8 @@ RULES: Mapping[str, Rule] = {
     "aten.embedding.default": Rule(
         of.embedding, "gather", lower=low.embedding, contiguous=("v",), saves="", bounded={1: "v"}
     ),
+    "autotp.embedding_bag.default": Rule(of.bags, "gather", lower=low.bags, contiguous=("v",), saves="", bounded={1: "v"}),
+    "aten.embedding_bag.padding_idx": Rule(of.ragged_bags, "gather", saves=""),
     "aten.index.Tensor": Rule(indexing.index, "gather", saves=""),
     "aten.index_put.default": Rule(indexing.index_put, "gather", saves=""),
     "aten.index_select.default": Rule(indexing.index_select, "gather", saves=""),
@@ -274,6 +244,7 @@ RULES: Mapping[str, Rule] = {
     **_each("fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn", Rule(by.along(), saves="")),
     **_each("fft_rfftn fft_irfftn fft_fftshift fft_ifftshift", Rule(by.along(), saves="")),
     **_each("cosine_similarity pairwise_distance", Rule(of.compared)),
+    "aten.cdist.default": Rule("… r [k], … c [k] -> … r c", "product", flop=of.distances_flop, saves="all"),
     "aten.linalg_cross.default": Rule(by.along()),
     "aten.bucketize.Tensor": Rule("…, 1 -> …", saves=""),
     "aten.glu.default": Rule(views.glu),
@@ -329,6 +300,7 @@ RULES: Mapping[str, Rule] = {
     "aten.upsample_nearest2d.default": Rule("n c * -> n c *", linear=((0,),), saves=""),
     "aten.upsample_bilinear2d.vec": Rule("n c * -> n c *", linear=((0,),), saves=""),
     "aten.upsample_bicubic2d.vec": Rule("n c * -> n c *", linear=((0,),), saves=""),
+    "aten.grid_sampler.default": Rule("n c *, n * -> n c *", "gather"),
     # random
     "aten.dropout.default": Rule(by.elementwise(), saves="mask"),
     "aten.rand_like.default": Rule(by.elementwise(), saves=""),

@@ -54,25 +54,24 @@ def exact(model, plan, x, schedule="overlap"):
         torch.testing.assert_close(ours[name], value, rtol=1e-9, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
 
 
-class Quantised(nn.Module):
-    """How near each point is to each entry of a code book."""
+class Pairs(nn.Module):
+    """Products of all pairs of features."""
 
     def __init__(self):
         super().__init__()
-        self.project = nn.Linear(8, 8)
-        self.book = nn.Parameter(torch.randn(16, 8))
+        self.project, self.pairs = nn.Linear(8, 8), nn.Bilinear(8, 4, 4)
 
     def forward(self, x):
-        return -torch.cdist(self.project(x), self.book)
+        return self.pairs(self.project(x), x[..., :4])
 
 
 def operator_of(plan):
-    return next(op for op in plan.operators if op.target == "aten.cdist.default")
+    return next(op for op in plan.operators if op.target == "aten.bilinear.default")
 
 
 def test_an_operator(monkeypatch):
     torch.manual_seed(0)
-    model, x = Quantised().double(), torch.randn(8, 6, 8, dtype=torch.float64)
+    model, x = Pairs().double(), torch.randn(4, 2, 8, dtype=torch.float64)
     added = entry("passes/rules/table.py", "RULES", "{{{}}}")
     assert not added.keys() & table.RULES.keys(), "the page adds an operator that has a rule already"
     before = autotp.plan(model, MACHINE, (x,), mesh=(2, 2))
@@ -86,7 +85,7 @@ def test_an_operator(monkeypatch):
     captured = capture(model, (x,)).graph_module.graph
     (operator,) = (op for node, op in analyse(captured).items() if node.name == name)
     every = [strategy.assignment for strategy in strategies(operator, plan.mesh_shape)]
-    assert {"m1", "r", "c"} <= {factor for assignment in every for factor in assignment}
+    assert {"m2", "n", "i", "j"} <= {factor for assignment in every for factor in assignment}
     for assignment in every:  # the planner need not choose one that is wrong
         others = tuple(replace(op, assignment=assignment) if op.name == name else op for op in plan.operators)
         exact(model, replace(plan, operators=others), x, "none")

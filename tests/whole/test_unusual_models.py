@@ -93,7 +93,7 @@ class Statistics(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """One operator without a rule holds nearly all of the model."""
+    """Nearly all of the model is one operator, whose only factor is the batch."""
 
     def __init__(self):
         super().__init__()
@@ -137,8 +137,37 @@ class Words(nn.Module):
         return self.head(self.often(ids) * self.seldom(ids)).square()
 
 
+class Bags(nn.Module):
+    """Bags of embeddings of one size, weighted or not, and of sizes that are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.sums, self.means, self.largest = (nn.EmbeddingBag(12, 8, mode=mode) for mode in ("sum", "mean", "max"))
+        self.padded = nn.EmbeddingBag(12, 8, padding_idx=3)
+
+    def forward(self, ids, weights):
+        begins = torch.tensor([0, 2, 2, 7])
+        ragged = self.sums(ids.flatten()[:10], begins) + self.padded(ids[:4])
+        return self.sums(ids, per_sample_weights=weights) * self.means(ids) + self.largest(ids), ragged.square()
+
+
+class Checked(nn.Module):
+    """Checks of values, a cache that begins with nothing, instance norms in training and in evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.own = nn.Linear(8, 8), nn.InstanceNorm1d(4, affine=True)
+        self.running = nn.InstanceNorm1d(4, affine=True, track_running_stats=True).eval()
+
+    def forward(self, x, lengths):
+        torch._check(lengths.max().item() <= 8)
+        y = torch.cat([torch.tensor([], dtype=x.dtype), self.linear(x)], 1)
+        torch._check(lengths.min().item() > 0)
+        return self.running(self.own(y)).tanh()
+
+
 class Waves(nn.Module):
-    """Complex weights between a Fourier transform and its inverse."""
+    """Complex weights between a Fourier transform and its inverse, of some frequencies, which are written into others."""
 
     def __init__(self):
         super().__init__()
@@ -146,7 +175,11 @@ class Waves(nn.Module):
         self.head = nn.Linear(8, 8)
 
     def forward(self, x):
-        spectrum = torch.fft.rfft(self.head(x).transpose(1, 2)) * self.weight
+        spectrum = torch.fft.rfft(self.head(x).transpose(1, 2))
+        written = spectrum.clone()
+        written[..., 1:3] = spectrum[..., 1:3].conj() * self.weight[:, 1:3]
+        written[:, -2] = self.weight[0] * 2
+        spectrum = written
         return torch.fft.irfft(spectrum, n=8).square(), torch.view_as_real(spectrum)
 
 
@@ -235,6 +268,8 @@ CASES = {
     "empty": (Empty, lambda: (torch.randn(8, 8).double(),)),
     "mapped": (Mapped, lambda: (torch.randn(8, 4, 8).double(),)),
     "words": (Words, lambda: (torch.randint(0, 12, (8, 6)),)),
+    "bags": (Bags, lambda: (torch.randint(0, 12, (8, 6)), torch.rand(8, 6).double())),
+    "checked": (Checked, lambda: (torch.randn(8, 4, 8).double(), torch.arange(8) + 1)),
     "waves": (Waves, lambda: (torch.randn(4, 8, 8).double(),)),
     "lookup": (Lookup, lambda: (torch.randint(0, 13, (8, 6)), torch.randint(0, 13, (8, 6)))),
     "grouped": (Grouped, lambda: (torch.randn(4, 8, 16).double(),)),

@@ -1,0 +1,1 @@
+"""Architectures of several libraries: planned, simulated, and compared with one device."""

@@ -1,0 +1,65 @@
+"""Rules of recurrent networks and of their cells: each sequence of the batch is computed for itself, with whole weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import fx
+
+from passes.rules.notation import Dim, OpRule
+from passes.rules.shapes import named, op_rule, operands_of, shape_of, shapes_of
+
+__all__ = ["cell", "cell_flop", "kept_by_network", "network", "network_flop"]
+
+#: Tensors as large as the state that the backward pass keeps of a step, beside the state itself.
+_GATES = {"lstm": 7, "gru": 5}
+
+
+def _states(given: dict[str, Any]) -> list[fx.Node]:
+    hx = given["hx"]
+    return list(hx) if isinstance(hx, (list, tuple)) else [] if hx is None else [hx]
+
+
+def network(node: fx.Node) -> OpRule:
+    """lstm, gru, rnn_tanh, rnn_relu: of dense batches; states have the layers first, and then the batch."""
+    given = named(node)
+    return _of_batch(node, 0 if given["batch_first"] else 1, 1, len(_states(given)))
+
+
+def cell(node: fx.Node) -> OpRule:
+    """lstm_cell, gru_cell, rnn_tanh_cell, rnn_relu_cell."""
+    return _of_batch(node, 0, 0, len(_states(named(node))))
+
+
+def _of_batch(node: fx.Node, outer: int, inner: int, states: int) -> OpRule:
+    """The batch is dim ``outer`` of the input and, with steps, of the first result, and dim ``inner`` of states."""
+    operands, results = shapes_of(node)
+    batch = operands[0][outer]
+
+    def dims(rank: int, where: int | None) -> list[Dim]:
+        return [("b",) if d == where and batch > 1 else () for d in range(rank)]
+
+    places = [outer, *[inner] * states, *[None] * (len(operands) - 1 - states)]
+    left = [dims(len(shape), where) for shape, where in zip(operands, places, strict=True)]
+    right = [dims(len(shape), inner if i else outer) for i, shape in enumerate(results)]
+    return op_rule(left, right, {"b": batch})
+
+
+def network_flop(node: fx.Node) -> float:
+    """Every element of every weight is one product for each step of each sequence."""
+    steps = math.prod(shape_of(operands_of(node)[0])[:2])
+    return 2.0 * steps * sum(math.prod(shape_of(n)) for n in named(node)["params"] if len(shape_of(n)) == 2)
+
+
+def cell_flop(node: fx.Node) -> float:
+    """As `network_flop`, of one step."""
+    given = named(node)
+    return 2.0 * shape_of(given["input"])[0] * sum(math.prod(shape_of(given[name])) for name in ("w_ih", "w_hh"))
+
+
+def kept_by_network(node: fx.Node) -> list[tuple[int, float]]:
+    """The gates of every step and layer."""
+    name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
+    gates, layers = _GATES.get(name.removesuffix("_cell"), 1), named(node).get("num_layers", 1)
+    return [(-1, float(gates * layers * node.meta["val"][0].element_size() if layers else 0))]
