@@ -14,6 +14,8 @@ from benchmarks.fuzz.generate import generate
 from benchmarks.fuzz.growing import Growing
 from benchmarks.fuzz.numbers import Careful, ill_conditioned, plain, step, worst
 from benchmarks.fuzz.operators import arguments
+from benchmarks.fuzz.parsers import fuzz_parsers, judge
+from benchmarks.fuzz.parsers import inputs as parsers
 from benchmarks.fuzz.run import run
 from benchmarks.fuzz.written import as_test
 from passes.rules import table
@@ -213,3 +215,32 @@ def test_the_careful_plain_model_is_the_plain_model(training):
     assert expected.keys() == found.keys()
     for name, want in expected.items():
         torch.testing.assert_close(found[name], want, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def test_damaged_input_is_taken_or_refused():
+    outcomes = {kind: set() for kind in parsers.KINDS}
+    for number in range(150):
+        case = parsers.case_of(11, number)
+        if isinstance(case.content, bytes):
+            kind, reason = judge.judged(case)
+            assert kind in ("ok", "refused"), reason
+            outcomes[case.kind].add(kind)
+    assert outcomes["plan"] == outcomes["topology"] == {"ok", "refused"}
+
+
+def test_what_a_parser_may_not_do_is_found_and_shrunk_to_a_test(monkeypatch):
+    def broken(file):
+        return {}["found"] if b"one" in file.read_bytes() else None
+
+    number = next(
+        n for n in range(100) if parsers.case_of(11, n).kind == "runs" and b"one" in parsers.case_of(11, n).content
+    )
+    monkeypatch.setitem(judge._PARSERS, "runs", broken)
+    tally, found = fuzz_parsers(11, 5, number, number)
+    assert tally.kinds["crash"] == 1
+    ((reason, text),) = found.items()
+    assert "KeyError" in reason and "Damaged('runs', b'one')" in text
+    names = {}
+    exec(compile(text, "<found>", "exec"), names)
+    with pytest.raises(AssertionError):
+        names[f"test_seed_11_parsers_{number}"]()

@@ -11,12 +11,12 @@ import textwrap
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
 from autotp import AutotpError, cli, plan
 from autotp.analysis.sweep import Point, sweep
 from autotp.cli.sweep_output import sweep_csv, sweep_table, write_plot
+from autotp.cli.terminal import Terminal
 from benchmarks.models import gpt
 from costmodel import Topology, TopologyError
 from costmodel.energy import step_energy
@@ -98,7 +98,7 @@ def test_csv_and_json_agree(points):
 
 
 def test_table(points):
-    console = Console(width=200, no_color=True, file=io.StringIO())
+    console = Terminal(width=200, no_color=True, file=io.StringIO())
     console.print(sweep_table(points))
     text = console.file.getvalue()
     for said in ("dgx-h100", "tokens/s", "MFU", "exposed", "energy", "cannot have 13 devices"):
@@ -170,8 +170,8 @@ def test_a_model_is_captured_once():
         ({"topologies": []}, "topologies is empty"),
         ({"topologies": ["dgx-a100", "dgx-a100"]}, "two of the topologies"),
         ({"devices": []}, "devices is empty"),
-        ({"devices": [0]}, "positive"),
-        ({"tokens": 0}, "tokens 0"),
+        ({"devices": [0]}, "devices is 0"),
+        ({"tokens": 0}, "tokens is 0"),
         ({"strategies": ["magic"]}, "choose one of"),
         ({"strategies": []}, "strategies is empty"),
         ({"mode": "dream"}, "mode 'dream'"),

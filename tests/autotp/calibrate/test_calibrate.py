@@ -140,7 +140,7 @@ def test_what_is_wrong_from_the_start_is_reported_once(tmp_path, monkeypatch, ca
 def test_shape_of_a_job():
     assert shape_of_job(8, {"LOCAL_WORLD_SIZE": "4"}) == (2, 4)
     assert shape_of_job(8, {}) == (1, 8)
-    with pytest.raises(AutotpError, match="not a multiple"):
+    with pytest.raises(AutotpError, match="must be a whole number"):
         shape_of_job(8, {"LOCAL_WORLD_SIZE": "x"})
 
 

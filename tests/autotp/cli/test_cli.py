@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from autotp import Plan, PlannedOperator, Predicted, cli
 from autotp.cli.render import plan_table
+from autotp.cli.terminal import Terminal
 from autotp.plans.folded import fold_operators
 from costmodel import Topology
 
@@ -112,7 +112,7 @@ def fake_plan(**changes: object) -> Plan:
 
 
 def shown(plan: Plan, width: int = 200, **options: Any) -> str:
-    console = Console(width=width, no_color=True, file=io.StringIO())
+    console = Terminal(width=width, no_color=True, file=io.StringIO())
     with console.capture() as capture:
         console.print(plan_table(plan, **options))
     return capture.get()

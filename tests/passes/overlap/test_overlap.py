@@ -367,7 +367,7 @@ def test_what_is_sent_is_not_written_to_until_it_has_arrived(between):
 def test_bad_chunks_and_schedules_are_refused():
     model, args = tokens()
     plan = planned(model, args)
-    with pytest.raises(autotp.AutotpError, match="'rows': 0"):
+    with pytest.raises(autotp.AutotpError, match="'rows' is 0"):
         dataclasses.replace(plan, chunks={"rows": 0})
     with pytest.raises(autotp.AutotpError, match="'columns'"):
         dataclasses.replace(plan, chunks={"columns": 2})

@@ -117,7 +117,7 @@ def test_low_precision_sums_are_kept_in_single_precision():
 
 @pytest.mark.parametrize("panels", [0, -1, 1.5])
 def test_a_wrong_number_is_refused(panels):
-    with pytest.raises(AutotpError, match="give a positive number"):
+    with pytest.raises(AutotpError, match="must be a whole number"):
         planned(Chain(1, 8, 8), torch.randn(4, 2, 8), "auto", (2,), panels)
 
 
