@@ -209,6 +209,7 @@ def loss_of(model: torch.nn.Module, batches: Sequence[torch.Tensor]) -> float:
 
 @pytest.mark.exact
 @pytest.mark.distributed
+@pytest.mark.timeout(600)
 def test_training_goes_on_after_a_kill_and_on_fewer_processes(tmp_path: Path) -> None:
     """Steps 0 to 11 on four processes, one of which is killed in between, and the rest on two: the curve of one process."""
     from elastic import build, loss_of

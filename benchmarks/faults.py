@@ -1,0 +1,224 @@
+"""Faults by place and kind under torchrun, and what becomes of the job: ``python -m benchmarks.faults --write``."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "faults.md"
+PLACES = ("capture", "planning", "building", "load", "forward", "no_sync", "backward", "optimizer", "save", "evaluation")
+KINDS = ("exception", "kill", "stop", "exit")
+#: Seconds that a process group waits, and that a job may take; its steps.
+_TIMEOUT, _MOST, _STEPS = 10, 240, 3
+
+
+def main() -> None:
+    """Runs the cells."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--processes", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--only", nargs="*", default=[""], help="cells whose 'place kind' contains one of these")
+    parser.add_argument(
+        "--write", action="store_true", help="docs/faults.md, with the cells that an earlier run wrote there"
+    )
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        _Worker(*given.worker).run()
+        return
+    rows = _written() if given.write else {}
+    every = itertools.product(given.processes, PLACES, KINDS)
+    cells = [cell for cell in every if any(word in " ".join(cell[1:]) for word in given.only)]
+    losses: dict[int, str] = {}
+    for processes, place, kind in cells:
+        if processes not in losses:
+            losses[processes] = _run(processes, "", "")["loss"]
+        found = _run(processes, place, kind)
+        ends = "goes on, equal" if found["loss"] == losses[processes] else f"**differs: {found['loss'] or 'did not end'}**"
+        named = "rank and place" if re.search(r"rank \d", found["said"]) and " for " in found["said"] else "see there"
+        seconds = f"{found['seconds']:.0f}" if found["seconds"] is not None else f"**over {_MOST}**"
+        said = " ".join(found["said"].split()).replace("|", "\\|")
+        rows[processes, place, kind] = f"| {place} | {kind} | {seconds} | {ends} | {named} | {said[:300]} |"
+        print(processes, rows[processes, place, kind], flush=True)
+        if given.write:
+            PAGE.write_text(_page(rows))
+    if any("**" in row for row in rows.values()):
+        sys.exit("some jobs did not end, or did not go on as they were")
+
+
+def _run(processes: int, place: str, kind: str) -> dict[str, Any]:
+    """What a job does and says, one rank of which has a fault in its first life, and none in its second."""
+    found: dict[str, Any] = {"seconds": None, "loss": "", "said": ""}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        command += ["--max-restarts", "1", "-m", "benchmarks.faults", "--worker", place, kind, folder]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        job = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        lines: list[str] = []
+        reader = threading.Thread(target=lambda: lines.extend(iter(job.stdout.readline, "")), daemon=True)  # type: ignore[union-attr]
+        reader.start()
+        begin, fired = time.monotonic(), None
+        while job.poll() is None and time.monotonic() - begin < _MOST:
+            time.sleep(0.1)
+            if fired is None and any("FIRES" in line for line in list(lines)):
+                fired = time.monotonic()
+            pids = [int(line.split()[1]) for line in list(lines) if line.startswith("BEGINS")][:processes]
+            if fired is not None and found["seconds"] is None and not any(map(_alive, pids)):
+                found["seconds"] = time.monotonic() - fired
+        for line in lines:
+            if line.startswith("BEGINS") and _alive(int(line.split()[1])):
+                os.kill(int(line.split()[1]), signal.SIGKILL)
+        job.kill()
+        reader.join(5)
+    said = [line.split(":", 1)[1] for line in lines if re.match(r"\[rank\d+\]: .*Error: ", line)]
+    ours = [line for line in said if re.search(r"autotp|whereabouts|costmodel", line)] or said
+    ends = [line.split()[1] for line in lines if line.startswith("ENDS")]
+    return found | {"loss": ends[0] if ends else "", "said": ours[-1].split("Error: ", 1)[1].strip() if ours else ""}
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+class _Worker:
+    """A rank of a job: it trains, saves, loads and evaluates, and goes on where an earlier life has saved."""
+
+    def __init__(self, place: str, kind: str, folder: str) -> None:
+        self.place, self.kind, self.folder, self.now, self.step = place, kind, Path(folder), "", 0
+
+    def at(self, place: str) -> None:
+        """Has the fault, if it is to be here: in the second step, when there is a checkpoint, or before all steps."""
+        victim = 0 if place == "planning" else int(os.environ["WORLD_SIZE"]) - 1  # which rank 0 does, for all
+        early = place in ("capture", "planning", "building")
+        if place != self.place or int(os.environ["RANK"]) != victim or not (early or self.step == 1):
+            return
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+            return
+        print("FIRES", flush=True)
+        if self.kind == "exception":
+            raise RuntimeError("an injected fault")
+        if self.kind == "exit":
+            sys.exit(0)
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.kind])
+
+    def before(self, place: str, owner: Any, name: str) -> None:
+        """Puts the fault before a function: at a place, or at the one where the worker is then."""
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.at(place or self.now)
+            return function(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    def run(self) -> None:
+        """Trains."""
+        import torch
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+        import autotp
+        from benchmarks.workflows.side import Net, batch
+        from passes.world.process import ProcessWorld
+
+        print("BEGINS", os.getpid(), flush=True)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT))
+        entry = sys.modules["autotp.runtime.parallelize"]
+        for place, name in (("capture", "capture"), ("planning", "plan_captured"), ("building", "apply")):
+            self.before(place, entry, name)
+        self.before("", ProcessWorld, "_begun")
+        self.before("save", dcp.FileSystemWriter, "write_data")
+        self.before("load", dcp.FileSystemReader, "read_data")
+        torch.manual_seed(0)
+        shape = (dist.get_world_size(),)
+        parallel: Any = autotp.parallelize(Net().double(), args=batch(), strategy="megatron-1d", mesh=shape)
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+
+        def load(step: int) -> None:
+            weights, moments = autotp.storable(get_state_dict(parallel, optimizer))
+            dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=self.folder / str(step))
+            set_state_dict(parallel, optimizer, model_state_dict=weights, optim_state_dict=moments)
+            autotp.redistribute(optimizer)
+
+        done = max((int(path.parent.name) for path in self.folder.glob("*/.metadata")), default=0)
+        if done:
+            load(done)
+        for self.step in range(done, _STEPS):
+            optimizer.zero_grad()
+            self.now = "no_sync"
+            with parallel.no_sync():
+                parallel(*batch(seed=2 * self.step)).backward()
+            self.now = "forward"
+            loss = parallel(*batch(seed=2 * self.step + 1))
+            self.now = "backward"
+            loss.backward()
+            self.at("optimizer")
+            optimizer.step()
+            weights, moments = autotp.storable(get_state_dict(parallel, optimizer))
+            dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=self.folder / str(self.step + 1))
+            load(self.step + 1)
+            parallel.eval()
+            self.now = "evaluation"
+            with torch.no_grad():
+                loss = parallel(*batch())
+            parallel.train()
+        if dist.get_rank() == 0:
+            print(f"ENDS {loss.item():.12g}", flush=True)
+        dist.destroy_process_group()
+
+
+_ROW = re.compile(r"^\| (\w+) \| (\w+) \| .*\|$")
+
+
+def _written() -> dict[tuple[int, str, str], str]:
+    """The rows of the page as it is."""
+    rows, processes = {}, 0
+    for line in PAGE.read_text().splitlines() if PAGE.exists() else ():
+        if heading := re.match(r"## (\d+) processes", line):
+            processes = int(heading[1])
+        elif row := _ROW.match(line):
+            rows[processes, row[1], row[2]] = line
+    return rows
+
+
+def _page(rows: dict[tuple[int, str, str], str]) -> str:
+    lines = [
+        "# Faults",
+        "",
+        "`python -m benchmarks.faults --write` starts a job for every row, under torchrun with `--max-restarts 1` and",
+        f"a process group whose timeout is {_TIMEOUT} s, and lets its last rank (in planning, rank 0) have a fault in",
+        "the second step, or before all steps. *Gone* is the number of seconds from the fault until all processes of",
+        "the first start are gone, measured on a busy machine of two cores: an upper bound. torchrun waits for 30 of",
+        "them before it kills a stopped process. Then the restarted job loads the last checkpoint and goes on; its",
+        "last loss is compared with an undisturbed job's, to 12 digits. The message is the last error that a rank of",
+        "the first start ended with. `--only` runs some of the cells, and leaves the others as they are.",
+    ]
+    for processes in sorted({key[0] for key in rows}):
+        lines += ["", f"## {processes} processes", "", "| place | fault | gone | restarted | names | message |"]
+        lines += ["|---|---|---|---|---|---|"]
+        order = itertools.product([processes], PLACES, KINDS)
+        lines += [rows[key] for key in order if key in rows]
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    main()
