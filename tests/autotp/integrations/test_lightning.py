@@ -3,6 +3,7 @@
 import lightning
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import autotp
@@ -12,21 +13,80 @@ from autotp.integrations.lightning import AutotpStrategy
 class Plain(lightning.LightningModule):
     def __init__(self):
         super().__init__()
-        self.model = nn.Linear(2, 2)
+        self.model, self.beside = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
+
+    def training_step(self, x):
+        return self.model(x).square().sum()
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.arange(8.0).view(4, 2), 2)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+
+class Distributed(Plain):
+    def configure_model(self):
+        self.model = autotp.parallelize(self.model, None, (torch.zeros(2, 2),))
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def quiet(**options):
+    settings = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    return settings | {"accelerator": "cpu", "devices": 1, "max_epochs": 1} | options
+
+
+def trainer(sharded=True, **options):
+    return lightning.Trainer(**quiet(strategy=AutotpStrategy(sharded), **options))
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true", "64-true"])
 def test_a_precision_is_refused(precision):
-    with pytest.raises(autotp.AutotpError, match=f"{precision}.*pass precision= to autotp.parallelize"):
-        lightning.Trainer(strategy=AutotpStrategy(), accelerator="cpu", devices=2, precision=precision, logger=False)
+    with pytest.raises(autotp.AutotpError, match="pass precision= to autotp.parallelize"):
+        trainer(precision=precision)
 
 
-def test_a_module_that_was_not_distributed_is_refused():
+def test_no_sampler_deals_out_rows():
+    made = trainer(devices=2, use_distributed_sampler=True)
+    assert not made._data_connector._requires_distributed_sampler(torch.utils.data.DataLoader(torch.arange(4)))
+
+
+def test_what_is_not_distributed_is_refused(one_rank):
     with pytest.raises(autotp.AutotpError, match="Plain has no distributed module: override its hook configure_model"):
-        AutotpStrategy()._setup_model(Plain())
+        trainer().fit(Plain())
+    module = Distributed()
+    module.beside.requires_grad_(True)
+    with pytest.raises(autotp.AutotpError, match="Distributed trains beside.weight, beside.bias, which is not in"):
+        trainer().fit(module)
 
 
-def test_a_trainer_of_the_strategy_deals_out_no_rows():
-    trainer = lightning.Trainer(strategy=AutotpStrategy(), accelerator="cpu", devices=2, use_distributed_sampler=True)
-    loader = torch.utils.data.DataLoader(torch.arange(4))
-    assert not trainer._data_connector._requires_distributed_sampler(loader)
+def test_a_module_is_distributed_once(one_rank):
+    module = Distributed()
+    trainer().fit(module)
+    with pytest.raises(autotp.AutotpError, match="distributed already"):
+        trainer().fit(module)
+
+
+def test_a_checkpoint_takes_the_place_of_one_of_the_other_kind(one_rank, tmp_path):
+    """Of an optimizer without state, too."""
+    path, wanted = tmp_path / "last.ckpt", Plain()
+    start = {name: value.clone() for name, value in wanted.state_dict().items()}
+    lightning.Trainer(**quiet(max_epochs=2)).fit(wanted)
+    for sharded in (True, False, True):
+        module = Distributed()
+        module.load_state_dict(start)
+        first = trainer(sharded)
+        first.fit(module)
+        first.save_checkpoint(path)
+        assert path.is_dir() == sharded
+        module = Distributed()
+        trainer(sharded, max_epochs=2).fit(module, ckpt_path=path)
+        torch.testing.assert_close(module.model.weight.full_tensor(), wanted.model.weight)
