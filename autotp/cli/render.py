@@ -111,7 +111,7 @@ def _header(plan: Plan) -> Table:
     topology = plan.topology
     mesh = " × ".join(f"{axis}={size}" for axis, size in zip(plan.mesh_axes, plan.mesh_shape, strict=True))
     grid = _grid()
-    grid.add_row("strategy", escape(str(plan.strategy)))
+    grid.add_row("strategy", f"{escape(str(plan.strategy))}{'  [dim](compiled)[/]' if plan.compile else ''}")
     grid.add_row("mesh", f"{mesh or '1 device'}  [dim](outermost first)[/]")
     grid.add_row("topology", f"{escape(topology.name)}: {_levels(topology)}")
     if plan.precision is not None:

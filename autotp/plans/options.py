@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from autotp.errors import AutotpError
 from autotp.plans.constraints import Constraint, parse
 from autotp.plans.families import Family, family
-from autotp.plans.plan import AXIS_NAMES, Plan, check_accumulate, check_chunks, overlapping
+from autotp.plans.plan import AXIS_NAMES, Plan, check_accumulate, check_chunks, check_compile, overlapping
 from costmodel import Topology
 from costmodel.memory import OPTIMIZERS
 from passes.capture import Precision, policy_of, precision_name
@@ -47,6 +47,7 @@ class Options:
             `passes.capture.precision`). Left out, dtypes stay as they are.
         schedule: how the plan will be run: ``overlap``, with communication hidden behind computing (the step's time is
             that of `costmodel.overlap`), or ``none``, where it is the plain sum.
+        compile: whether what lies between collectives is compiled by torch's Inductor, where the plan runs.
         constraints: layouts that parameters, operators, inputs or outputs must have, such as
             ``"lm_head.weight=Shard(0)@x"`` (see `autotp.plans.constraints`).
         time_limit: seconds for the solver, over all meshes.
@@ -79,6 +80,7 @@ class Options:
     chunks: Mapping[str, int] | None = None
     precision: Precision = None
     schedule: str = "overlap"
+    compile: bool = False
     constraints: Sequence[str] | Mapping[str, str] = ()
     time_limit: float = 120.0
     gap: float = 1e-3
@@ -108,6 +110,7 @@ class Options:
         ):
             raise AutotpError(f"mesh {tuple(mesh)}: give 1 to {len(AXIS_NAMES)} positive sizes")
         overlapping(self.schedule)
+        check_compile(self.compile)
         if self.outputs not in OUTPUTS:
             raise AutotpError(f"outputs={self.outputs!r} is unknown; choose one of {', '.join(OUTPUTS)}")
         if not 0 <= self.gap < 1:
@@ -168,6 +171,7 @@ class Options:
             chunks=plan.chunks,
             precision=plan.precision,
             schedule=plan.schedule,
+            compile=plan.compile,
             outputs=plan.outputs,
             constraints=plan.constraints,
             recompute=plan.planning.get("recompute", "none"),

@@ -31,6 +31,7 @@ __all__ = [
     "Predicted",
     "check_accumulate",
     "check_chunks",
+    "check_compile",
     "decode_layout",
     "encode_layout",
     "fingerprint",
@@ -68,6 +69,7 @@ class Plan:
         precision: in which dtypes it computes and reduces (``bf16-mixed``, or a policy as text); None: in the model's own.
         outputs: whether what the model returns is ``whole`` on every device, or ``dtensor``: in the layouts of the plan.
         schedule: how it is to be run, and was predicted: ``overlap`` or ``none``.
+        compile: whether it is to be run compiled: what lies between collectives, by torch's Inductor.
         constraints: that the user gave, as texts (see `autotp.plans.constraints`).
         planning: how the plan was found (times in seconds, sizes).
     """
@@ -89,6 +91,7 @@ class Plan:
     chunked: Mapping[str, int] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
     schedule: str = "none"
+    compile: bool = False
     constraints: tuple[str, ...] = ()
     accumulate: int = 1
     planning: Mapping[str, Any] = field(default_factory=dict)
@@ -265,6 +268,16 @@ def check_accumulate(count: int) -> None:
     """
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise AutotpError(f"accumulate={count!r}: give the number of micro-batches that make a step, 1 or more")
+
+
+def check_compile(compile: bool) -> None:
+    """Checks whether to compile.
+
+    Raises:
+        AutotpError: it is neither True nor False.
+    """
+    if not isinstance(compile, bool):
+        raise AutotpError(f"compile={compile!r}: give True or False")
 
 
 def overlapping(schedule: str) -> bool:

@@ -21,7 +21,7 @@ from passes.sharding.chunk import CHUNKS
 __all__ = ["AS_WRITTEN", "FORMAT", "Written", "decode_layout", "encode_layout", "read"]
 
 #: Version of the JSON form; plans of another version are refused.
-FORMAT: Final = 7
+FORMAT: Final = 8
 
 
 def _one_of(names: Collection[str], name: str) -> str:
@@ -49,7 +49,7 @@ class Written:
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
-    format: Literal[7]
+    format: Literal[8]
     hash: str
     strategy: str
     mesh_shape: tuple[_Count, ...]
@@ -66,6 +66,7 @@ class Written:
     chunked: dict[_Kind, int]
     whole: dict[str, str]
     schedule: Literal["overlap", "none"]
+    compile: bool
     constraints: tuple[str, ...]
     accumulate: _Count
     planning: dict[str, Any]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,7 +19,7 @@ from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
 from autotp.runtime.agreement import JobAgreement
 from autotp.runtime.anatomy import CONSTANTS, WORLD, attach, bound, carrying, find, hierarchy
-from autotp.runtime.durations import how_to_run
+from autotp.runtime.compiled import Overlap
 from autotp.runtime.output_guard import guard
 from autotp.runtime.programs import MOST, Program, Programmed, Programs, blueprint
 from autotp.runtime.recording import Event, recorded
@@ -55,9 +54,9 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
         plan: Plan,
         rewritten: Rewritten,
         mesh: DeviceMesh,
+        how: Callable[[Plan], Overlap | None],
         initialise: Callable[[nn.Module], None] | None = None,
         seed: int = 0,
-        schedule: str = "none",
         *,
         most: int = MOST,
         broadcast: bool = True,
@@ -81,7 +80,6 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
                 attach(root, fqn, tensor.detach().to(mesh.device_type, copy=True), fqn in persistent)
         for alias, fqn in captured.aliases.items():
             attach(root, alias, find(root, fqn))
-        how = functools.partial(how_to_run, schedule=schedule)
         programs = Programs(
             blueprint(model),
             plan,
