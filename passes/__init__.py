@@ -23,7 +23,7 @@ Shard: each device's graph works on parts; `autotp.runtime.rewrite.apply` calls
 
 Overlap: collectives run while something is computed; `autotp.runtime.schedules` asks `passes.overlap.pipeline` for
 this, where ``halves`` calls 10 to 12, ``Halves.refined`` 13 to 15, ``Halves.overlapped`` 16 to 18, ``Overlapped.slots``
-19, and ``Overlapped.modules`` 20:
+19, and ``Overlapped.modules`` 20 and 21:
 
 10. `passes.overlap.channels_last.channels_last`: convolutions get the memory format that they read best (models with any).
 11. `passes.overlap.trace.trace`: the forward and the backward pass become one graph.
@@ -35,5 +35,6 @@ this, where ``halves`` calls 10 to 12, ``Halves.refined`` 13 to 15, ``Halves.ove
 17. `passes.overlap.stage.stage`: all-reduces over several levels of the network go level by level.
 18. `passes.overlap.launch.launches`: each collective becomes a launch and a wait.
 19. `passes.overlap.schedule.schedule`: nodes are put in an order that hides collectives.
-20. `passes.overlap.inplace.inplace`: results are written over operands that nobody reads again.
+20. `passes.overlap.outline.outline`: what is computed between collectives becomes calls of regions (what is compiled).
+21. `passes.overlap.inplace.inplace`: results are written over operands that nobody reads again.
 """
