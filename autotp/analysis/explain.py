@@ -122,6 +122,7 @@ def priced_plan(captured: Captured, plan: Plan) -> Priced:
         optimizer=plan.optimizer,
         accumulate=plan.accumulate,
         together=model.parameter_bytes if plan.schedule == "overlap" else 0.0,
+        fused=model.fused(train=plan.mode == "train") if plan.compile else None,
     )
     panels = {op.name: op.panels for op in plan.operators if op.panels > 1}
     found = loops(operators, chosen, resting, plan.mesh_shape) if panels else []

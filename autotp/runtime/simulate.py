@@ -42,7 +42,8 @@ def simulate(
         model: the model that was planned; its parameters become the simulated module's, whole and under their own names.
         plan: the plan to run.
         args, kwargs: example inputs, as given to ``autotp.plan``.
-        schedule: nothing is compiled, whatever the plan says. ``none`` runs the sharded graph as autograd does, ``overlap`` the scheduled forward and backward graphs.
+        schedule: ``none`` runs the sharded graph as autograd does, ``overlap`` the scheduled forward and backward graphs.
+            Operators run one by one, also where the plan is to be run compiled.
         precision: the plan's own, or left out.
         world: in place of ``LocalWorld``, e.g. one that counts the bytes that collectives move.
 
