@@ -2,9 +2,9 @@
 
 ``AUTOTP_LOGS=plan,+passes`` works like ``TORCH_LOGS``: a name alone logs what is worth knowing, with ``+`` everything, with
 ``-`` errors only. Names: ``plan`` (what was planned; with ``+``, every mesh and its bound), ``passes`` (with ``+``, every
-graph between two passes, as code) and ``schedule`` (what was overlapped; what could not be, and why). What ``autotp.watch``
-says of ranks that wait is a warning, which is seen anyhow. Programs that set up logs themselves use the loggers of these
-names, and leave the variable out.
+graph between two passes, as code), ``schedule`` (what was overlapped; what could not be, and why) and ``compile`` (what was
+compiled, as it goes). What ``autotp.watch`` says of ranks that wait is a warning, which is seen anyhow. Programs that set
+up logs themselves use the loggers of these names, and leave the variable out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 
 __all__ = ["NAMES", "switch_on"]
 
-NAMES = ("plan", "passes", "schedule")
+NAMES = ("plan", "passes", "schedule", "compile")
 _LEVELS = {"+": logging.DEBUG, "-": logging.ERROR}
 _log = logging.getLogger("autotp")
 

@@ -54,20 +54,27 @@ def main() -> None:
 
 
 def medians(
-    steps: Mapping[str, Callable[[], Any]], rounds: int, timed_steps: int = TIMED, first: bool = True
+    steps: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    timed_steps: int = TIMED,
+    first: bool = True,
+    clock: Callable[[Callable[[], Any]], float] | None = None,
 ) -> dict[str, float]:
     """Seconds of each step, which take turns of so many timed steps; ``first``, before those, one of none.
+
+    ``clock`` runs a step and gives its seconds; left out, those from the first rank's beginning to the last one's end.
 
     Turns are in another order every time, the same on all ranks: what a step leaves behind, as memory that has been given
     back or is held, would else always fall on the same one after it.
     """
+    clock = clock or timed
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(0 if first else 1, 1 + rounds):
         for name in random.Random(number).sample(list(steps), len(steps)):
             for _ in range(WARM_UP):
-                timed(steps[name])
+                clock(steps[name])
             for _ in range(timed_steps if number else 0):
-                times[name].append(timed(steps[name]))
+                times[name].append(clock(steps[name]))
     return {name: statistics.median(found) for name, found in times.items()}
 
 

@@ -24,7 +24,7 @@ Shard: each device's graph works on parts; `autotp.runtime.rewrite.apply` calls
 
 Overlap: collectives run while something is computed; `autotp.runtime.schedules` asks `passes.overlap.pipeline` for
 this, where ``halves`` calls 11 to 13, ``Halves.refined`` 14 to 16, ``Halves.overlapped`` 17 to 19, ``Overlapped.slots``
-20, and ``Overlapped.modules`` 21:
+20, and ``Overlapped.modules`` 21 and 22:
 
 11. `passes.overlap.channels_last.channels_last`: convolutions get the memory format that they read best (models with any).
 12. `passes.overlap.trace.trace`: the forward and the backward pass become one graph.
@@ -36,5 +36,6 @@ this, where ``halves`` calls 11 to 13, ``Halves.refined`` 14 to 16, ``Halves.ove
 18. `passes.overlap.stage.stage`: all-reduces over several levels of the network go level by level.
 19. `passes.overlap.launch.launches`: each collective becomes a launch and a wait.
 20. `passes.overlap.schedule.schedule`: nodes are put in an order that hides collectives.
-21. `passes.overlap.inplace.inplace`: results are written over operands that nobody reads again.
+21. `passes.overlap.outline.outline`: what is computed between collectives becomes calls of regions (what is compiled).
+22. `passes.overlap.inplace.inplace`: results are written over operands that nobody reads again.
 """

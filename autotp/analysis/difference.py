@@ -77,6 +77,7 @@ def difference(first: Plan, second: Plan) -> Difference:
         "strategy": (first.strategy, second.strategy),
         "topology": (first.topology.name, second.topology.name),
         "schedule": (first.schedule, second.schedule),
+        "compile": (str(first.compile), str(second.compile)),
         "chunks": (_pairs(first.chunks), _pairs(second.chunks)),
         "constraints": ("; ".join(first.constraints) or "none", "; ".join(second.constraints) or "none"),
         "mode": (first.mode, second.mode),

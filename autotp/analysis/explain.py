@@ -121,6 +121,7 @@ def priced_plan(captured: Captured, plan: Plan) -> Priced:
         optimizer=plan.optimizer,
         accumulate=plan.accumulate,
         together=model.parameter_bytes if plan.schedule == "overlap" else 0.0,
+        fused=model.fused(train=plan.mode == "train") if plan.compile else None,
     )
     panels, found = panelled(plan, operators, chosen, resting)
     once = [name for name, fqn in captured.parameters.items() if fqn in plan.gathered_once]

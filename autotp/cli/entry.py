@@ -132,6 +132,9 @@ def _plan(
     schedule: Annotated[
         str, typer.Option(help="How it will be run: overlap (communication hidden behind computing) or none.")
     ] = Options.schedule,
+    compile: Annotated[
+        bool, typer.Option(help="Whether what lies between collectives is compiled where the plan runs.")
+    ] = Options.compile,
     recompute: Annotated[
         str,
         typer.Option(help="What the backward pass recomputes: auto, none, selective, full, or modules: h.0,h.1."),
@@ -169,6 +172,7 @@ def _plan(
         precision=precision,
         chunks=None if chunks is None else chunks_of(chunks),
         schedule=schedule,
+        compile=compile,
         constraints=pin or (),
         recompute=recompute if recompute in RECOMPUTE else recompute.split(","),
         reshard_after_forward=reshard_after_forward,

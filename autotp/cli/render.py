@@ -83,7 +83,7 @@ def _header(plan: Plan) -> Table:
     topology = plan.topology
     mesh = " × ".join(f"{axis}={size}" for axis, size in zip(plan.mesh_axes, plan.mesh_shape, strict=True))
     grid = _grid()
-    grid.add_row("strategy", str(plan.strategy))
+    grid.add_row("strategy", _noted(str(plan.strategy), "  (compiled)" if plan.compile else ""))
     grid.add_row("mesh", _noted(mesh or "1 device", "  (outermost first)"))
     grid.add_row("topology", f"{topology.name}: {_levels(topology)}")
     if plan.precision is not None:

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -21,9 +21,24 @@ from passes.rules.kept import NOTHING, Kept, kept
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of
 
-__all__ = ["Model", "shown_by", "trained_values"]
+__all__ = ["Fused", "Model", "shown_by", "trained_values"]
 
 T = TypeVar("T")
+
+#: Kinds of operators that a compiler makes one kernel of, where one reads what another gives.
+_FUSING = frozenset({"pointwise", "norm", "softmax"})
+
+
+class Fused(NamedTuple):
+    """What stays inside one kernel where an operator is compiled together with those beside it.
+
+    Attributes:
+        operands: positions of those that it need not read from memory.
+        results: whether it need not write its results, and has no kernel of its own.
+    """
+
+    operands: frozenset[int] = frozenset()
+    results: bool = False
 
 
 def _of_graph(make: Callable[[Model], T]) -> Any:
@@ -176,6 +191,37 @@ class Model:
         operands = self.operands.get(node, ())  # an output of the model has none
         positions = range(len(operands)) if node in self.recomputed else self.kept(node).operands if operands else ()
         return any(value_of(operands[position]) == value for position in positions)
+
+    def fused(self, *, train: bool) -> Mapping[fx.Node, Fused]:
+        """Operator -> what a compiler keeps inside kernels, wherever collectives are.
+
+        Operators of some kinds are fused along an edge, unless something that is not fused lies on another way from one to
+        the other. A result is written nevertheless if the model returns it, or the backward pass reads it.
+
+        Args:
+            train: whether there is a backward pass.
+        """
+        depth: dict[fx.Node, int] = {}  # how many changes between what is fused and what is not lie before an operator
+        fusing = {node for node in self.operators if (rule := rule_of(node)) is not None and rule.kind in _FUSING}
+        fusing -= self.shown.keys()
+        written = {self.root(value_of(leaf)) for leaf in self.returned}
+        for node, operands in self.operands.items():
+            sources = [self.root(value_of(n))[0] for n in operands]
+            depth[node] = max((depth.get(n, 0) + (not {n, node} <= fusing) for n in sources), default=0)
+            if train:
+                written |= {self.root(value_of(operands[position])) for position in self.kept(node).operands}
+            if train and self.kept(node).results:
+                written.add((node, 0))
+        inside: dict[fx.Node, frozenset[int]] = {}
+        for node, operands in self.operands.items():
+            shown = [self.root(value_of(n)) for n in operands]
+            fuses = [{made, node} <= fusing and depth[made] == depth[node] for made, _ in shown]
+            inside[node] = frozenset(position for position, yes in enumerate(fuses) if yes)
+            if node not in self.shown:
+                written |= {value for value, yes in zip(shown, fuses, strict=True) if not yes}
+        read = {self.root(value) for value in self.readers}
+        found = {n: Fused(inside[n], n in fusing and (n, 0) in read and (n, 0) not in written) for n in self.operators}
+        return {node: found[self.stands.get(node, node)] for node in found}
 
     def kept(self, node: fx.Node) -> Kept:
         """What the gradients of an operator's operands are made of, where nothing inside it is sharded."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Replicate
 
+from autotp.costs.model import Fused
 from autotp.costs.price import Price
 from costmodel import Topology, collectives, compute, memory, overlap
 from passes.graph import Cast
@@ -19,7 +20,7 @@ from passes.layouts.codes import local_elements
 from passes.layouts.layout import Layout, local_shape
 from passes.layouts.reshard import COMMUNICATING, moves, sums_first
 from passes.rules.factors import Operator
-from passes.rules.shapes import operands_of, results_of
+from passes.rules.shapes import Shape, operands_of, results_of
 from passes.rules.table import kind_of, rule_of
 from passes.strategies.space import Space
 from passes.strategies.strategy import Strategy, Want, gradient_of
@@ -49,6 +50,7 @@ class Prices:
             travels alone.
         accumulate: how many micro-batches a step has. What ``reshard`` gives is for a whole step, of which gradients of
             parameters are reduced once; all else here is for one micro-batch.
+        fused: operator -> what is neither read nor written where what lies between collectives is compiled.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class Prices:
         chunks: tuple[int, ...] = (),
         together: float = 0.0,
         accumulate: int = 1,
+        fused: Mapping[fx.Node, Fused] | None = None,
     ) -> None:
+        self.fused = fused or {}
         self.topology, self.devices, self.train, self.optimizer = topology, mesh, train, optimizer
         self.mesh, self.together, self.accumulate = (*mesh, *chunks), together, accumulate
         self.collective = lru_cache(maxsize=None)(self._collective)
@@ -224,14 +228,7 @@ class Prices:
         return self.moved(tuple(value.shape), have, want, cast, gradient, regather, parameter)
 
     def _moved(
-        self,
-        shape: tuple[int, ...],
-        have: Layout,
-        want: Want,
-        cast: Cast,
-        gradient: bool,
-        regather: bool,
-        parameter: bool,
+        self, shape: Shape, have: Layout, want: Want, cast: Cast, gradient: bool, regather: bool, parameter: bool
     ) -> Price:
         there = self.moving(shape, cast.used.itemsize, have, want.layout, parameter)
         if cast.there:
@@ -270,8 +267,10 @@ class Prices:
         operands, results = [n.meta["val"] for n in operands_of(node)], results_of(node)
         if (not operands and not results) or (table is not None and table.view):
             return None
-        moved = np.zeros(len(space.serves))
-        for tensor, rows in (*zip(operands, space.wants, strict=True), *zip(results, space.results, strict=True)):
+        moved, fused = np.zeros(len(space.serves)), self.fused.get(node, Fused())
+        read = [each for i, each in enumerate(zip(operands, space.wants, strict=True)) if i not in fused.operands]
+        written = [] if fused.results else zip(results, space.results, strict=True)
+        for tensor, rows in (*read, *written):
             moved += local_elements(tuple(tensor.shape), rows, self.mesh) * tensor.element_size()
         dtype = str((results or operands)[0].dtype).removeprefix("torch.")
         dims: Any = None
@@ -282,7 +281,7 @@ class Prices:
             dims = tuple(size / self._ways(space.axes_of(names)) for size, names in zip(sizes, made, strict=True))
         passes = self._passes(node, gradient)
         share = flop / self._ways(space.factors())
-        return compute.Work(passes * share, passes * moved, dtype, kind_of(node), dims, passes)
+        return compute.Work(passes * share, passes * moved, dtype, kind_of(node), dims, 0.0 if fused.results else passes)
 
     def _ways(self, axes: np.ndarray) -> np.ndarray:
         """``[S]`` among how many devices so marked axes, ``[S, axes]``, divide something."""

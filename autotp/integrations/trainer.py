@@ -37,7 +37,7 @@ _REFUSED = {
     "fp16_full_eval": "pass precision= to autotp.parallelize",
     "gradient_checkpointing": "pass recompute= to autotp.parallelize",
     "activation_checkpointing": "pass recompute= to autotp.parallelize",
-    "torch_compile": "leave it out; scheduled graphs are compiled already",
+    "torch_compile": "pass compile=True to autotp.parallelize",
     "neftune_noise_alpha": "add the noise in the model, before it is distributed",
     "use_liger_kernel": "change the model, before it is distributed",
     "auto_find_batch_size": "give the batch size; autotp.plan says what memory a batch takes",

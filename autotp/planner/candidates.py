@@ -117,6 +117,7 @@ class Candidates:
                 optimizer=options.optimizer,
                 together=self.together,
                 accumulate=options.accumulate,
+                fused=self.model.fused(train=options.trains) if options.compile else None,
             )
         return self.meshes[mesh]
 

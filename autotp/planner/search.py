@@ -57,6 +57,7 @@ def plan(
     panels: int | None = Options.panels,
     chunks: Mapping[str, int] | None = Options.chunks,
     schedule: str = Options.schedule,
+    compile: bool = Options.compile,
     constraints: Sequence[str] | Mapping[str, str] = Options.constraints,
     precision: Precision = Options.precision,
     time_limit: float = Options.time_limit,
@@ -73,7 +74,7 @@ def plan(
         topology: a ``Topology``, or the name or path of one.
         args, kwargs: example inputs of the global batch; left out, a Hugging Face model's ``dummy_inputs`` serve.
         strategy, mesh, mode, memory, optimizer, accumulate, panels, chunks, schedule: see `autotp.plans.options.Options`.
-        constraints, precision, time_limit, gap, recompute, reshard_after_forward, outputs, observe: see there.
+        compile, constraints, precision, time_limit, gap, recompute, reshard_after_forward, outputs, observe: see there.
 
     Returns:
         The best plan that was found; ``Plan.optimal`` and ``Plan.gap`` say how good it is known to be.
@@ -95,6 +96,7 @@ def plan(
         panels=panels,
         chunks=chunks,
         schedule=schedule,
+        compile=compile,
         constraints=constraints,
         precision=precision,
         time_limit=time_limit,
@@ -241,6 +243,7 @@ def plan_captured(
         memory_bound=bound,
         chunks=chunks or {},
         schedule=options.schedule,
+        compile=options.compile,
         outputs=options.outputs,
         observe=tuple(options.observe),
         constraints=tuple(one.text for one in asked),

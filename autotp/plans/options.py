@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from autotp.errors import AutotpError
 from autotp.plans.constraints import Constraint, parse
 from autotp.plans.families import Family, family
-from autotp.plans.plan import AXIS_NAMES, Plan, check_accumulate, check_chunks, overlapping
+from autotp.plans.plan import AXIS_NAMES, Plan, check_accumulate, check_chunks, check_compile, overlapping
 from costmodel import Topology
 from costmodel.errors import shown
 from costmodel.memory import OPTIMIZERS
@@ -49,6 +49,7 @@ class Options:
             `passes.capture.precision`). Left out, dtypes stay as they are.
         schedule: how the plan will be run: ``overlap``, with communication hidden behind computing (the step's time is
             that of `costmodel.overlap`), or ``none``, where it is the plain sum.
+        compile: whether what lies between collectives is compiled by torch's Inductor, where the plan runs.
         constraints: layouts that parameters, operators, inputs or outputs must have, such as
             ``"lm_head.weight=Shard(0)@x"`` (see `autotp.plans.constraints`).
         time_limit: seconds for the solver, over all meshes.
@@ -83,6 +84,7 @@ class Options:
     chunks: Mapping[str, int] | None = None
     precision: Precision = None
     schedule: str = "overlap"
+    compile: bool = False
     constraints: Sequence[str] | Mapping[str, str] = ()
     time_limit: float = 120.0
     gap: float = 1e-3
@@ -111,6 +113,7 @@ class Options:
         if self.time_limit != math.inf:
             figure(self.time_limit, "time_limit")
         overlapping(self.schedule)
+        check_compile(self.compile)
         if self.outputs not in OUTPUTS:
             raise AutotpError(f"outputs={shown(self.outputs)} is unknown; choose one of {', '.join(OUTPUTS)}")
         if figure(self.gap, "gap") >= 1:
@@ -180,6 +183,7 @@ class Options:
             chunks=plan.chunks,
             precision=plan.precision,
             schedule=plan.schedule,
+            compile=plan.compile,
             outputs=plan.outputs,
             observe=plan.observe,
             constraints=plan.constraints,

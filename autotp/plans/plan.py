@@ -32,6 +32,7 @@ __all__ = [
     "Predicted",
     "check_accumulate",
     "check_chunks",
+    "check_compile",
     "decode_layout",
     "encode_layout",
     "fingerprint",
@@ -70,6 +71,7 @@ class Plan:
         outputs: whether what the model returns is ``whole`` on every device, or ``dtensor``: in the layouts of the plan.
         observe: names of modules, or patterns of names, that are observed (see `autotp.plans.options.Options`).
         schedule: how it is to be run, and was predicted: ``overlap`` or ``none``.
+        compile: whether it is to be run compiled: what lies between collectives, by torch's Inductor.
         constraints: that the user gave, as texts (see `autotp.plans.constraints`).
         planning: how the plan was found (times in seconds, sizes).
     """
@@ -91,6 +93,7 @@ class Plan:
     chunked: Mapping[str, int] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
     schedule: str = "none"
+    compile: bool = False
     constraints: tuple[str, ...] = ()
     accumulate: int = 1
     planning: Mapping[str, Any] = field(default_factory=dict)
@@ -297,6 +300,16 @@ def check_accumulate(count: int) -> None:
         AutotpError: it is not a positive whole number.
     """
     whole(count, "accumulate (the number of micro-batches that make a step)")
+
+
+def check_compile(compile: bool) -> None:
+    """Checks whether to compile.
+
+    Raises:
+        AutotpError: it is neither True nor False.
+    """
+    if not isinstance(compile, bool):
+        raise AutotpError(f"compile={compile!r}: give True or False")
 
 
 def overlapping(schedule: str) -> bool:

@@ -93,6 +93,7 @@ class Written:
     chunked: dict[_Kind, int]
     whole: dict[str, str]
     schedule: Literal["overlap", "none"]
+    compile: bool
     constraints: tuple[str, ...]
     accumulate: Count
     planning: _Planning

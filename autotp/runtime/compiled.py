@@ -62,6 +62,7 @@ class Overlap:
         hiding: see `passes.overlap.bucket.buckets`.
         smaller: what takes the place of ``enough`` and ``hiding``, one after the other, where messages hold too much.
         room: of what is traced: bytes that either graph may hold at once; None: there is no limit.
+        compile: whether what lies between collectives is compiled; devices in lockstep run it as it is.
     """
 
     durations: Durations | None = None
@@ -71,6 +72,7 @@ class Overlap:
     hiding: Hiding | None = None
     smaller: Sequence[tuple[Enough | None, Hiding | None]] = ()
     room: Callable[[Joint], float] | None = None
+    compile: bool = False
 
     def decided(self, found: Halves) -> tuple[tuple[Buckets, Buckets], tuple[Stages, Stages]]:
         """Which collectives of traced graphs are merged, and which then go in stages.

@@ -7,6 +7,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,11 +44,11 @@ _COUNTED_AS = {
 }
 
 
-def how_to_run(plan: Plan, schedule: str) -> Overlap | None:
+def how_to_run(plan: Plan, schedule: str, *, compile: bool = False) -> Overlap | None:
     """How the graphs of a plan run under a schedule; None: as autograd runs the sharded graph, which recomputes nothing."""
     if overlapping(schedule):
-        return overlap_of(plan)
-    return Overlap() if plan.recomputed else None
+        return replace(overlap_of(plan), compile=compile)
+    return Overlap(compile=compile) if plan.recomputed or compile else None
 
 
 def overlap_of(plan: Plan, *, merge: bool = True) -> Overlap:

@@ -20,7 +20,7 @@ from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
 from autotp.runtime.agreement import JobAgreement
 from autotp.runtime.anatomy import CONSTANTS, WORLD, attach, bound, carrying, find, hierarchy
-from autotp.runtime.durations import how_to_run
+from autotp.runtime.compiled import Overlap
 from autotp.runtime.output_guard import guard
 from autotp.runtime.programs import MOST, Program, Programmed, Programs, blueprint, show
 from autotp.runtime.recording import Event, recorded
@@ -57,9 +57,9 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
         plan: Plan,
         rewritten: Rewritten,
         mesh: DeviceMesh,
+        how: Callable[[Plan], Overlap | None],
         initialise: Callable[[nn.Module], None] | None = None,
         seed: int = 0,
-        schedule: str = "none",
         *,
         dropout: str = "sharded",
         most: int = MOST,
@@ -87,7 +87,6 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
                 attach(root, fqn, held, fqn in persistent)
         for alias, fqn in captured.aliases.items():
             attach(root, alias, find(root, fqn))
-        how = functools.partial(how_to_run, schedule=schedule)
         programs = Programs(
             blueprint(model),
             plan,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +17,9 @@ from autotp.errors import AutotpError, PlanMismatchError
 from autotp.planner import plan_captured
 from autotp.plans.families import Family
 from autotp.plans.options import Options
-from autotp.plans.plan import Plan, overlapping
+from autotp.plans.plan import Plan, check_compile, overlapping
 from autotp.runtime.agreement import JobAgreement, agreed
+from autotp.runtime.durations import how_to_run
 from autotp.runtime.module import DistributedModule
 from autotp.runtime.programs import MOST
 from autotp.runtime.rewrite import Rewritten, apply
@@ -45,6 +47,7 @@ def parallelize(
     chunks: Mapping[str, int] | None = Options.chunks,
     inputs: str = "global",
     schedule: str | None = None,
+    compile: bool | None = None,
     constraints: Sequence[str] | Mapping[str, str] = Options.constraints,
     recompute: str | Sequence[str] = Options.recompute,
     reshard_after_forward: bool | None = Options.reshard_after_forward,
@@ -77,6 +80,9 @@ def parallelize(
         schedule: ``overlap`` runs scheduled forward and backward graphs, whose collectives are under way while something is
             computed; ``none`` runs the sharded graph as autograd does. Left out, it is the one that ``plan`` was made for;
             without a plan, ``overlap``.
+        compile: whether what lies between collectives is compiled by torch's Inductor when a schedule is made, in the first
+            call of its kind; where there is no compiler, all runs in eager mode, and a warning says why. Left out, as
+            ``plan`` was made for; without a plan, it is not.
         initialise: fills in a module's own parameters and buffers, for models on ``meta``.
         max_programs: how many programs the module may have: a call in another mode, without gradients or with other inputs
             makes one when it first happens, over the same parameters (see ``DistributedModule.programs``).
@@ -108,6 +114,8 @@ def parallelize(
         raise AutotpError(f"inputs={inputs!r} is unknown; choose 'global' or 'local'")
     if schedule is not None:
         overlapping(schedule)
+    if compile is not None:
+        check_compile(compile)
     if plan is not None and accumulate not in (Options.accumulate, plan.accumulate):
         raise AutotpError(
             f"accumulate={accumulate!r}, but the plan is for {plan.accumulate}: leave accumulate out, or make another plan"
@@ -142,6 +150,7 @@ def parallelize(
             panels=panels,
             chunks=chunks,
             schedule=schedule or Options.schedule,
+            compile=Options.compile if compile is None else compile,
             constraints=constraints,
             recompute=recompute,
             reshard_after_forward=reshard_after_forward,
@@ -160,15 +169,19 @@ def parallelize(
     agreed_plan, rewritten = agreed(agreement, captured, decide, build)
     seed = agreement.decided(torch.initial_seed)
     device_mesh = init_device_mesh(_kind_of_device(model), agreed_plan.mesh_shape, mesh_dim_names=agreed_plan.mesh_axes)
-    run = schedule or agreed_plan.schedule
+    how = functools.partial(
+        how_to_run,
+        schedule=schedule or agreed_plan.schedule,
+        compile=agreed_plan.compile if compile is None else compile,
+    )
     return DistributedModule(
         model,
         agreed_plan,
         rewritten,
         device_mesh,
+        how,
         initialise,
         seed,
-        run,
         most=max_programs,
         broadcast=broadcast,
         dropout=dropout,

@@ -61,7 +61,7 @@ def _noting(part: str, events: list[Event]) -> Hook:
         begin = time.time()
         result = as_traced(node, run())
         end = time.time()
-        if node.op == "call_function":
+        if node.op in ("call_function", "call_module"):
             if node.target is launch:
                 _watch(node, part, result, begin, events)
             event = event_of(node, part, "compute", begin, end - begin)

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from autotp.errors import AutotpError
 from autotp.runtime.agreement import Agreement
 from autotp.runtime.compiled import Compiled, Overlap, Plain, Runner, Variant
+from autotp.runtime.inductor import Regions
 from autotp.runtime.interpreter import Lockstep, execute
 from autotp.runtime.strides import Arranged, as_traced
 from passes.overlap import Halves, Overlapped, halves
@@ -90,8 +91,12 @@ def _scheduled(
     first = next(iter(graphs.values()))
     orders = first.first_orders if how.durations is None else _decided(agreement, lambda: first.orders(how.slots(first)))
     _log.info("%d and %d nodes scheduled, forward and backward", *map(len, orders))
-    modules = zip(*(each.modules(orders, world) for each in graphs.values()), strict=True)
-    forward, backward = (_in_lockstep(half, world) if lockstep else Arranged(*half) for half in modules)
+    regions = Regions() if how.compile and not lockstep else None
+    each_module = [each.modules(orders, world, regions) for each in graphs.values()]
+    if regions is not None and not regions.compile(_device_of(first), agreement):
+        each_module = [each.modules(orders, world) for each in graphs.values()]
+    halves_of = zip(*each_module, strict=True)
+    forward, backward = (_in_lockstep(half, world) if lockstep else Arranged(*half) for half in halves_of)
 
     @functools.cache
     def without(missing: frozenset[int]) -> Runner:
@@ -101,6 +106,11 @@ def _scheduled(
         return _scheduled(some, world, how, agreement, plain, lockstep=lockstep).backward
 
     return Compiled(first, forward, backward, without, plain)
+
+
+def _device_of(made: Overlapped) -> torch.device:
+    """The device on which graphs run."""
+    return next(node.meta["val"].device for node in made.joint.graph.nodes if isinstance(node.meta.get("val"), Tensor))
 
 
 def _in_lockstep(modules: Sequence[fx.GraphModule], world: World) -> Runner:

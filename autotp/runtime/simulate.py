@@ -46,6 +46,7 @@ def simulate(
         plan: the plan to run.
         args, kwargs: example inputs, as given to ``autotp.plan``.
         schedule: ``none`` runs the sharded graph as autograd does, ``overlap`` the scheduled forward and backward graphs.
+            Operators run one by one, also where the plan is to be run compiled.
         precision: the plan's own, or left out.
         dropout: see `autotp.parallelize`.
         world: in place of ``LocalWorld``, e.g. one that counts the bytes that collectives move.

@@ -50,6 +50,8 @@ def source_of(node: fx.Node) -> fx.Node | None:
     if node.target in _PRIMITIVES:
         return node.args[0]  # type: ignore[return-value]
     # those in _SHARING copy only where they must, or share by contract
+    if node.target is operator.getitem and node.args[0].op == "call_module":  # type: ignore[union-attr]
+        return None  # see `passes.overlap.outline`
     if node.target is operator.getitem or viewing(node.target) or node.target in _SHARING:
         return next(iter(node.all_input_nodes), None)  # a view of a constant has none
     return None

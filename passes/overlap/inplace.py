@@ -6,6 +6,7 @@ Autograd does so too. It saves the memory of a result, and the time to touch mem
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,8 @@ def inplace(graph: fx.Graph) -> None:
 
 def _fresh(node: fx.Node) -> bool:
     """Whether a node made a tensor of its own that nobody else knows."""
+    if node.target is operator.getitem:
+        return node.args[0].op == "call_module"  # type: ignore[union-attr]
     return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
 
 

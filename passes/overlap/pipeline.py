@@ -23,6 +23,7 @@ from passes.overlap.channels_last import channels_last, quicker, worthwhile
 from passes.overlap.inplace import inplace
 from passes.overlap.join_products import join_products
 from passes.overlap.launch import launches
+from passes.overlap.outline import outline
 from passes.overlap.partition import Cut, cut
 from passes.overlap.primitives import COLLECTIVE_OF
 from passes.overlap.prune import drop_zeros, pruned
@@ -80,17 +81,27 @@ class Overlapped:
             found.append(tuple(number[slot.node] for slot in half))
         return found[0], found[1]
 
-    def modules(self, orders: Orders, world: World) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The graphs in the given orders, to run in ``world``; each takes a list of its inputs, which it empties."""
+    def modules(
+        self, orders: Orders, world: World, regions: Callable[[fx.Graph], nn.Module] | None = None
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The graphs in the given orders, to run in ``world``; each takes a list of its inputs, which it empties.
+
+        Args:
+            orders: see ``orders``.
+            world: see `passes.overlap.launch.launches`.
+            regions: gives what runs a region's graph (see `passes.overlap.outline`); left out, there are no regions.
+        """
         found = []
         for graph, order in zip((self.forward, self.backward), orders, strict=True):
             nodes = list(graph.nodes)
             arranged = reordered(graph, [nodes[i] for i in order])
+            root = nn.Module()
+            root.world = world
+            if regions is not None:
+                outline(arranged, root, regions)
             inplace(arranged)
             dump("scheduled", arranged)
             arranged.set_codegen(_BoxedCodeGen())
-            root = nn.Module()
-            root.world = world
             for name, constant in self.constants.items():
                 root.register_buffer(name, constant, False)
             found.append(fx.GraphModule(root, arranged, class_name="Overlapped"))

@@ -31,7 +31,7 @@ from passes.world.draws import Draw
 from passes.world.random_ops import DRAWN
 from passes.world.world import Pending, Salt, World
 
-__all__ = ["Joint", "Untraceable", "trace", "undrawn"]
+__all__ = ["Joint", "Untraceable", "current_device", "trace", "undrawn"]
 
 _aten = torch.ops.aten
 #: Of torch's own marks of nodes, which tracing copies: for which operator a collective runs.
@@ -182,7 +182,7 @@ def trace(
 
     def traced() -> fx.GraphModule:
         with (
-            _device(inputs.values()),
+            current_device(inputs.values()),
             torch.autograd.set_detect_anomaly(False),
             FakeTensorMode(allow_non_fake_inputs=True),
             preserve_node_meta(),
@@ -231,7 +231,7 @@ def trace(
     return Joint(module.graph, constants, names, wanted, regathered, outputs, *ends)
 
 
-def _device(tensors: Iterable[Tensor]) -> AbstractContextManager[Any]:
+def current_device(tensors: Iterable[Tensor]) -> AbstractContextManager[Any]:
     """Makes the device of some tensors the current one, which it is for each thread by itself."""
     device = next((tensor.device for tensor in tensors), torch.device("cpu"))
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

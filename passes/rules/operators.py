@@ -222,7 +222,8 @@ def ragged_bags(node: fx.Node) -> OpRule:
     operands, results = by.shapes_of(node)
     h = operands[0][1]
     dim: Dim = ("h",) if h > 1 else ()
-    left: list[list[Dim]] = [[(), dim], *([()] * len(shape) for shape in operands[1:])]
+    whole: list[list[Dim]] = [[()] * len(shape) for shape in operands[1:]]
+    left = [[(), dim], *whole]
     right: list[list[Dim]] = [
         [(), dim] if i in (0, 3) and len(shape) == 2 else [()] * len(shape) for i, shape in enumerate(results)
     ]

@@ -6,11 +6,13 @@ import sys
 
 import torch
 from devices import slow_machine
+from overlapping import prepared
 from torch import nn
 
 import autotp
 import passes
 from passes.overlap.pipeline import BACKWARD_PASSES, PASSES
+from passes.world.world import LocalWorld
 
 MACHINE = slow_machine((4,))
 LISTED = re.findall(r"^\d+\. `(.+?)`:", passes.__doc__, re.MULTILINE)
@@ -55,5 +57,10 @@ def test_passes_run_in_the_order_that_is_documented():
     panelled = passes_of(layers, torch.randn(16, 16), "summa-2d", "none", panels=2)
     for called in (overlapped, panelled):
         assert called == [name for name in LISTED if name in called]
-    assert {*overlapped, *panelled} == set(LISTED)
+    graphs, _ = prepared()
+    made = graphs((0,))
+    with LastCalls() as compiled:
+        made.modules(made.first_orders, LocalWorld((2,)), lambda graph: nn.Identity())
+    assert compiled == [name for name in LISTED if name in compiled]
+    assert {*overlapped, *panelled, *compiled} == set(LISTED)
     assert {f"{each.__module__}.{each.__name__}" for each in (*BACKWARD_PASSES, *PASSES)} <= set(LISTED)

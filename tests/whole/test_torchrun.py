@@ -71,6 +71,12 @@ def test_training_scripts_mean_what_they_mean_with_eager_modules(torchrun, proce
     assert "passed" in done.stdout
 
 
+def test_compiled_regions_equal_one_device(torchrun):
+    done = torchrun(2, "compiled.py", timeout=400)  # what is compiled is in torch's cache the next time
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "passed" in done.stdout
+
+
 @pytest.mark.parametrize("case", ["round_trip", pytest.param("heads", marks=pytest.mark.exact), "errors"])
 def test_directories_of_hugging_face(torchrun, case):
     done = torchrun(2, "pretrained.py", case)

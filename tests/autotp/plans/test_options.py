@@ -23,7 +23,8 @@ def test_every_way_to_ask_has_the_records_defaults(asks):
     """``plan_captured`` had another schedule than ``plan``, and no test compared the two."""
     shared = {n: p.default for n, p in inspect.signature(asks).parameters.items() if n in DEFAULTS}
     if asks is autotp.parallelize:
-        assert shared.pop("schedule") is shared.pop("outputs") is None, "left out, they are those of the plan"
+        for name in ("schedule", "compile", "outputs"):
+            assert shared.pop(name) is None, "left out, it is that of the plan"
     if asks is sweep:
         assert shared.keys() >= {"mode", "memory", "optimizer", "panels", "time_limit"}
     assert len(shared) > 3 and shared == {name: DEFAULTS[name] for name in shared}
@@ -40,6 +41,7 @@ def test_every_way_to_ask_has_the_records_defaults(asks):
         ({"panels": 2, "chunks": {"rows": 2}}, "exclude each other"),
         ({"chunks": {"rows": 0}}, "at least 1"),
         ({"schedule": "later"}, "'overlap' or 'none'"),
+        *(({"compile": wrong}, "give True or False") for wrong in ("yes", 1, None)),
         ({"constraints": ["lm_head"]}, "expected PATTERN=TERMS"),
     ],
 )
@@ -55,8 +57,9 @@ def test_a_mesh_is_checked_against_the_machine():
 
 def test_what_a_plan_was_asked_for_makes_it_again():
     captured = capture(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), (torch.randn(4, 8),))
-    asked = Options("megatron-1d", optimizer="sgd", schedule="none", constraints=["0.weight=Shard(0)@x"])
+    asked = Options("megatron-1d", optimizer="sgd", schedule="none", compile=True, constraints=["0.weight=Shard(0)@x"])
     plan = plan_captured(captured, autotp.Topology.flat(4), asked)
     replanned = plan_captured(captured, plan.topology, Options.of(plan))
     assert replanned.hash == plan.hash and replanned.predicted == plan.predicted
     assert (replanned.optimizer, replanned.schedule, replanned.constraints) == ("sgd", "none", plan.constraints)
+    assert replanned.compile

@@ -1,0 +1,65 @@
+"""One graph of torch's operators, compiled by Inductor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner, record_original_output_strides
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.runtime.runtime_utils import cache_dir
+from torch._inductor.utils import BoxedBool
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._filelock import FileLock
+from torch.utils._triton import has_triton
+
+from passes.overlap.trace import current_device
+
+__all__ = ["compiled", "unavailable"]
+
+
+def unavailable(device: torch.device) -> str:
+    """Why nothing can be compiled for a device; empty if it can."""
+    if device.type != "cpu":
+        return "" if has_triton() else "triton is not installed, or does not know this device"
+    try:
+        get_cpp_compiler()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def compiled(graph: fx.Graph, lock: str) -> Callable[[list[Any]], Sequence[Any]]:
+    """What computes the same as a graph of operands to a tuple of results.
+
+    Args:
+        graph: functional, of static shapes; every placeholder has a fake tensor that lies in memory as its operand will.
+        lock: a name of the graph. Of the processes on one machine, one compiles it; the others find it in torch's cache.
+
+    Returns:
+        A function of a list of the operands, which it empties.
+    """
+    operands = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+    device = next((each.device for each in operands if each.device.type != "cpu"), torch.device("cpu"))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in operands]
+        module = make_fx(fx.Interpreter(fx.GraphModule({}, graph)).run, select_decomp_table())(*fakes)
+    os.makedirs(cache_dir(), exist_ok=True)
+    with (
+        FileLock(os.path.join(cache_dir(), f"autotp-{lock}.lock")),
+        current_device(operands),
+        tracing(TracingContext(mode)),
+        torch.no_grad(),
+    ):
+        _recursive_joint_graph_passes(module, input_device=device)
+        # Results lie in memory as they were traced, whatever would be faster: others read them.
+        results: Any = module.graph.output_node()
+        results.meta["user_visible_output_idxs"] = range(len(results.args[0]))
+        record_original_output_strides(module)
+        return compile_fx_inner(module, fakes, cudagraphs=BoxedBool(False), is_inference=True)  # type: ignore[return-value]
