@@ -31,7 +31,7 @@ from benchmarks.models import trained
 from benchmarks.phases import answered
 from benchmarks.steps import TIMED, medians, step_of
 from passes.world.process import ProcessWorld
-from passes.world.world import Pending
+from passes.world.pending import Pending
 
 #: name -> (schedule, chunks, whether small collectives are merged); None: the chunks that the planner chose.
 WAYS: dict[str, tuple[str, dict[str, int] | None, bool]] = {

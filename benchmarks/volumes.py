@@ -18,7 +18,8 @@ from benchmarks.models import Chain, Transformer
 from benchmarks.tables import command, table
 from costmodel import volumes
 from passes.capture import capture
-from passes.world.world import LocalWorld, Pending
+from passes.world.pending import Pending
+from passes.world.world import LocalWorld
 
 BATCH, SEQUENCE, HIDDEN, HEADS, INNER = 128, 1, 64, 16, 128
 

@@ -18,7 +18,8 @@ from passes.overlap import primitives
 from passes.overlap.primitives import COLLECTIVE_OF
 from passes.rules.table import name_of
 from passes.world.ops import Parts, hosted, part_of
-from passes.world.world import LOCAL, Pending, Salt, World
+from passes.world.pending import Pending
+from passes.world.world import LOCAL, Salt, World
 
 __all__ = ["called", "draw", "launch", "launches", "local", "offset", "wait"]
 

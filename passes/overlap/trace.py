@@ -28,8 +28,9 @@ from passes.overlap.primitives import COLLECTIVE_OF
 from passes.rules.table import draws
 from passes.world import ops
 from passes.world.draws import Draw
+from passes.world.pending import Pending
 from passes.world.random_ops import DRAWN
-from passes.world.world import Pending, Salt, World
+from passes.world.world import Salt, World
 
 __all__ = ["Joint", "Untraceable", "current_device", "trace", "undrawn"]
 

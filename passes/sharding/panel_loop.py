@@ -20,7 +20,8 @@ from torch import Tensor
 
 from passes.layouts.reshard import Step
 from passes.world.ops import Parts, hosted
-from passes.world.world import Pending, World
+from passes.world.pending import Pending
+from passes.world.world import World
 
 __all__ = ["Operand", "panelled"]
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from passes.layouts.reshard import Step, sums_first
-from passes.world.world import Pending, Salt, World, groups
+from passes.world.pending import Pending
+from passes.world.world import Salt, World, groups
 
 __all__ = ["ChunkedWorld"]
 

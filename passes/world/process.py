@@ -15,8 +15,9 @@ import torch.distributed.nn.functional  # DTensor imports it later, when its def
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from passes.world.pending import Pending
 from passes.world.whereabouts import Whereabouts
-from passes.world.world import Pending, World, reduced
+from passes.world.world import World, reduced
 
 __all__ = ["ProcessWorld", "time_limit"]
 

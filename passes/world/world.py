@@ -25,54 +25,17 @@ from costmodel.errors import AutotpError
 from passes.layouts.layout import even_chunk, extent, in_one_format, take_block
 from passes.layouts.reshard import Step
 from passes.world.draws import Draw, Stream, generator_of
+from passes.world.pending import Pending
 from passes.world.random_ops import DRAWN
 from passes.world.seeds import Seeds
 from passes.world.whereabouts import Whereabouts
 
-__all__ = ["LOCAL", "LocalWorld", "Pending", "Salt", "World", "groups", "reduced"]
+__all__ = ["LOCAL", "LocalWorld", "Salt", "World", "groups", "reduced"]
 
 #: Which operator draws: its number among those of a program, then its chunk's coordinates on the virtual axes, if any.
 Salt = Sequence[int]
 
 _MOST = 4096  # devices of a `LocalWorld`
-
-
-class Pending:
-    """A collective under way: the hosted devices' results, to be had by ``wait``.
-
-    Args:
-        parts: the tensors that the collective fills, one per hosted device.
-        work: torch's handle, None when nothing is under way.
-        sent: tensors that must live until the end.
-    """
-
-    def __init__(self, parts: Iterable[Tensor], work: Any = None, sent: Any = None) -> None:
-        self._parts, self._work, self._sent = list(parts), work, sent
-        self._then: list[Callable[[list[Tensor]], list[Tensor]]] = []
-
-    def then(self, function: Callable[[list[Tensor]], list[Tensor]]) -> Pending:
-        """The same with local work on the results, done when they are waited for."""
-        self._then.append(function)
-        return self
-
-    def whenever_done(self, call: Callable[[Any], Any]) -> None:
-        """Calls a function when the collective is done: at once when nothing is under way."""
-        if self._work is None:
-            call(None)
-        else:
-            self._work.get_future().add_done_callback(call)
-
-    def wait(self) -> list[Tensor]:
-        """The results, when they are there."""
-        if self._work is not None:
-            self._arrive(self._work)
-        for function in self._then:
-            self._parts = function(self._parts)
-        self._work, self._sent, self._then = None, None, []
-        return self._parts
-
-    def _arrive(self, work: Any) -> None:
-        work.wait()
 
 
 def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
