@@ -30,8 +30,8 @@ from autotp.runtime.schedules import Schedules
 from benchmarks.models import trained
 from benchmarks.phases import answered
 from benchmarks.steps import TIMED, medians, step_of
-from passes.world.process import ProcessWorld
 from passes.world.pending import Pending
+from passes.world.process import ProcessWorld
 
 #: name -> (schedule, chunks, whether small collectives are merged); None: the chunks that the planner chose.
 WAYS: dict[str, tuple[str, dict[str, int] | None, bool]] = {
