@@ -126,8 +126,6 @@ _IMAGES: Mapping[str, Mapping[str, Any]] = {
     "FocalNetForImageClassification": {"embed_dim": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "focal_levels": [2, 2],
                                        "focal_windows": [3, 3], "patch_size": 4},
     "BitForImageClassification": {"hidden_sizes": [16, 32], "depths": [1, 1], "embedding_size": 16, "num_groups": 4},
-    "DPTForSemanticSegmentation": {"backbone_out_indices": [0, 1, 0, 1], "neck_hidden_sizes": [8, 16, 16, 32],
-                                   "fusion_hidden_size": 16, "is_hybrid": False},
     "YolosForObjectDetection": {"num_detection_tokens": 4, "image_size": [32, 32]},
     "GLPNForDepthEstimation": {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1], "decoder_hidden_size": 16,
                                "num_attention_heads": [1, 2, 2, 4]},

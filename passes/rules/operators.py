@@ -221,12 +221,10 @@ def ragged_bags(node: fx.Node) -> OpRule:
     """embedding_bag with bags of any size: the embedding's dim alone; other results say where each bag came from."""
     operands, results = by.shapes_of(node)
     h = operands[0][1]
-    dim: Dim = ("h",) if h > 1 else ()
-    whole: list[list[Dim]] = [[()] * len(shape) for shape in operands[1:]]
-    left = [[(), dim], *whole]
-    right: list[list[Dim]] = [
-        [(), dim] if i in (0, 3) and len(shape) == 2 else [()] * len(shape) for i, shape in enumerate(results)
-    ]
+    whole: Dim = ()
+    dim: Dim = ("h",) if h > 1 else whole
+    left = [[whole, dim], *([whole] * len(shape) for shape in operands[1:])]
+    right = [[whole, dim] if i in (0, 3) and len(s) == 2 else [whole] * len(s) for i, s in enumerate(results)]
     return by.op_rule(left, right, {"h": h})
 
 
