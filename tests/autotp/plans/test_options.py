@@ -23,7 +23,8 @@ def test_every_way_to_ask_has_the_records_defaults(asks):
     """``plan_captured`` had another schedule than ``plan``, and no test compared the two."""
     shared = {n: p.default for n, p in inspect.signature(asks).parameters.items() if n in DEFAULTS}
     if asks is autotp.parallelize:
-        assert shared.pop("schedule") is shared.pop("outputs") is None, "left out, they are those of the plan"
+        plans = [shared.pop(name) for name in ("schedule", "outputs", "observe")]
+        assert plans == [None] * 3, "left out, they are those of the plan"
     if asks is sweep:
         assert shared.keys() >= {"mode", "memory", "optimizer", "panels", "time_limit"}
     assert len(shared) > 3 and shared == {name: DEFAULTS[name] for name in shared}
