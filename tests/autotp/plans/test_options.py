@@ -23,8 +23,8 @@ def test_every_way_to_ask_has_the_records_defaults(asks):
     """``plan_captured`` had another schedule than ``plan``, and no test compared the two."""
     shared = {n: p.default for n, p in inspect.signature(asks).parameters.items() if n in DEFAULTS}
     if asks is autotp.parallelize:
-        for name in ("schedule", "compile", "outputs"):
-            assert shared.pop(name) is None, "left out, it is that of the plan"
+        plans = [shared.pop(name) for name in ("schedule", "compile", "outputs", "observe")]
+        assert plans == [None] * 4, "left out, they are those of the plan"
     if asks is sweep:
         assert shared.keys() >= {"mode", "memory", "optimizer", "panels", "time_limit"}
     assert len(shared) > 3 and shared == {name: DEFAULTS[name] for name in shared}
