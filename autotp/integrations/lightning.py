@@ -273,7 +273,13 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
                 dcp.load({f"optimizer_{number}": state}, checkpoint_id=given)
             else:
                 own = [names[each] for group in optimizer.param_groups for each in group["params"]]
-                state = _renamed(given[number], dict(zip(_stepped(given[number]), own, strict=True)))
+                others = _stepped(given[number])
+                if len(others) != len(own):
+                    raise AutotpError(
+                        f"optimizer {number} of the checkpoint steps {len(others)} parameters, and this one {len(own)}: "
+                        "resume with an optimizer of the same parameters"
+                    )
+                state = _renamed(given[number], dict(zip(others, own, strict=True)))
             whole = not isinstance(given, Path) and bool(state["state"])
             options = StateDictOptions(full_state_dict=whole)
             set_optimizer_state_dict(self.lightning_module, optimizer, state, options=options)

@@ -102,7 +102,7 @@ def test_loops_of_transformers_and_accelerate(torchrun, case):
     ["by_norm", *(pytest.param(case, marks=pytest.mark.exact) for case in ("by_value", "resumes", "resumes_with_dropout"))],
 )
 def test_loops_of_lightning(torchrun, case):
-    done = torchrun(2, "lightning_fit.py", case)
+    done = torchrun(2, "lightning_fit.py", case, timeout=290)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "passed" in done.stdout
 

@@ -90,3 +90,15 @@ def test_a_checkpoint_takes_the_place_of_one_of_the_other_kind(one_rank, tmp_pat
         module = Distributed()
         trainer(sharded, max_epochs=2).fit(module, ckpt_path=path)
         torch.testing.assert_close(module.model.weight.full_tensor(), wanted.model.weight)
+
+
+def test_an_optimizer_of_other_parameters_is_refused(one_rank, tmp_path):
+    class Fewer(Distributed):
+        def configure_optimizers(self):
+            return torch.optim.SGD([self.model.weight], lr=0.1)
+
+    first = trainer(sharded=False)
+    first.fit(Distributed())
+    first.save_checkpoint(tmp_path / "last.ckpt")
+    with pytest.raises(autotp.AutotpError, match="optimizer 0 of the checkpoint steps 2 parameters, and this one 1"):
+        trainer(max_epochs=2).fit(Fewer(), ckpt_path=tmp_path / "last.ckpt")
