@@ -201,7 +201,7 @@ def _written() -> dict[tuple[int, str, str], str]:
     for line in PAGE.read_text().splitlines() if PAGE.exists() else ():
         if heading := re.match(r"## (\d+) processes", line):
             processes = int(heading[1])
-        elif row := _ROW.match(line):
+        elif (row := _ROW.match(line)) and row[1] in PLACES:
             rows[processes, row[1], row[2]] = line
     return rows
 
