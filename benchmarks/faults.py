@@ -47,7 +47,13 @@ def main() -> None:
             losses[processes] = _run(processes, "", "")["loss"]
         found = _run(processes, place, kind)
         ends = "goes on, equal" if found["loss"] == losses[processes] else f"**differs: {found['loss'] or 'did not end'}**"
-        named = "rank and place" if re.search(r"rank \d", found["said"]) and " for " in found["said"] else "see there"
+        named = (
+            "rank and place"
+            if re.search(r"rank \d", found["said"]) and " for " in found["said"]
+            else "no"
+            if found["said"]
+            else "no message"
+        )
         seconds = f"{found['seconds']:.0f}" if found["seconds"] is not None else f"**over {_MOST}**"
         said = " ".join(found["said"].split()).replace("|", "\\|")
         rows[processes, place, kind] = f"| {place} | {kind} | {seconds} | {ends} | {named} | {said[:300]} |"
@@ -195,7 +201,7 @@ def _written() -> dict[tuple[int, str, str], str]:
     for line in PAGE.read_text().splitlines() if PAGE.exists() else ():
         if heading := re.match(r"## (\d+) processes", line):
             processes = int(heading[1])
-        elif row := _ROW.match(line):
+        elif (row := _ROW.match(line)) and row[1] in PLACES:
             rows[processes, row[1], row[2]] = line
     return rows
 
@@ -210,7 +216,8 @@ def _page(rows: dict[tuple[int, str, str], str]) -> str:
         "the first start are gone, measured on a busy machine of two cores: an upper bound. torchrun waits for 30 of",
         "them before it kills a stopped process. Then the restarted job loads the last checkpoint and goes on; its",
         "last loss is compared with an undisturbed job's, to 12 digits. The message is the last error that a rank of",
-        "the first start ended with. `--only` runs some of the cells, and leaves the others as they are.",
+        "the first start ended with. `--only` runs some of the cells, and leaves the others as they are. Cells",
+        "that are not listed were not run.",
     ]
     for processes in sorted({key[0] for key in rows}):
         lines += ["", f"## {processes} processes", "", "| place | fault | gone | restarted | names | message |"]

@@ -103,7 +103,8 @@ class JobAgreement(Agreement):
             try:
                 sent = _packed((decide(), None))
             except Exception as error:  # noqa: BLE001 - the others wait to hear of it
-                sent = _packed((None, error))
+                error.add_note("This happened on rank 0, which decides for all ranks.")
+                sent = _packed((None, _sendable(error)))
         size = self._of_rank_0(torch.tensor([sent.numel()]))
         decided = self._of_rank_0(sent if sent.numel() else torch.empty(int(size), dtype=torch.uint8))
         decision, problem = pickle.loads(decided.numpy().tobytes())
@@ -132,6 +133,15 @@ class JobAgreement(Agreement):
 
 def _packed(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or where it cannot be sent, one that says the same."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - what a foreign error holds is its own
+        return AutotpError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _ended(watch: Watch, groups: list[Any]) -> None:

@@ -45,6 +45,7 @@ class Whereabouts:
         call: what the module was called for last.
         calls: how often it was called.
         trail: the last calls, as (number, what for).
+        checking: the call that the ranks are comparing.
         others: where the other ranks are, once a wait takes long.
         problem: what is wrong with the other ranks; whoever waits for them raises it.
     """
@@ -54,11 +55,16 @@ class Whereabouts:
         self.waiting: Any = None
         self.waits = self.calls = 0
         self.call: Any = None
+        self.checking: tuple[int, Any] | None = None
         self.trail: deque[tuple[int, Any]] = deque(maxlen=_TRAIL)
         self.problem: AutotpError | None = None
 
-    def called(self, call: Any) -> None:
+    def called(self, call: Any, *, checked: bool = False) -> None:
         """Notes a call of the module.
+
+        Args:
+            call: what it is for.
+            checked: whether the ranks compare it before they run it; ``agreed`` says when they have.
 
         Raises:
             AutotpError: the other ranks have made other calls before.
@@ -67,7 +73,15 @@ class Whereabouts:
             raise self.problem
         self.calls += 1
         self.call = call
-        self.trail.append((self.calls, call))
+        self.checking = (self.calls, call) if checked else None
+        if not checked:
+            self.trail.append((self.calls, call))
+
+    def agreed(self) -> None:
+        """Notes that all ranks make the call that was checked."""
+        if self.checking is not None:
+            self.trail.append(self.checking)
+            self.checking = None
 
     def wait(self, work: Any, what: Any, *, sliced: bool) -> None:
         """Waits for a collective.

@@ -170,11 +170,13 @@ class Programs:
             PlanMismatchError: on every process, where they were given different calls, or should have the same inputs and
                 have not.
         """
-        if inputs is not None or key not in self.known:
-            self.agreement.whereabouts.called(key)
         unseen = inputs is not None and (key not in self.checked or self.debug)
-        if unseen or key not in self.known:
+        checked = unseen or key not in self.known
+        if checked or inputs is not None:
+            self.agreement.whereabouts.called(key, checked=checked)
+        if checked:
             self._check(key, args, kwargs, inputs or ())
+            self.agreement.whereabouts.agreed()
         if inputs is not None:
             self.checked.add(key)
         if key not in self.known:

@@ -115,10 +115,16 @@ class Watch:
         return now - self._doing[1]
 
     def _record(self, frame: FrameType | None, waited: float) -> dict[str, Any]:
-        calls = [(number, str(call)) for number, call in list(self.whereabouts.trail)[-_CALLS:]]
-        texts = {_digest(text): text for _, text in calls}
-        trail = [(number, _digest(text)) for number, text in calls]
+        calls = [(number, str(call), checking) for number, (call, checking) in list(self._calls().items())[-_CALLS:]]
+        texts = {_digest(text): text for _, text, _ in calls}
+        trail = [(number, _digest(text), checking) for number, text, checking in calls]
         return {"beat": self.beat, "place": self._place(frame, waited), "trail": trail, "texts": texts}
+
+    def _calls(self) -> dict[int, tuple[Any, bool]]:
+        """The last calls, by number, and whether the ranks are comparing them."""
+        checking = self.whereabouts.checking
+        found = {number: (call, False) for number, call in list(self.whereabouts.trail)}
+        return found if checking is None else found | {checking[0]: found.get(checking[0], (checking[1], True))}
 
     def _place(self, frame: FrameType | None, waited: float) -> str:
         """Where the process is, in words."""
@@ -139,11 +145,13 @@ class Watch:
 
     def _difference(self, rank: int, theirs: Mapping[str, Any]) -> str:
         """What two ranks called the module for, where that is not the same."""
-        mine = dict(list(self.whereabouts.trail))
-        for number, digest in theirs["trail"]:
-            if number in mine and _digest(str(mine[number])) != digest:
+        mine = self._calls()
+        for number, digest, checking in theirs["trail"]:
+            call, checks = mine.get(number, (None, True))
+            # Of calls that both compare themselves, they will tell.
+            if not (checking and checks) and call is not None and _digest(str(call)) != digest:
                 return (
-                    f"the ranks made different calls: call {number} of the module was for {mine[number]} on rank "
+                    f"the ranks made different calls: call {number} of the module was for {call} on rank "
                     f"{self.rank}, and for {theirs['texts'][digest]} on rank {rank}; call the module alike on all ranks"
                 )
         return ""

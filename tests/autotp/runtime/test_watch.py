@@ -61,6 +61,25 @@ def test_all_ranks_learn_of_calls_that_differ():
             each.whereabouts.wait(Work(9), What(), sliced=True)
 
 
+def test_calls_that_ranks_compare_are_no_problem_unless_one_does_not():
+    first, second = watches(2)
+    first.whereabouts.called("training", checked=True)
+    second.whereabouts.called("evaluation", checked=True)  # which both are told, and go on
+    for each in (first, second, first):
+        each.look()
+    for each in (first, second):
+        each.whereabouts.called("training", checked=True)
+        each.look()
+        each.whereabouts.agreed()
+    second.look()
+    assert first.whereabouts.problem is None and second.whereabouts.problem is None
+    first.whereabouts.called("training")
+    second.whereabouts.called("evaluation", checked=True)
+    for each in (first, second, first):
+        each.look()
+    assert all("call 3 of the module" in str(each.whereabouts.problem) for each in (first, second))
+
+
 def test_a_rank_that_waits_long_says_where_the_others_are(caplog):
     ranks = watches(3, patience=0.8)
     for each in ranks:

@@ -1,0 +1,10 @@
+"""The table of faults: what is run again takes its place among the rows that are there, and all jobs went on."""
+
+from benchmarks import faults
+
+
+def test_the_page_is_what_its_rows_make():
+    rows = faults._written()
+    assert rows and {key[1:] for key in rows} <= {(place, kind) for place in faults.PLACES for kind in faults.KINDS}
+    assert faults._page(rows) == faults.PAGE.read_text()
+    assert not [row for row in rows.values() if "**" in row]
