@@ -160,10 +160,9 @@ class _Worker:
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
 
         def load(step: int) -> None:
-            weights, moments = autotp.storable(get_state_dict(parallel, optimizer))
+            weights, moments = get_state_dict(parallel, optimizer)
             dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=self.folder / str(step))
             set_state_dict(parallel, optimizer, model_state_dict=weights, optim_state_dict=moments)
-            autotp.redistribute(optimizer)
 
         done = max((int(path.parent.name) for path in self.folder.glob("*/.metadata")), default=0)
         if done:
@@ -179,7 +178,7 @@ class _Worker:
             loss.backward()
             self.at("optimizer")
             optimizer.step()
-            weights, moments = autotp.storable(get_state_dict(parallel, optimizer))
+            weights, moments = get_state_dict(parallel, optimizer)
             dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=self.folder / str(self.step + 1))
             load(self.step + 1)
             parallel.eval()
