@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from autotp.errors import AutotpError
+from autotp.runtime.checkpoint.random_state import RandomState
+from autotp.runtime.module import DistributedModule
 from autotp.runtime.programs import blueprint
 
 __all__ = ["WithCache", "generate"]
@@ -73,8 +75,8 @@ def generate(parallel: nn.Module, model: Any, input_ids: Tensor, **options: Any)
         parallel: what ``autotp.parallelize`` or ``autotp.simulate`` made of a ``WithCache``, whose buffers it overwrites.
         model: the model that it was made of; it gives the generation's settings, and may be on ``meta``.
         input_ids: int64 ``[batch, tokens]``, the same on every rank.
-        options: of transformers' ``generate``: ``max_new_tokens``, ``attention_mask``, ``do_sample``... With ``do_sample``,
-            all ranks must draw with the same seed.
+        options: of transformers' ``generate``: ``max_new_tokens``, ``attention_mask``, ``do_sample``... All ranks sample
+            from torch's generator as it stands on rank 0. Beams are not supported.
 
     Returns:
         int64 ``[batch, tokens]``: the prompts and what follows them.
@@ -111,6 +113,11 @@ def generate(parallel: nn.Module, model: Any, input_ids: Tensor, **options: Any)
     def forward(input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Any:
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
+        if len(input_ids) != batch:
+            raise AutotpError(
+                f"{len(input_ids)} sequences, but the cache is for {batch}: beams and num_return_sequences are not "
+                "supported; repeat the prompts, with do_sample=True"
+            )
         tokens = filled.tokens + input_ids.shape[1]
         if tokens > length:
             raise AutotpError(f"{tokens} tokens, but the cache has room for {length}; make WithCache with a greater length")
@@ -124,6 +131,9 @@ def generate(parallel: nn.Module, model: Any, input_ids: Tensor, **options: Any)
 
     forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
     shell.forward = forward  # type: ignore[assignment]
+    if isinstance(parallel, DistributedModule):  # all ranks sample as rank 0
+        random = RandomState()
+        random.load_state_dict(random.state_dict())
     with torch.no_grad():
         found: Tensor = shell.generate(input_ids, past_key_values=filled, **options)  # type: ignore[operator]
     return found

@@ -25,6 +25,12 @@ RECOMPUTE = ("auto", "none", "selective", "full")
 #: What ``outputs`` may be.
 OUTPUTS = ("whole", "dtensor")
 
+#: What a plan was asked for, which nothing else may be asked beside it.
+_OF_A_PLAN = (
+    *("strategy", "mesh", "mode", "memory", "optimizer", "accumulate", "panels", "chunks", "constraints", "recompute"),
+    "reshard_after_forward",
+)
+
 
 @dataclass(frozen=True)
 class Options:
@@ -190,6 +196,24 @@ class Options:
             recompute=plan.planning.get("recompute", "none"),
             reshard_after_forward=plan.planning.get("reshard_after_forward"),
         )
+
+    def require(self, plan: Plan) -> None:
+        """Checks that what is asked for, beside a plan, is what that was made for.
+
+        Raises:
+            AutotpError: something else is; names it.
+        """
+        made, left = Options.of(plan), Options()
+        for name in _OF_A_PLAN:
+            mine, default, its = (each._said(name) for each in (self, left, made))
+            if mine not in (default, its):
+                said, planned = (shown(getattr(each, name)) for each in (self, made))
+                raise AutotpError(f"{name}={said}, but the plan is for {planned}: leave {name} out, or make another plan")
+
+    def _said(self, name: str) -> object:
+        value = [one.text for one in self.asked] if name == "constraints" else getattr(self, name)
+        value = value.name if isinstance(value, Family) else value
+        return [*value] if isinstance(value, (list, tuple)) else value
 
     @property
     def family(self) -> Family:

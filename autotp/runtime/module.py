@@ -107,8 +107,7 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
         root.add_module(WORLD, world)
         _require_free_names(root)
         super().__init__(root, bound(rewritten), class_name="DistributedModule")
-        for name, child in root.named_children():
-            self.add_module(name, child)
+        self._modules |= root._modules
         self._parameters |= root._parameters
         for name, buffer in root.named_buffers(recurse=False, remove_duplicate=False):
             self.register_buffer(name, buffer, name not in root._non_persistent_buffers_set)
@@ -153,6 +152,10 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass of the model, with the model's own arguments and output structure."""
+        if torch.compiler.is_exporting():
+            raise AutotpError(
+                "a distributed module cannot be exported, since its graph is one rank's: export the model itself"
+            )
         programs = self._programs
         key, inputs = programs.key(self._moded, args, kwargs)
         if any(isinstance(each, DTensor) for each in inputs):

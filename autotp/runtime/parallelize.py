@@ -116,10 +116,6 @@ def parallelize(
         overlapping(schedule)
     if compile is not None:
         check_compile(compile)
-    if plan is not None and accumulate not in (Options.accumulate, plan.accumulate):
-        raise AutotpError(
-            f"accumulate={accumulate!r}, but the plan is for {plan.accumulate}: leave accumulate out, or make another plan"
-        )
     ways_to_draw(dropout, torch.device("cpu"))
     if not isinstance(max_programs, int) or max_programs < 1:
         raise AutotpError(f"max_programs={max_programs!r}: give a positive number")
@@ -129,6 +125,27 @@ def parallelize(
     seen = observe or () if plan is None else plan.observe
     if observe is not None and tuple(observe) != tuple(seen):
         raise AutotpError(f"observe={observe!r}, but the plan is for observe={[*seen]}: leave observe out, or plan with it")
+    options = Options(
+        strategy,
+        mesh=mesh,
+        mode=mode,
+        memory=memory,
+        optimizer=optimizer,
+        accumulate=accumulate,
+        panels=panels,
+        chunks=chunks,
+        schedule=schedule or Options.schedule,
+        compile=Options.compile if compile is None else compile,
+        constraints=constraints,
+        recompute=recompute,
+        reshard_after_forward=reshard_after_forward,
+        gap=gap,
+        precision=precision,
+        outputs=kept or Options.outputs,
+        observe=seen,
+    )
+    if plan is not None:
+        options.require(plan)
     _join()
     agreement = JobAgreement(watched=True)
 
@@ -140,25 +157,6 @@ def parallelize(
     def decide(graph: Captured) -> Plan:
         if plan is not None:
             return _for_all_processes(plan)
-        options = Options(
-            strategy,
-            mesh=mesh,
-            mode=mode,
-            memory=memory,
-            optimizer=optimizer,
-            accumulate=accumulate,
-            panels=panels,
-            chunks=chunks,
-            schedule=schedule or Options.schedule,
-            compile=Options.compile if compile is None else compile,
-            constraints=constraints,
-            recompute=recompute,
-            reshard_after_forward=reshard_after_forward,
-            gap=gap,
-            precision=precision,
-            outputs=kept or Options.outputs,
-            observe=seen,
-        )
         return _planned(graph, topology, options)
 
     split = None if inputs == "local" else ()

@@ -166,7 +166,9 @@ def checked(captured: Captured, plan: Plan) -> tuple[Mapping[fx.Node, Operator],
     strange = rows ^ {(node.name, name_of(node), note_of(node).module) for node in operators}
     if strange:
         raise PlanMismatchError(f"the plan has not the model's operators ({shown(min(strange)[0])}); make a new plan")
-    others = plan.layouts.keys() ^ {*captured.parameters.values(), *captured.unused}
+    # Plans of an earlier program say where caches rest that this one only reads.
+    known = {*captured.parameters.values(), *captured.unused}
+    others = known - plan.layouts.keys() | (plan.layouts.keys() - known - {*captured.buffers.values()})
     if others:
         raise PlanMismatchError(f"the plan has not the model's parameters ({shown(min(others))}); make a new plan")
     return operators, {node.name: _strategy(operators[node], plan) for node in operators}, _resting(captured, plan)

@@ -11,13 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.experimental import register_sharding
 
 from autotp.errors import AutotpError, PlanMismatchError
 from autotp.runtime.strides import arranged
 from passes.layouts.layout import Layout, take
 
 __all__ = ["checksum", "distribute", "held_part", "local_part", "local_parts", "of_rank_0", "state_of"]
+
+@register_sharding(torch.ops.aten._is_any_true.default)  # type: ignore[misc]
+def _whole(_: Any) -> list[Any]:
+    """What anomaly detection asks of gradients, for which torch 2.13 has no rule."""
+    return [([Replicate()], [Replicate()])]
+
 
 #: References to a storage that one tensor alone holds: the tensor's, and that of the object that is queried.
 _OWN_USES = 2

@@ -76,6 +76,11 @@ def drawn(node: fx.Node, layout: Layout, mesh: tuple[int, ...]) -> Draw | None:
             return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
         return torch.device("meta") if isinstance(argument, torch.device) else argument
 
+    operands = [each.meta["val"] for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor)]
+    if node.target is _aten.bernoulli.p and not all(each.is_contiguous() for each in operands):
+        # ``bernoulli_`` was captured so, which fills memory in another order than what makes a new tensor.
+        return Draw(node.name, str(node.target))
+
     args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), value)  # type: ignore[misc, arg-type]
     with torch.device("meta"):
         DRAWN[node.target](noise, *args, **kwargs)

@@ -151,9 +151,10 @@ class Monitor:
             given.update({i: g for i, each in trained if (g := gradients[each.output_nr]) is not None})
 
         def ended() -> None:
-            gradients = {f"{_GRADIENT} parameter {name}": each for name, each in parameters().items()}
             before = dict(given)
             given.clear()
+            gradients = {f"{_GRADIENT} output {i}": (each.detach(), layouts[i][:axes]) for i, each in before.items()}
+            gradients |= {f"{_GRADIENT} parameter {name}": each for name, each in parameters().items()}
             self._all(program, values, named | gradients, before)
 
         for node in {each.grad_fn for _, each in trained}:

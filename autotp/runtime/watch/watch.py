@@ -190,7 +190,10 @@ def watching(whereabouts: Whereabouts) -> Watch:
         whereabouts: of this process. A wait is long that takes 30 s, or a quarter of the process group's time limit.
     """
     whole: Any = dist.distributed_c10d._get_default_store()
-    store = whole.clone()  # a client of its own, which never waits for the thread that computes
+    try:
+        store = whole.clone()  # a client of its own, which never waits for the thread that computes
+    except RuntimeError:  # a store in memory or in a file has no clients
+        store = whole
     rank = dist.get_rank()
     number = store.add(f"autotp/watches/{rank}", 1)
     patience = min(30.0, time_limit().total_seconds() / 4)
