@@ -20,6 +20,7 @@ from passes.layouts.layout import Layout, take
 
 __all__ = ["checksum", "distribute", "held_part", "local_part", "local_parts", "of_rank_0", "state_of"]
 
+
 @register_sharding(torch.ops.aten._is_any_true.default)  # type: ignore[misc]
 def _whole(_: Any) -> list[Any]:
     """What anomaly detection asks of gradients, for which torch 2.13 has no rule."""

@@ -249,6 +249,8 @@ class _Functionaliser:
         if target is aten.copy_.default:
             new, shape = args[1], old.shape
         else:
+            if target is aten.bernoulli_.float and len(args) == 1 and not kwargs.keys() & {"p"}:  # without its default
+                args = (*args, 0.5)
             new, shape = self.build.emit(_out_of_place(node), args, kwargs, like=node), old.shape
             if where_to == ["out"] and new.meta["val"].shape != shape:
                 raise CaptureError(f"{where(node)}: {target} changes the shape of what it writes to")
@@ -343,8 +345,5 @@ def _without_out(target: Any) -> Any:
     """The overload that takes the same and gives what this one writes, such as ``div.Tensor`` for ``div.out``."""
     packet = target.overloadpacket
     wanted = [(a.name, str(a.type)) for a in target._schema.arguments if not a.is_out]
-    for overload in packet.overloads():
-        found = getattr(packet, overload)
-        if [(a.name, str(a.type)) for a in found._schema.arguments] == wanted:
-            return found
-    return None
+    every = (getattr(packet, overload) for overload in packet.overloads())
+    return next((each for each in every if [(a.name, str(a.type)) for a in each._schema.arguments] == wanted), None)

@@ -60,6 +60,7 @@ def wrong(strategy, schedule):
     refused(["the gradient of parameter blocks.", "the first", "of operator abs_1 has"], lambda: parallel(x, y).backward())
     parallel, args = made(strategy, debug=True, schedule=schedule)
     parallel(*args).backward()
+    refused(["the gradient of output 0 differs"], lambda: (parallel(*args) * (1 + dist.get_rank())).backward())
     if strategy == "megatron-1d":  # the batch is whole, so what follows is computed by every rank
         parallel.shift[0] += dist.get_rank()
         refused(["differs between ranks 0 and 1", "operator add differs"], lambda: parallel(*args).backward())

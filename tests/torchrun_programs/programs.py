@@ -226,7 +226,38 @@ def a_cache_in_parts():
                 given = args[0][:, :count], torch.arange(start, start + count)
                 torch.testing.assert_close(mine(*given), theirs(*given), **SIX)
         torch.testing.assert_close(mine.seen.full_tensor(), theirs.seen, **SIX)
+        with pytest.raises(autotp.AutotpError, match="seen: the graph cannot follow a parameter or cache"):
+            parallel.seen = torch.zeros(4, 6, 16)
         assert not parallel.seen.to_local().any() and set(parallel.state_dict()) == set(model.state_dict())
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(8, 8)
+        self.key = self.query
+
+    def forward(self, x):
+        return self.key(torch.tanh(self.query(x)))
+
+
+def as_with_other_modules():
+    """Names of a shared module, anomaly detection; what contradicts a plan, or cannot be, is an error."""
+    torch.manual_seed(0)
+    x, ranks, model = torch.randn(4, 8).double(), dist.get_world_size(), Shared().double()
+    parallel = autotp.parallelize(model, None, (x,), strategy="zero3", mesh=(ranks,))
+    assert list(parallel.state_dict()) == list(model.state_dict()) and parallel.key is parallel.query
+    with torch.autograd.set_detect_anomaly(True):
+        parallel(x).square().sum().backward()
+    model(x).square().sum().backward()
+    torch.testing.assert_close(parallel.key.weight.grad.full_tensor(), model.key.weight.grad, **SIX)
+    plan = parallel.plan
+    for wrong in ({"strategy": "data"}, {"mesh": (1, ranks)}, {"memory": 1e9}, {"constraints": ["query.weight=R@x"]}):
+        with pytest.raises(autotp.AutotpError, match=f"{next(iter(wrong))}=.*but the plan is for"):
+            autotp.parallelize(model, None, (x,), plan=plan, **wrong)
+    autotp.parallelize(model, None, (x,), plan=plan, strategy="zero3", mesh=[ranks])
+    with pytest.raises(autotp.AutotpError, match="a distributed module cannot be exported"):
+        torch.export.export(parallel, (x,), strict=False)
 
 
 def main():
@@ -237,6 +268,7 @@ def main():
     losses_outside()
     inputs_that_are_distributed()
     a_cache_in_parts()
+    as_with_other_modules()
     if dist.get_rank() == 0:
         print("passed")
     dist.destroy_process_group()

@@ -58,6 +58,8 @@ def test_what_the_cache_has_no_room_for():
         generate(parallel, model, prompt, max_new_tokens=30, min_new_tokens=30, pad_token_id=0)
     with pytest.raises(autotp.AutotpError, match=r"3 sequences, but the cache is for 2"):
         generate(parallel, model, torch.ones(3, 4, dtype=torch.int64))
+    with pytest.raises(autotp.AutotpError, match="4 sequences, but the cache is for 2: beams"):
+        generate(parallel, model, prompt[:, :4], max_new_tokens=2, num_beams=2, pad_token_id=0)
     plain = torch.nn.Linear(4, 4)
     other = autotp.simulate(plain, autotp.plan(plain, autotp.Topology.flat(2), (torch.ones(2, 4),)), (torch.ones(2, 4),))
     with pytest.raises(autotp.AutotpError, match="a distributed autotp.integrations.WithCache"):

@@ -177,3 +177,15 @@ def test_what_cannot_be_drawn_as_one_device_does_is_refused():
         autotp.simulate(model, plan, args, dropout="single")
     assert not torch.equal((ours := autotp.simulate(model, plan, args))(*args), ours(*args))
     autotp.simulate(model.eval(), planned(model, args, "data"), args, dropout="as-single")(*args)
+
+
+def test_what_fills_permuted_memory_in_another_order_is_refused():
+    class Permuted(nn.Module):
+        def forward(self, x):
+            return x * torch.empty_like(x.transpose(0, 1)).bernoulli_(0.5).transpose(0, 1)
+
+    x = torch.rand(4, 6, **F64)
+    plan = autotp.plan(Permuted(), autotp.Topology.flat(2), (x,), mesh=(2,), mode="inference")
+    with pytest.raises(autotp.AutotpError, match=r"dropout='as-single' cannot draw .*aten.bernoulli.p"):
+        autotp.simulate(Permuted(), plan, (x,), dropout="as-single")
+    autotp.simulate(Permuted(), plan, (x,))(x)
