@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._guards import detect_fake_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.fx.graph import PythonCode
@@ -155,8 +154,6 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
         """One forward pass of the model, with the model's own arguments and output structure."""
         programs = self._programs
         key, inputs = programs.key(self._moded, args, kwargs)
-        if detect_fake_mode(inputs) is not None:
-            raise AutotpError("a distributed module cannot be exported: its graph is one rank's. Export the model itself")
         if any(isinstance(each, DTensor) for each in inputs):
             args, kwargs = tree_map(self._given, (args, kwargs))
             key, inputs = programs.key(self._moded, args, kwargs)

@@ -14,7 +14,9 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # DTensor imports it later, when its default arguments would keep the group alive
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from costmodel.errors import AutotpError
 from passes.world.pending import Pending
 from passes.world.whereabouts import Whereabouts
 from passes.world.world import World, reduced
@@ -147,7 +149,10 @@ class ProcessWorld(World):
         made = _UnderWay(self, kind, axes, [result], None, sent)
         try:
             made._work = begin(*given, group=self._process_groups[axes], async_op=True)
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:
+            if get_proxy_mode() is not None:
+                told = "a distributed module cannot be exported: its graph is one rank's. Export the model itself"
+                raise AutotpError(told) from error
             raise self.whereabouts.failed(made, error) from error
         return made
 
