@@ -217,6 +217,9 @@ def trace(
         raise Untraceable(f"it reads values while it runs ({type(error).__name__}: {error})") from error
     finally:
         sharded.world = previous
+    if next(iter(module.graph.find_nodes(op="call_function", target=_aten.mkldnn_rnn_layer_backward.default)), None):
+        # Its forward kernel makes the workspace only where autograd itself runs it.
+        raise Untraceable("oneDNN's recurrent layers keep a workspace for the backward pass that only autograd's have")
     spare = [n for n in module.graph.nodes if n.op == "placeholder"][len(names) + 1 :]
     for end, node in zip((*floating, *inside), spare, strict=True):
         if end not in tangents and end not in awaited:
