@@ -174,7 +174,7 @@ def likelihood(draw: Draw) -> list[Any]:
 
 
 def weight_norm(draw: Draw) -> list[Any]:
-    shape = some(draw, 2, 3)
+    shape = tuple(n or 2 for n in some(draw, 2, 3))  # torch's kernel divides by a size, and ends the process
     dim = draw.pick([0, 0, len(shape) - 1, 1])
     return [unit(*shape), real(*(n if i == dim else 1 for i, n in enumerate(shape))), dim]
 
