@@ -69,8 +69,7 @@ class JobAgreement(Agreement):
         self._groups: list[Any] = []
         if watched and dist.get_world_size() > 1:
             self._groups.append(dist.new_group(timeout=time_limit()))
-            watch = watching(self.whereabouts)
-            weakref.finalize(self, _ended, watch, self._groups)
+            weakref.finalize(self, _ended, watching(self.whereabouts), self._groups)
         self._sliced = dist.get_backend(self._group) == "gloo"
         on_gpus = dist.get_backend(self._group) == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
@@ -144,8 +143,9 @@ def _sendable(error: Exception) -> Exception:
     return error
 
 
-def _ended(watch: Watch, groups: list[Any]) -> None:
-    watch.stop()
+def _ended(watch: Watch | None, groups: list[Any]) -> None:
+    if watch is not None:
+        watch.stop()
     groups.clear()  # a group must not outlive the job (see `passes.world.process`)
 
 

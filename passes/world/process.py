@@ -6,6 +6,7 @@ import atexit
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -74,7 +75,8 @@ class ProcessWorld(World):
         """See ``World.join``; every process has to join the same groups."""
         for axes in sorted(set(groups) - self._process_groups.keys()):
             group = self._process_groups[axes] = self._make_group(axes)
-            group.set_timeout(time_limit())
+            with suppress(RuntimeError):  # torch's fake process group has no time limit
+                group.set_timeout(time_limit())
             if dist.get_backend(group) == "gloo":
                 self.sliced.add(axes)
 

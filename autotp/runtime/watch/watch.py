@@ -183,8 +183,8 @@ def _ranks(numbers: list[int]) -> str:
     return f"rank {shown}" if len(numbers) == 1 else f"ranks {shown}:"
 
 
-def watching(whereabouts: Whereabouts) -> Watch:
-    """A thread that watches this process of a job, started.
+def watching(whereabouts: Whereabouts) -> Watch | None:
+    """A thread that watches this process of a job, started; None where the job's store has no further clients.
 
     Args:
         whereabouts: of this process. A wait is long that takes 30 s, or a quarter of the process group's time limit.
@@ -192,8 +192,8 @@ def watching(whereabouts: Whereabouts) -> Watch:
     whole: Any = dist.distributed_c10d._get_default_store()
     try:
         store = whole.clone()  # a client of its own, which never waits for the thread that computes
-    except RuntimeError:  # a store in memory or in a file has no clients
-        store = whole
+    except RuntimeError:  # it is in this process, as that of torch's fake process group
+        return None
     rank = dist.get_rank()
     number = store.add(f"autotp/watches/{rank}", 1)
     patience = min(30.0, time_limit().total_seconds() / 4)
