@@ -43,9 +43,10 @@ class Sealed(nn.Module):
                 f"the graph cannot follow a change to {value!r}. Set it on the model, and distribute the model again"
             )
         held = {**self.__dict__.get("_modules", {}), **self.__dict__.get("_parameters", {})}
-        held |= {name: each for name, each in self.__dict__.get("_buffers", {}).items() if isinstance(each, DTensor)}
+        caches = {name: each for name, each in self.__dict__.get("_buffers", {}).items() if isinstance(each, DTensor)}
+        held |= caches
         if self._sealed and (isinstance(value, (nn.Module, nn.Parameter)) or name in held) and held.get(name) is not value:
-            kind = "module" if isinstance(value, nn.Module) else "parameter or cache"
+            kind = "module" if isinstance(value, nn.Module) else "cache" if name in caches else "parameter"
             raise AutotpError(
                 f"{where}: the graph cannot follow a {kind} that takes the place of another, or is new. Change the model "
                 "before it is distributed (adapters too); to change values, copy into the parameter under torch.no_grad(), "
