@@ -249,7 +249,7 @@ class _Functionaliser:
         if target is aten.copy_.default:
             new, shape = args[1], old.shape
         else:
-            if target is aten.bernoulli_.float and len(args) == 1 and not kwargs.keys() & {"p"}:  # without its default
+            if target is aten.bernoulli_.float and len(args) == 1 and "p" not in kwargs:  # the other form lacks a default
                 args = (*args, 0.5)
             new, shape = self.build.emit(_out_of_place(node), args, kwargs, like=node), old.shape
             if where_to == ["out"] and new.meta["val"].shape != shape:
