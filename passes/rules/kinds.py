@@ -24,7 +24,7 @@ _fused_rms_norm _fused_rms_norm_backward instance_norm _weight_norm_interface _w
     "softmax": "_softmax_backward_data _log_softmax_backward_data _safe_softmax _masked_softmax _masked_softmax_backward",
     "product": "addbmm _grouped_mm _int_mm _scaled_mm",
     "gather": """
-embedding_dense_backward embedding_bag embedding_bag.padding_idx _embedding_bag _embedding_bag_dense_backward index_reduce
+embedding_dense_backward embedding_bag _embedding_bag _embedding_bag_dense_backward index_reduce
 _unsafe_index.Tensor _unsafe_index_put scatter.reduce scatter.value_reduce diagonal_scatter as_strided_scatter
 masked_scatter nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward
 """,
