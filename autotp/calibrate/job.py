@@ -3,7 +3,8 @@
 Two levels are distinguished by torchrun's numbering: the ranks of a node, and the nodes. For each level, the times of every
 collective at many sizes give a latency and a bandwidth; for the device, the times of kernels give its rates. What the
 levels then predict for a group across both, which no fit has seen, is compared with what it takes. Last, whole steps of a
-small model show how much of their rates kernels and collectives keep in a step.
+small model show how much of their rates kernels and collectives keep in a step. Of a job of one process, the device alone
+is measured.
 """
 
 from __future__ import annotations
@@ -109,12 +110,10 @@ def shape_of_job(world_size: int, environ: dict[str, str] | os._Environ[str]) ->
     """(nodes, ranks of each), from torchrun's variables; all ranks on one node where they are not set.
 
     Raises:
-        AutotpError: there is one process, or the nodes have different numbers.
+        AutotpError: the nodes have different numbers.
     """
     text = environ.get("LOCAL_WORLD_SIZE", str(world_size))
     local = whole_of(text, "environment: LOCAL_WORLD_SIZE", most=MOST_DEVICES)
-    if world_size < 2:
-        raise AutotpError("calibration needs at least 2 processes: there is no communication to measure in one")
     if world_size % local:
         raise AutotpError(
             f"WORLD_SIZE={world_size} is not a multiple of LOCAL_WORLD_SIZE={text}; "
@@ -137,7 +136,7 @@ def calibrate(
         The same on every rank.
 
     Raises:
-        AutotpError: there is no process group, only one process, or nodes have different numbers of them.
+        AutotpError: there is no process group, or nodes have different numbers of processes.
     """
     if not dist.is_initialized():
         raise AutotpError(
@@ -174,11 +173,13 @@ class _Job:
             levels.append(_level(level, self.shape[axis], found, rings if shared else 1, shared))
             fits += found
         levels = self.split(levels, list(kinds.values()))
-        self.progress("computing and communicating at once")
+        if kinds:
+            self.progress("computing and communicating at once")
         shares = [time_contention(self.world, axis, self.effort, self.clock) for axis in kinds]
         levels = [replace(level, contention=share) for level, share in zip(levels, shares, strict=True)]
         device, device_fit = calibrate_device(self.clock, self.effort, self.shape[1], self.progress)
-        topology = Topology(name, device, tuple(levels), self.library)
+        # One device exchanges nothing; a topology has a level all the same.
+        topology = Topology(name, device, tuple(levels) or (Level("node", 1, device.memory_bandwidth, 0.0),), self.library)
         checks = self.checks(topology) if len(levels) > 1 else ()
         steps = fit_steps(topology, self.shape, self.clock, self.effort, self.progress)
         return Calibration(slowed(topology, steps.factor), tuple(fits), checks, device_fit, concurrency, steps)
@@ -200,7 +201,7 @@ class _Job:
         of that grows with the hops of a ring: all ranks together where there are two levels, else pairs.
         """
         sizes = [fit[0].link.ranks for fit in fits]
-        if len(levels) == 1 and (sizes[0] < 4 or sizes[0] % 2):
+        if not levels or len(levels) == 1 and (sizes[0] < 4 or sizes[0] % 2):
             return list(levels)
         ranks = math.prod(self.shape)
         other = ProcessWorld(

@@ -77,7 +77,8 @@ def fit_steps(
         progress: called for every plan.
     """
     ranks = math.prod(shape)
-    plans: list[tuple[str, tuple[int, ...]]] = [("data", (ranks,)), ("megatron-1d", (ranks,)), ("zero3", (ranks,))]
+    names = ("data", "megatron-1d", "zero3") if ranks > 1 else ("data",)
+    plans: list[tuple[str, tuple[int, ...]]] = [(name, (ranks,)) for name in names]
     if min(shape) > 1:
         plans += [("megatron-1d", shape), ("tensor3d", shape)]
     width, tokens, sequences, blocks = _SIZES[clock.device.type]

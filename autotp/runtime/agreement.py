@@ -17,7 +17,7 @@ from autotp.plans.plan import Plan
 from autotp.runtime.rewrite import Rewritten
 from autotp.runtime.watch.watch import Watch, watching
 from passes.capture import Captured
-from passes.world.process import time_limit
+from passes.world.process import all_gather_single, time_limit
 from passes.world.whereabouts import Whereabouts
 
 __all__ = ["Agreement", "JobAgreement", "agreed", "everywhere"]
@@ -114,7 +114,7 @@ class JobAgreement(Agreement):
     def _gathered(self, mine: Tensor) -> Tensor:
         given = mine.to(self._device)
         found = given.new_empty((self.processes, *given.shape))
-        self._wait(dist.all_gather_single, found.view(-1), given)
+        self._wait(all_gather_single, found.view(-1), given)
         return found.cpu()
 
     def _of_rank_0(self, tensor: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def marked() -> Iterator[Regions]:
     regions = Regions()
     hook, frame = checkpoint._checkpoint_hook, checkpoint._CheckpointFrame
     caching = checkpoint._CachingTorchDispatchMode
-    made, saves, tagged = caching.__init__, frame.save_inputs, TagActivationCheckpoint.__call__
+    made, saves, tagged = caching.__init__, getattr(frame, "save_inputs", None), TagActivationCheckpoint.__call__
 
     def asking(self: Any, policy: Callable, *args: Any, **kwargs: Any) -> None:
         made(self, regions.asks(policy), *args, **kwargs)
@@ -101,13 +101,15 @@ def marked() -> Iterator[Regions]:
     # backward pass: torch's hooks would, and an outer checkpoint's make export take the inner one for a no_grad block.
     hook.__enter__ = lambda self: regions.begin()  # type: ignore[method-assign]
     hook.__exit__ = lambda self, *error: regions.end()  # type: ignore[method-assign]
-    frame.save_inputs = lambda self, *args: None  # type: ignore[method-assign]
+    if saves is not None:  # torch 2.12 and later
+        frame.save_inputs = lambda self, *args: None  # type: ignore[method-assign]
     caching.__init__ = asking  # type: ignore[method-assign, assignment]
     TagActivationCheckpoint.__call__ = run  # type: ignore[method-assign, assignment]
     try:
         yield regions
     finally:
         del hook.__enter__, hook.__exit__
-        frame.save_inputs = saves  # type: ignore[method-assign]
+        if saves is not None:
+            frame.save_inputs = saves  # type: ignore[method-assign]
         caching.__init__ = made  # type: ignore[method-assign]
         TagActivationCheckpoint.__call__ = tagged  # type: ignore[method-assign]

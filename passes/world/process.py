@@ -22,12 +22,14 @@ from passes.world.pending import Pending
 from passes.world.whereabouts import Whereabouts
 from passes.world.world import World, reduced
 
-__all__ = ["ProcessWorld", "time_limit"]
-
+__all__ = ["ProcessWorld", "all_gather_single", "time_limit"]
 
 #: Bytes that a device may receive of a group for gloo to exchange them pairwise. Its rings take a step, for which every
 #: process has to wake, for every member; of pairs all go at once, but where an uplink is shared more crosses it.
 _PAIRWISE = 64 * 2**10
+#: As torch 2.12 named them.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _UnderWay(Pending):
@@ -122,7 +124,7 @@ class ProcessWorld(World):
         part = _as_bytes(_in_memory(parts[0]))
         result = part.new_empty((self.mesh_shape[axis], *part.shape))
         given = result.view(-1), part.view(-1)
-        return self._begun("all_gather", (axis,), result.view(parts[0].dtype), part, dist.all_gather_single, *given)
+        return self._begun("all_gather", (axis,), result.view(parts[0].dtype), part, all_gather_single, *given)
 
     def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.reduce_scatter``."""
@@ -131,7 +133,7 @@ class ProcessWorld(World):
             return self.all_to_all([part], axis).then(lambda given: [reduced(given[0])])
         result = part.new_empty(part.shape[1:])
         return self._begun(
-            "reduce_scatter", (axis,), result, part, dist.reduce_scatter_single, result.view(-1), part.view(-1)
+            "reduce_scatter", (axis,), result, part, reduce_scatter_single, result.view(-1), part.view(-1)
         )
 
     def all_to_all(self, parts: Sequence[Tensor], axis: int) -> Pending:
