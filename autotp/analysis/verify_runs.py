@@ -93,7 +93,8 @@ class Runs:
             inputs: in place of the model's own.
             careful: give kernels that misread some memory formats others; else they are wrong where they are in the model.
         """
-        given = self.inputs if inputs is None else inputs
+        # Leaves of its own: those of another run have hooks, which would add this run's gradients to that one's.
+        given = {name: x.detach().requires_grad_(x.requires_grad) for name, x in (inputs or self.inputs).items()}
         found: dict[str, Any] = {}
 
         def keep(node: fx.Node, run: Callable[[], Any]) -> Any:

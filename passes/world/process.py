@@ -96,11 +96,12 @@ class ProcessWorld(World):
         return mine
 
     def of_first(self, tensor: Tensor) -> Tensor:
-        """See ``World.of_first``; over gloo, so that no process waits for a GPU."""
+        """See ``World.of_first``; over gloo in a job of GPUs, so that no process waits for one."""
         if () not in self._process_groups:
-            whole: Any = dist.group.WORLD if dist.get_backend() == "gloo" else None
+            whole: Any = None if "nccl" in dist.get_backend() else dist.group.WORLD
             self._process_groups[()] = whole or dist.new_group(timeout=time_limit(), backend="gloo")
-            self.sliced.add(())
+            if dist.get_backend(self._process_groups[()]) == "gloo":
+                self.sliced.add(())
         self.whereabouts.at = "the random numbers of a pass"
         return self._begun("broadcast", (), tensor, None, dist.broadcast, tensor, 0).wait()[0]
 
