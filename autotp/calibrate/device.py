@@ -36,6 +36,8 @@ _GIB = 2**30
 _LEAST_SLOWDOWN = 0.05
 _PROBE = (256, 256, 256)
 _ABSURD = 10.0
+#: How many times as long as the smallest product one takes on a GPU that rates are fitted to.
+_TELLING = 3.0
 #: A device has one half size: that of the dtypes that models are mostly trained in there.
 _DECISIVE = {"cpu": ("float32", "float64"), "cuda": ("bfloat16", "float16")}
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -85,7 +87,15 @@ def calibrate_device(
         kind = _DTYPES[dtype]
         times[dtype] = _together(clock, turns, functools.partial(_products, shapes, kind, clock, seconds))
     decisive = [dtype for dtype in _DECISIVE[clock.device.type] if dtype in dtypes]
-    products = fit_products(dict.fromkeys(dtypes, shapes), times, launch, decisive)
+    # A GPU takes some microseconds for the smallest product: what takes little more shows no rate.
+    least = {dtype: _TELLING * min(times[dtype]) if clock.device.type == "cuda" else 0.0 for dtype in dtypes}
+    telling = {dtype: [i for i, seconds in enumerate(times[dtype]) if seconds > least[dtype]] for dtype in dtypes}
+    products = fit_products(
+        {dtype: [shapes[i] for i in telling[dtype]] for dtype in dtypes},
+        {dtype: [times[dtype][i] for i in telling[dtype]] for dtype in dtypes},
+        launch,
+        decisive,
+    )
     plain = Device("", products.rates, 1.0, bandwidth, 0.0, half_size=products.half_size)
     progress("device: operators")
     slowdowns: dict[str, dict[str, tuple[float, ...]]] = {}
@@ -112,7 +122,8 @@ def calibrate_device(
 
 def _ideal(operator: Operator, device: Device) -> float:
     """Seconds of an operator with its backward pass by the roofline, launches left out."""
-    return float(compute.seconds(3 * operator.flop, 3 * operator.bytes, device, "float32", dims=operator.dims))
+    dtype = str(operator.inputs[0].dtype)
+    return float(compute.seconds(3 * operator.flop, 3 * operator.bytes, device, dtype, dims=operator.dims))
 
 
 def _products(shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, clock: Clock, seconds: float) -> list[float]:

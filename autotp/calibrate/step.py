@@ -44,12 +44,13 @@ class StepFit:
 class _Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
+        self.heads = max(8, width // 128)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (8, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
@@ -83,8 +84,9 @@ def fit_steps(
         plans += [("megatron-1d", shape), ("tensor3d", shape)]
     width, tokens, sequences, blocks = _SIZES[clock.device.type]
     torch.manual_seed(0)
-    model = _Reference(width, blocks).to(clock.device)
-    args = (torch.randn(math.lcm(sequences, ranks), tokens, width, device=clock.device),)
+    dtype = torch.bfloat16 if clock.device.type == "cuda" else torch.float32
+    model = _Reference(width, blocks).to(clock.device, dtype)
+    args = (torch.randn(math.lcm(sequences, ranks), tokens, width, device=clock.device, dtype=dtype),)
     ratios = {}
     for name, mesh in plans:
         label = f"{name} {'x'.join(map(str, mesh))}"
