@@ -23,6 +23,7 @@ from passes.capture.builder import CaptureError
 from passes.capture.canonical import normalise
 from passes.capture.checkpoints import marked
 from passes.capture.checks import drop_checks
+from passes.capture.masks import recognise_masks
 from passes.capture.observed import Moment, Place, apart, matching, numbered, observing
 from passes.capture.precision import Precision, cast_parameters, check_dtypes, policy_of, precision_name, under
 from passes.capture.regions import inline_regions
@@ -146,6 +147,7 @@ def capture(
     results = out_spec.num_leaves
     shown = range(results, len(graph.output_node().args[0]) - len(places))  # type: ignore[arg-type]
     graph = normalise(graph, mode, places, shown)
+    recognise_masks(graph)
     leaves: Any = graph.output_node().args[0]
     mutations = {buffer: leaves[place].name for buffer, place in places.items()}
     numbers = apart(graph, shown, kept=outputs == "dtensor")

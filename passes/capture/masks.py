@@ -1,0 +1,88 @@
+"""Attention masks that the model's own constants decide become what they say: causal, or nothing.
+
+Under ``torch.export``, transformers writes every mask out, since it cannot look at one: an attention with a mask of its own
+runs two to three times as long as one that a kernel knows to be causal, and saves the mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+
+__all__ = ["recognise_masks"]
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+#: Elements of a mask beyond which nobody looks: as many bytes, and about as many nanoseconds for each of its operators.
+_MOST = 2**30
+
+
+def recognise_masks(graph: fx.Graph) -> None:
+    """Replaces masks in place; what computes a mask that nothing reads any more is left out."""
+    constant: dict[fx.Node, set[fx.Node]] = {}  # a mask -> all that it is computed of
+    said: dict[fx.Node, str] = {}
+    for node in graph.find_nodes(op="call_function", target=_ATTENTION):
+        given: Any = (*node.args, *(None, 0.0, False)[len(node.args) - 3 :])
+        q, k, v, mask, dropout, causal = given
+        if not isinstance(mask, fx.Node) or causal or "is_causal" in node.kwargs:
+            continue
+        if mask not in said:
+            constant[mask] = _constants(mask)
+            said[mask] = _meaning(graph, mask, constant[mask]) if constant[mask] else ""
+        if said[mask]:
+            node.args = (q, k, v, None, dropout, said[mask] == "causal")
+    behind = {node for mask, nodes in constant.items() if said[mask] for node in nodes}
+    for node in reversed(graph.nodes):
+        if node in behind and not node.users:
+            graph.erase_node(node)
+
+
+def _constants(mask: fx.Node) -> set[fx.Node]:
+    """What a mask is computed of, itself included; nothing if it depends on an input or is not worth looking at."""
+    needed, stack = {mask}, [mask]
+    while stack:
+        node = stack.pop()
+        target, value = node.target, node.meta.get("val")
+        if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
+            return set()
+        if torch.Tag.nondeterministic_seeded in target.tags or not isinstance(value, Tensor) or value.numel() > _MOST:
+            return set()
+        fresh = set(node.all_input_nodes) - needed
+        needed |= fresh
+        stack += fresh
+    return needed
+
+
+def _meaning(graph: fx.Graph, mask: fx.Node, needed: set[fx.Node]) -> str:
+    """``causal``, ``nothing`` where it hides nothing, or empty for any other mask."""
+    rows, columns = mask.meta["val"].shape[-2:]
+    if rows != columns:
+        return ""
+    values: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        if node in needed:
+            args, kwargs = (
+                map_aggregate(each, lambda leaf: _real(leaf, values)) for each in (node.args, dict(node.kwargs))
+            )
+            try:
+                values[node] = node.target(*args, **kwargs)
+            except RuntimeError:  # there is no such kernel on the CPU
+                return ""
+    found = values[mask]
+    if found.dtype != torch.bool:
+        shown = found == 0
+        if not (shown | (found <= torch.finfo(found.dtype).min)).all():
+            return ""
+        found = shown
+    if found.all():
+        return "nothing"
+    return "causal" if (found == torch.ones(rows, columns, dtype=torch.bool).tril()).all() else ""
+
+
+def _real(leaf: Any, values: dict[fx.Node, Any]) -> Any:
+    """An argument for a run on the CPU: the model may be on meta."""
+    if isinstance(leaf, fx.Node):
+        return values[leaf]
+    return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
