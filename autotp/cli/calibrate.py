@@ -176,9 +176,10 @@ def calibration_toml(calibration: Calibration) -> str:
 
 def calibration_table(calibration: Calibration) -> RenderableType:
     """Prints the measured figures and how well they fit."""
-    parts: list[RenderableType] = [_links_table(calibration), _device_table(calibration)]
+    parts: list[RenderableType] = [_links_table(calibration)] if calibration.fits else []
     if calibration.concurrency is not None:
-        parts.insert(1, f"all ranks of a node at once take {calibration.concurrency:.2f} × as long as one between nodes")
+        parts.append(f"all ranks of a node at once take {calibration.concurrency:.2f} × as long as one between nodes")
+    parts.append(_device_table(calibration))
     if calibration.checks:
         parts.append(_checks_table(calibration))
     ratios = ", ".join(f"{plan} {ratio:.2f}" for plan, ratio in calibration.steps.ratios.items())

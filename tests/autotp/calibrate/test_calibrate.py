@@ -103,6 +103,15 @@ def test_refuses_to_overwrite_before_measuring(tmp_path):
 
 
 @pytest.mark.distributed
+def test_one_process_measures_its_device(tmp_path):
+    done = torchrun(1, "-m", "autotp", "calibrate", "--quick", "--output", tmp_path / "one.toml")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "device" in done.stdout and "collective" not in done.stdout
+    topology = Topology.load(tmp_path / "one.toml")
+    assert topology.devices == 1 and set(topology.device.slowdown) == set(OPERATOR_KINDS)
+
+
+@pytest.mark.distributed
 def test_one_failing_rank_ends_the_job(tmp_path):
     program = tmp_path / "failing.py"
     program.write_text(FAILING)
@@ -116,7 +125,6 @@ def test_one_failing_rank_ends_the_job(tmp_path):
     ("environ", "message"),
     [
         ({}, "start it by torchrun"),
-        ({"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, "needs at least 2 processes"),
         ({"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}, "WORLD_SIZE=3 is not a multiple of LOCAL_WORLD_SIZE=2"),
     ],
 )
