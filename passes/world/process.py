@@ -133,9 +133,7 @@ class ProcessWorld(World):
         if (axis,) in self.sliced:  # gloo, whose own is an all_reduce: twice the bytes, and more latency
             return self.all_to_all([part], axis).then(lambda given: [reduced(given[0])])
         result = part.new_empty(part.shape[1:])
-        return self._begun(
-            "reduce_scatter", (axis,), result, part, reduce_scatter_single, result.view(-1), part.view(-1)
-        )
+        return self._begun("reduce_scatter", (axis,), result, part, reduce_scatter_single, result.view(-1), part.view(-1))
 
     def all_to_all(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.all_to_all``."""
