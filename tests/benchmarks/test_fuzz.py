@@ -1,12 +1,16 @@
 """The fuzzer: its cases are reproducible, correct plans run clean, and a wrong lowering is found and shrunk to a test."""
 
+import pickle
 import random
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks.fuzz import processes
 from benchmarks.fuzz.campaign import case_of, fuzz, shrunk
 from benchmarks.fuzz.case import Case, Leaf, Options, Ref, Step, build, source
 from benchmarks.fuzz.draws import Operand, Seeded
@@ -16,7 +20,7 @@ from benchmarks.fuzz.numbers import Careful, ill_conditioned, plain, step, worst
 from benchmarks.fuzz.operators import arguments
 from benchmarks.fuzz.parsers import fuzz_parsers, judge
 from benchmarks.fuzz.parsers import inputs as parsers
-from benchmarks.fuzz.run import run
+from benchmarks.fuzz.run import Outcome, run
 from benchmarks.fuzz.written import as_test
 from passes.rules import table
 from passes.rules.table import RULES
@@ -241,6 +245,21 @@ def test_the_careful_plain_model_is_the_plain_model(training):
     assert expected.keys() == found.keys()
     for name, want in expected.items():
         torch.testing.assert_close(found[name], want, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def test_the_case_after_one_that_fails_is_run_by_new_processes(monkeypatch):
+    """Those of the first end with its error, which was counted as a crash of the second."""
+    outcomes, seen = [Outcome("crash", "the first's"), Outcome("crash", "the second's")], []
+
+    def start(_, args, nprocs, **__):
+        for rank in range(nprocs):
+            (Path(args[1]) / f"0.{rank}").write_bytes(pickle.dumps(outcomes[len(seen)]))
+        return SimpleNamespace(processes=[])
+
+    monkeypatch.setattr(processes.mp, "start_processes", start)
+    jobs = [processes.Job(number, cancelling(), "", Outcome("ok")) for number in range(2)]
+    processes.run_processes(jobs, 2, lambda job, outcome: seen.append(outcome))
+    assert seen == outcomes
 
 
 def test_damaged_input_is_taken_or_refused():
