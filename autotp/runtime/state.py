@@ -98,7 +98,8 @@ def checksum(tensor: Tensor) -> int:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
+    # a contiguous tensor may have any stride in dims of size 1, which view(-1) keeps where there is nothing else
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
 
 
 def _own(table: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

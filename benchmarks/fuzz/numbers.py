@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
+from autotp.runtime.strides import laid_like
 from benchmarks.fuzz.case import Case, build
 from passes.rules.table import RULES
 from passes.world import ops
@@ -40,8 +42,7 @@ def step(model: Any, held: nn.Module, args: Any, train: bool = True) -> dict[str
         result = model(*args)
     outputs = list(result) if isinstance(result, (tuple, list)) else [result]
     numbers = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
-    seen = torch.Generator().manual_seed(0)
-    weights = [torch.rand(o.shape, generator=seen) for o in outputs]
+    weights = [torch.rand(o.shape, generator=torch.Generator().manual_seed(i)) for i, o in enumerate(outputs)]
     losses = [(o * w.to(o)).sum().double() for o, w in zip(outputs, weights, strict=True) if train and o.requires_grad]
     if losses:
         sum(losses).backward()
@@ -154,9 +155,10 @@ def plain(case: Case, moved: int | None = None) -> Numbers:
 
 
 class _Jittered(TorchDispatchMode):
-    """Every second result, also of the backward pass, moves in its last place, as if rounded otherwise.
+    """Whatever an operator reads, also in the backward pass, moves in its last place, as if rounded otherwise.
 
-    What a number that equals itself is taken from is 0 in the plain model, whatever its weights are.
+    It moves for each reader by itself, because a plan has a value in several layouts, each rounded on its own: a sum that
+    is reduced for one reader and left in parts for another differs from itself by rounding, where the plain model has 0.
     """
 
     def __init__(self, seed: int) -> None:
@@ -164,13 +166,17 @@ class _Jittered(TorchDispatchMode):
         self.generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        own = isinstance(result, Tensor) and not any(r.alias_info is not None for r in func._schema.returns)
+        if not any(value.alias_info is not None for value in (*func._schema.arguments, *func._schema.returns)):
+            args, kwargs = tree_map(self._read, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def _read(self, value: Any) -> Any:
         # a zero tensor, as the gradient of a sign, has no memory
-        if not own or not result.is_floating_point() or 0 in result.stride() or result._is_zerotensor():
-            return result
-        way = torch.randint(-1, 2, result.shape, generator=self.generator).to(result)
-        return result.copy_(torch.where(way == 0, result, torch.nextafter(result, result + way)))
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value._is_zerotensor():
+            return value
+        found = _moved(value, self.generator)
+        # kernels choose by strides, and some misread them
+        return found if 0 in value.stride() else laid_like(found, value.stride())
 
 
 def ill_conditioned(case: Case, name: str, ours: Numbers, theirs: Numbers) -> bool:
@@ -182,13 +188,16 @@ def ill_conditioned(case: Case, name: str, ours: Numbers, theirs: Numbers) -> bo
     return off <= _FACTOR * most if math.isfinite(off) else not math.isfinite(most)
 
 
+def _moved(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Every number up, down or not at all, by its last place; 0 has none."""
+    way = torch.randint(-1, 2, tensor.shape, generator=generator).to(tensor)
+    return torch.where((way == 0) | (tensor == 0), tensor, torch.nextafter(tensor, way * math.inf))
+
+
 def _move(model: nn.Module, args: tuple[Tensor, ...], seed: int) -> None:
-    """Moves every floating-point number up, down or not at all, by its last place."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers(), *args):
-            if not tensor.is_floating_point():
-                continue
-            tensor = tensor if tensor.is_contiguous() or 0 not in tensor.stride() else tensor[:1]
-            way = torch.randint(-1, 2, tensor.shape, generator=generator).to(tensor)
-            tensor.copy_(torch.where(way == 0, tensor, torch.nextafter(tensor, tensor + way)))
+            if tensor.is_floating_point():
+                tensor = tensor if tensor.is_contiguous() or 0 not in tensor.stride() else tensor[:1]
+                tensor.copy_(_moved(tensor, generator))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import socket
 import tempfile
 import time
 import warnings
@@ -65,9 +64,7 @@ def run_processes(jobs: Sequence[Job], devices: int, done: Callable[[Job, Outcom
         with tempfile.TemporaryDirectory() as folder:
             place = Path(folder)
             (place / "jobs").write_bytes(pickle.dumps(left))
-            context = mp.start_processes(
-                _rank, (devices, str(place), _free_port()), nprocs=devices, join=False, start_method="spawn"
-            )
+            context = mp.start_processes(_rank, (devices, str(place)), nprocs=devices, join=False, start_method="spawn")
             finished = _watched(context, left, devices, place)
             for job, results in finished:
                 done(job, _outcome(job, results))
@@ -81,8 +78,11 @@ def _watched(context: Any, jobs: Sequence[Job], devices: int, place: Path) -> li
     while len(finished) < len(jobs):
         files = [place / f"{len(finished)}.{rank}" for rank in range(devices)]
         if all(file.exists() for file in files):
-            finished.append((jobs[len(finished)], [pickle.loads(file.read_bytes()) for file in files]))
+            results = [pickle.loads(file.read_bytes()) for file in files]
+            finished.append((jobs[len(finished)], results))
             since = time.monotonic()
+            if any(isinstance(result, Outcome) for result in results):
+                break  # its processes have ended, which is not the next job's fault
             continue
         alive = any(process.is_alive() for process in context.processes)
         if (not alive and not all(file.exists() for file in files)) or time.monotonic() - since > _PATIENCE:
@@ -113,18 +113,12 @@ def _outcome(job: Job, results: Sequence[Any]) -> Outcome:
     return job.outcome
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _rank(rank: int, devices: int, folder: str, port: int) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(devices)}
+def _rank(rank: int, devices: int, folder: str) -> None:
     os.environ |= {"LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""}
     warnings.simplefilter("ignore")
     logging.getLogger("autotp").setLevel(logging.ERROR)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=_PATIENCE / 2))
+    meet = f"file://{folder}/meet"  # another program may take a port before they do
+    dist.init_process_group("gloo", meet, timedelta(seconds=_PATIENCE / 2), devices, rank)
     for i, job in enumerate(pickle.loads((Path(folder) / "jobs").read_bytes())):
         try:
             result: Numbers | Outcome = _numbers(job)

@@ -149,18 +149,36 @@ def _embedding(build: Builder, node: fx.Node, given: Arguments) -> Any:
 
 def _embedding_bag(build: Builder, node: fx.Node, given: Arguments) -> Any:
     """Bags of one size, as ``nn.EmbeddingBag`` makes of two dims, where nothing but their embeddings is used."""
-    ids, offsets = given["indices"], given["offsets"]
-    alone = not any(user.users for user in node.users if user.args[1] != 0)
-    plain = given["padding_idx"] is None and not given["scale_grad_by_freq"] and not given["include_last_offset"]
-    if not alone or not plain or offsets.target is not aten.arange.start_step or ids.meta["val"].dim() != 1:
-        return None
-    (begin, _, size), count = offsets.args, ids.meta["val"].shape[0]
-    bags = offsets.meta["val"].shape[0]
-    if begin != 0 or bags * size != count:
-        return None
-    square, factors = [bags, size], given["per_sample_weights"]
+    ids, offsets, padding = given["indices"], given["offsets"], given.get("padding_idx")
+    used = {user.args[1] for user in node.users if user.users}
+    plain = padding is None and not given["scale_grad_by_freq"] and not given["include_last_offset"]
+    even = used <= {0} and plain and offsets.target is aten.arange.start_step and ids.meta["val"].dim() == 1
+    bags, count = offsets.meta["val"].shape[0], ids.meta["val"].shape[0]
+    if not even or offsets.args[0] != 0 or bags * offsets.args[2] != count:
+        bag = aten.embedding_bag.padding_idx
+        whole = build.emit(bag, (*given.values(), *[None] * ("padding_idx" not in given)), like=node)
+        items = [build.emit(operator.getitem, (whole, i), like=node) for i in range(len(node.meta["val"]))]
+        return [items[0], _bag_of_each(build, node, given), *items[2:]] if 1 in used else items
+    square, factors = [bags, offsets.args[2]], given["per_sample_weights"]
     ids, factors = (None if n is None else build.emit(aten.reshape.default, (n, square), like=node) for n in (ids, factors))
     return [build.emit(embedding_bag, (given["weight"], ids, factors, given["mode"]), like=node), None, None, None]
+
+
+def _bag_of_each(build: Builder, node: fx.Node, given: Arguments) -> fx.Node:
+    """Which bag each index is in; nothing where the model's kernel is one that does not say.
+
+    The kernel chooses by strides, which a reshard changes, and for bfloat16 torch's fake one is wrong.
+    """
+    old, kept = arguments_of(node, node.args, node.kwargs), node.meta["val"][1]
+    weight, factors = old["weight"].meta["val"], old["per_sample_weights"]
+    single = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    adjacent = weight.stride(1) == 1 and (factors is None or factors.meta["val"].stride(0) == 1)
+    if single and adjacent and given["mode"] == 0 and given.get("padding_idx") is None:
+        return build.emit(aten.new_zeros.default, (given["offsets"], [0]), {"dtype": kept.dtype}, like=node)
+    places = build.emit(aten.arange.default, kept.shape, {"dtype": kept.dtype, "device": kept.device}, like=node)
+    small = {"out_int32": kept.dtype == torch.int32, "right": True}
+    found = build.emit(aten.bucketize.Tensor, (places, given["offsets"]), small, like=node)
+    return build.emit(aten.sub.Tensor, (found, 1), like=node)
 
 
 def _instance_norm(build: Builder, node: fx.Node, given: Arguments) -> Any:

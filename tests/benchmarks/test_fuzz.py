@@ -1,12 +1,16 @@
 """The fuzzer: its cases are reproducible, correct plans run clean, and a wrong lowering is found and shrunk to a test."""
 
+import pickle
 import random
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks.fuzz import processes
 from benchmarks.fuzz.campaign import case_of, fuzz, shrunk
 from benchmarks.fuzz.case import Case, Leaf, Options, Ref, Step, build, source
 from benchmarks.fuzz.draws import Operand, Seeded
@@ -16,7 +20,7 @@ from benchmarks.fuzz.numbers import Careful, ill_conditioned, plain, step, worst
 from benchmarks.fuzz.operators import arguments
 from benchmarks.fuzz.parsers import fuzz_parsers, judge
 from benchmarks.fuzz.parsers import inputs as parsers
-from benchmarks.fuzz.run import run
+from benchmarks.fuzz.run import Outcome, run
 from benchmarks.fuzz.written import as_test
 from passes.rules import table
 from passes.rules.table import RULES
@@ -162,6 +166,32 @@ def test_rounding_is_not_an_error():
     assert name == "output 1" and ratio > 1 and not ill_conditioned(case, name, wrong, theirs)
 
 
+@pytest.mark.parametrize(("dtype", "seed"), [(F64, 1), (torch.float32, 1), (torch.bfloat16, 2), (torch.float16, 1)])
+def test_a_sum_in_parts_less_the_same_sum_is_rounding(dtype, seed):
+    """One is reduced and rounded, the other is not: their difference is 0 in the plain model alone."""
+    steps = (
+        Step("v1", "torch.ops.aten.cross_entropy_loss.default", (Ref("x"), Ref("t"), None, 1, -100, 0.1)),
+        Step("v2", ".expand", (Ref("v1"), [2, 6, 6])),
+        Step("v3", "torch.ops.aten.sub.Tensor", (Ref("v2"), Ref("v1"))),
+    )
+    leaves = (Leaf("x", "input", (6, 8), dtype, seed=seed), Leaf("t", "input", (6,), torch.int64, "ids", seed=3, high=8))
+    served = {("v1", 0): ("m",), ("v2", 0): ("d0",), ("v3", 0): ("+0",)}
+    case = Case(leaves, steps, ("v3",), Options(served=served))
+    assert run(case).kind == "ill-conditioned"
+    theirs = plain(case)
+    largest = theirs["output 0"] + plain(replace(case, outputs=("v1",)))["output 0"] * torch.finfo(dtype).eps
+    assert ill_conditioned(case, "output 0", {"output 0": largest}, theirs)
+    assert not ill_conditioned(case, "output 0", {"output 0": 40 * largest}, theirs)
+
+
+def test_a_model_with_zeros_is_not_ill_conditioned():
+    """A zero that moved below 0 had no root, beside which every error was taken for rounding."""
+    steps = (Step("v1", ".relu", (Ref("x"),)), Step("v2", ".sqrt", (Ref("v1"),)))
+    case = Case((Leaf("x", "input", (8, 8), F64, seed=1),), steps, ("v2",))
+    theirs = plain(case)
+    assert not ill_conditioned(case, "output 0", {"output 0": theirs["output 0"] * (1 + 1e-6)}, theirs)
+
+
 def test_gradients_without_memory_are_not_moved():
     """The gradient of a sign is a zero tensor, which torch gives no memory: writing there ended the process."""
     steps = (Step("v1", "torch.ops.aten.sgn.default", (Ref("x"),)),)
@@ -215,6 +245,21 @@ def test_the_careful_plain_model_is_the_plain_model(training):
     assert expected.keys() == found.keys()
     for name, want in expected.items():
         torch.testing.assert_close(found[name], want, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def test_the_case_after_one_that_fails_is_run_by_new_processes(monkeypatch):
+    """Those of the first end with its error, which was counted as a crash of the second."""
+    outcomes, seen = [Outcome("crash", "the first's"), Outcome("crash", "the second's")], []
+
+    def start(_, args, nprocs, **__):
+        for rank in range(nprocs):
+            (Path(args[1]) / f"0.{rank}").write_bytes(pickle.dumps(outcomes[len(seen)]))
+        return SimpleNamespace(processes=[])
+
+    monkeypatch.setattr(processes.mp, "start_processes", start)
+    jobs = [processes.Job(number, cancelling(), "", Outcome("ok")) for number in range(2)]
+    processes.run_processes(jobs, 2, lambda job, outcome: seen.append(outcome))
+    assert seen == outcomes
 
 
 def test_damaged_input_is_taken_or_refused():

@@ -124,6 +124,35 @@ def test_corners_are_exact(factory, shape, mesh, strategy, schedule):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
 
 
+class Bags(nn.Module):
+    """All results of bags, whose kernel says by the strides of the weight which bag each index is in, or not."""
+
+    def __init__(self, copied):
+        super().__init__()
+        self.copied = copied
+
+    def forward(self, x, ids, offsets, factors=None):
+        if self.copied:
+            return torch.embedding_bag(x.expand(6, 6).clone(), ids, offsets, per_sample_weights=factors)
+        return torch.embedding_bag(x.t(), ids, offsets, False, 0, False, factors, False, padding_idx=None)
+
+
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("copied", [True, False])
+def test_results_of_bags_do_not_depend_on_where_a_reshard_puts_the_weight(copied, weighted, dtype, schedule):
+    torch.manual_seed(0)
+    model, x = Bags(copied), torch.randn((6, 1) if copied else (4, 6), dtype=dtype)
+    args = x, torch.tensor([1, 2, 3, 5, 1, 0]), torch.tensor([0, 3, 3]), *[torch.randn(12, dtype=dtype)[::2]] * weighted
+    plan = autotp.plan(model, autotp.Topology.flat(2), args, mesh=(2,))
+    served = {"expand": ("d1",), "permute": ("d0",)}
+    operators = [replace(op, assignment=served.get(op.name, (None,))) for op in plan.operators]
+    plan = replace(plan, operators=tuple(operators))
+    for got, want in zip(autotp.simulate(model, plan, args, schedule=schedule)(*args), model(*args), strict=True):
+        torch.testing.assert_close(got, want)
+
+
 class Loss(nn.Module):
     def __init__(self, loss):
         super().__init__()

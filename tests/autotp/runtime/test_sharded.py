@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import autotp
-from autotp.runtime.state import distribute
+from autotp.runtime.state import checksum, distribute
 from passes.layouts.layout import place
 
 WHOLE = torch.arange(48.0).view(12, 4)
@@ -52,3 +52,13 @@ def test_state_of_another_plan_is_brought_into_the_layouts_of_parameters(mesh):
     assert moved.placements == parameter.placements and torch.equal(moved.full_tensor(), WHOLE)
     state = optimizer.state_dict()
     assert autotp.storable(state) is state
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.bfloat16, torch.complex64])
+def test_a_checksum_depends_on_values_alone(dtype):
+    """The labels of a batch of one, as a column, are contiguous by torch's word, and have the row's stride."""
+    column = torch.arange(6).reshape(1, 6).to(dtype)[:, 2]
+    assert checksum(column) == checksum(torch.full((1,), 2, dtype=dtype)) != checksum(torch.full((1,), 3, dtype=dtype))
+    square = torch.arange(12).reshape(3, 4).to(dtype)
+    assert checksum(square.t()) == checksum(square.t().contiguous()) != checksum(square)
+    assert checksum(square[:0]) == checksum(square[:, :0])
