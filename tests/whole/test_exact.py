@@ -9,6 +9,7 @@ from comparing import close, loss_of, tensors
 from devices import slow_machine
 from float64 import double, float64_mode
 from models import MODELS
+from thinned import thinned
 
 import autotp
 from autotp.planner import plan_captured
@@ -218,7 +219,7 @@ def test_a_covering_part(name, strategy, mesh):
     assert_used(plan, strategy, mesh)
 
 
-@pytest.mark.parametrize(("name", "strategy", "mesh", "chunks"), OVERLAPPED, ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize(("name", "strategy", "mesh", "chunks"), thinned(OVERLAPPED), ids=lambda v: str(v).replace(" ", ""))
 def test_overlap(name, strategy, mesh, chunks):
     """Scheduled forward and backward graphs, with chunks, and collectives merged and in stages."""
     plan = check(name, strategy, mesh, 1, chunks, overlapped=True)
@@ -229,14 +230,14 @@ def test_overlap_of_panels():
     check("llama", "3d", (2, 2, 2), 2, overlapped=True)
 
 
-@pytest.mark.parametrize(("name", "strategy", "mesh", "panels"), PANELLED, ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize(("name", "strategy", "mesh", "panels"), thinned(PANELLED), ids=lambda v: str(v).replace(" ", ""))
 def test_panels(name, strategy, mesh, panels):
     plan = check(name, strategy, mesh, panels)
     found = [op.panels for op in weight_operators(plan)]
     assert set(found) <= {1, panels} and found.count(panels) >= 2
 
 
-@pytest.mark.parametrize("case", RECOMPUTED, ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize("case", thinned(RECOMPUTED, whole=True), ids=lambda v: str(v).replace(" ", ""))
 def test_recomputation(case):
     name, strategy, mesh, chunks, recompute = case
     plan = check(name, strategy, mesh, 1, chunks, overlapped=chunks is not None, recompute=recompute)
@@ -248,7 +249,7 @@ def test_recomputation(case):
     assert plan.predicted.step_seconds > kept.predicted.step_seconds
 
 
-@pytest.mark.parametrize("case", ONCE, ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize("case", thinned(ONCE, whole=True), ids=lambda v: str(v).replace(" ", ""))
 def test_parameters_gathered_once(case):
     name, strategy, mesh, chunks, recompute = case
     plan = check(name, strategy, mesh, 1, chunks, chunks is not None, recompute, twice=False)

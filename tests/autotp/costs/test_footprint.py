@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from thinned import thinned
 from torch import nn
 
 import autotp
@@ -17,7 +18,7 @@ from benchmarks.memory import allocated, compared
 from benchmarks.models import trained
 
 
-@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.exact), "unet"])
+@pytest.mark.parametrize("name", thinned(["unet", "gpt", "llama"], every=3, whole=True))
 def test_without_overlap_predictions_are_what_a_step_allocates(name):
     model, args = trained(name)
     rows = compared(model, args, list(FAMILIES), [(2, 2)])
@@ -49,7 +50,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "family", "mesh", "recompute", "precision"), CASES)
+@pytest.mark.parametrize(("name", "family", "mesh", "recompute", "precision"), thinned(CASES))
 def test_no_schedule_holds_more_than_its_plan_says_where_that_is_all_there_is(name, family, mesh, recompute, precision):
     model, args = trained(name)
     topology = autotp.Topology.load("dgx-h100").resized(math.prod(mesh))
