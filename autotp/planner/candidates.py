@@ -15,7 +15,7 @@ from autotp.errors import BatchError
 from autotp.planner.assemble import EVEN, Assembled, assemble
 from autotp.planner.choices import Choice
 from autotp.planner.describe import Found
-from autotp.planner.ilp import Solution, solution_at
+from autotp.planner.ilp import NEVER, Deadline, Solution, solution_at
 from autotp.planner.structure import Structure, structure
 from autotp.plans.families import Restriction
 from autotp.plans.options import Options
@@ -79,6 +79,7 @@ class Candidates:
         self,
         candidate: Candidate,
         memory: float,
+        deadline: Deadline = NEVER,
         *,
         weights: Weights = EVEN,
         either: float | None = None,
@@ -88,17 +89,18 @@ class Candidates:
 
         Args:
             candidate: which.
-            memory, weights, either: see `autotp.planner.assemble.assemble`.
+            memory, deadline, weights, either: see `autotp.planner.assemble.assemble`.
             scatters: whether partial sums may be scattered though the family only all-reduces.
         """
         key = candidate.restriction, len(candidate.mesh)
         if key not in self.structures:
-            self.structures[key] = structure(self.model, *key, self.pricers[len(candidate.mesh)])
+            self.structures[key] = structure(self.model, *key, self.pricers[len(candidate.mesh)], deadline)
         built = self.structures[key]
         if scatters:
             built = replace(built, chosen=replace(built.chosen, family=replace(built.chosen.family, scatters=True)))
         prices = self.prices(candidate.mesh)
-        return assemble(built, prices, memory, candidate.panels != 1, either=either, weights=weights)
+        panelled = candidate.panels != 1
+        return assemble(built, prices, memory, panelled, either=either, weights=weights, deadline=deadline)
 
     def found(self, candidate: Candidate, assembled: Assembled, solution: Solution | tuple[int, ...]) -> Found:
         """A solution of a candidate, or one of its choices, with what it costs."""

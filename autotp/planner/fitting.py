@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from autotp.costs.floor import least_bytes
 from autotp.costs.recompute import recomputed_by, undecided
-from autotp.errors import AutotpError
-from autotp.planner.assemble import EVEN
+from autotp.errors import AutotpError, BatchError
+from autotp.planner.assemble import EVEN, Assembled
+from autotp.planner.candidates import Candidate
 from autotp.planner.contest import Contest
+from autotp.planner.describe import Found
 from autotp.planner.folding import apart, folded
+from autotp.planner.ilp import Deadline, Expired, evaluate, hasty
+from autotp.planner.least_memory import Least, quicker
 from autotp.planner.least_step import Searched, best_chunks, least_step, most_chunks
 from autotp.planner.squeeze import squeeze
 from costmodel.overlap import Weights
 
 __all__ = ["Fit", "Outcome", "best_of_ways", "floor_of", "fit_of", "ways"]
 
+_HURRY = 100  # times as long as the analysis: who has less time gets an answer in haste first
+_SEARCH = 0.75  # of the time: for plans without chunks
+_ROUND = 0.5  # of the time that is left: for plans by other shares of what limits a step, each time
 _TIGHTER = 5  # programs with ever less memory
 _HOPE = 1.3
 _SLIGHT = 0.01  # relative; where a bound for steps in chunks can rise by less, it does not matter
@@ -51,13 +58,71 @@ class Fit:
     bytes: float
 
 
-def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
+def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
     """The best plan over meshes and ways to recompute; recomputing is tried where memory is short.
 
+    Args:
+        contest: of the job.
+        meshes: to look at.
+        analysis: seconds that the analysis of the model took, which say how long other things take.
+
     Raises:
-        TimeoutError: when the time passed before any plan was found.
+        Expired: when the time passed before any plan was found.
     """
-    return _in_chunks(meshes, _of_ways(contest, meshes))
+    deadline = contest.deadline
+    first = _in_haste(contest, meshes) if deadline.left < _HURRY * analysis else None
+    try:
+        outcome = _of_ways(replace(contest, deadline=deadline.part(_SEARCH)), meshes)
+    except Expired:
+        first = first or _in_haste(contest, meshes)
+        if first is None:
+            raise
+        return first
+    if outcome.found.best is None and outcome.found.smallest is None and deadline.over:
+        first = first or _in_haste(contest, meshes)
+    outcome = replace(outcome, plain=replace(outcome.plain, deadline=deadline))
+    return _in_chunks(meshes, outcome if first is None else _shorter(first, outcome))
+
+
+def _shorter(first: Outcome, outcome: Outcome) -> Outcome:
+    """What a search found, or what was known before if that is shorter."""
+    hides = outcome.contest.candidates.options.hides
+    known, best = first.found.best, outcome.found.best
+    assert known is not None
+    if best is not None and best.priced.sums.step(hides) <= known.priced.sums.step(hides):
+        return outcome
+    return replace(first, floor=outcome.floor if best is not None else 0.0)
+
+
+def _in_haste(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome | None:
+    """A plan that fits, whatever the time, on the mesh with the fewest axes; None where haste finds none."""
+    plain, short = ways(contest)
+    tried = [plain]
+    if short is not plain:  # then what is cheap to recompute may be what is too much
+        model = replace(short.candidates.model, undecided={})
+        tried.append(plain.of(folded(replace(model, recomputed=recomputed_by(model, "selective")))))
+    for one in tried:
+        for mesh, restriction in sorted(one.candidates.restrictions(meshes), key=lambda pair: len(pair[0])):
+            candidate = Candidate(mesh, restriction, one.candidates.panels[0])
+            with suppress(BatchError):
+                found = _hasty_on(one, candidate)
+                if found is not None:
+                    return Outcome(plain, Searched(found, 0.0, found.memory), 0.0, one)
+                if contest.deadline.over:
+                    break
+    return None
+
+
+def _hasty_on(contest: Contest, candidate: Candidate) -> Found | None:
+    """A choice of a candidate that fits."""
+    free = replace(contest.anew(math.inf), deadline=Deadline(clock=contest.deadline.clock))
+
+    def quick(assembled: Assembled) -> Found | None:
+        choices = hasty(assembled.problem, enough=contest.allowed)
+        every = (free.candidates.found(candidate, assembled, choice) for choice in choices)
+        return next((found for found in every if found.memory <= contest.allowed), None)
+
+    return free.ask(candidate, quick)[1]
 
 
 def _in_chunks(meshes: Sequence[tuple[int, ...]], outcome: Outcome) -> Outcome:
@@ -68,7 +133,7 @@ def _in_chunks(meshes: Sequence[tuple[int, ...]], outcome: Outcome) -> Outcome:
     if best is None or most == 1 or best.panels != 1 or outcome.contest is not outcome.plain:
         return outcome  # the bound of plans with what is to be decided holds in chunks already
 
-    chunks, shortest = best_chunks(best.priced, asked)
+    chunks, shortest = best_chunks(best.priced, contest.deadline, asked)
 
     def search(weights: Weights) -> Searched:
         nonlocal contest
@@ -80,7 +145,7 @@ def _in_chunks(meshes: Sequence[tuple[int, ...]], outcome: Outcome) -> Outcome:
     met, floor = least_step(search, lambda one: one.priced.sums, depth, contest.deadline, options.accumulate, most, _SLIGHT)
     for one in met:
         if one.best is not None and one.best.memory <= contest.allowed:
-            cut, found = best_chunks(one.best.priced, asked)
+            cut, found = best_chunks(one.best.priced, contest.deadline, asked)
             best, chunks, shortest = (one.best, cut, found) if found < shortest else (best, chunks, shortest)
     return replace(outcome, found=replace(outcome.found, best=best), floor=min(outcome.floor, floor), chunks=chunks)
 
@@ -169,18 +234,20 @@ def _refused(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome | N
 
 def _searched(contest: Contest, meshes: Sequence[tuple[int, ...]], quick: bool = False) -> Outcome:
     """The best plan over meshes; if ``quick``, only if it fits whatever memory the program counts."""
-    bound = contest.allowed
+    bound, deadline = contest.allowed, contest.deadline
 
     def search(weights: Weights) -> Searched:
         nonlocal contest
+        contest = replace(contest, deadline=deadline.part(_ROUND))
         contest, found = (_ample if quick else fitting)(contest.anew(math.inf if quick else bound, weights), meshes)
         return found
 
     if not contest.candidates.options.hides:
-        found = search(EVEN)
+        contest, found = (_ample if quick else fitting)(contest.anew(math.inf if quick else bound, EVEN), meshes)
         return Outcome(contest, found, found.floor, contest)
     depth, options = contest.candidates.model.depth, contest.candidates.options
-    met, floor = least_step(search, lambda one: one.priced.sums, depth, contest.deadline, options.accumulate)
+    met, floor = least_step(search, lambda one: one.priced.sums, depth, deadline, options.accumulate)
+    contest = replace(contest, deadline=deadline)
     return Outcome(contest, met[0], floor, contest)
 
 
@@ -202,11 +269,11 @@ def fitting(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contes
     """
     try:
         contest, found = _fitting_by_sum(contest, meshes)
-    except TimeoutError:
+    except Expired:
         least = contest.least(meshes)
         if least is None or least.used > contest.allowed:
             raise
-        return contest, Searched(contest.fastest_within(least), 0.0, least.used)
+        return contest, Searched(_fastest_within(contest, least), 0.0, least.used)
     if found.best is not None:
         return contest, found
     found = _with_least(contest, meshes, math.inf)
@@ -231,8 +298,26 @@ def _with_least(contest: Contest, meshes: Sequence[tuple[int, ...]], floor: floa
     if least.used > contest.allowed:
         smallest = contest.candidates.found(least.candidate, least.assembled, least.found.choice)
         return Searched(None, floor, least.used, smallest)
-    best = contest.fastest_within(least)
+    best = _fastest_within(contest, least)
     return Searched(best, min(floor, best.solution.seconds), best.memory)
+
+
+def _fastest_within(contest: Contest, least: Least) -> Found:
+    """The best plan met on the way from the one with the least memory, which fits, to faster ones."""
+    candidates = contest.candidates
+    try:
+        assembled = contest.anew(math.inf).assemble(least.candidate)
+    except Expired:
+        return candidates.found(least.candidate, least.assembled, least.found.choice)
+    choice = quicker(
+        assembled.problem,
+        least.moments,
+        least.found,
+        lambda choice: evaluate(assembled.problem, choice).seconds,
+        lambda choice: candidates.found(least.candidate, assembled, choice).memory <= contest.allowed,
+        contest.deadline,
+    )
+    return candidates.found(least.candidate, assembled, choice)
 
 
 def _fitting_by_sum(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contest, Searched]:
@@ -248,7 +333,7 @@ def _fitting_by_sum(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tupl
         used = contest.best.memory
         if used <= contest.allowed:
             return contest, Searched(contest.best, floor, used)
-        if not left or time.perf_counter() > contest.deadline:
+        if not left or contest.deadline.over:
             break
         contest = contest.anew(min(contest.memory, contest.best.solution.memory) - (used - contest.allowed))
         contest.run(meshes)
