@@ -43,6 +43,7 @@ __all__ = ["Contest"]
 T = TypeVar("T")
 _log = logging.getLogger("autotp.plan")
 _LOOK = 1 / 8  # of the time that is left, at least, for the short look at one of several meshes
+_FITTING = 1 / 4  # of the time that is left: for whether anything fits
 _CLOSE = 1e-4  # of the bytes that no plan takes less than: what is so close to them is not improved
 
 
@@ -147,13 +148,15 @@ class Contest:
             for count in self.candidates.panels:
                 candidate = Candidate(mesh, restriction, count)
                 try:
-                    if not self._look(candidate, self.deadline.part(share)):
+                    if not self._look(candidate, share):
                         break
                     self.short = True
                 except Expired:
                     self.open.append(Open(bound, candidate, 0.0))
-        if self.best is None and math.isinf(self.limit) and not self.some_fits(meshes):
-            return
+        if self.best is None and math.isinf(self.limit):
+            with suppress(Expired):
+                if not replace(self, deadline=self.deadline.part(_FITTING)).some_fits(meshes):
+                    return
         late: list[Open] = []
         self.open.sort(key=lambda entry: entry.bound)
         while self.open and self.open[0].bound < self.cutoff and not self.deadline.over:
@@ -164,7 +167,7 @@ class Contest:
             late.append(replace(entry, bound=bound))
         self.open = [entry for entry in (*late, *self.open) if entry.bound < self.cutoff]
         if self.best is None and math.isinf(self.limit):
-            self.deadline.check()
+            self.deadline.check(self.bound)
 
     def some_fits(self, meshes: Sequence[tuple[int, ...]]) -> bool:
         """Whether the plan with the least memory does."""
@@ -200,13 +203,14 @@ class Contest:
             return 0.0
         return math.inf if bound is None else bound
 
-    def _look(self, candidate: Candidate, deadline: Deadline) -> bool:
-        """A bound for a candidate, and perhaps a choice; whether panels might do better."""
-        deadline.check()
+    def _look(self, candidate: Candidate, share: float) -> bool:
+        """A bound for a candidate, and perhaps a choice, in a share of the time; whether panels might do better."""
+        self.deadline.check()
         price = self.prices.get(candidate.panels, 0.0)
         try:
             assembled, found = self.ask(
-                candidate, lambda a: estimate(a.problem, deadline=deadline, cutoff=self.cutoff, price=price)
+                candidate,
+                lambda a: estimate(a.problem, deadline=self.deadline.part(share), cutoff=self.cutoff, price=price),
             )
         except BatchError as error:
             self.indivisible = error

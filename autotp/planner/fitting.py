@@ -6,25 +6,33 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from autotp.costs.floor import least_bytes
 from autotp.costs.recompute import recomputed_by, undecided
-from autotp.errors import AutotpError, BatchError
-from autotp.planner.assemble import EVEN, Assembled
-from autotp.planner.candidates import Candidate
+from autotp.errors import BatchError
+from autotp.planner.assemble import EVEN
+from autotp.planner.candidates import Candidate, in_haste
 from autotp.planner.contest import Contest
 from autotp.planner.describe import Found
 from autotp.planner.folding import apart, folded
-from autotp.planner.ilp import Deadline, Expired, evaluate, hasty
+from autotp.planner.ilp import NEVER, Deadline, Expired, evaluate
 from autotp.planner.least_memory import Least, quicker
-from autotp.planner.least_step import Searched, best_chunks, least_step, most_chunks
+from autotp.planner.least_step import Searched, best_chunks, first_shares, least_step, most_chunks
 from autotp.planner.squeeze import squeeze
+from costmodel import overlap
 from costmodel.overlap import Weights
 
-__all__ = ["Fit", "Outcome", "best_of_ways", "floor_of", "fit_of", "ways"]
+__all__ = ["Outcome", "best_of_ways", "floor_of", "tries", "ways"]
 
 _HURRY = 100  # times as long as the analysis: who has less time gets an answer in haste first
-_SEARCH = 0.75  # of the time: for plans without chunks
+_HASTE = 1 / 3  # of the time: for an answer in haste where memory is short
+_SEARCH = 0.75  # of the time: for plans without chunks, if there may be such in chunks
+_ALL = 0.9  # of the time, otherwise
+_REFUSING = 0.25  # of the time: for whether anything fits
+_LARGE = 200  # operators and parameters that nothing else stands for: then the time may be short
+_REST = 0.5  # of the time that is left: for an answer in haste after a search in vain
+_RUN = 0.5  # of the time that is left: for one of several programs with ever less memory
 _ROUND = 0.5  # of the time that is left: for plans by other shares of what limits a step, each time
 _TIGHTER = 5  # programs with ever less memory
 _HOPE = 1.3
@@ -50,79 +58,78 @@ class Outcome:
     chunks: Mapping[str, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """Whether a job fits, None where that is not known; and bytes that a plan takes, or that no plan takes less than."""
-
-    fits: bool | None
-    bytes: float
-
-
 def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
     """The best plan over meshes and ways to recompute; recomputing is tried where memory is short.
 
     Args:
         contest: of the job.
         meshes: to look at.
-        analysis: seconds that the analysis of the model took, which say how long other things take.
+        analysis: seconds that the analysis took of operators that differ, which say how long other things take.
 
     Raises:
         Expired: when the time passed before any plan was found.
     """
-    deadline = contest.deadline
-    first = _in_haste(contest, meshes) if deadline.left < _HURRY * analysis else None
+    share = _SEARCH if most_chunks(contest.candidates.options) > 1 else _ALL
+    hurried, first = contest.deadline.left < _HURRY * analysis, None
+    large = len({*contest.candidates.model.stands.values()}) > _LARGE
+    deadline = replace(contest.deadline, shared=hurried or large)
+    if hurried or (large and floor_of(contest) > _TIGHT * contest.allowed):
+        first = _in_haste(contest, meshes, deadline.part(_HASTE))
     try:
-        outcome = _of_ways(replace(contest, deadline=deadline.part(_SEARCH)), meshes)
-    except Expired:
-        first = first or _in_haste(contest, meshes)
+        outcome = _of_ways(replace(contest, deadline=deadline.part(share)), meshes, fits=first is not None)
+    except Expired as error:
+        first = first or _in_haste(contest, meshes, deadline.part(_REST))
         if first is None:
-            raise
-        return first
-    if outcome.found.best is None and outcome.found.smallest is None and deadline.over:
-        first = first or _in_haste(contest, meshes)
+            raise contest.indivisible or error from None
+        plain, _ = ways(contest)
+        return _in_chunks(meshes, Outcome(plain, Searched(first, error.bound, first.memory), error.bound, plain))
     outcome = replace(outcome, plain=replace(outcome.plain, deadline=deadline))
-    return _in_chunks(meshes, outcome if first is None else _shorter(first, outcome))
+    best, hides = outcome.found.best, contest.candidates.options.hides
+    if first is not None and (best is None or _step(first, hides) < _step(best, hides)):
+        outcome = replace(outcome, found=replace(outcome.found, best=first))
+    return _in_chunks(meshes, outcome)
 
 
-def _shorter(first: Outcome, outcome: Outcome) -> Outcome:
-    """What a search found, or what was known before if that is shorter."""
-    hides = outcome.contest.candidates.options.hides
-    known, best = first.found.best, outcome.found.best
-    assert known is not None
-    if best is not None and best.priced.sums.step(hides) <= known.priced.sums.step(hides):
-        return outcome
-    return replace(first, floor=outcome.floor if best is not None else 0.0)
+def _step(found: Found, hides: bool) -> float:
+    return found.priced.sums.step(hides)
 
 
-def _in_haste(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome | None:
-    """A plan that fits, whatever the time, on the mesh with the fewest axes; None where haste finds none."""
-    plain, short = ways(contest)
-    tried = [plain]
-    if short is not plain:  # then what is cheap to recompute may be what is too much
-        model = replace(short.candidates.model, undecided={})
-        tried.append(plain.of(folded(replace(model, recomputed=recomputed_by(model, "selective")))))
-    for one in tried:
-        for mesh, restriction in sorted(one.candidates.restrictions(meshes), key=lambda pair: len(pair[0])):
+def _in_haste(contest: Contest, meshes: Sequence[tuple[int, ...]], deadline: Deadline) -> Found | None:
+    """A plan that fits, whatever the time; None where haste finds none.
+
+    The mesh with the fewest axes takes the least time. Where memory is short, others are tried until the deadline.
+    """
+    plain, _ = ways(contest)
+    options, model = contest.candidates.options, plain.candidates.model
+    tried, best, price = [plain], None, 0.0
+    shares = first_shares(options.accumulate)
+    weights = overlap.weights(shares, model.depth, options.accumulate) if options.hides else EVEN
+    if options.trains and options.recompute == "auto":  # what is cheap to recompute may be what is too much
+        recomputed = {**recomputed_by(model, "selective"), **model.recomputed}
+        tried.append(plain.of(folded(replace(model, recomputed=recomputed))))
+    pairs = sorted(contest.candidates.restrictions(meshes), key=lambda pair: max(pair[0]))
+    pairs.sort(key=lambda pair: len(pair[0]) > min(map(len, meshes)))
+    for number, (mesh, restriction) in enumerate([*pairs, *pairs[:1]]):
+        for one in tried:
             candidate = Candidate(mesh, restriction, one.candidates.panels[0])
-            with suppress(BatchError):
-                found = _hasty_on(one, candidate)
-                if found is not None:
-                    return Outcome(plain, Searched(found, 0.0, found.memory), 0.0, one)
-                if contest.deadline.over:
-                    break
-    return None
-
-
-def _hasty_on(contest: Contest, candidate: Candidate) -> Found | None:
-    """A choice of a candidate that fits."""
-    free = replace(contest.anew(math.inf), deadline=Deadline(clock=contest.deadline.clock))
-
-    def quick(assembled: Assembled) -> Found | None:
-        choices = hasty(assembled.problem, enough=contest.allowed)
-        every = (free.candidates.found(candidate, assembled, choice) for choice in choices)
-        return next((found for found in every if found.memory <= contest.allowed), None)
-
-    return free.ask(candidate, quick)[1]
+            free = replace(one.anew(math.inf, weights), deadline=NEVER if best is None else deadline)
+            fits = contest.allowed
+            try:
+                _, found = free.ask(
+                    candidate, partial(in_haste, one.candidates, candidate, fits, deadline, price, number > 0)
+                )
+                if found is not None and (best is None or _step(found, options.hides) < _step(best, options.hides)):
+                    best = found
+                if found is not None and not found.solution.price and one is plain:
+                    return best
+            except BatchError as error:
+                contest.indivisible = error
+            except Expired:
+                break
+        price = price if best is None else best.solution.price
+        if deadline.over:
+            break
+    return best
 
 
 def _in_chunks(meshes: Sequence[tuple[int, ...]], outcome: Outcome) -> Outcome:
@@ -147,18 +154,22 @@ def _in_chunks(meshes: Sequence[tuple[int, ...]], outcome: Outcome) -> Outcome:
         if one.best is not None and one.best.memory <= contest.allowed:
             cut, found = best_chunks(one.best.priced, contest.deadline, asked)
             best, chunks, shortest = (one.best, cut, found) if found < shortest else (best, chunks, shortest)
-    return replace(outcome, found=replace(outcome.found, best=best), floor=min(outcome.floor, floor), chunks=chunks)
+    whole = max(outcome.floor, (1 - overlap.MARGIN) * floor)  # without chunks, no side is shorter than that
+    return replace(outcome, found=replace(outcome.found, best=best), floor=min(whole, floor), chunks=chunks)
 
 
-def _of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
-    """The best plan without chunks over meshes and ways to recompute."""
+def _of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]], fits: bool) -> Outcome:
+    """The best plan without chunks over meshes and ways to recompute; whether some plan is known to fit."""
     contest, short = ways(contest)
-    refused = _refused(short, meshes)
+    refused = None if fits else _refused(short, meshes)
     if refused is not None:
         return refused
     if short is contest:
         return _searched(contest, meshes)
-    ample = _searched(contest, meshes, quick=True)
+    try:
+        ample = _searched(contest, meshes, quick=True)
+    except Expired as error:  # what is recomputed is looked at all the same
+        ample = Outcome(replace(contest, short=True), Searched(None, error.bound, math.inf), error.bound, contest)
     if not ample.contest.short:
         return ample
     fastest = ample.contest.best  # though it does not fit
@@ -185,34 +196,13 @@ def ways(contest: Contest) -> tuple[Contest, Contest]:
     )
 
 
-def fit_of(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Fit:
-    """Whether some plan fits, without looking for a fast one.
-
-    Raises:
-        AutotpError: there is no plan at all.
-    """
-    floor = floor_of(contest)
-    if floor <= contest.allowed:
-        floor = contest.shared(meshes)
-    if floor > contest.allowed:
-        return Fit(False, floor)
-    tries = _tries(contest)
-    least = contest.least(meshes, contest.allowed, tries)
-    if least is None:
-        raise contest.indivisible or AutotpError("no plan")
-    if least.used <= contest.allowed:
-        return Fit(True, least.used)
-    every = sum(1 for _ in contest.candidates.over(meshes))
-    return Fit(False if tries >= every else None, least.used)
-
-
 def floor_of(contest: Contest) -> float:
     """Bytes that no plan takes less than, of any family and on any mesh; without an integer program."""
     candidates = contest.candidates
     return least_bytes(candidates.model, candidates.prices((candidates.topology.devices,)))
 
 
-def _tries(contest: Contest) -> int:
+def tries(contest: Contest) -> int:
     """How many programs are tried where an answer is due soon."""
     return max(1, _EFFORT // max(1, len(contest.candidates.model.operators)))
 
@@ -223,12 +213,16 @@ def _refused(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome | N
     A bound that costs nothing says whether a closer one is worth while, and that whether to look for the plan.
     """
     floor = floor_of(contest)
-    if _TIGHT * contest.allowed < floor <= contest.allowed:
-        floor = contest.shared(meshes)
-    if floor <= contest.allowed and (floor <= _CLOSE * contest.allowed or contest.some_fits(meshes)):
+    looking = replace(contest, deadline=contest.deadline.part(_REFUSING))
+    with suppress(Expired):
+        if _TIGHT * contest.allowed < floor <= contest.allowed:
+            floor = looking.shared(meshes)
+        if floor <= contest.allowed and (floor <= _CLOSE * contest.allowed or looking.some_fits(meshes)):
+            return None
+    if floor <= contest.allowed and looking.deadline.over:
         return None
-    tries = _tries(contest) if floor > contest.allowed else None
-    found = _with_least(contest, meshes, 0.0, tries)
+    few = tries(contest) if floor > contest.allowed else None
+    found = _with_least(contest, meshes, 0.0, few)
     return Outcome(contest, found, 0.0, contest) if found.best is None else None
 
 
@@ -269,13 +263,15 @@ def fitting(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contes
     """
     try:
         contest, found = _fitting_by_sum(contest, meshes)
-    except Expired:
-        least = contest.least(meshes)
-        if least is None or least.used > contest.allowed:
-            raise
-        return contest, Searched(_fastest_within(contest, least), 0.0, least.used)
+    except Expired as error:
+        with suppress(Expired):
+            least = contest.least(meshes)
+            if least is not None and least.used <= contest.allowed:
+                return contest, Searched(_fastest_within(contest, least), 0.0, least.used)
+        raise error from None
     if found.best is not None:
         return contest, found
+    contest.deadline.check(found.floor)
     found = _with_least(contest, meshes, math.inf)
     if found.best is None:
         return contest, found
@@ -322,10 +318,17 @@ def _fastest_within(contest: Contest, least: Least) -> Found:
 
 def _fitting_by_sum(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contest, Searched]:
     """The last of the contests whose programs have about as much memory as is allowed."""
-    contest.run(meshes)
-    if contest.best is None and not math.isinf(contest.needed) and contest.some_fits(meshes):
-        contest = contest.anew(_HOPE * contest.allowed)
+    deadline = contest.deadline
+
+    def run(contest: Contest) -> Contest:
+        contest.deadline = deadline.part(_RUN)
         contest.run(meshes)
+        contest.deadline = deadline
+        return contest
+
+    contest = run(contest)
+    if contest.best is None and not math.isinf(contest.needed) and contest.some_fits(meshes):
+        contest = run(contest.anew(_HOPE * contest.allowed))
     floor, used = contest.bound, 0.0
     for left in reversed(range(_TIGHTER)):
         if contest.best is None:
@@ -335,6 +338,8 @@ def _fitting_by_sum(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tupl
             return contest, Searched(contest.best, floor, used)
         if not left or contest.deadline.over:
             break
-        contest = contest.anew(min(contest.memory, contest.best.solution.memory) - (used - contest.allowed))
-        contest.run(meshes)
+        try:
+            contest = run(contest.anew(min(contest.memory, contest.best.solution.memory) - (used - contest.allowed)))
+        except Expired:
+            break
     return contest, Searched(None, floor, used)

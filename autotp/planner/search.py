@@ -41,7 +41,8 @@ __all__ = ["AXIS_NAMES", "candidate_meshes", "plan", "plan_captured", "plan_mode
 _log = logging.getLogger("autotp.plan")
 _ANSWERING = 8.0  # seconds of planning, about, in which a job that does not fit gets its answer
 _TRYING = 1.0  # of these, at least, for what would make it fit
-_ENDING = 4.0  # times as long as the analysis, about: to write down what was found
+# To write down what was found takes about so many times as long as the analysis of what differs, and of everything.
+_ENDING, _READING = 6.0, 2.0
 
 
 def plan(
@@ -205,13 +206,14 @@ def plan_captured(
     deadline = Deadline(started + options.time_limit, clock)
     first, meshes = _begin(captured, topology, options, deadline), _meshes(topology, options)
     model, bound = first.candidates.model, first.allowed
-    analysis = clock() - started
-    ending = min(_ENDING * analysis, options.time_limit / 2)
+    analysis, folded_operators = clock() - started, sum(model.stands[n] is n for n in model.operators)
+    apart = analysis * folded_operators / max(1, len(model.operators))
+    ending = min(_ENDING * apart + _READING * analysis, options.time_limit / 2)
     first = replace(first, deadline=replace(deadline, at=deadline.at - ending))
     chosen, hides, chunks = options.family, options.hides, options.chunks
 
     try:
-        outcome = best_of_ways(first, meshes, analysis)
+        outcome = best_of_ways(first, meshes, apart)
     except TimeoutError as error:
         raise TimeLimitError(f"{error} (it is {options.time_limit:g} s)") from error
     contest, found, floor = outcome.contest, outcome.found, outcome.floor
@@ -271,7 +273,7 @@ def plan_captured(
         "recompute": options.recompute,
         "reshard_after_forward": options.reshard_after_forward,
         "operators": len(model.operators),
-        "folded_operators": sum(model.stands[n] is n for n in model.operators),
+        "folded_operators": folded_operators,
     }
     _log.info(
         "%s on %s of %s: mesh %s, step %.4g s, %s, in %.2f s",

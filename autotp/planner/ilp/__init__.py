@@ -3,7 +3,7 @@
 Input: a `problem`, whose nodes have choices and whose tensors link them, with seconds and bytes; output: a `Solution` with
 its proof, or bounds. `solve` calls `presolve`, then `eliminate` where nothing binds the memory, else `search`, which bounds
 by `dual`, improves by `local`, and settles the rest by `labels` or `mip`, until the `deadline`. `estimate` gives only
-bounds, `hasty` choices, `prices` the price of memory, and `minimax` solves a small model under several limits at once.
+bounds, `Hasty` choices, `prices` the price of memory, and `minimax` solves a small model under several limits at once.
 
 Every method is here because it wins by a factor of 2 or more on an instance of a real model. The tables hold CPU seconds on
 one thread of a shared machine; the instances are small models on four devices, the programs as the planner states them.
@@ -38,7 +38,7 @@ this one takes 28.3 s, over all 36 programs of 60 plans that were not settled by
 """
 
 from autotp.planner.ilp.deadline import NEVER, Deadline, Expired
-from autotp.planner.ilp.estimate import Estimate, estimate, glance, hasty
+from autotp.planner.ilp.estimate import Estimate, Hasty, estimate, glance
 from autotp.planner.ilp.minimax import minimax
 from autotp.planner.ilp.problem import Evaluation, Node, Problem, Tensor, Use, evaluate
 from autotp.planner.ilp.solve import (
@@ -62,6 +62,7 @@ __all__ = [
     "Estimate",
     "Evaluation",
     "Expired",
+    "Hasty",
     "Infeasible",
     "Node",
     "Problem",
@@ -73,7 +74,6 @@ __all__ = [
     "estimate",
     "evaluate",
     "glance",
-    "hasty",
     "least",
     "least_memory",
     "minimax",

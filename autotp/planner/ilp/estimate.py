@@ -12,7 +12,6 @@ is below every choice that fits, at any price (Lagrange). The price is raised or
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,12 +25,13 @@ from autotp.planner.ilp.problem import Problem, evaluate
 from autotp.planner.ilp.search import Settings
 from autotp.planner.ilp.solve import NO_LAYOUT, Infeasible, Solution, least_memory, solution_at, solution_of, unbounded
 
-__all__ = ["Estimate", "estimate", "glance", "hasty"]
+__all__ = ["Estimate", "Hasty", "estimate", "glance"]
 
 _PRICES = 8
 _CLOSE = 3e-4  # what another price could still add to the bound, relative, for it not to be worth the while
 _SWEEPS = 4
-_FIRST, _STEEP = 0.1, 8.0  # what all of the memory costs in haste, of all seconds, and how much more it does each time
+_FREE = 0.5  # of the time: without the memory bound
+_PRICE = 1 / 3  # of the time that is left: at each price
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def estimate(problem: Problem, *, deadline: Deadline, cutoff: float = math.inf, 
         least = least_memory(problem, sweeps=_SWEEPS)
         if least > room:
             raise Infeasible(f"no choice fits {room:.6g} bytes: at least {least:.6g} are needed", least)
-    free = unbounded(problem, settings)
+    free = unbounded(problem, replace(settings, deadline=deadline.part(_FREE)) if math.isfinite(room) else settings)
     if free.value >= cutoff and free.bound >= cutoff - 1e-9 * abs(cutoff):
         return Estimate(free.bound, None, True, False, price)
     if free.choice is not None and evaluate(problem, free.choice).memory <= room:
@@ -100,35 +100,30 @@ def glance(problem: Problem, *, cutoff: float, price: float) -> float:
     return bound
 
 
-def hasty(problem: Problem, *, enough: float) -> Iterator[tuple[int, ...]]:
-    """Choices that a few sweeps of duality show: the fast one first, then such that take ever less memory.
+class Hasty:
+    """Choices that a few sweeps of duality show, at whatever price of memory.
 
     Args:
         problem: what to choose.
-        enough: bytes; a choice that takes at most so many is one of the last.
 
     Raises:
         Infeasible: when the layouts admit no assignment.
     """
-    masks = [np.ones(len(node.cost), dtype=bool) for node in problem.nodes]
-    if not consistent(problem, masks):
-        raise Infeasible(NO_LAYOUT, math.inf)
-    small = compact(problem, masks, bounded=True)
-    free = replace(small.problem, memory_bound=math.inf)
-    price = 0.0
-    for _ in range(_PRICES):
-        dearer = priced(free, price)
+
+    def __init__(self, problem: Problem) -> None:
+        masks = [np.ones(len(node.cost), dtype=bool) for node in problem.nodes]
+        if not consistent(problem, masks):
+            raise Infeasible(NO_LAYOUT, math.inf)
+        self.small = compact(problem, masks, bounded=True)
+
+    def at(self, price: float) -> tuple[int, ...]:
+        """The choice at so many seconds per byte."""
+        dearer = replace(priced(self.small.problem, price), memory_bound=math.inf)
         dual = Dual(dearer, _most(dearer))
         for _ in range(_SWEEPS):
             dual.sweep()
             dual.rebalance()
-        choice = improve(dearer, dual.decode())
-        found = evaluate(free, choice)
-        if math.isfinite(found.seconds):
-            yield small.restore(choice)
-        if found.memory <= enough:
-            return
-        price = price * _STEEP or _FIRST * dual.bound() / max(found.memory, 1.0)
+        return self.small.restore(improve(dearer, dual.decode()))
 
 
 def _most(problem: Problem) -> float:
@@ -143,7 +138,7 @@ def _bound_at(problem: Problem, settings: Settings, price: float, limit: float) 
     """(bound at a price, the choice that is best there); only bounds below the limit are exact."""
     spent = price * problem.memory_bound if price else 0.0
     dearer = replace(priced(problem, price), memory_bound=math.inf)
-    found = unbounded(dearer, replace(settings, cutoff=limit + spent))
+    found = unbounded(dearer, replace(settings, cutoff=limit + spent, deadline=settings.deadline.part(_PRICE)))
     return found.bound - spent, found.choice
 
 

@@ -47,17 +47,13 @@ def minimax(
         bounded: forms with the most that they may sum to.
         alive: of each node the choices that may be taken.
         excluded: choices that are of no interest.
-        deadline: when the best choice so far is returned.
-
-    Raises:
-        Expired: the deadline passed before the program was stated.
+        deadline: when the best choice so far is returned; stating the program, which is small, does not count.
     """
-    program = _Program(alive)
+    left, program = time_limit_of(deadline), _Program(alive)
     scale = max(float(np.max(node.cost[mask], initial=0.0)) for node, mask in zip(groups[0][0].nodes, alive, strict=True))
     scale = _LARGE / scale if scale else 1.0
     thetas = []
     for forms in groups:
-        deadline.check()
         theta = program.model.add_variable(lb=0.0)
         thetas.append(theta)
         for form in forms:
@@ -69,8 +65,7 @@ def minimax(
         if all(variable is not None for variable in taken):
             program.model.add_linear_constraint(mathopt.fast_sum(taken) <= len(taken) - 1)
     program.model.minimize(mathopt.fast_sum(thetas))
-    deadline.check()
-    parameters = mathopt.SolveParameters(time_limit=time_limit_of(deadline), relative_gap_tolerance=0.0)
+    parameters = mathopt.SolveParameters(time_limit=left, relative_gap_tolerance=0.0)
     result = mathopt.solve(program.model, mathopt.SolverType.GSCIP, params=parameters)
     if result.termination.reason is mathopt.TerminationReason.INFEASIBLE:
         return math.inf, None
