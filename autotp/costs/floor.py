@@ -1,4 +1,4 @@
-"""Bytes that every plan of a model holds on a device, whatever its mesh and strategies.
+"""Bytes that every plan of a model holds on a device, and seconds that it computes, whatever its mesh and strategies.
 
 Of a tensor that is there, a device has at least its share. Parameters, optimizer state and inputs are there throughout. As
 the backward pass begins, so is what gradients of operators read and nothing may recompute; as it ends, gradients of
@@ -8,6 +8,7 @@ parameters are. Nothing here needs an integer program, so a job that cannot fit 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,9 +20,10 @@ from passes.graph import cast_of
 from passes.rules.factors import Value, value_of
 from passes.rules.kept import kept_lowered
 from passes.rules.shapes import results_of
-from passes.rules.table import rule_of
+from passes.rules.table import flop_of, rule_of
+from passes.strategies.space import Space
 
-__all__ = ["least_bytes"]
+__all__ = ["least_bytes", "least_seconds"]
 
 
 def least_bytes(model: Model, prices: Prices) -> float:
@@ -73,3 +75,28 @@ def _read(model: Model, node: fx.Node) -> list[Value]:
         positions = tuple(at for at in positions if at == 0 and (lowered.operands or lowered.besides))
     found = [value_of(model.operands[node][at]) for at in positions]
     return [*found, (node, 0)] if kept.results and not (rule is not None and rule.inner) else found
+
+
+def least_seconds(model: Model, prices: Prices) -> float:
+    """Seconds that no plan's step is below: each device computes at least its share, in kernels as large as can be.
+
+    Args:
+        model: analysed; recomputing only adds to it.
+        prices: of any mesh with the devices that plans are for.
+    """
+    devices, device = prices.topology.devices, prices.topology.device
+    known: dict[fx.Node, float] = {}
+    for node in model.operators:
+        if (stand := model.stands[node]) not in known:
+            alone = Space.of(model.operators[stand], [None], np.zeros((1, len(prices.mesh)), np.int64))
+            work = prices.work(alone, flop_of(stand), gradient=stand in model.differentiated)
+            if work is None:
+                known[stand] = 0.0
+                continue
+            share = replace(work, flop=work.flop / devices, bytes=work.bytes / devices)
+            known[stand] = float(np.asarray(share.seconds(device)).item())
+    computing = prices.accumulate * sum(known[model.stands[node]] for node in model.operators)
+    given = model.captured.graph_module.graph.find_nodes(op="placeholder")
+    sizes = [(n.meta["val"].numel(), cast_of(n).rests.itemsize) for n in given if n.name in model.captured.parameters]
+    updated = sum(prices.update_bytes(count / devices, itemsize) for count, itemsize in sizes)
+    return computing + float(prices.updating(updated))

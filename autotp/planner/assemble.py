@@ -16,7 +16,7 @@ from torch import fx
 
 from autotp.costs.prices import Prices
 from autotp.planner.choices import Choice, Edge, Needs, Rest
-from autotp.planner.ilp import Node, Problem, Tensor, Use
+from autotp.planner.ilp import NEVER, Deadline, Node, Problem, Tensor, Use
 from autotp.planner.structure import Structure
 from autotp.plans.constraints import Requirement
 from costmodel.overlap import Weight, Weights
@@ -89,6 +89,7 @@ def assemble(
     *,
     either: float | None = None,
     weights: Weights = EVEN,
+    deadline: Deadline = NEVER,
 ) -> Assembled:
     """The integer program of a structure on the mesh of ``prices``.
 
@@ -100,8 +101,12 @@ def assemble(
         either: a relaxation for bounds, at this price in seconds per byte: with or without panels, no choice costs less.
             Gathering again is free, and products keep the cheaper of what they may keep, which is counted in seconds.
         weights: what seconds count, by what may hide them.
+        deadline: see Raises.
+
+    Raises:
+        Expired: the deadline passed before the program was complete.
     """
-    return _Assembly(structure, prices, panelled, either, weights).run(memory_bound)
+    return _Assembly(structure, prices, panelled, either, weights, deadline).run(memory_bound)
 
 
 def kept_inside(choice: Choice, mesh: tuple[int, ...]) -> np.ndarray:
@@ -130,8 +135,15 @@ def parts_of(choice: Choice, parts: Sequence[tuple[int, float]], mesh: tuple[int
 
 class _Assembly:
     def __init__(
-        self, structure: Structure, prices: Prices, panelled: bool, either: float | None, weights: Weights
+        self,
+        structure: Structure,
+        prices: Prices,
+        panelled: bool,
+        either: float | None,
+        weights: Weights,
+        deadline: Deadline,
     ) -> None:
+        self.deadline = deadline
         self.structure, self.prices, self.panelled, self.either = structure, prices, panelled, either
         self.weights = weights
         self.mesh = prices.mesh
@@ -157,6 +169,7 @@ class _Assembly:
         return Assembled(Problem(tuple(nodes), tuple(tensors), memory_bound), self.structure, self.mesh)
 
     def node(self, node: fx.Node, choice: Choice | Rest | None, count: int) -> Node:
+        self.deadline.check()
         if choice is None:
             return Node(node.name, np.zeros(1), np.zeros(1))
         pins = self.structure.model.pins.get(node, ())
@@ -216,6 +229,7 @@ class _Assembly:
         return np.where(offered, seconds, np.inf), memory
 
     def tensor(self, edge: Edge) -> Tensor:
+        self.deadline.check()
         prices, shape, itemsize = self.prices, tuple(edge.value.shape), edge.value.element_size()
         regather = np.zeros((len(edge.rows), len(edge.wants)), bool)
         for_backward = edge.regathered[:, None] & edge.saved

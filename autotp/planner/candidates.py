@@ -15,7 +15,7 @@ from autotp.errors import BatchError
 from autotp.planner.assemble import EVEN, Assembled, assemble
 from autotp.planner.choices import Choice
 from autotp.planner.describe import Found
-from autotp.planner.ilp import Solution, solution_at
+from autotp.planner.ilp import NEVER, Deadline, Hasty, Solution, solution_at
 from autotp.planner.structure import Structure, structure
 from autotp.plans.families import Restriction
 from autotp.plans.options import Options
@@ -23,7 +23,10 @@ from costmodel import Topology
 from costmodel.overlap import Weights
 from passes.layouts.reshard_matrix import ReshardPricer
 
-__all__ = ["Candidate", "Candidates", "check_batch"]
+__all__ = ["Candidate", "Candidates", "check_batch", "in_haste"]
+
+_STEEP = 4  # prices of memory, each several times the last
+_FINE = 5  # prices between one at which a choice does not fit, and one at which it does
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class Candidates:
         self,
         candidate: Candidate,
         memory: float,
+        deadline: Deadline = NEVER,
         *,
         weights: Weights = EVEN,
         either: float | None = None,
@@ -88,17 +92,18 @@ class Candidates:
 
         Args:
             candidate: which.
-            memory, weights, either: see `autotp.planner.assemble.assemble`.
+            memory, deadline, weights, either: see `autotp.planner.assemble.assemble`.
             scatters: whether partial sums may be scattered though the family only all-reduces.
         """
         key = candidate.restriction, len(candidate.mesh)
         if key not in self.structures:
-            self.structures[key] = structure(self.model, *key, self.pricers[len(candidate.mesh)])
+            self.structures[key] = structure(self.model, *key, self.pricers[len(candidate.mesh)], deadline)
         built = self.structures[key]
         if scatters:
             built = replace(built, chosen=replace(built.chosen, family=replace(built.chosen.family, scatters=True)))
         prices = self.prices(candidate.mesh)
-        return assemble(built, prices, memory, candidate.panels != 1, either=either, weights=weights)
+        panelled = candidate.panels != 1
+        return assemble(built, prices, memory, panelled, either=either, weights=weights, deadline=deadline)
 
     def found(self, candidate: Candidate, assembled: Assembled, solution: Solution | tuple[int, ...]) -> Found:
         """A solution of a candidate, or one of its choices, with what it costs."""
@@ -120,6 +125,55 @@ class Candidates:
                 fused=self.model.fused(train=options.trains) if options.compile else None,
             )
         return self.meshes[mesh]
+
+
+def in_haste(
+    candidates: Candidates,
+    candidate: Candidate,
+    allowed: float,
+    deadline: Deadline,
+    guess: float,
+    finely: bool,
+    assembled: Assembled,
+) -> Found | None:
+    """A choice that fits: the fastest, or the one that is it at a price of memory, which is in its solution.
+
+    Args:
+        candidates, candidate: of which.
+        allowed: bytes on each device.
+        deadline: after which one that fits is good enough.
+        guess: seconds per byte that memory is worth elsewhere; 0 where nothing is known.
+        finely: whether to look for a lower price at which a choice fits.
+        assembled: the integer program, without a bound.
+
+    Raises:
+        Infeasible: the layouts admit no choice.
+    """
+    choices = Hasty(assembled.problem)
+
+    def at(price: float) -> Found:
+        found = candidates.found(candidate, assembled, choices.at(price))
+        return replace(found, solution=replace(found.solution, price=price))
+
+    found = at(guess)
+    price = 8 * guess or found.solution.seconds / max(found.memory, 1.0)
+    for _ in range(_STEEP):
+        if found.memory <= allowed:
+            break
+        found, price = at(price), 8 * price
+    if found.memory > allowed:
+        return None
+    best, low, high = found, found.solution.price / 8, found.solution.price
+    for _ in range(_FINE if high and finely else 0):
+        if deadline.over:
+            break
+        found = at((low * high) ** 0.5)
+        if found.memory > allowed:
+            low = found.solution.price
+            continue
+        high = found.solution.price
+        best = found if found.solution.seconds < best.solution.seconds else best
+    return best
 
 
 def check_batch(assembled: Assembled) -> None:

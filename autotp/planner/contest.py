@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -23,17 +22,18 @@ from autotp.planner.assemble import EVEN, Assembled
 from autotp.planner.candidates import Candidate, Candidates, check_batch
 from autotp.planner.describe import Found
 from autotp.planner.ilp import (
+    Deadline,
+    Expired,
     Infeasible,
     Pruned,
     Solution,
     estimate,
-    evaluate,
     glance,
     least_memory,
     settle,
     solve,
 )
-from autotp.planner.least_memory import Least, Smallest, quicker, smallest
+from autotp.planner.least_memory import Least, Smallest, smallest
 from autotp.planner.moments import Moments
 from autotp.plans.families import Restriction
 from costmodel.overlap import Weights
@@ -42,9 +42,9 @@ __all__ = ["Contest"]
 
 T = TypeVar("T")
 _log = logging.getLogger("autotp.plan")
-_LEAST_SECONDS = 0.1
+_LOOK = 1 / 8  # of the time that is left, at least, for the short look at one of several meshes
+_FITTING = 1 / 4  # of the time that is left: for whether anything fits
 _CLOSE = 1e-4  # of the bytes that no plan takes less than: what is so close to them is not improved
-_EXPLAINING = 10.0  # seconds, beyond the deadline, to find out how much memory would do
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Contest:
         candidates: the integer programs.
         memory: bytes that a program may count on each device.
         allowed: bytes that a step may take on each device.
-        deadline: on the performance counter; every solve gets a moment at least.
+        deadline: when the search ends with what is known.
         weights: what seconds count, by what may hide them; costs and bounds are then weighted sums.
         limit: seconds from which on a choice is of no interest.
         best: the cheapest choice that fits.
@@ -81,7 +81,7 @@ class Contest:
     candidates: Candidates
     memory: float
     allowed: float
-    deadline: float
+    deadline: Deadline
     weights: Weights = EVEN
     limit: float = math.inf
     best: Found | None = None
@@ -141,32 +141,33 @@ class Contest:
         Where the plan with the least memory does not fit, nothing is settled.
 
         Raises:
-            TimeoutError: when the time passed before any choice was found.
+            Expired: when the time passed before any choice was found.
         """
+        share = max(_LOOK, 1 / max(1, sum(1 for _ in self.candidates.restrictions(meshes))))
         for bound, mesh, restriction in self._promising(meshes):
             for count in self.candidates.panels:
                 candidate = Candidate(mesh, restriction, count)
-                if self.best is not None and time.perf_counter() > self.deadline:
-                    self.open.append(Open(bound, candidate, 0.0))
-                elif not self._look(candidate):
-                    break
-                else:
+                try:
+                    if not self._look(candidate, share):
+                        break
                     self.short = True
-        if self.best is None and math.isinf(self.limit) and not self.some_fits(meshes):
-            return
+                except Expired:
+                    self.open.append(Open(bound, candidate, 0.0))
+        if self.best is None and math.isinf(self.limit):
+            with suppress(Expired):
+                if not replace(self, deadline=self.deadline.part(_FITTING)).some_fits(meshes):
+                    return
         late: list[Open] = []
-        unfound: TimeoutError | None = None
         self.open.sort(key=lambda entry: entry.bound)
-        while self.open and self.open[0].bound < self.cutoff:
+        while self.open and self.open[0].bound < self.cutoff and not self.deadline.over:
             entry = self.open.pop(0)
-            try:
-                bound = self._settle(entry)
-            except TimeoutError as error:
-                bound, unfound = entry.bound, error
-            late.append(replace(entry, bound=max(bound, entry.bound)))
-        self.open = [entry for entry in late if entry.bound < self.cutoff]
-        if self.best is None and math.isinf(self.limit) and unfound is not None:
-            raise unfound
+            bound = entry.bound
+            with suppress(Expired):
+                bound = max(bound, self._settle(entry))
+            late.append(replace(entry, bound=bound))
+        self.open = [entry for entry in (*late, *self.open) if entry.bound < self.cutoff]
+        if self.best is None and math.isinf(self.limit):
+            self.deadline.check(self.bound)
 
     def some_fits(self, meshes: Sequence[tuple[int, ...]]) -> bool:
         """Whether the plan with the least memory does."""
@@ -198,16 +199,18 @@ class Contest:
         except BatchError as error:
             self.indivisible = error
             return math.inf
+        except Expired:
+            return 0.0
         return math.inf if bound is None else bound
 
-    def _look(self, candidate: Candidate) -> bool:
-        """A bound for a candidate, and perhaps a choice; whether panels might do better."""
+    def _look(self, candidate: Candidate, share: float) -> bool:
+        """A bound for a candidate, and perhaps a choice, in a share of the time; whether panels might do better."""
+        self.deadline.check()
+        price = self.prices.get(candidate.panels, 0.0)
         try:
             assembled, found = self.ask(
                 candidate,
-                lambda a: estimate(
-                    a.problem, time_limit=self._left(), cutoff=self.cutoff, price=self.prices.get(candidate.panels, 0.0)
-                ),
+                lambda a: estimate(a.problem, deadline=self.deadline.part(share), cutoff=self.cutoff, price=price),
             )
         except BatchError as error:
             self.indivisible = error
@@ -234,8 +237,8 @@ class Contest:
         def ask(assembled: Assembled) -> Solution | Pruned:
             problem = assembled.problem
             if self.best is None or not entry.price:
-                return solve(problem, time_limit=self._left(), cutoff=self.cutoff, need=False, trusted=True)
-            return settle(problem, time_limit=self._left(), cutoff=self.cutoff, price=entry.price, floor=entry.bound)
+                return solve(problem, deadline=self.deadline, cutoff=self.cutoff, need=False, trusted=True)
+            return settle(problem, deadline=self.deadline, cutoff=self.cutoff, price=entry.price, floor=entry.bound)
 
         assembled, found = self.ask(entry.candidate, ask)
         if not isinstance(found, Solution):
@@ -263,7 +266,8 @@ class Contest:
         for candidate in () if tuple(meshes) in self.floors else self._in_order(meshes):
             with suppress(BatchError, Infeasible):
                 assembled = self.assemble(candidate)
-                moments = Moments(assembled, self.candidates.prices(candidate.mesh), False, shared=True)
+                prices = self.candidates.prices(candidate.mesh)
+                moments = Moments(assembled, prices, False, self.deadline, shared=True)
                 self.floors[tuple(meshes)] = max(map(moments.least, moments.usual))
                 break
         return self.floors.setdefault(tuple(meshes), 0.0)
@@ -274,7 +278,12 @@ class Contest:
         if key not in self.leasts:
             best, floor = None, self.shared(meshes)
             for candidate in self._in_order(meshes)[:tries]:
-                found = self._least_of(candidate, math.inf if best is None else best.used, floor, tries)
+                try:
+                    found = self._least_of(candidate, math.inf if best is None else best.used, floor, tries)
+                except Expired:
+                    if best is None:
+                        raise
+                    return best
                 best = found if best is None or (found is not None and found.used < best.used) else best
                 if best is not None and best.used <= max(floor * (1 + _CLOSE), enough):
                     break
@@ -283,30 +292,18 @@ class Contest:
             self.leasts[key] = best
         return self.leasts[key]
 
-    def fastest_within(self, least: Least) -> Found:
-        """The best plan met on the way from the one with the least memory, which fits, to faster ones."""
-        assembled = self.anew(math.inf).assemble(least.candidate)
-        choice = quicker(
-            assembled.problem,
-            least.moments,
-            least.found,
-            lambda choice: evaluate(assembled.problem, choice).seconds,
-            lambda choice: self.candidates.found(least.candidate, assembled, choice).memory <= self.allowed,
-        )
-        return self.candidates.found(least.candidate, assembled, choice)
-
     def _least_of(self, candidate: Candidate, known: float, floor: float, rounds: int | None) -> Least | None:
         """The choice of a candidate that takes the least memory, unless that is far above what is known."""
-        deadline = max(self.deadline, time.perf_counter() + _EXPLAINING)
 
         def ask(assembled: Assembled) -> tuple[Moments, Smallest | None]:
             problem = replace(assembled.frugal.problem, memory_bound=math.inf)
-            moments = Moments(assembled.frugal, self.candidates.prices(candidate.mesh), candidate.panels != 1)
+            prices = self.candidates.prices(candidate.mesh)
+            moments = Moments(assembled.frugal, prices, candidate.panels != 1, self.deadline)
 
             def held(choice: tuple[int, ...]) -> Mapping[Moment, float]:
                 return self.candidates.found(candidate, assembled, choice).held
 
-            return moments, smallest(problem, moments, held, deadline, known, floor, rounds)
+            return moments, smallest(problem, moments, held, self.deadline, known, floor, rounds)
 
         try:
             assembled, found = self.ask(candidate, ask)
@@ -326,7 +323,7 @@ class Contest:
         """
         assembled = self.assemble(candidate, either=either)
         check_batch(assembled)
-        begun = time.perf_counter()
+        begun = self.deadline.clock()
         try:
             return assembled, ask(assembled)
         except Infeasible as error:
@@ -334,17 +331,17 @@ class Contest:
             if assembled.structure.chosen.family.scatters or math.isfinite(error.needed_memory):
                 return assembled, None
         finally:
-            self.solving += time.perf_counter() - begun
+            self.solving += self.deadline.clock() - begun
         self.loosened.add(candidate)
         return self.ask(candidate, ask, either=either)
 
     def assemble(self, candidate: Candidate, *, either: float | None = None) -> Assembled:
         """A candidate's integer program."""
-        begun = time.perf_counter()
+        begun = self.deadline.clock()
         scatters = candidate in self.loosened
-        assembled = self.candidates.assemble(candidate, self.memory, weights=self.weights, either=either, scatters=scatters)
-        self.assembling += time.perf_counter() - begun
-        return assembled
-
-    def _left(self) -> float:
-        return max(_LEAST_SECONDS, self.deadline - time.perf_counter())
+        try:
+            return self.candidates.assemble(
+                candidate, self.memory, self.deadline, weights=self.weights, either=either, scatters=scatters
+            )
+        finally:
+            self.assembling += self.deadline.clock() - begun

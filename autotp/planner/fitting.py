@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from autotp.costs.floor import least_bytes
 from autotp.costs.recompute import recomputed_by, undecided
-from autotp.errors import AutotpError
+from autotp.errors import BatchError
 from autotp.planner.assemble import EVEN
+from autotp.planner.candidates import Candidate, in_haste
 from autotp.planner.contest import Contest
+from autotp.planner.describe import Found
 from autotp.planner.folding import apart, folded
-from autotp.planner.least_step import Searched, best_chunks, least_step, most_chunks
+from autotp.planner.ilp import NEVER, Deadline, Expired, evaluate
+from autotp.planner.least_memory import Least, quicker
+from autotp.planner.least_step import Searched, best_chunks, first_shares, least_step, most_chunks
 from autotp.planner.squeeze import squeeze
+from costmodel import overlap
 from costmodel.overlap import Weights
 
-__all__ = ["Fit", "Outcome", "best_of_ways", "floor_of", "fit_of", "ways"]
+__all__ = ["Outcome", "best_of_ways", "floor_of", "tries", "ways"]
 
+_HURRY = 100  # times as long as the analysis: who has less time gets an answer in haste first
+_HASTE = 1 / 3  # of the time: for an answer in haste where memory is short
+_SEARCH = 0.75  # of the time: for plans without chunks, if there may be such in chunks
+_ALL = 0.9  # of the time, otherwise
+_REFUSING = 0.25  # of the time: for whether anything fits
+_LARGE = 200  # operators and parameters that nothing else stands for: then the time may be short
+_REST = 0.5  # of the time that is left: for an answer in haste after a search in vain
+_RUN = 0.5  # of the time that is left: for one of several programs with ever less memory
+_ROUND = 0.5  # of the time that is left: for plans by other shares of what limits a step, each time
 _TIGHTER = 5  # programs with ever less memory
 _HOPE = 1.3
 _SLIGHT = 0.01  # relative; where a bound for steps in chunks can rise by less, it does not matter
@@ -43,21 +58,78 @@ class Outcome:
     chunks: Mapping[str, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """Whether a job fits, None where that is not known; and bytes that a plan takes, or that no plan takes less than."""
-
-    fits: bool | None
-    bytes: float
-
-
-def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
+def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
     """The best plan over meshes and ways to recompute; recomputing is tried where memory is short.
 
+    Args:
+        contest: of the job.
+        meshes: to look at.
+        analysis: seconds that the analysis took of operators that differ, which say how long other things take.
+
     Raises:
-        TimeoutError: when the time passed before any plan was found.
+        Expired: when the time passed before any plan was found.
     """
-    return _in_chunks(meshes, _of_ways(contest, meshes))
+    share = _SEARCH if most_chunks(contest.candidates.options) > 1 else _ALL
+    hurried, first = contest.deadline.left < _HURRY * analysis, None
+    large = len({*contest.candidates.model.stands.values()}) > _LARGE
+    deadline = replace(contest.deadline, shared=hurried or large)
+    if hurried or (large and floor_of(contest) > _TIGHT * contest.allowed):
+        first = _in_haste(contest, meshes, deadline.part(_HASTE))
+    try:
+        outcome = _of_ways(replace(contest, deadline=deadline.part(share)), meshes, fits=first is not None)
+    except Expired as error:
+        first = first or _in_haste(contest, meshes, deadline.part(_REST))
+        if first is None:
+            raise contest.indivisible or error from None
+        plain, _ = ways(contest)
+        return _in_chunks(meshes, Outcome(plain, Searched(first, error.bound, first.memory), error.bound, plain))
+    outcome = replace(outcome, plain=replace(outcome.plain, deadline=deadline))
+    best, hides = outcome.found.best, contest.candidates.options.hides
+    if first is not None and (best is None or _step(first, hides) < _step(best, hides)):
+        outcome = replace(outcome, found=replace(outcome.found, best=first))
+    return _in_chunks(meshes, outcome)
+
+
+def _step(found: Found, hides: bool) -> float:
+    return found.priced.sums.step(hides)
+
+
+def _in_haste(contest: Contest, meshes: Sequence[tuple[int, ...]], deadline: Deadline) -> Found | None:
+    """A plan that fits, whatever the time; None where haste finds none.
+
+    The mesh with the fewest axes takes the least time. Where memory is short, others are tried until the deadline.
+    """
+    plain, _ = ways(contest)
+    options, model = contest.candidates.options, plain.candidates.model
+    tried, best, price = [plain], None, 0.0
+    shares = first_shares(options.accumulate)
+    weights = overlap.weights(shares, model.depth, options.accumulate) if options.hides else EVEN
+    if options.trains and options.recompute == "auto":  # what is cheap to recompute may be what is too much
+        recomputed = {**recomputed_by(model, "selective"), **model.recomputed}
+        tried.append(plain.of(folded(replace(model, recomputed=recomputed))))
+    pairs = sorted(contest.candidates.restrictions(meshes), key=lambda pair: max(pair[0]))
+    pairs.sort(key=lambda pair: len(pair[0]) > min(map(len, meshes)))
+    for number, (mesh, restriction) in enumerate([*pairs, *pairs[:1]]):
+        for one in tried:
+            candidate = Candidate(mesh, restriction, one.candidates.panels[0])
+            free = replace(one.anew(math.inf, weights), deadline=NEVER if best is None else deadline)
+            fits = contest.allowed
+            try:
+                _, found = free.ask(
+                    candidate, partial(in_haste, one.candidates, candidate, fits, deadline, price, number > 0)
+                )
+                if found is not None and (best is None or _step(found, options.hides) < _step(best, options.hides)):
+                    best = found
+                if found is not None and not found.solution.price and one is plain:
+                    return best
+            except BatchError as error:
+                contest.indivisible = error
+            except Expired:
+                break
+        price = price if best is None else best.solution.price
+        if deadline.over:
+            break
+    return best
 
 
 def _in_chunks(meshes: Sequence[tuple[int, ...]], outcome: Outcome) -> Outcome:
@@ -68,7 +140,7 @@ def _in_chunks(meshes: Sequence[tuple[int, ...]], outcome: Outcome) -> Outcome:
     if best is None or most == 1 or best.panels != 1 or outcome.contest is not outcome.plain:
         return outcome  # the bound of plans with what is to be decided holds in chunks already
 
-    chunks, shortest = best_chunks(best.priced, asked)
+    chunks, shortest = best_chunks(best.priced, contest.deadline, asked)
 
     def search(weights: Weights) -> Searched:
         nonlocal contest
@@ -80,20 +152,24 @@ def _in_chunks(meshes: Sequence[tuple[int, ...]], outcome: Outcome) -> Outcome:
     met, floor = least_step(search, lambda one: one.priced.sums, depth, contest.deadline, options.accumulate, most, _SLIGHT)
     for one in met:
         if one.best is not None and one.best.memory <= contest.allowed:
-            cut, found = best_chunks(one.best.priced, asked)
+            cut, found = best_chunks(one.best.priced, contest.deadline, asked)
             best, chunks, shortest = (one.best, cut, found) if found < shortest else (best, chunks, shortest)
-    return replace(outcome, found=replace(outcome.found, best=best), floor=min(outcome.floor, floor), chunks=chunks)
+    whole = max(outcome.floor, (1 - overlap.MARGIN) * floor)  # without chunks, no side is shorter than that
+    return replace(outcome, found=replace(outcome.found, best=best), floor=min(whole, floor), chunks=chunks)
 
 
-def _of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
-    """The best plan without chunks over meshes and ways to recompute."""
+def _of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]], fits: bool) -> Outcome:
+    """The best plan without chunks over meshes and ways to recompute; whether some plan is known to fit."""
     contest, short = ways(contest)
-    refused = _refused(short, meshes)
+    refused = None if fits else _refused(short, meshes)
     if refused is not None:
         return refused
     if short is contest:
         return _searched(contest, meshes)
-    ample = _searched(contest, meshes, quick=True)
+    try:
+        ample = _searched(contest, meshes, quick=True)
+    except Expired as error:  # what is recomputed is looked at all the same
+        ample = Outcome(replace(contest, short=True), Searched(None, error.bound, math.inf), error.bound, contest)
     if not ample.contest.short:
         return ample
     fastest = ample.contest.best  # though it does not fit
@@ -120,34 +196,13 @@ def ways(contest: Contest) -> tuple[Contest, Contest]:
     )
 
 
-def fit_of(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Fit:
-    """Whether some plan fits, without looking for a fast one.
-
-    Raises:
-        AutotpError: there is no plan at all.
-    """
-    floor = floor_of(contest)
-    if floor <= contest.allowed:
-        floor = contest.shared(meshes)
-    if floor > contest.allowed:
-        return Fit(False, floor)
-    tries = _tries(contest)
-    least = contest.least(meshes, contest.allowed, tries)
-    if least is None:
-        raise contest.indivisible or AutotpError("no plan")
-    if least.used <= contest.allowed:
-        return Fit(True, least.used)
-    every = sum(1 for _ in contest.candidates.over(meshes))
-    return Fit(False if tries >= every else None, least.used)
-
-
 def floor_of(contest: Contest) -> float:
     """Bytes that no plan takes less than, of any family and on any mesh; without an integer program."""
     candidates = contest.candidates
     return least_bytes(candidates.model, candidates.prices((candidates.topology.devices,)))
 
 
-def _tries(contest: Contest) -> int:
+def tries(contest: Contest) -> int:
     """How many programs are tried where an answer is due soon."""
     return max(1, _EFFORT // max(1, len(contest.candidates.model.operators)))
 
@@ -158,29 +213,35 @@ def _refused(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome | N
     A bound that costs nothing says whether a closer one is worth while, and that whether to look for the plan.
     """
     floor = floor_of(contest)
-    if _TIGHT * contest.allowed < floor <= contest.allowed:
-        floor = contest.shared(meshes)
-    if floor <= contest.allowed and (floor <= _CLOSE * contest.allowed or contest.some_fits(meshes)):
+    looking = replace(contest, deadline=contest.deadline.part(_REFUSING))
+    with suppress(Expired):
+        if _TIGHT * contest.allowed < floor <= contest.allowed:
+            floor = looking.shared(meshes)
+        if floor <= contest.allowed and (floor <= _CLOSE * contest.allowed or looking.some_fits(meshes)):
+            return None
+    if floor <= contest.allowed and looking.deadline.over:
         return None
-    tries = _tries(contest) if floor > contest.allowed else None
-    found = _with_least(contest, meshes, 0.0, tries)
+    few = tries(contest) if floor > contest.allowed else None
+    found = _with_least(contest, meshes, 0.0, few)
     return Outcome(contest, found, 0.0, contest) if found.best is None else None
 
 
 def _searched(contest: Contest, meshes: Sequence[tuple[int, ...]], quick: bool = False) -> Outcome:
     """The best plan over meshes; if ``quick``, only if it fits whatever memory the program counts."""
-    bound = contest.allowed
+    bound, deadline = contest.allowed, contest.deadline
 
     def search(weights: Weights) -> Searched:
         nonlocal contest
+        contest = replace(contest, deadline=deadline.part(_ROUND))
         contest, found = (_ample if quick else fitting)(contest.anew(math.inf if quick else bound, weights), meshes)
         return found
 
     if not contest.candidates.options.hides:
-        found = search(EVEN)
+        contest, found = (_ample if quick else fitting)(contest.anew(math.inf if quick else bound, EVEN), meshes)
         return Outcome(contest, found, found.floor, contest)
     depth, options = contest.candidates.model.depth, contest.candidates.options
-    met, floor = least_step(search, lambda one: one.priced.sums, depth, contest.deadline, options.accumulate)
+    met, floor = least_step(search, lambda one: one.priced.sums, depth, deadline, options.accumulate)
+    contest = replace(contest, deadline=deadline)
     return Outcome(contest, met[0], floor, contest)
 
 
@@ -202,13 +263,15 @@ def fitting(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contes
     """
     try:
         contest, found = _fitting_by_sum(contest, meshes)
-    except TimeoutError:
-        least = contest.least(meshes)
-        if least is None or least.used > contest.allowed:
-            raise
-        return contest, Searched(contest.fastest_within(least), 0.0, least.used)
+    except Expired as error:
+        with suppress(Expired):
+            least = contest.least(meshes)
+            if least is not None and least.used <= contest.allowed:
+                return contest, Searched(_fastest_within(contest, least), 0.0, least.used)
+        raise error from None
     if found.best is not None:
         return contest, found
+    contest.deadline.check(found.floor)
     found = _with_least(contest, meshes, math.inf)
     if found.best is None:
         return contest, found
@@ -231,16 +294,41 @@ def _with_least(contest: Contest, meshes: Sequence[tuple[int, ...]], floor: floa
     if least.used > contest.allowed:
         smallest = contest.candidates.found(least.candidate, least.assembled, least.found.choice)
         return Searched(None, floor, least.used, smallest)
-    best = contest.fastest_within(least)
+    best = _fastest_within(contest, least)
     return Searched(best, min(floor, best.solution.seconds), best.memory)
+
+
+def _fastest_within(contest: Contest, least: Least) -> Found:
+    """The best plan met on the way from the one with the least memory, which fits, to faster ones."""
+    candidates = contest.candidates
+    try:
+        assembled = contest.anew(math.inf).assemble(least.candidate)
+    except Expired:
+        return candidates.found(least.candidate, least.assembled, least.found.choice)
+    choice = quicker(
+        assembled.problem,
+        least.moments,
+        least.found,
+        lambda choice: evaluate(assembled.problem, choice).seconds,
+        lambda choice: candidates.found(least.candidate, assembled, choice).memory <= contest.allowed,
+        contest.deadline,
+    )
+    return candidates.found(least.candidate, assembled, choice)
 
 
 def _fitting_by_sum(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contest, Searched]:
     """The last of the contests whose programs have about as much memory as is allowed."""
-    contest.run(meshes)
-    if contest.best is None and not math.isinf(contest.needed) and contest.some_fits(meshes):
-        contest = contest.anew(_HOPE * contest.allowed)
+    deadline = contest.deadline
+
+    def run(contest: Contest) -> Contest:
+        contest.deadline = deadline.part(_RUN)
         contest.run(meshes)
+        contest.deadline = deadline
+        return contest
+
+    contest = run(contest)
+    if contest.best is None and not math.isinf(contest.needed) and contest.some_fits(meshes):
+        contest = run(contest.anew(_HOPE * contest.allowed))
     floor, used = contest.bound, 0.0
     for left in reversed(range(_TIGHTER)):
         if contest.best is None:
@@ -248,8 +336,10 @@ def _fitting_by_sum(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tupl
         used = contest.best.memory
         if used <= contest.allowed:
             return contest, Searched(contest.best, floor, used)
-        if not left or time.perf_counter() > contest.deadline:
+        if not left or contest.deadline.over:
             break
-        contest = contest.anew(min(contest.memory, contest.best.solution.memory) - (used - contest.allowed))
-        contest.run(meshes)
+        try:
+            contest = run(contest.anew(min(contest.memory, contest.best.solution.memory) - (used - contest.allowed)))
+        except Expired:
+            break
     return contest, Searched(None, floor, used)

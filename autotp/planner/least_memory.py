@@ -16,14 +16,13 @@ depends on the bound that is asked for, so the same plan is found for all of the
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autotp.costs.moment import Moment
 from autotp.planner.assemble import Assembled
 from autotp.planner.candidates import Candidate
-from autotp.planner.ilp import Problem, cheapest, evaluate
+from autotp.planner.ilp import Deadline, Expired, Problem, cheapest, evaluate
 from autotp.planner.moments import Moments
 from autotp.planner.shares import next_shares
 
@@ -67,7 +66,7 @@ def smallest(
     problem: Problem,
     moments: Moments,
     measure: Callable[[Choice], Mapping[Moment, float]],
-    deadline: float,
+    deadline: Deadline,
     known: float = math.inf,
     floor: float = 0.0,
     rounds: int | None = None,
@@ -78,13 +77,14 @@ def smallest(
         problem: what choices cost, without a bound.
         moments: of the steps of its choices.
         measure: bytes of a choice at every moment.
-        deadline: on the performance counter, beyond which nothing else is tried.
+        deadline: when the search ends with what was met.
         known: bytes of another choice, on another mesh perhaps; what takes far more is of no interest.
         floor: bytes that no choice takes less than.
         rounds: of looking for better shares, at most; with fewer than usual, the search is hasty.
 
     Raises:
         Infeasible: the layouts admit no choice.
+        Expired: the deadline passed before any was met.
     """
     seen = list(moments.usual)
     floor = max(floor, *(moments.least(moment) for moment in seen))
@@ -97,17 +97,24 @@ def smallest(
     met: dict[Choice, Mapping[Moment, float]] = {}
     best: Smallest | None = None
     if not hasty:
-        start = cheapest(problem)
+        start = cheapest(problem, deadline)
         met[start] = measure(start)
         promised = max(met[start].values())
         best = Smallest(start, promised, dict(zip(seen, shares, strict=True)))
     unit = promised / max(evaluate(problem, start).seconds, 1e-12)
     for _ in range(rounds):
+        if best is not None and deadline.over:
+            break
         weights = dict(zip(seen, shares, strict=True))
         program = moments.program(weights)
         news = False
         for share in _TRADES:
-            choice = cheapest(dearer(program, problem, share * unit))
+            try:
+                choice = cheapest(dearer(program, problem, share * unit), deadline)
+            except Expired:
+                if best is None:
+                    raise
+                continue
             if choice in met:
                 continue
             if share == _TRADES[0]:
@@ -123,14 +130,19 @@ def smallest(
                 return best
             if worst not in seen:
                 seen.append(worst)
-        if not news or time.perf_counter() > deadline:
+        if not news:
             break
         (shares,) = next_shares([([held.get(moment, 0.0) for moment in seen],) for held in met.values()]).shares
     return best
 
 
 def quicker(
-    problem: Problem, moments: Moments, least: Smallest, seconds: Callable[[Choice], float], fits: Callable[[Choice], bool]
+    problem: Problem,
+    moments: Moments,
+    least: Smallest,
+    seconds: Callable[[Choice], float],
+    fits: Callable[[Choice], bool],
+    deadline: Deadline,
 ) -> Choice:
     """A choice that fits too and costs less, if any is met, at falling prices of the bytes that decide.
 
@@ -140,12 +152,15 @@ def quicker(
         least: the choice with the least memory, which fits.
         seconds: the cost of a choice.
         fits: whether a choice fits.
+        deadline: when the search ends with what was met.
     """
-    program = moments.program(least.shares)
     best, low, high = least.choice, 0.0, seconds(least.choice) / least.used
     for _ in range(_PRICES):
         price = high if not low else (low * high) ** 0.5
-        choice = cheapest(dearer(problem, program, price))
+        try:
+            choice = cheapest(dearer(problem, moments.program(least.shares), price), deadline)
+        except Expired:
+            break
         if fits(choice):
             high = price if low else price / 8
             best = min(best, choice, key=seconds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from autotp.costs.priced import Priced
 from autotp.costs.prices import Prices
 from autotp.costs.step import Sums
 from autotp.planner.describe import Found
+from autotp.planner.ilp import Deadline
 from autotp.planner.shares import Shares, next_shares
 from autotp.plans.options import Options
 from costmodel import overlap
@@ -42,7 +42,7 @@ def least_step(
     search: Callable[[Weights], Searched],
     sums: Callable[[Found], Sums],
     depth: int,
-    deadline: float,
+    deadline: Deadline,
     accumulate: int = 1,
     chunks: int = 1,
     gap: float = 1e-6,
@@ -53,7 +53,7 @@ def least_step(
         search: the least weighted sum over all plans.
         sums: of a choice, without chunks.
         depth: operators with a weight.
-        deadline: on the performance counter, beyond which no other search begins.
+        deadline: when no other search begins.
         accumulate: micro-batches of a step.
         chunks: what no step in at most so many chunks is below.
         gap: relative; where the bound can rise by less, the search ends.
@@ -64,7 +64,7 @@ def least_step(
     met: list[tuple[Sums, Searched]] = []
     shares, floor = first_shares(accumulate), 0.0
     for _ in range(_ROUNDS):
-        if met and time.perf_counter() > deadline:
+        if met and deadline.over:
             break
         try:
             found = search(overlap.weights(shares, depth, accumulate, chunks))
@@ -97,11 +97,14 @@ def most_chunks(options: Options) -> int:
     return max(asked, *_COUNTS) if options.hides and asked > 1 else 1
 
 
-def best_chunks(priced: Priced, asked: Mapping[str, int] | None = None) -> tuple[Mapping[str, int], float]:
+def best_chunks(
+    priced: Priced, deadline: Deadline, asked: Mapping[str, int] | None = None
+) -> tuple[Mapping[str, int], float]:
     """The chunks with which the step of a plan's strategies is shortest, and its seconds.
 
     Args:
         priced: the strategies.
+        deadline: when nothing else is tried.
         asked: the chunks, if they are not to be chosen.
     """
     best = priced.sums.step(hides=True)
@@ -112,6 +115,8 @@ def best_chunks(priced: Priced, asked: Mapping[str, int] | None = None) -> tuple
         return chosen, best
     for way in CHUNKS:
         for count in _COUNTS:
+            if deadline.over:
+                return chosen, best
             found = chunked(priced, in_parts(priced, {way: count})).step(hides=True)
             if found >= best:
                 break

@@ -22,7 +22,7 @@ from autotp.costs.moment import Moment, Turn
 from autotp.costs.prices import Prices
 from autotp.planner.assemble import Assembled, kept_inside, parts_of
 from autotp.planner.choices import Choice
-from autotp.planner.ilp import Node, Problem, Tensor, Use, cheapest, least
+from autotp.planner.ilp import Deadline, Node, Problem, Tensor, Use, cheapest, least
 from autotp.planner.structure import Structure
 from autotp.planner.tables import Held, Ledger, Life, Reader, Sizes, Tables
 from passes.rules.factors import Value
@@ -43,12 +43,16 @@ class Moments:
         assembled: the integer program of the mesh, whose infinite costs say what exists.
         prices: of the mesh.
         panelled: products keep their data operand as it rests, and gather it again in panels.
+        deadline: when nothing else is worked out, which then raises `autotp.planner.ilp.Expired`.
         shared: every device has just its share of every tensor, in whatever layout, which holds for plans on no mesh, and
             bounds those on all.
     """
 
-    def __init__(self, assembled: Assembled, prices: Prices, panelled: bool, shared: bool = False) -> None:
-        self.assembled, self.prices, self.panelled = assembled, prices, panelled
+    def __init__(
+        self, assembled: Assembled, prices: Prices, panelled: bool, deadline: Deadline, shared: bool = False
+    ) -> None:
+        deadline.check()
+        self.assembled, self.prices, self.panelled, self.deadline = assembled, prices, panelled, deadline
         self.structure = assembled.structure
         self.model = self.structure.model
         key = panelled, prices.train
@@ -78,6 +82,7 @@ class Moments:
 
     def program(self, shares: Mapping[Moment, float], surely: bool = False) -> Problem:
         """The integer program whose seconds are the bytes that moments hold, or hold at least, weighted."""
+        self.deadline.check()
         nodes, tensors = self._weighted(shares, surely)
         held: dict[int, dict[tuple[tuple[int, ...], str], np.ndarray]] = defaultdict(dict)
         for (number, uses, once), table in tensors.items():
@@ -114,11 +119,12 @@ class Moments:
 
     def least(self, moment: Moment) -> float:
         """Bytes that every choice holds at a moment."""
-        return least(self.program({moment: 1.0}, surely=True), cutoff=math.inf, time_limit=_SECONDS)[0]
+        program = self.program({moment: 1.0}, surely=True)
+        return max(0.0, least(program, cutoff=math.inf, deadline=self.deadline.within(_SECONDS))[0])
 
     def cheapest(self, moment: Moment) -> tuple[tuple[int, ...], float]:
         """The choice that holds the least at a moment, as the tables have it, and its bytes."""
-        choice = cheapest(self.program({moment: 1.0}))
+        choice = cheapest(self.program({moment: 1.0}), self.deadline)
         return choice, self.bytes(moment, choice)
 
     def tables(self, moment: Moment, surely: bool = False) -> Tables:
@@ -142,6 +148,7 @@ class Moments:
 
     def _tables(self, moment: Moment, surely: bool) -> Tables:
         tables = Ledger(self.sizes, self.prices, self.needs)
+        self.deadline.check()
         for number, (edge, lives) in enumerate(zip(self.structure.edges, self.lives.around(moment.at), strict=True)):
             for life, count in lives.items():
                 if edge.parameter:

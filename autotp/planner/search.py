@@ -6,12 +6,13 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from autotp.costs.floor import least_seconds
 from autotp.costs.model import Model, trained_values
 from autotp.costs.priced import Priced
 from autotp.errors import AutotpError, ConstraintError, TimeLimitError
@@ -20,7 +21,7 @@ from autotp.planner.contest import Contest
 from autotp.planner.describe import AXIS_NAMES, describe_plan
 from autotp.planner.fitting import best_of_ways
 from autotp.planner.folding import folded
-from autotp.planner.ilp import NO_LAYOUT
+from autotp.planner.ilp import NEVER, NO_LAYOUT, Deadline
 from autotp.planner.least_step import best_chunks, chunked, in_parts, sharding_of
 from autotp.planner.refusal import Job, Recapture, nothing_fits, part_of
 from autotp.plans.constraints import Constraint, minimal, requirements
@@ -40,6 +41,8 @@ __all__ = ["AXIS_NAMES", "candidate_meshes", "plan", "plan_captured", "plan_mode
 _log = logging.getLogger("autotp.plan")
 _ANSWERING = 8.0  # seconds of planning, about, in which a job that does not fit gets its answer
 _TRYING = 1.0  # of these, at least, for what would make it fit
+# To write down what was found takes about so many times as long as the analysis of what differs, and of everything.
+_ENDING, _READING = 6.0, 2.0
 
 
 def plan(
@@ -183,6 +186,7 @@ def plan_captured(
     options: Options,
     stats: Mapping[str, Any] | None = None,
     recapture: Recapture | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Plan:
     """``plan`` for a model that was captured already.
 
@@ -192,19 +196,24 @@ def plan_captured(
         options: what is asked for.
         stats: what ``Plan.planning`` is to say besides.
         recapture: captures the model again, to try what would fit where this does not.
+        clock: gives seconds, by which the time limit is kept.
 
     Raises:
         AutotpError: as ``plan`` does.
     """
-    started = time.perf_counter()
+    started = clock()
     options, asked = _answerable(captured, options), options.asked
-    first, meshes = _begin(captured, topology, options, started + options.time_limit), _meshes(topology, options)
+    deadline = Deadline(started + options.time_limit, clock)
+    first, meshes = _begin(captured, topology, options, deadline), _meshes(topology, options)
     model, bound = first.candidates.model, first.allowed
-    analysis = time.perf_counter() - started
+    analysis, folded_operators = clock() - started, sum(model.stands[n] is n for n in model.operators)
+    apart = analysis * folded_operators / max(1, len(model.operators))
+    ending = min(_ENDING * apart + _READING * analysis, options.time_limit / 2)
+    first = replace(first, deadline=replace(deadline, at=deadline.at - ending))
     chosen, hides, chunks = options.family, options.hides, options.chunks
 
     try:
-        outcome = best_of_ways(first, meshes)
+        outcome = best_of_ways(first, meshes, apart)
     except TimeoutError as error:
         raise TimeLimitError(f"{error} (it is {options.time_limit:g} s)") from error
     contest, found, floor = outcome.contest, outcome.found, outcome.floor
@@ -213,7 +222,7 @@ def plan_captured(
         conflict = _conflict(contest, meshes, asked)
         if conflict is not None or found.smallest is None:
             raise conflict or _no_plan(contest)
-        until = max(started + _ANSWERING, time.perf_counter() + _TRYING)
+        until = max(min(started + _ANSWERING, deadline.at), clock() + _TRYING)
         job = Job(first, contest, _begin, _meshes, recapture, (stats or {}).get("capture_seconds", 0.0), until)
         raise nothing_fits(job, found.smallest, chosen.name)
     prices = best.priced
@@ -223,7 +232,7 @@ def plan_captured(
         _warn_of_lone_parts(prices)
         least = sums.step(hides)
         if chunks is None and not prices.panels:
-            chunks = best_chunks(prices)[0] if outcome.chunks is None else outcome.chunks
+            chunks = best_chunks(prices, first.deadline)[0] if outcome.chunks is None else outcome.chunks
     if chunks:
         made = in_parts(prices, chunks)
         _tell(chunks, made, hides)
@@ -231,6 +240,8 @@ def plan_captured(
         least = sums.step(hides) if hides else least
         chunks = {kind: count for kind, count in chunks.items() if count == 1 or kind in made.counts}
         fields = {"chunked": {kind: len(names) for kind, names in made.cut.items()}, "whole": made.whole}
+    if floor < least:
+        floor = max(floor, least_seconds(best.model, prices.prices))
     gap = max(0.0, 1 - floor / least) if least else 0.0
     plan = describe_plan(
         best,
@@ -251,7 +262,7 @@ def plan_captured(
         **fields,
     )
     planning = dict(stats or {}) | {
-        "seconds": time.perf_counter() - started,
+        "seconds": clock() - started,
         "analysis_seconds": analysis,
         "assembly_seconds": contest.assembling,
         "solver_seconds": contest.solving,
@@ -262,7 +273,7 @@ def plan_captured(
         "recompute": options.recompute,
         "reshard_after_forward": options.reshard_after_forward,
         "operators": len(model.operators),
-        "folded_operators": sum(model.stands[n] is n for n in model.operators),
+        "folded_operators": folded_operators,
     }
     _log.info(
         "%s on %s of %s: mesh %s, step %.4g s, %s, in %.2f s",
@@ -324,12 +335,12 @@ def _no_plan(contest: Contest) -> AutotpError:
     )
 
 
-def _begin(captured: Captured, topology: Topology, options: Options, until: float = math.inf) -> Contest:
+def _begin(captured: Captured, topology: Topology, options: Options, deadline: Deadline = NEVER) -> Contest:
     """The contest of a job."""
     bound = topology.device.memory if options.memory is None else options.memory
     model = prepare(captured, options.asked, resting=options.resting)
     together = model.parameter_bytes if options.hides else 0.0
-    return Contest(Candidates(model, topology, options, together), bound, bound, until)
+    return Contest(Candidates(model, topology, options, together), bound, bound, deadline)
 
 
 def _meshes(topology: Topology, options: Options) -> list[tuple[int, ...]]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +28,7 @@ from autotp.planner.assemble import Assembled
 from autotp.planner.candidates import Candidate
 from autotp.planner.contest import Contest
 from autotp.planner.describe import Found
-from autotp.planner.ilp import Problem, least, minimax, promising
+from autotp.planner.ilp import Expired, Problem, least, minimax, promising
 from autotp.planner.least_memory import dearer
 from autotp.planner.least_step import Searched, first_shares, most_chunks
 from autotp.planner.mixing import Met, mix
@@ -47,7 +46,6 @@ _SAME = 1e-6  # relative; less is no difference
 _HOPELESS = 1e3  # times the fastest choice met: a step that no plan has, so that none fits
 _SMALL = 4000  # choices of all nodes together that a solver gets
 _SETTLING = 3.0  # seconds for the exact search of a small program
-_MOMENT = 0.1  # seconds that a solver gets beyond the deadline
 
 
 def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | None, floor: float) -> Searched:
@@ -65,12 +63,7 @@ def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | N
     panels = contest.candidates.panels[0]
     floors = []
     for pair in contest.candidates.restrictions(meshes):
-        late = search.best is not None and time.perf_counter() > contest.deadline
-        candidate = Candidate(*pair, panels)
-        if not late:
-            floors.append(search.on(candidate))
-        else:
-            floors.append(floor if search.most == 1 else search.in_chunks(candidate))
+        floors.append(search.on(Candidate(*pair, panels), floor if search.most == 1 else 0.0))
     step = math.inf if search.best is None else search.best.step
     floor = max(0.0, min([step, *floors]))
     if search.best is None:
@@ -121,13 +114,19 @@ class _Squeeze:
         step = sums.step(options.hides)
         return Met(found, sums.sides if options.hides else ((step,),), step)
 
-    def on(self, candidate: Candidate) -> float:
-        """Looks for a better plan on a mesh; seconds that none of its plans is below."""
+    def on(self, candidate: Candidate, known: float) -> float:
+        """Looks for a better plan on a mesh; seconds that none of its plans is below, as far as there is time."""
         try:
-            first = self.solve(candidate, self.point, None, surely=True)
+            return self.look(candidate)
         except BatchError as error:
             self.contest.indivisible = error
             return math.inf
+        except Expired:
+            return known
+
+    def look(self, candidate: Candidate) -> float:
+        """Looks for a better plan on a mesh; seconds that none of its plans is below."""
+        first = self.solve(candidate, self.point, None, surely=True)
         if first is None:
             return math.inf
         _, moments, floor, _ = first
@@ -147,13 +146,9 @@ class _Squeeze:
         _log.debug("mesh %s: at least %.4g s", "x".join(map(str, candidate.mesh)), floor)
         return floor
 
-    def in_chunks(self, candidate: Candidate, moments: Moments | None = None) -> float:
+    def in_chunks(self, candidate: Candidate, moments: Moments) -> float:
         """A lower bound on the seconds of plans in chunks, from one point alone."""
-        try:
-            solved = self.solve(candidate, self.point, moments, surely=True, chunks=self.most)
-        except BatchError as error:
-            self.contest.indivisible = error
-            return math.inf
+        solved = self.solve(candidate, self.point, moments, surely=True, chunks=self.most)
         return math.inf if solved is None else solved[2]
 
     def steer(self, candidate: Candidate, moments: Moments, *, surely: bool) -> float:
@@ -162,7 +157,7 @@ class _Squeeze:
         high, point, within = -math.inf, self.point, self.contest.candidates.options.gap / 4
         mixture: Sequence[float] = ()
         for _ in range(_ROUNDS):
-            if lines and time.perf_counter() > self.contest.deadline:
+            if lines and self.contest.deadline.over:
                 break
             solved = self.solve(candidate, point, moments, surely=surely)
             if solved is None:
@@ -192,7 +187,7 @@ class _Squeeze:
         answer = self.weighed(assembled, self.point, moments, surely=True)
         spent = sum(self.point.prices.values()) * self.room
         alive = (
-            promising(answer, self.good + spent)
+            promising(answer, self.good + spent, self.contest.deadline)
             if math.isfinite(self.good)
             else [np.isfinite(n.cost) for n in answer.nodes]
         )
@@ -222,10 +217,10 @@ class _Squeeze:
         """
         surely = dict.fromkeys((*moments.usual, *self.point.prices), True)
         excluded: list[tuple[int, ...]] = []
-        floor, deadline = 0.0, min(self.contest.deadline, time.perf_counter() + _SETTLING)
-        while (left := deadline - time.perf_counter()) > 0:
+        floor, deadline = 0.0, self.contest.deadline.within(_SETTLING)
+        while not deadline.over:
             bounded = [(moments.program({moment: 1.0}, each), self.room) for moment, each in surely.items()]
-            bound, choice = minimax(groups, bounded, alive, excluded, time_limit=left)
+            bound, choice = minimax(groups, bounded, alive, excluded, deadline=deadline)
             if all(surely.values()):
                 floor = max(floor, bound)
             if choice is None or bound >= self.good:
@@ -263,11 +258,13 @@ class _Squeeze:
         Only with what choices hold ``surely`` is the sum a bound.
         """
         spent = sum(point.prices.values()) * self.room
-        left = max(_MOMENT, self.contest.deadline - time.perf_counter())
+        deadline = self.contest.deadline
 
         def ask(assembled: Assembled) -> tuple[Moments, float, tuple[int, ...] | None]:
             known = moments or self.moments(candidate, assembled)
-            value, choice = least(self.weighed(assembled, point, known, surely), cutoff=self.good + spent, time_limit=left)
+            value, choice = least(
+                self.weighed(assembled, point, known, surely), cutoff=self.good + spent, deadline=deadline
+            )
             return known, value - spent, choice
 
         assembled, answer = self.at(point, chunks).ask(candidate, ask)
@@ -283,7 +280,8 @@ class _Squeeze:
 
     def moments(self, candidate: Candidate, assembled: Assembled) -> Moments:
         """Of a mesh's steps."""
-        return Moments(assembled, self.contest.candidates.prices(candidate.mesh), candidate.panels != 1)
+        prices, deadline = self.contest.candidates.prices(candidate.mesh), self.contest.deadline
+        return Moments(assembled, prices, candidate.panels != 1, deadline)
 
     def weighed(self, assembled: Assembled, point: _Point, moments: Moments, surely: bool) -> Problem:
         """The sum (1), but for the bounds."""

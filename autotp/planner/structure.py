@@ -19,6 +19,7 @@ from torch import fx
 from autotp.costs.model import Model
 from autotp.planner.choices import Choice, Edge, Needs, Rest
 from autotp.planner.folding import signature
+from autotp.planner.ilp import NEVER, Deadline
 from autotp.plans.families import Restriction
 from passes.graph import cast_of, differentiable
 from passes.layouts.codes import DIM, INNER, PARTIAL, WHOLE, codes
@@ -49,9 +50,15 @@ class Structure:
     lives: dict[Any, Any] = field(default_factory=dict)
 
 
-def structure(model: Model, chosen: Restriction, axes: int, pricer: ReshardPricer | None = None) -> Structure:
-    """The structure of a model's plans on meshes of so many axes, within a family; a pricer for as many may be shared."""
-    return _Builder(model, chosen, axes, pricer or ReshardPricer()).run()
+def structure(
+    model: Model, chosen: Restriction, axes: int, pricer: ReshardPricer | None = None, deadline: Deadline = NEVER
+) -> Structure:
+    """The structure of a model's plans on meshes of so many axes, within a family; a pricer for as many may be shared.
+
+    Raises:
+        Expired: the deadline passed before it was complete.
+    """
+    return _Builder(model, chosen, axes, pricer or ReshardPricer(), deadline).run()
 
 
 class _Registry:
@@ -83,7 +90,8 @@ class _Registry:
 
 
 class _Builder:
-    def __init__(self, model: Model, chosen: Restriction, axes: int, pricer: ReshardPricer) -> None:
+    def __init__(self, model: Model, chosen: Restriction, axes: int, pricer: ReshardPricer, deadline: Deadline) -> None:
+        self.deadline = deadline
         self.model, self.chosen, self.axes, self.pricer = model, chosen, axes, pricer
         self.captured = model.captured
         self.whole = np.full((1, axes), WHOLE, np.int64)
@@ -114,6 +122,7 @@ class _Builder:
         self.nodes.append((node, choice, count))
 
     def choice(self, node: fx.Node) -> Choice:
+        self.deadline.check()
         operator = self.model.operators[node]
         parameters = frozenset(self.captured.parameters)
         weight = any(value_of(n)[0].name in parameters for n in operands_of(node))
@@ -207,6 +216,7 @@ class _Builder:
         return [self.edge(example[key], key, tuple(copies)) for key, copies in grouped.items()]
 
     def edge(self, node: fx.Node, key: tuple, copies: tuple[Value, ...]) -> Edge:
+        self.deadline.check()
         producer, result, uses = key
         parameter = producer.name in self.captured.parameters
         trained = (producer, result) in self.model.trained

@@ -58,7 +58,7 @@ class Options:
         compile: whether what lies between collectives is compiled by torch's Inductor, where the plan runs.
         constraints: layouts that parameters, operators, inputs or outputs must have, such as
             ``"lm_head.weight=Shard(0)@x"`` (see `autotp.plans.constraints`).
-        time_limit: seconds for the solver, over all meshes.
+        time_limit: seconds for planning, which is all but capturing the model; then the best plan so far is returned.
         gap: where memory is short and operators are recomputed, the search ends with a plan whose step is proven to be
             longer than the shortest possible by at most this share.
         recompute: which results are not kept for the backward pass but recomputed: ``auto``, as the planner decides (while

@@ -2,8 +2,8 @@
 
 Input: a `problem`, whose nodes have choices and whose tensors link them, with seconds and bytes; output: a `Solution` with
 its proof, or bounds. `solve` calls `presolve`, then `eliminate` where nothing binds the memory, else `search`, which bounds
-by `dual`, improves by `local`, and settles the rest by `labels` or `mip`. `estimate` gives only bounds, `prices` the price
-of memory, and `minimax` solves a small model under several limits at once.
+by `dual`, improves by `local`, and settles the rest by `labels` or `mip`, until the `deadline`. `estimate` gives only
+bounds, `Hasty` choices, `prices` the price of memory, and `minimax` solves a small model under several limits at once.
 
 Every method is here because it wins by a factor of 2 or more on an instance of a real model. The tables hold CPU seconds on
 one thread of a shared machine; the instances are small models on four devices, the programs as the planner states them.
@@ -37,7 +37,8 @@ A search that also branched on the largest temporary was up to 1.4 times faster 
 this one takes 28.3 s, over all 36 programs of 60 plans that were not settled by bounds.
 """
 
-from autotp.planner.ilp.estimate import Estimate, estimate, glance
+from autotp.planner.ilp.deadline import NEVER, Deadline, Expired
+from autotp.planner.ilp.estimate import Estimate, Hasty, estimate, glance
 from autotp.planner.ilp.minimax import minimax
 from autotp.planner.ilp.problem import Evaluation, Node, Problem, Tensor, Use, evaluate
 from autotp.planner.ilp.solve import (
@@ -55,9 +56,13 @@ from autotp.planner.ilp.solve import (
 )
 
 __all__ = [
+    "NEVER",
     "NO_LAYOUT",
+    "Deadline",
     "Estimate",
     "Evaluation",
+    "Expired",
+    "Hasty",
     "Infeasible",
     "Node",
     "Problem",

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autotp.planner.ilp.deadline import NEVER, Deadline
 from autotp.planner.ilp.problem import Node, Problem, Tensor, Use
 
 __all__ = ["Core", "eliminate_all", "eliminate_some"]
@@ -220,14 +221,16 @@ class _Pool:
             self.add(_Factor(neighbours, classes, sizes, least, None))
 
 
-def eliminate_all(problem: Problem, *, budget: float) -> tuple[int, ...] | None:
+def eliminate_all(problem: Problem, *, budget: float, deadline: Deadline = NEVER) -> tuple[int, ...] | None:
     """The optimal choice, memory ignored, or None when some table would take more than ``budget`` entries
-    of work.
+    of work, or the deadline passes.
     """
     pool = _Pool(problem)
     cached = {node: pool.estimate(node)[1] for node in pool.left}
     spent = 0.0
     while pool.left:
+        if deadline.over:
+            return None
         node = min(pool.left, key=lambda n: (cached[n], n))
         spent += cached[node]
         touched = pool.estimate(node)[0]
@@ -240,16 +243,17 @@ def eliminate_all(problem: Problem, *, budget: float) -> tuple[int, ...] | None:
     return Core(Problem((), ()), (), tuple(pool.steps), len(problem.nodes)).restore(())
 
 
-def eliminate_some(problem: Problem, *, work: float = 4e6) -> Core:
+def eliminate_some(problem: Problem, *, work: float = 4e6, deadline: Deadline = NEVER) -> Core:
     """Eliminate nodes of at most two neighbours while the tables that this leaves stay small.
 
     Args:
         problem: its memory bound must be ``inf``.
         work: most entries that one elimination may visit.
+        deadline: when to leave the rest.
     """
     pool = _Pool(problem)
     queue = sorted(pool.left)
-    while queue:
+    while queue and not deadline.over:
         node = queue.pop(0)
         if node not in pool.left:
             continue

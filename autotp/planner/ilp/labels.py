@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autotp.planner.ilp.deadline import Deadline
 from autotp.planner.ilp.dual import Dual
 from autotp.planner.ilp.problem import Problem
 
@@ -25,7 +26,7 @@ __all__ = ["settle"]
 
 
 class _TooMany(Exception):
-    """A table outgrew the limit."""
+    """A table outgrew the limit, or the time is over."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +62,7 @@ class _Labels:
     room: float
     price: float
     limit: int
+    deadline: Deadline
 
     def allowed(self, table: _Table) -> np.ndarray:
         extra = self.price * table.largest
@@ -69,7 +71,7 @@ class _Labels:
 
     def kept(self, table: _Table) -> _Table:
         index = np.flatnonzero(self.allowed(table))
-        if len(index) > self.limit:
+        if len(index) > self.limit or self.deadline.over:
             raise _TooMany
         return table if len(index) == len(table.at) else table.rows(index, [(p, i[index]) for p, i in table.parents])
 
@@ -182,6 +184,7 @@ def settle(
     target: float,
     largest_cost: float = 0.0,
     limit: int,
+    deadline: Deadline,
 ) -> tuple[bool, tuple[int, ...] | None]:
     """The cheapest choice below ``target``, or the proof that there is none.
 
@@ -191,12 +194,13 @@ def settle(
         target: objective value to beat.
         largest_cost: what each byte of the largest temporary adds to the objective.
         limit: most labels in a table.
+        deadline: when to give up.
 
     Returns:
-        whether it was settled (False: a table outgrew the limit), and the best choice.
+        whether it was settled (False: a table outgrew the limit, or the time was over), and the best choice.
     """
     gap = target - dual.bound()
-    labels = _Labels(problem, gap, problem.memory_bound, dual.price + largest_cost, limit)
+    labels = _Labels(problem, gap, problem.memory_bound, dual.price + largest_cost, limit, deadline)
     try:
         tables = _tables(labels, dual)
         left = set(range(len(problem.nodes)))

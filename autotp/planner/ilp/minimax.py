@@ -16,7 +16,6 @@ A step is a sum over passes, each as long as the greatest of what limits it, (4)
 
 from __future__ import annotations
 
-import datetime
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from ortools.math_opt.python import mathopt
 
+from autotp.planner.ilp.deadline import Deadline
+from autotp.planner.ilp.mip import time_limit_of
 from autotp.planner.ilp.problem import Problem, Tensor
 
 __all__ = ["minimax"]
@@ -37,7 +38,7 @@ def minimax(
     alive: Sequence[np.ndarray],
     excluded: Sequence[Sequence[int]] = (),
     *,
-    time_limit: float,
+    deadline: Deadline,
 ) -> tuple[float, tuple[int, ...] | None]:
     """A lower bound of the sum over groups of the greatest form, and the choice that was found.
 
@@ -46,9 +47,9 @@ def minimax(
         bounded: forms with the most that they may sum to.
         alive: of each node the choices that may be taken.
         excluded: choices that are of no interest.
-        time_limit: seconds.
+        deadline: when the best choice so far is returned; stating the program, which is small, does not count.
     """
-    program = _Program(alive)
+    left, program = time_limit_of(deadline), _Program(alive)
     scale = max(float(np.max(node.cost[mask], initial=0.0)) for node, mask in zip(groups[0][0].nodes, alive, strict=True))
     scale = _LARGE / scale if scale else 1.0
     thetas = []
@@ -64,7 +65,7 @@ def minimax(
         if all(variable is not None for variable in taken):
             program.model.add_linear_constraint(mathopt.fast_sum(taken) <= len(taken) - 1)
     program.model.minimize(mathopt.fast_sum(thetas))
-    parameters = mathopt.SolveParameters(time_limit=datetime.timedelta(seconds=time_limit), relative_gap_tolerance=0.0)
+    parameters = mathopt.SolveParameters(time_limit=left, relative_gap_tolerance=0.0)
     result = mathopt.solve(program.model, mathopt.SolverType.GSCIP, params=parameters)
     if result.termination.reason is mathopt.TerminationReason.INFEASIBLE:
         return math.inf, None

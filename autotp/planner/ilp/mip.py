@@ -30,10 +30,12 @@ import numpy as np
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
+from autotp.planner.ilp.deadline import NEVER, Deadline
 from autotp.planner.ilp.problem import Problem, Tensor
 
-__all__ = ["MipResult", "build", "run"]
+__all__ = ["MipResult", "build", "run", "time_limit_of"]
 
+_LONGEST = 1e6  # seconds, which a solver takes for its limit instead of infinity
 _SCALE = 1e4  # what the reference cost becomes: a reduced-cost tolerance of 1e-7 is then 1e-11 of the optimum
 
 
@@ -258,6 +260,7 @@ def build(
     *,
     largest_cost: float = 0.0,
     excluded: Sequence[Sequence[int]] = (),
+    deadline: Deadline = NEVER,
 ) -> Model:
     """State ``problem`` as a mixed-integer program, constraints (1)-(7) of the module.
 
@@ -266,11 +269,16 @@ def build(
         reference: seconds of about the size of the optimum, for scaling.
         largest_cost: what each byte of the largest temporary adds to the objective.
         excluded: choices that are not allowed.
+        deadline: see Raises.
+
+    Raises:
+        Expired: the deadline passed before it was stated.
     """
     unit = reference / _SCALE if reference > 0 and math.isfinite(reference) else 1.0
     builder = _Builder(problem, unit, largest_cost)
     builder.nodes()
     for tensor in problem.tensors:
+        deadline.check()
         builder.tensor(tensor)
     if builder.bounded:
         builder.rows.constraint(builder.memory, -math.inf, problem.memory_bound * builder.byte)
@@ -280,23 +288,33 @@ def build(
     return Model(builder.rows, tuple(builder.x), builder.unit)
 
 
-def run(model: Model, *, time_limit: float) -> MipResult:
+def time_limit_of(deadline: Deadline) -> datetime.timedelta:
+    """What is left until a deadline, for a solver."""
+    return datetime.timedelta(seconds=min(max(deadline.left, 0.01), _LONGEST))
+
+
+def run(model: Model, *, deadline: Deadline) -> MipResult:
     """Solve a built program.
 
     Args:
         model: from :func:`build`.
-        time_limit: seconds.
+        deadline: when the best choice so far is returned.
 
     Returns:
         the best choice found; ``finished`` with no choice means that none exists (the bound is then ``inf``).
+
+    Raises:
+        Expired: the deadline has passed already.
     """
+    proto = mathopt.Model.from_model_proto(model.rows.proto())
+    deadline.check()
     params = mathopt.SolveParameters(
-        time_limit=datetime.timedelta(seconds=max(time_limit, 0.01)),
+        time_limit=time_limit_of(deadline),
         relative_gap_tolerance=0.0,
         absolute_gap_tolerance=0.0,
         presolve=mathopt.Emphasis.OFF,  # what is handed over is presolved; the solver's own took as long as the search
     )
-    result = mathopt.solve(mathopt.Model.from_model_proto(model.rows.proto()), mathopt.SolverType.HIGHS, params=params)
+    result = mathopt.solve(proto, mathopt.SolverType.HIGHS, params=params)
     reason = result.termination.reason
     if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
         return MipResult(None, math.inf, True)

@@ -14,13 +14,13 @@ where they do not.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from autotp.planner.ilp import mip
+from autotp.planner.ilp.deadline import Deadline, Expired
 from autotp.planner.ilp.dual import Dual
 from autotp.planner.ilp.eliminate import eliminate_all
 from autotp.planner.ilp.labels import settle
@@ -43,7 +43,7 @@ class Settings:
     """Knobs of the search.
 
     Attributes:
-        deadline: on the monotonic clock.
+        deadline: when to end with what is known.
         cutoff: objective values at or above this are of no interest.
         tolerance: relative; the search is over when its bound is this close to the best value.
         labels: most labels in a table, see :mod:`autotp.planner.ilp.labels`.
@@ -51,7 +51,7 @@ class Settings:
         enough: stop as soon as a choice of at most this value is found.
     """
 
-    deadline: float
+    deadline: Deadline
     cutoff: float = math.inf
     tolerance: float = 2e-10
     labels: int = 2_000_000
@@ -130,13 +130,15 @@ class Search:
         root = Space(masks, [np.full(len(m), -math.inf) for m in masks], floor, self.price)
         reduced = self._tighten(root)
         self.price = root.price
-        if reduced is not None and not self._label(root, reduced, _QUICK):
+        if reduced is not None and not self._over() and not self._label(root, reduced, _QUICK):
             self._rounds(root)
         self.bound = min(self.value, max(self.bound, root.bound))
 
     def _rounds(self, root: Space) -> None:
         """Settle what is cheaper than rising limits, until something is found, and in the end without a limit."""
         for part in _PARTS:
+            if self._over():
+                return
             self.limit = root.bound + part * (self.target() - root.bound) if part < 1 else math.inf
             space = root.copy()
             reduced = self._tighten(space)
@@ -145,11 +147,11 @@ class Search:
             # What the limit has pruned may cost just as much as the limit, whatever the rest is bounded by.
             self.bound = max(self.bound, min(space.bound, self.limit, self.value))
             last, self.limit = math.isinf(self.limit), math.inf
-            if last or self._over() or self.bound >= self.target():
+            if last or self.bound >= self.target():
                 return
 
     def _over(self) -> bool:
-        return time.monotonic() > self.settings.deadline or self.value <= self.settings.enough
+        return self.value <= self.settings.enough or self.settings.deadline.over
 
     def _restricted(self, space: Space) -> Reduced | None:
         tensors = self.problem.tensors
@@ -174,7 +176,7 @@ class Search:
                 space.bound = self.target()
                 return None
             before, size = size, sum(len(k) for k in reduced.kept)
-            if size > 0.9 * before:
+            if size > 0.9 * before or (math.isfinite(before) and self._over()):
                 return reduced
             self._climb(space, reduced)
             if space.bound >= self.target():
@@ -212,13 +214,13 @@ class Search:
         for number in range(1, _SWEEPS + 1):
             through = dual.sweep()
             bound = dual.bound()
-            done = bound >= self.target()
-            if done or number % 5 == 0:
+            done, over = bound >= self.target(), self.settings.deadline.over
+            if done or over or number % 5 == 0:
                 if bound > space.bound:
                     space.bound, space.price = bound, dual.price
                 self._prune(space, reduced, through)
                 slow = bound - last < 0.02 * (min(self.target(), self._cap(reduced.problem)) - bound)
-                if done or (slow and number > 5):
+                if done or over or (slow and number > 5):
                     break
                 last = bound
                 if math.isinf(self.value) and number == 5:
@@ -229,10 +231,11 @@ class Search:
 
     def _read(self, reduced: Reduced, dual: Dual) -> None:
         small = reduced.problem
-        choice = improve(replace(priced(small, dual.price), memory_bound=math.inf), dual.decode())
+        deadline = self.settings.deadline
+        choice = improve(replace(priced(small, dual.price), memory_bound=math.inf), dual.decode(), deadline)
         self.offer(reduced.restore(choice))
         if math.isfinite(small.memory_bound) and evaluate(small, choice).memory <= small.memory_bound:
-            self.offer(reduced.restore(improve(small, choice)))
+            self.offer(reduced.restore(improve(small, choice, deadline)))
 
     def _cap(self, small: Problem) -> float:
         best = min(self.value, self.settings.cutoff)
@@ -259,10 +262,17 @@ class Search:
             return False
         dual = Dual(small, self._cap(small), price=space.price if math.isfinite(small.memory_bound) else 0.0)
         for _ in range(_SWEEPS):
+            if self._over():
+                return False
             dual.sweep()
             dual.rebalance()
         settled, choice = settle(
-            small, dual, target=target, largest_cost=self.largest_cost, limit=min(most, self.settings.labels)
+            small,
+            dual,
+            target=target,
+            largest_cost=self.largest_cost,
+            limit=min(most, self.settings.labels),
+            deadline=self.settings.deadline,
         )
         if choice is not None:
             self.offer(reduced.restore(choice))
@@ -277,7 +287,7 @@ class Search:
         excluded.
         """
         if math.isinf(self.problem.memory_bound) and not self.largest_cost:
-            choice = eliminate_all(reduced.problem, budget=self.settings.work)
+            choice = eliminate_all(reduced.problem, budget=self.settings.work, deadline=self.settings.deadline)
             if choice is not None:
                 self.method = "elimination"
                 self.offer(reduced.restore(choice))
@@ -287,10 +297,18 @@ class Search:
         found: list[tuple[int, ...]] = []
         for _ in range(30):
             small = self._trimmed(reduced.problem)
-            model = mip.build(small, self._cap(small), largest_cost=self.largest_cost, excluded=found)
+            try:
+                model = mip.build(
+                    small,
+                    self._cap(small),
+                    largest_cost=self.largest_cost,
+                    excluded=found,
+                    deadline=self.settings.deadline,
+                )
+                result = mip.run(model, deadline=self.settings.deadline)
+            except Expired:
+                break
             self.variables = max(self.variables, model.size)
-            left = self.settings.deadline - time.monotonic()
-            result = mip.run(model, time_limit=left)
             if result.choice is not None:
                 self.offer(reduced.restore(result.choice))
                 found.append(result.choice)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autotp.planner.ilp.deadline import NEVER, Deadline, Expired
 from autotp.planner.ilp.dual import Dual
 from autotp.planner.ilp.eliminate import Core, eliminate_all, eliminate_some
 from autotp.planner.ilp.presolve import Reduced, compact, consistent
@@ -30,7 +30,6 @@ __all__ = [
 
 NO_LAYOUT = "no combination of strategies has a finite cost: every one needs an impossible reshard"
 _SWEEPS = 10
-_TIME_LIMIT = 60.0  # seconds
 _EASY = 3e5  # entries that elimination may visit before duality is the faster way
 
 
@@ -82,7 +81,7 @@ class Pruned:
 def solve(
     problem: Problem,
     *,
-    time_limit: float = 60.0,
+    deadline: Deadline = NEVER,
     cutoff: float = math.inf,
     need: bool = True,
     trusted: bool = False,
@@ -91,7 +90,7 @@ def solve(
 
     Args:
         problem: what to choose.
-        time_limit: seconds; afterwards the best assignment so far is returned with its proven gap.
+        deadline: when the best assignment so far is returned with its proven gap.
         cutoff: seconds; stop as soon as it is proven that nothing cheaper than this exists.
         need: where nothing fits the memory bound, find out the least that is needed; else a lower bound of it will do.
         trusted: the problem is known to be well-formed.
@@ -101,12 +100,12 @@ def solve(
 
     Raises:
         Infeasible: when the layouts admit no assignment, or none within the memory bound.
-        TimeoutError: when the time limit passed before any assignment was found.
+        Expired: when the deadline passed before any assignment was found.
         ValueError: when the problem is malformed.
     """
     if not trusted:
         validate(problem)
-    settings = Settings(time.monotonic() + time_limit, cutoff)
+    settings = Settings(deadline, cutoff)
     free = unbounded(problem, settings)
     if free.value >= cutoff and free.bound >= cutoff - 1e-9 * abs(cutoff):
         return Pruned()
@@ -124,35 +123,32 @@ def solve(
     return replace(solution_of(problem, search), price=search.price)
 
 
-def settle(problem: Problem, *, time_limit: float, cutoff: float, price: float, floor: float) -> Solution | Pruned:
+def settle(problem: Problem, *, deadline: Deadline, cutoff: float, price: float, floor: float) -> Solution | Pruned:
     """``solve`` where a choice of ``cutoff`` seconds is known: bytes are worth ``price``, nothing is below ``floor``."""
-    search = Search(problem, Settings(time.monotonic() + time_limit, cutoff=cutoff), price=price, prices=1)
+    search = Search(problem, Settings(deadline, cutoff=cutoff), price=price, prices=1)
     search.run(floor=floor)
     if search.value >= cutoff and search.bound >= cutoff - 1e-9 * abs(cutoff):
         return Pruned()
     return replace(solution_of(problem, search), price=search.price)
 
 
-def cheapest(problem: Problem) -> tuple[int, ...]:
-    """The cheapest assignment, whatever memory it takes, of a well-formed problem.
+def cheapest(problem: Problem, deadline: Deadline) -> tuple[int, ...]:
+    """The cheapest assignment, whatever memory it takes, of a well-formed problem; the best that was met by the deadline.
 
     Raises:
         Infeasible: the layouts admit no assignment.
-        TimeoutError: none was found within a minute.
+        Expired: none was met.
     """
-    found = unbounded(problem, Settings(time.monotonic() + _TIME_LIMIT))
-    if found.choice is None:
-        raise TimeoutError(f"no assignment of {len(problem.nodes)} nodes was found within the time limit; raise time_limit")
-    return found.choice
+    return _choice_of(problem, unbounded(problem, Settings(deadline)))
 
 
-def least(problem: Problem, *, cutoff: float, time_limit: float) -> tuple[float, tuple[int, ...] | None]:
+def least(problem: Problem, *, cutoff: float, deadline: Deadline) -> tuple[float, tuple[int, ...] | None]:
     """What no assignment costs less than; and the cheapest one, whatever memory it takes, if it costs less than the cutoff.
 
     Raises:
         Infeasible: the layouts admit no assignment.
     """
-    found = unbounded(problem, Settings(time.monotonic() + time_limit, cutoff=cutoff))
+    found = unbounded(problem, Settings(deadline, cutoff=cutoff))
     return found.bound, found.choice if found.value < cutoff else None
 
 
@@ -168,17 +164,19 @@ def unbounded(problem: Problem, settings: Settings) -> Search:
     small = problem
     for work in (None, 2e5, 4e6):
         if work is not None:
+            if settings.deadline.over:
+                break
             stages.append(compact(small, masks, bounded=False))
-            stages.append(eliminate_some(stages[-1].problem, work=work))
+            stages.append(eliminate_some(stages[-1].problem, work=work, deadline=settings.deadline))
             small = stages[-1].problem
             masks = [np.ones(len(node.cost), dtype=bool) for node in small.nodes]
         if math.isfinite(settings.cutoff):
-            found.bound = max(found.bound, _raise_bound(small, masks, settings.cutoff))
+            found.bound = max(found.bound, _raise_bound(small, masks, settings))
             if found.bound >= settings.cutoff or not consistent(small, masks):
                 found.bound = max(found.bound, settings.cutoff)
                 return found
     search = Search(small, settings)
-    choice = eliminate_all(small, budget=_EASY)
+    choice = eliminate_all(small, budget=_EASY, deadline=settings.deadline)
     if choice is not None:
         search.settle(choice, "elimination")
     else:
@@ -186,30 +184,33 @@ def unbounded(problem: Problem, settings: Settings) -> Search:
     if search.choice is not None:
         for stage in reversed(stages):
             search.choice = stage.restore(search.choice)
-    elif math.isinf(search.bound) and math.isinf(settings.cutoff):
+    elif search.bound == math.inf and math.isinf(settings.cutoff):
         raise Infeasible(NO_LAYOUT, math.inf)
     return search
 
 
-def _raise_bound(problem: Problem, masks: list[np.ndarray], cutoff: float) -> float:
+def _raise_bound(problem: Problem, masks: list[np.ndarray], settings: Settings) -> float:
     """A lower bound from two sweeps of duality; strategies that cannot come below the cutoff are cleared."""
+    cutoff = settings.cutoff
     dual = Dual(replace(problem, memory_bound=math.inf), cutoff)
     for _ in range(2):
         floors = dual.sweep()
-        if dual.bound() >= cutoff:
+        if dual.bound() >= cutoff or settings.deadline.over:
             break
     for mask, floor in zip(masks, floors, strict=True):
         mask &= floor < cutoff
     return dual.bound()
 
 
-def promising(problem: Problem, cutoff: float) -> list[np.ndarray]:
+def promising(problem: Problem, cutoff: float, deadline: Deadline) -> list[np.ndarray]:
     """Of every node the choices that may be part of an assignment, whatever memory it takes, that costs less."""
     masks = [np.isfinite(node.cost) for node in problem.nodes]
     if not consistent(problem, masks):
         raise Infeasible(NO_LAYOUT, math.inf)
     dual = Dual(replace(problem, memory_bound=math.inf), cutoff)
     for _ in range(_SWEEPS):
+        if deadline.over:
+            break
         floors = dual.sweep()
         dual.rebalance()
         for mask, floor in zip(masks, floors, strict=True):
@@ -257,7 +258,7 @@ def _fitting(problem: Problem, settings: Settings, need: bool) -> tuple[int, ...
     settings = replace(settings, cutoff=limit, enough=problem.memory_bound)
     search = Search(_bytes_only(problem), settings, largest_cost=1.0)
     search.run()
-    if search.choice is None and math.isinf(search.bound):
+    if search.choice is None and search.bound == math.inf:
         raise Infeasible(NO_LAYOUT, math.inf)
     needed = math.inf if search.choice is None else evaluate(problem, search.choice).memory
     if needed <= problem.memory_bound:
@@ -277,11 +278,15 @@ def solution_of(problem: Problem, search: Search) -> Solution:
     """What a finished search found, with its proven gap.
 
     Raises:
-        TimeoutError: when it found nothing.
+        Expired: when it found nothing.
     """
+    return solution_at(problem, _choice_of(problem, search), search.bound, search.method, search.variables)
+
+
+def _choice_of(problem: Problem, search: Search) -> tuple[int, ...]:
     if search.choice is None:
-        raise TimeoutError(f"no assignment of {len(problem.nodes)} nodes was found within the time limit; raise time_limit")
-    return solution_at(problem, search.choice, search.bound, search.method, search.variables)
+        raise Expired(f"no assignment of {len(problem.nodes)} nodes was found within the time limit; raise time_limit")
+    return search.choice
 
 
 def solution_at(problem: Problem, choice: tuple[int, ...], bound: float, method: str, variables: int = 0) -> Solution:

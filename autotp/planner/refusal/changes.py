@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from autotp.errors import AutotpError, Change
 from autotp.planner.contest import Contest
-from autotp.planner.fitting import Fit, fit_of, floor_of, ways
+from autotp.planner.fitting import floor_of, tries, ways
 from autotp.plans.options import Options
 from costmodel import Topology
 from costmodel.memory import OPTIMIZERS
@@ -30,6 +30,14 @@ _TIMES = (2, 4)
 _LATE = "for lack of time"
 _ABSENT = "as that takes the model, of which only the graph is known"
 _CLOSE = "to the end, as it is close"
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Whether a job fits, None where that is not known; and bytes that a plan takes, or that no plan takes less than."""
+
+    fits: bool | None
+    bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +94,27 @@ def changes_of(job: Job) -> list[Change]:
         else:
             found.append(Change(trial.name, fit.fits, fit.bytes))
     return found
+
+
+def fit_of(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Fit:
+    """Whether some plan fits, without looking for a fast one.
+
+    Raises:
+        AutotpError: there is no plan at all.
+    """
+    floor = floor_of(contest)
+    if floor <= contest.allowed:
+        floor = contest.shared(meshes)
+    if floor > contest.allowed:
+        return Fit(False, floor)
+    few = tries(contest)
+    least = contest.least(meshes, contest.allowed, few)
+    if least is None:
+        raise contest.indivisible or AutotpError("no plan")
+    if least.used <= contest.allowed:
+        return Fit(True, least.used)
+    every = sum(1 for _ in contest.candidates.over(meshes))
+    return Fit(False if few >= every else None, least.used)
 
 
 def _trials(job: Job) -> Iterator[_Trial]:

@@ -11,7 +11,21 @@ import autotp
 from autotp.planner import prepare
 from autotp.planner.candidates import Candidate, Candidates
 from autotp.planner.contest import Contest
-from autotp.planner.ilp import Infeasible, Node, Problem, Pruned, Solution, Tensor, Use, estimate, glance, settle, solve
+from autotp.planner.ilp import (
+    NEVER,
+    Deadline,
+    Infeasible,
+    Node,
+    Problem,
+    Pruned,
+    Solution,
+    Tensor,
+    Use,
+    estimate,
+    glance,
+    settle,
+    solve,
+)
 from autotp.plans.families import family
 from autotp.plans.options import Options
 from benchmarks.models import trained
@@ -48,7 +62,7 @@ def test_a_short_look_bounds_what_enumeration_finds(tightness):
     settled = 0
     for seed in range(SEEDS):
         problem, best = chain(seed, tightness)
-        found = estimate(problem, time_limit=10)
+        found = estimate(problem, deadline=Deadline.after(10))
         assert found.bound <= best * (1 + 1e-9), seed
         if found.solution is not None:
             assert found.solution.memory <= problem.memory_bound and found.solution.seconds >= best * (1 - 1e-9)
@@ -56,7 +70,7 @@ def test_a_short_look_bounds_what_enumeration_finds(tightness):
             assert found.solution is not None and found.solution.seconds == pytest.approx(best, rel=1e-9), seed
             settled += 1
         for factor in (0.9, 1.05):
-            repeated = estimate(problem, time_limit=10, cutoff=factor * best, price=found.price)
+            repeated = estimate(problem, deadline=Deadline.after(10), cutoff=factor * best, price=found.price)
             assert repeated.bound <= max(best, factor * best) * (1 + 1e-9), seed
             if factor > 1 and repeated.settled:
                 assert repeated.solution is not None and repeated.solution.seconds == pytest.approx(best, rel=1e-9), seed
@@ -70,9 +84,11 @@ def test_a_short_look_bounds_what_enumeration_finds(tightness):
 def test_settling_finds_the_optimum_or_proves_that_none_is_below_the_cutoff(tightness):
     for seed in range(SEEDS):
         problem, best = chain(seed, tightness)
-        looked = estimate(problem, time_limit=10)
+        looked = estimate(problem, deadline=Deadline.after(10))
         for factor in (0.999, 1.001, 1.05, 1.4):
-            found = settle(problem, time_limit=30, cutoff=factor * best, price=looked.price, floor=looked.bound)
+            found = settle(
+                problem, deadline=Deadline.after(30), cutoff=factor * best, price=looked.price, floor=looked.bound
+            )
             if factor < 1:
                 assert isinstance(found, Pruned), seed
             else:
@@ -83,7 +99,7 @@ def test_settling_finds_the_optimum_or_proves_that_none_is_below_the_cutoff(tigh
 def contest(memory: float) -> Contest:
     model, args = trained("gpt")
     topology = autotp.Topology.flat(4, bandwidth=1e9, latency=1e-5)
-    return Contest(Candidates(prepare(capture(model, args, None)), topology, Options()), memory, memory, math.inf)
+    return Contest(Candidates(prepare(capture(model, args, None)), topology, Options()), memory, memory, NEVER)
 
 
 @pytest.mark.parametrize("mesh", [(4,), pytest.param((2, 2), marks=pytest.mark.exact)])

@@ -17,7 +17,7 @@ from autotp.costs.prices import Prices
 from autotp.planner import plan_captured, prepare
 from autotp.planner.assemble import assemble
 from autotp.planner.describe import Found
-from autotp.planner.ilp import evaluate, solve
+from autotp.planner.ilp import Deadline, evaluate, solve
 from autotp.planner.least_step import best_chunks, chunked, in_parts
 from autotp.planner.structure import structure
 from autotp.plans.families import family
@@ -147,7 +147,7 @@ def test_what_cannot_be_cut_hides_nothing(way):
     one = Found(assembled, solve(assembled.problem), prices).priced
     whole, cut = one.sums, chunked(one, in_parts(one, {way: 2}))
     assert whole.activations > 0 and cut.hidden == 0 and cut.step(hides=True) == pytest.approx(whole.step(hides=True))
-    assert best_chunks(one)[0] == {}
+    assert best_chunks(one, Deadline())[0] == {}
 
 
 def test_zero3_sums_chunks_gradients_before_it_scatters_them():

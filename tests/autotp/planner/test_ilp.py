@@ -3,14 +3,13 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from ilp_instances import brute_force, small_problem, transformer_layer
 
-from autotp.planner.ilp import Infeasible, Node, Problem, Pruned, Tensor, Use, evaluate, mip, solve
+from autotp.planner.ilp import Deadline, Infeasible, Node, Problem, Pruned, Tensor, Use, evaluate, mip, solve
 from autotp.planner.ilp.dual import Dual
 from autotp.planner.ilp.eliminate import eliminate_all, eliminate_some
 from autotp.planner.ilp.local import improve
@@ -114,7 +113,7 @@ def test_every_way_through_the_search_equals_enumeration(
             if (found := evaluate(problem, choice)).memory <= least + 1
         )
         # A cutoff stands in for the choice that solve() would start from.
-        settings = Settings(time.monotonic() + 60, labels=labels, work=0, cutoff=1.5 * best + 1e-9)
+        settings = Settings(Deadline.after(60), labels=labels, work=0, cutoff=1.5 * best + 1e-9)
         search = Search(bounded, settings, largest_cost=largest_cost)
         search.run()
         assert search.choice is not None and close(search.value, best), seed
@@ -145,7 +144,7 @@ def test_mixed_integer_program_alone_equals_enumeration() -> None:
             continue
         bounded = replace(problem, memory_bound=least + 2)
         best, _ = brute_force(bounded)
-        result = mip.run(mip.build(bounded, best), time_limit=10)
+        result = mip.run(mip.build(bounded, best), deadline=Deadline.after(10))
         assert result.finished and result.choice is not None
         # The solver's own tolerance is 1e-6 of a choice, which is what Search corrects for.
         assert evaluate(bounded, result.choice).seconds == pytest.approx(best, rel=1e-4, abs=1e-12), seed
@@ -266,7 +265,7 @@ def test_time_limit_reports_an_honest_gap() -> None:
     exact = solve(bounded)
     assert exact is not None and exact.optimal
     try:
-        found = solve(bounded, time_limit=0.3)
+        found = solve(bounded, deadline=Deadline.after(0.3))
     except TimeoutError:
         return
     assert found is not None

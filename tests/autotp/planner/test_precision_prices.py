@@ -8,7 +8,7 @@ from autotp.costs.priced import Priced
 from autotp.costs.prices import Prices
 from autotp.planner import prepare
 from autotp.planner.assemble import assemble
-from autotp.planner.ilp import cheapest, evaluate
+from autotp.planner.ilp import Deadline, cheapest, evaluate
 from autotp.planner.structure import structure
 from autotp.plans.families import family
 from costmodel import Device
@@ -26,7 +26,7 @@ def test_the_program_counts_what_the_plan_costs(precision, name):
     prices = Prices(autotp.Topology.flat(4, bandwidth=1e9, latency=1e-6, device=_DEVICE), (2, 2))
     built = structure(analysed, family(name).restrictions(2)[0], 2)
     assembled = assemble(built, prices, 1e12)
-    choice = cheapest(assembled.problem)
+    choice = cheapest(assembled.problem, Deadline())
 
     def chosen(node):
         stand = analysed.stands.get(node, node)

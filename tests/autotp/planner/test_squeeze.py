@@ -23,7 +23,7 @@ from autotp.planner import plan_captured, prepare
 from autotp.planner.candidates import Candidate, Candidates
 from autotp.planner.choices import Choice
 from autotp.planner.folding import folded
-from autotp.planner.ilp import cheapest
+from autotp.planner.ilp import Deadline, cheapest
 from autotp.planner.moments import Moments
 from autotp.plans.options import Options
 from benchmarks.models import Transformer
@@ -140,7 +140,7 @@ def test_a_bound_counts_no_more_than_what_is_held(name):
         (restriction,) = candidates.options.family.restrictions(len(mesh))
         candidate = Candidate(mesh, restriction, 1)
         assembled = candidates.assemble(candidate, math.inf)
-        moments = Moments(assembled, candidates.prices(mesh), False)
+        moments = Moments(assembled, candidates.prices(mesh), False, Deadline())
         for _ in range(3):
             nodes = tuple(
                 replace(n, cost=np.where(np.isfinite(n.cost), rng.random(n.cost.shape), math.inf))
@@ -150,7 +150,7 @@ def test_a_bound_counts_no_more_than_what_is_held(name):
                 replace(t, cost=np.where(np.isfinite(t.cost), rng.random(t.cost.shape) / 5, math.inf))
                 for t in assembled.problem.tensors
             )
-            choice = cheapest(replace(assembled.problem, nodes=nodes, tensors=tensors))
+            choice = cheapest(replace(assembled.problem, nodes=nodes, tensors=tensors), Deadline())
             found = candidates.found(candidate, assembled, choice)
             # What is run again in vain holds nothing, whatever its tables say; no optimum does that.
             choice = tuple(
@@ -209,7 +209,7 @@ def test_the_first_of_identical_layers_may_keep_less():
     (restriction,) = candidates.options.family.restrictions(1)
     candidate = Candidate((4,), restriction, 1)
     assembled = candidates.assemble(candidate, math.inf)
-    kept = cheapest(assembled.problem)
+    kept = cheapest(assembled.problem, Deadline())
     recomputing = tuple(
         row + len(made.space.serves) if isinstance(made, Choice) and made.undecided else row
         for (_, made, _), row in zip(assembled.structure.nodes, kept, strict=True)
