@@ -19,7 +19,7 @@ from autotp import FAMILIES
 from autotp.costs.footprint import Footprint
 from autotp.costs.priced import Priced
 from autotp.costs.recompute import decided, undecided
-from autotp.planner import plan_captured, prepare
+from autotp.planner import plan_captured, prepare, squeeze
 from autotp.planner.candidates import Candidate, Candidates
 from autotp.planner.choices import Choice
 from autotp.planner.folding import folded
@@ -92,7 +92,8 @@ def subsets(values):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_the_optimum_is_that_of_an_exhaustive_search_at_every_moment(seed):
+def test_the_optimum_is_that_of_an_exhaustive_search_at_every_moment(seed, monkeypatch):
+    monkeypatch.setattr(squeeze, "_SETTLING", 60.0)  # on a busy machine, too
     torch.manual_seed(seed)
     captured = capture(RandomBlocks(seed), (torch.randn(64 * (1 + seed % 3), 16),))
     topology = autotp.Topology.load("dgx-h100").resized(1)
