@@ -1,6 +1,10 @@
-"""What tests of several folders share: the command line in this process."""
+"""What tests of several folders share: the command line in this process, and that a file leaves nothing to the next."""
+
+import os
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from autotp.cli import main
 
@@ -15,3 +19,13 @@ def run_cli():
         return int(ended.value.code or 0)
 
     return run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leaves_no_job():
+    """Frameworks set variables that make others believe in a job of several processes."""
+    with mock.patch.dict(os.environ):
+        yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("a process group is left")
