@@ -6,6 +6,7 @@ runs two to three times as long as one that a kernel knows to be causal, and sav
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from torch.fx.node import map_aggregate
 __all__ = ["recognise_masks"]
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
-#: Elements of a mask beyond which nobody looks: as many bytes, and about as many nanoseconds for each of its operators.
+#: Elements beyond which nobody looks, of what has to be computed: about as many bytes and nanoseconds.
 _MOST = 2**30
+#: Operators on every element that torch does not tag so.
+_UNTAGGED = ("aten::__and__", "aten::__or__", "aten::where")
 
 
 def recognise_masks(graph: fx.Graph) -> None:
@@ -44,10 +47,10 @@ def _constants(mask: fx.Node) -> set[fx.Node]:
     needed, stack = {mask}, [mask]
     while stack:
         node = stack.pop()
-        target, value = node.target, node.meta.get("val")
+        target = node.target
         if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
             return set()
-        if torch.Tag.nondeterministic_seeded in target.tags or not isinstance(value, Tensor) or value.numel() > _MOST:
+        if torch.Tag.nondeterministic_seeded in target.tags or not isinstance(node.meta.get("val"), Tensor):
             return set()
         fresh = set(node.all_input_nodes) - needed
         needed |= fresh
@@ -63,14 +66,11 @@ def _meaning(graph: fx.Graph, mask: fx.Node, needed: set[fx.Node]) -> str:
     values: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         if node in needed:
-            args, kwargs = (
-                map_aggregate(each, lambda leaf: _real(leaf, values)) for each in (node.args, dict(node.kwargs))
-            )
             try:
-                values[node] = node.target(*args, **kwargs)
-            except RuntimeError:  # there is no such kernel on the CPU
+                values[node] = _value(node, values)
+            except (RuntimeError, _TooLarge):  # there is no such kernel on the CPU
                 return ""
-    found = values[mask]
+    found = _shrunk(values[mask], _repeated(values[mask], values[mask].dim()))
     if found.dtype != torch.bool:
         shown = found == 0
         if not (shown | (found <= torch.finfo(found.dtype).min)).all():
@@ -79,6 +79,50 @@ def _meaning(graph: fx.Graph, mask: fx.Node, needed: set[fx.Node]) -> str:
     if found.all():
         return "nothing"
     return "causal" if (found == torch.ones(rows, columns, dtype=torch.bool).tril()).all() else ""
+
+
+class _TooLarge(Exception):
+    """A value takes too long to look at."""
+
+
+def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Tensor:
+    """What an operator gives on the CPU, with stride 0 along the dims that repeat: sequences of a batch are all alike."""
+    target: Any = node.target
+    shape = node.meta["val"].shape
+    args: Any
+    kwargs: Any
+    args, kwargs = (map_aggregate(each, lambda leaf: _real(leaf, values)) for each in (node.args, dict(node.kwargs)))
+    repeated: set[int] = set()
+    if torch.Tag.pointwise in target.tags or target._schema.name in _UNTAGGED:
+        given = [values[n] for n in node.all_input_nodes]
+        repeated = set.intersection(*(_repeated(value, len(shape)) for value in given)) if given else set()
+        args, kwargs = (
+            map_aggregate(each, lambda leaf: _shrunk(leaf, repeated) if isinstance(leaf, Tensor) else leaf)
+            for each in (args, kwargs)
+        )
+    if not target.is_view and math.prod(n for d, n in enumerate(shape) if d - len(shape) not in repeated) > _MOST:
+        raise _TooLarge
+    made: Tensor = target(*args, **kwargs)
+    if repeated or target.is_view:
+        return made.expand(shape)
+    for dim in range(made.dim()):
+        first = made.narrow(dim, 0, min(1, made.shape[dim])).expand_as(made)
+        if made.stride(dim) and torch.equal(first, made):
+            made = first
+    return made
+
+
+def _repeated(value: Tensor, rank: int) -> set[int]:
+    """The dims, counted from the last, along which a value of some rank is the same everywhere."""
+    own = range(-value.dim(), 0)
+    return {d for d in range(-rank, 0) if d not in own or value.shape[d] == 1 or value.stride(d) == 0}
+
+
+def _shrunk(value: Tensor, dims: set[int]) -> Tensor:
+    """The first element along some dims, as many as there are."""
+    for dim in dims.intersection(range(-value.dim(), 0)):
+        value = value.narrow(dim, 0, min(1, value.shape[dim]))
+    return value
 
 
 def _real(leaf: Any, values: dict[fx.Node, Any]) -> Any:

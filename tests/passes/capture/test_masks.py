@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 import autotp
-from passes.capture import capture
+from passes.capture import capture, masks
 
 LENGTH = 6
 
@@ -93,3 +93,13 @@ def test_models_of_transformers_are_causal(kind, config, device):
     assert len(found) == 2 and all(node.args[3] is None and node.args[5] is True for node in found)
     padded = attentions(capture(model, (tokens,), {"attention_mask": torch.ones_like(tokens)}))
     assert len(padded) == 2 and all(isinstance(node.args[3], torch.fx.Node) for node in padded)
+
+
+@pytest.mark.parametrize(("most", "recognised"), [(LENGTH**2, True), (LENGTH**2 - 1, False)])
+def test_of_a_batch_one_sequence_is_looked_at(monkeypatch, most, recognised):
+    monkeypatch.setattr(masks, "_MOST", most)
+    config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    config.use_cache = False
+    with torch.device("meta"):
+        (node,) = attentions(capture(LlamaModel(config), (torch.zeros(5, LENGTH, dtype=torch.int64),)))
+    assert (node.args[3] is None) == recognised
