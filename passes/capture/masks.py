@@ -64,12 +64,13 @@ def _meaning(graph: fx.Graph, mask: fx.Node, needed: set[fx.Node]) -> str:
     if rows != columns:
         return ""
     values: dict[fx.Node, Any] = {}
-    for node in graph.nodes:
-        if node in needed:
-            try:
-                values[node] = _value(node, values)
-            except (RuntimeError, _TooLarge):  # there is no such kernel on the CPU
-                return ""
+    try:
+        with torch.device("cpu"):
+            for node in graph.nodes:
+                if node in needed:
+                    values[node] = _value(node, values)
+    except (RuntimeError, _TooLarge):  # there is no such kernel on the CPU
+        return ""
     found = _shrunk(values[mask], _repeated(values[mask], values[mask].dim()))
     if found.dtype != torch.bool:
         shown = found == 0
@@ -78,7 +79,7 @@ def _meaning(graph: fx.Graph, mask: fx.Node, needed: set[fx.Node]) -> str:
         found = shown
     if found.all():
         return "nothing"
-    return "causal" if (found == torch.ones(rows, columns, dtype=torch.bool).tril()).all() else ""
+    return "causal" if (found == torch.ones(rows, columns, dtype=torch.bool, device="cpu").tril()).all() else ""
 
 
 class _TooLarge(Exception):
