@@ -83,7 +83,8 @@ def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]], analysis: 
             raise contest.indivisible or error from None
         plain, _ = ways(contest)
         return _in_chunks(meshes, Outcome(plain, Searched(first, error.bound, first.memory), error.bound, plain))
-    outcome = replace(outcome, plain=replace(outcome.plain, deadline=deadline))
+    plain = replace(outcome.plain, deadline=deadline)
+    outcome = replace(outcome, plain=plain, contest=plain if outcome.contest is outcome.plain else outcome.contest)
     best, hides = outcome.found.best, contest.candidates.options.hides
     if first is not None and (best is None or _step(first, hides) < _step(best, hides)):
         outcome = replace(outcome, found=replace(outcome.found, best=first))

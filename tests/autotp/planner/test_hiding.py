@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import autotp
 from autotp.costs.prices import Prices
-from autotp.planner import plan_captured, prepare
+from autotp.planner import fitting, plan_captured, prepare
 from autotp.planner.assemble import assemble
 from autotp.planner.describe import Found
 from autotp.planner.ilp import Deadline, evaluate, solve
@@ -22,7 +22,7 @@ from autotp.planner.least_step import best_chunks, chunked, in_parts
 from autotp.planner.structure import structure
 from autotp.plans.families import family
 from autotp.plans.options import Options
-from benchmarks.models import Transformer
+from benchmarks.models import Transformer, products
 from costmodel import overlap
 from costmodel.overlap import Weight, Weights
 from passes.capture import capture
@@ -168,3 +168,19 @@ def test_chunks_are_chosen_where_activations_are_waited_for():
     fast = autotp.Topology.flat(2, bandwidth=1e13, latency=0.0, device=SMALL)
     assert not autotp.plan(model, fast, (x,), strategy="megatron-1d").chunks
     torch.testing.assert_close(autotp.simulate(model, plan, (x,))(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_plans_in_chunks_are_searched_for_by_themselves(monkeypatch):
+    """After those without chunks, whatever the time limit: what is shared out of it must not keep them from being tried."""
+    searches = []
+
+    def least_step(*args):
+        searches.append(args)
+        return original(*args)
+
+    original = fitting.least_step
+    monkeypatch.setattr(fitting, "least_step", least_step)
+    model, args = products(2, 64, 4, 8, 16)
+    topology = autotp.Topology.flat(4, bandwidth=1e9)
+    autotp.plan(model, topology, args, strategy="megatron-1d", mesh=(4,), panels=1, schedule="overlap")
+    assert len(searches) == 2
