@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autotp
+from autotp.analysis.compare import difference, largest
 from autotp.runtime.inductor.compiler import unavailable
 from benchmarks.models import Loss, trained
 from costmodel import Topology
@@ -190,12 +191,13 @@ def _error(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
 
     The gradient of a bias of keys is zero but for rounding.
     """
-    least = 1e-3 * max(float(value.abs().max()) for value in wanted.values())
+    wanted = {name: value.detach() for name, value in wanted.items()}
+    least = 1e-3 * max(map(largest, wanted.values()))
     errors = []
     for name, value in wanted.items():
         mine = found[name]
         mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
-        errors.append(float((mine - value).abs().max()) / max(float(value.abs().max()), least))
+        errors.append(difference(mine.detach(), value, max(largest(value), least)))
     return max(errors)
 
 

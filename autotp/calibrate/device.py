@@ -88,11 +88,14 @@ def calibrate_device(
         times[dtype] = _together(clock, turns, functools.partial(_products, shapes, kind, clock, seconds))
     decisive = [dtype for dtype in _DECISIVE[clock.device.type] if dtype in dtypes]
     # A GPU takes some microseconds for the smallest product: what takes little more shows no rate.
-    least = {dtype: _TELLING * min(times[dtype]) if clock.device.type == "cuda" else 0.0 for dtype in dtypes}
-    telling = {dtype: [i for i, seconds in enumerate(times[dtype]) if seconds > least[dtype]] for dtype in dtypes}
+    least = _TELLING if clock.device.type == "cuda" else 0.0
+    telling = {
+        dtype: [(shape, took) for shape, took in zip(shapes, each, strict=True) if took > least * min(each)]
+        for dtype, each in times.items()
+    }
     products = fit_products(
-        {dtype: [shapes[i] for i in telling[dtype]] for dtype in dtypes},
-        {dtype: [times[dtype][i] for i in telling[dtype]] for dtype in dtypes},
+        {dtype: [shape for shape, _ in each] for dtype, each in telling.items()},
+        {dtype: [took for _, took in each] for dtype, each in telling.items()},
         launch,
         decisive,
     )

@@ -22,7 +22,17 @@ from torch import Tensor
 from autotp.calibrate.collectives import Clock, Effort
 from costmodel.fit import robust
 
-__all__ = ["Operator", "edges", "operators", "product_sizes", "time_call", "time_launch", "time_memory", "time_product"]
+__all__ = [
+    "TRAINED",
+    "Operator",
+    "edges",
+    "operators",
+    "product_sizes",
+    "time_call",
+    "time_launch",
+    "time_memory",
+    "time_product",
+]
 
 _CHAIN = 50
 #: Repetitions of a call.
@@ -30,7 +40,8 @@ _FEWEST, _MOST = 5, 50
 _REPEATS = 8
 #: Calls in a CUDA graph.
 _RECORDED = 10
-_DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+#: Kind of device -> the dtype that models are mostly trained in there.
+TRAINED = {"cpu": torch.float32, "cuda": torch.bfloat16}
 _ACTIVATIONS = (2**16, 2**18, 2**20)
 """Elements: 0.25, 1 and 4 MiB of float32, what a rank holds of one tensor when some ranks share a small model."""
 
@@ -168,7 +179,7 @@ def operators(device: torch.device) -> Iterator[Operator]:
 
 
 def _tensor(device: torch.device, *shape: int) -> Tensor:
-    return torch.rand(shape, device=device, dtype=_DTYPES[device.type]).requires_grad_()
+    return torch.rand(shape, device=device, dtype=TRAINED[device.type]).requires_grad_()
 
 
 def _size(*tensors: Tensor) -> float:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autotp.calibrate.collectives import Clock, Effort
+from autotp.calibrate.kernels import TRAINED
 from autotp.runtime.parallelize import parallelize
 from costmodel import Device, Level, Topology
 
@@ -84,7 +85,7 @@ def fit_steps(
         plans += [("megatron-1d", shape), ("tensor3d", shape)]
     width, tokens, sequences, blocks = _SIZES[clock.device.type]
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if clock.device.type == "cuda" else torch.float32
+    dtype = TRAINED[clock.device.type]
     model = _Reference(width, blocks).to(clock.device, dtype)
     args = (torch.randn(math.lcm(sequences, ranks), tokens, width, device=clock.device, dtype=dtype),)
     ratios = {}

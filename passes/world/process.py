@@ -96,9 +96,9 @@ class ProcessWorld(World):
         return mine
 
     def of_first(self, tensor: Tensor) -> Tensor:
-        """See ``World.of_first``; over gloo in a job of GPUs, so that no process waits for one."""
+        """See ``World.of_first``; over gloo, so that no process waits for a GPU. torch's fake job has no other group."""
         if () not in self._process_groups:
-            whole: Any = None if "nccl" in dist.get_backend() else dist.group.WORLD
+            whole: Any = dist.group.WORLD if dist.get_backend() in ("gloo", "fake") else None
             self._process_groups[()] = whole or dist.new_group(timeout=time_limit(), backend="gloo")
             if dist.get_backend(self._process_groups[()]) == "gloo":
                 self.sliced.add(())
