@@ -77,12 +77,13 @@ def _read(model: Model, node: fx.Node) -> list[Value]:
     return [*found, (node, 0)] if kept.results and not (rule is not None and rule.inner) else found
 
 
-def least_seconds(model: Model, prices: Prices) -> float:
+def least_seconds(model: Model, prices: Prices, longer: float = 1.0) -> float:
     """Seconds that no plan's step is below: each device computes at least its share, in kernels as large as can be.
 
     Args:
         model: analysed; recomputing only adds to it.
         prices: of any mesh with the devices that plans are for.
+        longer: the factor by which both passes take longer than that, as `costmodel.overlap.CHUNKED` says of chunks.
     """
     devices, device = prices.topology.devices, prices.topology.device
     known: dict[fx.Node, float] = {}
@@ -99,4 +100,4 @@ def least_seconds(model: Model, prices: Prices) -> float:
     given = model.captured.graph_module.graph.find_nodes(op="placeholder")
     sizes = [(n.meta["val"].numel(), cast_of(n).rests.itemsize) for n in given if n.name in model.captured.parameters]
     updated = sum(prices.update_bytes(count / devices, itemsize) for count, itemsize in sizes)
-    return computing + float(prices.updating(updated))
+    return longer * computing + float(prices.updating(updated))

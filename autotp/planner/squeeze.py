@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from autotp.costs.floor import least_seconds
 from autotp.costs.moment import Moment
 from autotp.errors import BatchError
 from autotp.planner.assemble import Assembled
@@ -60,7 +61,10 @@ def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | N
     search = _Squeeze(contest)
     if best is not None:
         search.best = search.met(best)
-    panels = contest.candidates.panels[0]
+    panels, model = contest.candidates.panels[0], contest.candidates.model
+    if search.most > 1:
+        prices = contest.candidates.prices((contest.candidates.topology.devices,))
+        search.cut = least_seconds(model, prices, float(overlap.CHUNKED.subs(overlap.c, search.most)))
     floors = []
     for pair in contest.candidates.restrictions(meshes):
         floors.append(search.on(Candidate(*pair, panels), floor if search.most == 1 else 0.0))
@@ -82,11 +86,15 @@ class _Point:
 
 @dataclass(slots=True)
 class _Squeeze:
-    """A search over meshes; each begins at the point where the bound of the one before was best."""
+    """A search over meshes; each begins at the point where the bound of the one before was best.
+
+    ``cut``: seconds that no plan in chunks is below on any of them.
+    """
 
     contest: Contest
     best: Met | None = None
     point: _Point = _Point()
+    cut: float = 0.0
 
     @property
     def room(self) -> float:
@@ -139,7 +147,7 @@ class _Squeeze:
         if floor < self.good and self.layers == 1:
             floor = max(floor, self.close(candidate, moments))
         if self.most > 1:
-            low = self.in_chunks(candidate, moments)
+            low = self.cut if self.cut >= self.good else self.in_chunks(candidate, moments)
             if low < self.good and self.layers == 1:
                 low = max(low, self.close(candidate, moments, self.most))
             floor = min(floor, low)
