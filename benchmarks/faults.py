@@ -1,4 +1,8 @@
-"""Faults by place and kind under torchrun, and what becomes of the job: ``python -m benchmarks.faults --write``."""
+"""Faults by place and kind under torchrun, and what becomes of the job: ``python -m benchmarks.faults --write``.
+
+With ``--kills 10``, instead, ``examples/elastic.py`` is trained for 1,000 steps, in each 100 of which a rank is killed, and
+started again with other numbers of processes.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import argparse
 import functools
 import itertools
 import os
+import random
 import re
 import signal
 import subprocess
@@ -23,6 +28,8 @@ PLACES = ("capture", "planning", "building", "load", "forward", "no_sync", "back
 KINDS = ("exception", "kill", "stop", "exit")
 #: Seconds that a process group waits, and that a job may take; its steps.
 _TIMEOUT, _MOST, _STEPS = 10, 240, 3
+#: Steps in which a rank is killed once; how far losses may differ, relative.
+_EVERY, _EXACT = 100, 1e-9
 
 
 def main() -> None:
@@ -33,10 +40,14 @@ def main() -> None:
     parser.add_argument(
         "--write", action="store_true", help="docs/faults.md, with the cells that an earlier run wrote there"
     )
+    parser.add_argument("--kills", type=int, default=0, help="train on through so many kills instead")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
         _Worker(*given.worker).run()
+        return
+    if given.kills:
+        _survive(given.kills)
         return
     rows = _written() if given.write else {}
     every = itertools.product(given.processes, PLACES, KINDS)
@@ -94,6 +105,36 @@ def _run(processes: int, place: str, kind: str) -> dict[str, Any]:
     ours = [line for line in said if re.search(r"autotp|whereabouts|costmodel", line)] or said
     ends = [line.split()[1] for line in lines if line.startswith("ENDS")]
     return found | {"loss": ends[0] if ends else "", "said": ours[-1].split("Error: ", 1)[1].strip() if ours else ""}
+
+
+def _survive(kills: int) -> None:
+    """Trains through kills, with 4 and 2 processes in turn, and compares every step with a run that has none."""
+    numbers = random.Random(0)
+    with tempfile.TemporaryDirectory() as folder:
+        losses: dict[int, float] = {}
+        again = 0
+        for number in range(kills + 1):
+            kill = _EVERY * number + numbers.randrange(_EVERY) if number < kills else None
+            found = _elastic(Path(folder, "killed"), (4, 2)[number % 2], kills * _EVERY, kill)
+            again += len(losses.keys() & found.keys())
+            losses |= found
+        whole = _elastic(Path(folder, "whole"), 1, kills * _EVERY, None)
+    worst = max(abs(losses[step] - loss) / abs(loss) for step, loss in whole.items())
+    print(f"{len(whole)} steps, {kills} kills, {again} steps made again: the losses differ by {worst:.1e} at most")
+    if losses.keys() != whole.keys() or not worst <= _EXACT:
+        sys.exit("the run did not go on as it was")
+
+
+def _elastic(folder: Path, processes: int, steps: int, kill: int | None) -> dict[int, float]:
+    """The losses that a start of the example prints, whose last rank may be killed before a step."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command += ["examples/elastic.py", str(folder), "--steps", str(steps)]
+    command += [] if kill is None else ["--kill-at", str(kill)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if (done.returncode == 0) != (kill is None):
+        sys.exit(done.stdout[-1000:] + done.stderr[-3000:])
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) on \d+ processes: (\S+)", done.stdout)}
 
 
 def _alive(pid: int) -> bool:

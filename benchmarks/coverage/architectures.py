@@ -86,7 +86,7 @@ _WORDS: Mapping[str, Mapping[str, Any]] = {
     "RoFormerForMaskedLM": {"embedding_size": 32},
     "LongformerForMaskedLM": {"attention_window": 4},
     # from words to words
-    "T5ForConditionalGeneration": {},
+    "T5ForConditionalGeneration": {"decoder_start_token_id": 0},
     "BartForConditionalGeneration": {},
     "PegasusForConditionalGeneration": {},
     "MarianMTModel": {},
@@ -94,8 +94,9 @@ _WORDS: Mapping[str, Mapping[str, Any]] = {
     "LEDForConditionalGeneration": {"attention_window": 4, "max_encoder_position_embeddings": 64,
                                     "max_decoder_position_embeddings": 64},
     "ProphetNetForConditionalGeneration": {},
-    "SwitchTransformersForConditionalGeneration": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
-    "LongT5ForConditionalGeneration": {},
+    "SwitchTransformersForConditionalGeneration": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1,
+                                                "decoder_start_token_id": 0},
+    "LongT5ForConditionalGeneration": {"decoder_start_token_id": 0},
 }  # fmt: skip
 
 _SWIN = {"embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4, "patch_size": 4}

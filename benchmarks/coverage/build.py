@@ -98,7 +98,8 @@ def _config(config_class: Any, overrides: Mapping[str, Any]) -> Any:
     tiny = {name: value for name, value in _TINY.items() if name in usual or name in config_class.attribute_map}
     tiny = {name: value for name, value in tiny.items() if config_class.attribute_map.get(name) not in tiny}
     still = {name: 0.0 for name, value in usual.items() if "drop" in name and isinstance(value, float)}
-    still |= {name: 0.0 for name in usual if name.endswith(("pdrop", "layerdrop", "jitter_noise"))}
+    rates = {name: value for name, value in usual.items() if name.endswith(("pdrop", "layerdrop", "jitter_noise"))}
+    still |= {name: 0 if isinstance(value, int) else 0.0 for name, value in rates.items()}  # some configs check types
     parts = {}
     for key, part in config_class.sub_configs.items():
         if isinstance(overrides.get(key, {}), Mapping) and isinstance(part, type) and part.__name__ != "AutoConfig":
