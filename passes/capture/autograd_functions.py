@@ -5,8 +5,10 @@ defines for it is lost silently. While a model is captured, `kept_whole` makes e
 ``autotp::function``, which calls it: under autograd it has the model's gradient. It has no factors, so it is computed
 whole on every device.
 
-Torch's own functions, and those that ``vmap`` maps, are looked into; a checkpoint becomes what it runs. A function that is
-given a callable is refused, because nothing says which parameters the callable reads, and what gradient they have.
+Torch's own functions, and those that ``vmap`` maps, are looked into; a checkpoint becomes what it runs. Of modules that a
+function is given, as reversible layers are, parameters and buffers become operands too: whatever the function's backward
+adds to ``grad`` of a parameter is the operator's gradient. A function that is given another callable is refused, because
+nothing says which parameters that reads.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import PyTree, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction
@@ -52,6 +57,8 @@ class _Call:
         leaves, self.spec = tree_flatten(list(args))
         self.apply, self.function = apply, function
         self.leaves = [_HERE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        modules = nn.ModuleList(leaf for leaf in self.leaves if isinstance(leaf, nn.Module))
+        self.modules, self.state = modules, [name for name, _ in chain(modules.named_parameters(), modules.named_buffers())]
         self.returned: PyTree = None
         self.checked = False
 
@@ -67,15 +74,39 @@ class _Call:
             return False
         return all(a is b or (type(a) is type(b) and a == b) for a, b in zip(self.leaves, other.leaves, strict=True))
 
+    @property
+    def operands(self) -> list[Tensor]:
+        """Parameters and buffers of the modules that the function is given."""
+        return [*self.modules.parameters(), *self.modules.buffers()]
+
     def __call__(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors that the function returns."""
+        """The tensors that the function returns.
+
+        Args:
+            operands: what the function is given, and the parameters and buffers of modules.
+
+        Raises:
+            Lost: it does what a captured graph cannot hold.
+        """
+        versions = [operand._version for operand in operands]
+        results = list(_WithState.apply(self, *operands)) if self.state else self.run(operands)
+        if versions != [operand._version for operand in operands]:
+            raise Lost(f"{self.function.__qualname__} changes its input, or a buffer, in place; return a new tensor instead")
+        return results
+
+    @contextmanager
+    def having(self, operands: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+        """What the function is given, while its modules have the parameters and buffers behind it."""
+        count = len(operands) - len(self.state)
+        with _reparametrize_module(self.modules, dict(zip(self.state, operands[count:], strict=True))):
+            yield operands[:count]
+
+    def run(self, operands: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that the function returns, of what it is given."""
         given = iter(operands)
         leaves = [next(given) if leaf is _HERE else leaf for leaf in self.leaves]
-        versions = [operand._version for operand in operands]
         with nullcontext() if self.checked else _NoDraws(self.function):
             returned = self.apply(*tree_unflatten(leaves, self.spec))
-        if versions != [operand._version for operand in operands]:
-            raise Lost(f"{self.function.__qualname__} changes its input in place; return a new tensor instead")
         self.returned, self.checked = tree_map(lambda leaf: _HERE if isinstance(leaf, Tensor) else leaf, returned), True
         return [result for result in tree_leaves(returned) if isinstance(result, Tensor)]
 
@@ -83,6 +114,30 @@ class _Call:
         """What the function returns, with these tensors."""
         given = iter(results)
         return tree_map(lambda leaf: next(given) if leaf is _HERE else leaf, self.returned)
+
+
+class _WithState(torch.autograd.Function):
+    """A function whose backward pass has gradients of parameters as a side effect."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *operands: Tensor) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            leaves = [one.detach().requires_grad_(one.requires_grad) for one in operands]
+            with call.having(leaves) as given:
+                results = call.run(given)
+        ctx.call, ctx.leaves, ctx.results = call, leaves, results
+        ctx.mark_non_differentiable(*(one for one in results if not one.requires_grad))
+        return tuple(one.detach() for one in results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        for leaf in ctx.leaves:
+            leaf.grad = None
+        pairs = [(one, its) for one, its in zip(ctx.results, gradients, strict=True) if one.requires_grad]
+        with ctx.call.having(ctx.leaves):  # which it may run again
+            torch.autograd.backward(*map(list, zip(*pairs, strict=True)), retain_graph=True)
+        return None, *(leaf.grad for leaf in ctx.leaves)
 
 
 def _name(function: type) -> str:
@@ -151,15 +206,16 @@ def kept_whole(regions: Regions) -> Iterator[None]:
         if cls is CheckpointFunction:  # runs it without gradients, and again with them
             run, _, *given = args
             return _checkpointed(regions, run, given)
-        if cls.__module__.partition(".")[0] == "torch" or _HERE not in call.leaves:
+        if cls.__module__.partition(".")[0] == "torch" or cls is _WithState or _HERE not in call.leaves:
             return apply(*args, **kwargs)
-        if any(callable(leaf) for leaf in call.leaves):
+        if any(callable(leaf) and not isinstance(leaf, nn.Module) for leaf in call.leaves):
             raise Lost(
                 f"{cls.__qualname__}, a torch.autograd.Function, is given a callable, whose gradient a captured graph does "
-                "not know; make checkpoints by torch.utils.checkpoint, and give functions tensors, numbers and strings"
+                "not know; make checkpoints by torch.utils.checkpoint, and give functions tensors, modules, numbers and "
+                "strings"
             )
         name = _registered(call)
-        operands = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        operands = [*(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), *call.operands]
         return _CALLS[name].whole(torch.ops.autotp.function(operands, name))
 
     def refused(tensor: Tensor, hook: Any) -> Any:

@@ -61,23 +61,68 @@ def quantised():
     return Quantised().double(), torch.randn(8, 4, 8, dtype=torch.float64)
 
 
+class Rerun(torch.autograd.Function):
+    """Keeps nothing of its layers but the sum; the backward pass runs them again, and adds to their own gradients."""
+
+    @staticmethod
+    def forward(ctx, x, layers, scale):
+        ctx.layers, ctx.scale = layers, scale
+        ctx.save_for_backward(x)
+        return x + scale * layers[1](layers[0](x).tanh())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            (x + ctx.scale * ctx.layers[1](ctx.layers[0](x).tanh())).backward(gradient)
+        return 2 * x.grad, None, None
+
+
+class Residual(nn.Module):
+    """Layers that a function is given, one of which is also called by itself, and one with a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 16), nn.Sequential(nn.BatchNorm1d(4), nn.Linear(16, 8))])
+        self.layers[1][0].eval()
+
+    def forward(self, x):
+        h = Rerun.apply(self.first(x), self.layers, 0.5)
+        return (self.last(h) + self.layers[1](self.layers[0](h))).square().mean()
+
+
+def residual():
+    torch.manual_seed(0)
+    return Residual().double(), torch.randn(8, 4, 8, dtype=torch.float64)
+
+
+def gradients_of(module, model, x):
+    """Those that the backward pass leaves, also as a side effect."""
+    model.zero_grad()
+    loss = module(x)
+    loss.backward()
+    return loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+
+
 @pytest.mark.parametrize(
     ("strategy", "mesh", "chunks"),
     [("data", (2,), {}), ("megatron-1d", (2,), {"batch": 2}), ("zero3", (2, 2), {}), ("3d", (2, 2, 2), {"rows": 2})],
 )
 @pytest.mark.parametrize("schedule", ["none", "overlap"])
-def test_a_function_has_the_gradient_that_the_model_wrote(strategy, mesh, chunks, schedule):
-    model, x = quantised()
-    loss = model(x)
-    wanted = torch.autograd.grad(loss, list(model.parameters()))
+@pytest.mark.parametrize("build", [quantised, residual])
+def test_a_function_has_the_gradient_that_the_model_wrote(build, strategy, mesh, chunks, schedule):
+    model, x = build()
+    loss, wanted = gradients_of(model, model, x)
     assert all(gradient.abs().max() > 1e-6 for gradient in wanted)
     devices = torch.tensor(mesh).prod().item()
     plan = autotp.plan(model, autotp.Topology.flat(devices), (x,), strategy=strategy, mesh=mesh, chunks=chunks)
     ours = autotp.simulate(model, plan, (x,), schedule=schedule)
-    found = ours(x)
-    torch.testing.assert_close(found, loss, rtol=1e-12, atol=1e-12)
-    for got, want in zip(torch.autograd.grad(found, list(model.parameters())), wanted, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+    for _ in range(2):
+        found, theirs = gradients_of(ours, model, x)
+        torch.testing.assert_close(found, loss, rtol=1e-12, atol=1e-12)
+        for got, want in zip(theirs, wanted, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
 
 
 def test_a_plan_lists_it_and_is_the_same_for_another_instance():
@@ -142,7 +187,8 @@ def hooked(h):
     ("does", "message"),
     [
         (Noisy.apply, "Noisy draws random numbers"),
-        (lambda h: InPlace.apply(h + 1), "InPlace changes its input in place"),
+        (lambda h: InPlace.apply(h + 1), "InPlace changes its input, or a buffer, in place"),
+        (lambda h: Rerun.apply(h, [nn.BatchNorm1d(8), nn.Linear(8, 8)], 1.0), "Rerun changes its input, or a buffer, in place"),
         (hooked, "registers a hook on a tensor's gradient"),
     ],
 )
