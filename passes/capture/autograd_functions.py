@@ -17,7 +17,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -91,7 +91,9 @@ class _Call:
         versions = [operand._version for operand in operands]
         results = list(_WithState.apply(self, *operands)) if self.state else self.run(operands)
         if versions != [operand._version for operand in operands]:
-            raise Lost(f"{self.function.__qualname__} changes its input, or a buffer, in place; return a new tensor instead")
+            raise Lost(
+                f"{self.function.__qualname__} changes its input, or a buffer, in place; return a new tensor instead"
+            )
         return results
 
     @contextmanager
@@ -134,9 +136,11 @@ class _WithState(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         for leaf in ctx.leaves:
             leaf.grad = None
-        pairs = [(one, its) for one, its in zip(ctx.results, gradients, strict=True) if one.requires_grad]
+        wanted = [one.requires_grad for one in ctx.results]
         with ctx.call.having(ctx.leaves):  # which it may run again
-            torch.autograd.backward(*map(list, zip(*pairs, strict=True)), retain_graph=True)
+            torch.autograd.backward(
+                list(compress(ctx.results, wanted)), list(compress(gradients, wanted)), retain_graph=True
+            )
         return None, *(leaf.grad for leaf in ctx.leaves)
 
 

@@ -188,7 +188,10 @@ def hooked(h):
     [
         (Noisy.apply, "Noisy draws random numbers"),
         (lambda h: InPlace.apply(h + 1), "InPlace changes its input, or a buffer, in place"),
-        (lambda h: Rerun.apply(h, [nn.BatchNorm1d(8), nn.Linear(8, 8)], 1.0), "Rerun changes its input, or a buffer, in place"),
+        (
+            lambda h: Rerun.apply(h, [nn.BatchNorm1d(8), nn.Identity()], 1.0),
+            "Rerun changes its input, or a buffer, in place",
+        ),
         (hooked, "registers a hook on a tensor's gradient"),
     ],
 )
