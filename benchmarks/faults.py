@@ -30,6 +30,7 @@ KINDS = ("exception", "kill", "stop", "exit")
 _TIMEOUT, _MOST, _STEPS = 10, 240, 3
 #: Steps in which a rank is killed once; how far losses may differ, relative.
 _EVERY, _EXACT = 100, 1e-9
+_KILLED = "With 4 and 2 processes in turn,"
 
 
 def main() -> None:
@@ -47,7 +48,9 @@ def main() -> None:
         _Worker(*given.worker).run()
         return
     if given.kills:
-        _survive(given.kills)
+        survived = _survive(given.kills)
+        if given.write:
+            PAGE.write_text(_page(_written(), survived))
         return
     rows = _written() if given.write else {}
     every = itertools.product(given.processes, PLACES, KINDS)
@@ -70,7 +73,7 @@ def main() -> None:
         rows[processes, place, kind] = f"| {place} | {kind} | {seconds} | {ends} | {named} | {said[:300]} |"
         print(processes, rows[processes, place, kind], flush=True)
         if given.write:
-            PAGE.write_text(_page(rows))
+            PAGE.write_text(_page(rows, _survived()))
     if any("**" in row for row in rows.values()):
         sys.exit("some jobs did not end, or did not go on as they were")
 
@@ -107,7 +110,7 @@ def _run(processes: int, place: str, kind: str) -> dict[str, Any]:
     return found | {"loss": ends[0] if ends else "", "said": ours[-1].split("Error: ", 1)[1].strip() if ours else ""}
 
 
-def _survive(kills: int) -> None:
+def _survive(kills: int) -> str:
     """Trains through kills, with 4 and 2 processes in turn, and compares every step with a run that has none."""
     numbers = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -120,9 +123,13 @@ def _survive(kills: int) -> None:
             losses |= found
         whole = _elastic(Path(folder, "whole"), 1, kills * _EVERY, None)
     worst = max(abs(losses[step] - loss) / abs(loss) for step, loss in whole.items())
-    print(f"{len(whole)} steps, {kills} kills, {again} steps made again: the losses differ by {worst:.1e} at most")
+    found = (
+        f"{_KILLED} {len(whole):,} steps and {kills} kills: {again} steps made again, losses differ by {worst:.0e} at most."
+    )
+    print(found)
     if losses.keys() != whole.keys() or not worst <= _EXACT:
         sys.exit("the run did not go on as it was")
+    return found
 
 
 def _elastic(folder: Path, processes: int, steps: int, kill: int | None) -> dict[int, float]:
@@ -246,7 +253,13 @@ def _written() -> dict[tuple[int, str, str], str]:
     return rows
 
 
-def _page(rows: dict[tuple[int, str, str], str]) -> str:
+def _survived() -> str:
+    """What the page says of kills."""
+    lines = PAGE.read_text().splitlines() if PAGE.exists() else ()
+    return next((line for line in lines if line.startswith(_KILLED)), "")
+
+
+def _page(rows: dict[tuple[int, str, str], str], survived: str) -> str:
     lines = [
         "# Faults",
         "",
@@ -258,6 +271,11 @@ def _page(rows: dict[tuple[int, str, str], str]) -> str:
         "last loss is compared with an undisturbed job's, to 12 digits. The message is the last error that a rank of",
         "the first start ended with. `--only` runs some of the cells, and leaves the others as they are. Cells",
         "that are not listed were not run.",
+        "",
+        "`python -m benchmarks.faults --write --kills 10` trains `examples/elastic.py` instead, kills its last rank once",
+        f"in every {_EVERY} steps, starts it again, and compares the loss of every step with a run of one process:",
+        "",
+        survived or "not run yet.",
     ]
     for processes in sorted({key[0] for key in rows}):
         lines += ["", f"## {processes} processes", "", "| place | fault | gone | restarted | names | message |"]

@@ -84,6 +84,10 @@ class _Point:
     prices: Mapping[Moment, float] = field(default_factory=dict)
 
 
+#: A program, the moments of its steps, the least sum (1), and the choice that has it, if that is of interest.
+Solved = tuple[Assembled, Moments, float, tuple[int, ...] | None]
+
+
 @dataclass(slots=True)
 class _Squeeze:
     """A search over meshes; each begins at the point where the bound of the one before was best.
@@ -139,10 +143,10 @@ class _Squeeze:
             return math.inf
         _, moments, floor, _ = first
         if floor < self.good:
-            floor = max(floor, self.steer(candidate, moments, surely=True))
+            floor = max(floor, self.steer(candidate, moments, first, surely=True))
         if floor < self.good:  # what is held for certain may be too little to go by
             point = self.point
-            self.steer(candidate, moments, surely=False)
+            self.steer(candidate, moments, None, surely=False)
             self.point = point
         if floor < self.good and self.layers == 1:
             floor = max(floor, self.close(candidate, moments))
@@ -159,18 +163,21 @@ class _Squeeze:
         solved = self.solve(candidate, self.point, moments, surely=True, chunks=self.most)
         return math.inf if solved is None else solved[2]
 
-    def steer(self, candidate: Candidate, moments: Moments, *, surely: bool) -> float:
-        """Meets choices at ever better points and mixes them; seconds that no plan is below, of bytes held ``surely``."""
+    def steer(self, candidate: Candidate, moments: Moments, solved: Solved | None, *, surely: bool) -> float:
+        """Meets choices at ever better points and mixes them; seconds that no plan is below, of bytes held ``surely``.
+
+        ``solved``: what is known at the first of them.
+        """
         lines: dict[tuple[int, ...], Met] = {}
         high, point, within = -math.inf, self.point, self.contest.candidates.options.gap / 4
         mixture: Sequence[float] = ()
         for _ in range(_ROUNDS):
             if lines and self.contest.deadline.over:
                 break
-            solved = self.solve(candidate, point, moments, surely=surely)
+            solved = solved or self.solve(candidate, point, moments, surely=surely)
             if solved is None:
                 break
-            assembled, _, value, choice = solved
+            (assembled, _, value, choice), solved = solved, None
             if choice is None:
                 break
             new = value > high * (1 + _SAME)
@@ -260,7 +267,7 @@ class _Squeeze:
 
     def solve(
         self, candidate: Candidate, point: _Point, moments: Moments | None, *, surely: bool, chunks: int = 1
-    ) -> tuple[Assembled, Moments, float, tuple[int, ...] | None] | None:
+    ) -> Solved | None:
         """The least sum (1) and its choice, unless that is not below what is of interest; None where layouts admit none.
 
         Only with what choices hold ``surely`` is the sum a bound.
