@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from passes.rules.notation import Dim, OpRule
-from passes.rules.shapes import named, op_rule, operands_of, shape_of, shapes_of
+from passes.rules.shapes import named, op_rule, operands_of, results_of, shape_of, shapes_of
 
 __all__ = ["cell", "cell_flop", "kept_by_network", "network", "network_flop"]
 
@@ -62,4 +62,4 @@ def kept_by_network(node: fx.Node) -> list[tuple[int, float]]:
     """The gates of every step and layer."""
     name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
     gates, layers = _GATES.get(name.removesuffix("_cell"), 1), named(node).get("num_layers", 1)
-    return [(-1, float(gates * layers * node.meta["val"][0].element_size() if layers else 0))]
+    return [(-1, float(gates * layers * results_of(node)[0].element_size() if layers else 0))]

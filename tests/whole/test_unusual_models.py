@@ -369,6 +369,16 @@ def test_a_batch_without_samples():
     assert all(not parameter.grad.any() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("cell", [nn.RNNCell, nn.GRUCell, nn.LSTMCell])
+def test_a_cell_of_a_batch_without_samples(cell):
+    model, args = cell(4, 4).double(), (torch.randn(0, 4).double(),)
+    plan = autotp.plan(model, slow_machine((2,)), args, mesh=(2,))
+    (result, *_) = tensors(autotp.simulate(model, plan, args)(*args))
+    assert result.shape == (0, 4)
+    result.sum().backward()
+    assert all(not parameter.grad.any() for parameter in model.parameters())
+
+
 def test_a_recurrent_layer_of_onednn_trains_in_the_order_of_autograd():
     """In bfloat16, whose kernel keeps a workspace for the backward pass that a scheduled graph would not have."""
     torch.manual_seed(0)
