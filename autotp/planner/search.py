@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from autotp.costs.floor import least_seconds
+from autotp.costs.floor import least_host, least_seconds
 from autotp.costs.model import Model, trained_values
 from autotp.costs.priced import Priced
 from autotp.errors import AutotpError, ConstraintError, TimeLimitError
@@ -29,6 +29,7 @@ from autotp.plans.families import Family
 from autotp.plans.options import Options
 from autotp.plans.plan import Plan
 from costmodel import Topology
+from costmodel.overlap import hosted
 from passes.capture import Captured, Precision, capture
 from passes.layouts.layout import Layout
 from passes.overlap.trace import undrawn
@@ -242,6 +243,7 @@ def plan_captured(
         fields = {"chunked": {kind: len(names) for kind, names in made.cut.items()}, "whole": made.whole}
     if floor < least:
         floor = max(floor, least_seconds(best.model, prices.prices))
+    floor, least = hosted(floor, least_host(best.model, prices.prices)), hosted(least, sums.host)
     gap = max(0.0, 1 - floor / least) if least else 0.0
     plan = describe_plan(
         best,

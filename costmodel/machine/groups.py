@@ -49,8 +49,7 @@ def group_link(
         else:
             used = ways - 1 if level.direct else members
             bandwidth = min(level.bandwidth / rings, level.one_link * min(used, level.links))
-        overhead = figures.overhead if isinstance(figures, Measured) else 0.0
-        rates = bandwidth, figures.latency, overhead
+        rates = bandwidth, figures.latency, figures.overhead
         own = contention if level.contention is None else level.contention
         stages.append(Stage(level.name, ways, members, steps, *rates, level.shared, own))
     return Link(
