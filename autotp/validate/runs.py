@@ -265,7 +265,7 @@ def _architecture(row: Mapping[str, Any], dtype: str) -> Architecture:
         _yes(row, "tied", kind == "gpt"),
         attention == "fused",
         _number(row, "dropout", 0.1 if old else 0.0),
-        str(row.get("loss", "float32" if kind == "llama" or attention != "fused" else "fused")) == "float32",
+        str(row.get("loss", "float32")) == "float32",
     )
 
 

@@ -48,7 +48,7 @@ def group_link(
             bandwidth = min(ring_bandwidth(level.matrix, numbers) for numbers in sets) / rings
         else:
             used = ways - 1 if level.direct else members
-            bandwidth = min(level.bandwidth / rings, level.one_link * min(used, level.links))
+            bandwidth = level.efficiency * min(level.bandwidth / rings, level.one_link * min(used, level.links))
         rates = bandwidth, figures.latency, figures.overhead
         own = contention if level.contention is None else level.contention
         stages.append(Stage(level.name, ways, members, steps, *rates, level.shared, own))
