@@ -110,10 +110,10 @@ PASS: sympy.Expr = sympy.Max(DEVICE, NETWORK)
 """Seconds of a pass, with N of the level with the most communication."""
 
 HOSTED: sympy.Expr = sympy.sqrt(S**2 + G**2)
-"""Seconds of a step of whose kernels the host needs **G** to start them all, and whose passes take **S** otherwise. The host
-runs ahead where kernels are long, and is waited for where they are short, so that neither hides all of the other. The form is
-fitted: of (S^p + G^p)^(1/p), p = 2.2 fits Megatron-LM's runs on A100s best (docs/published.md); a maximum (p = infinity) is a
-third too short where both are equal. It grows with S, so a plan with the least S has the shortest step."""
+"""Seconds of a step whose passes take **S** where they never wait for the host, which needs **G** to start all kernels. It
+runs ahead where kernels are long, and is waited for where they are short, so that neither hides all of the other. The form
+is fitted: of (S^p + G^p)^(1/p), p = 2.2 fits Megatron-LM's runs on A100s best (docs/published.md), with a maximum, p =
+infinity, up to a third off. It grows with S, so that of plans with equal kernels the one with the least S is shortest."""
 
 LATENCY_SHARE = 0.2
 """The assumed share of latency in the time of messages that merge collectives. With fewer messages (``MESSAGES``) the

@@ -149,7 +149,7 @@ class Sums:
         return sum(map(max, self.sides)) if hides else self.compute + self.communication
 
     def seconds(self, hides: bool) -> float:
-        """Seconds of a step: what is the least by ``step`` is the least, but for kernels that one has and another has not."""
+        """Seconds of a step. Of two with equal kernels, the one that is shorter by ``step`` is shorter."""
         return overlap.hosted(self.step(hides), self.host)
 
     def predicted(self, hides: bool, memory_bytes: float) -> Predicted:

@@ -36,8 +36,8 @@ class Device:
         slowdown: kind of operator (one of `KINDS`) -> its measured time relative to the roofline.
         contention: the share of transfer time that is taken from concurrent computation: 0 if collectives need no device
             time, 1 if the device can only communicate or compute. A level may have its own value.
-        host: seconds in which the host starts one kernel of a step (`costmodel.overlap.HOSTED`): what a framework does between
-            two launches. With 0, no step waits for it.
+        host: seconds in which the host starts one kernel of a step (`costmodel.overlap.HOSTED`): what a framework does
+            between two launches. With 0, no step waits for it.
         idle_power, busy_power: watts that the device draws while it waits and while it computes, including its share of the
             node; 0 if unknown.
         price: of one device-hour, in any currency; 0 if unknown.
@@ -135,8 +135,9 @@ def _optional(table: Table, key: str) -> Any:
     if key == "slowdown":
         factors = Table(table.mapping(key), f"{table.where}: {key}", required=(), optional=KINDS)
         return {kind: factors.number(kind) for kind in factors.data}
-    units = {"host": "time", "idle_power": "power", "busy_power": "power"}
-    return table.quantity(key, units[key]) if key in units else table.number(key)
+    if key == "host":
+        return table.quantity(key, "time")
+    return table.quantity(key, "power") if key.endswith("_power") else table.number(key)
 
 
 def _positive(value: float, where: str) -> float:

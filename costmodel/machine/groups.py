@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from .links import Level, Link, Measured, Stage
+from .links import Level, Link, Stage
 from .matrix import ring_bandwidth
 
 __all__ = ["group_link"]
