@@ -59,10 +59,10 @@ def test_neither_the_host_nor_the_passes_hide_all_of_the_other():
 
 @pytest.mark.parametrize("schedule", ["overlap", "none"])
 def test_a_step_waits_for_the_host_and_its_plan_stays_the_proven_one(schedule):
-    topology = autotp.Topology.load("dgx-a100-40gb").resized(4)
-    ways = {"topology": topology, "recompute": "none", "chunks": {}, "schedule": schedule}
-    plain = _planned(**ways)
-    hosted = _planned(**ways | {"topology": replace(topology, device=replace(topology.device, host=1e-3))})
+    machine = autotp.Topology.load("dgx-a100").resized(4)
+    fast, slow = (replace(machine, device=replace(machine.device, host=host)) for host in (0.0, 1e-3))
+    ways = {"recompute": "none", "chunks": {}, "schedule": schedule}
+    plain, hosted = _planned(topology=fast, **ways), _planned(topology=slow, **ways)
     assert hosted.operators == plain.operators and hosted.optimal and plain.optimal
     kernels = sum(3 if one.target == "aten.linear.default" else 0 for one in hosted.operators)
     host = math.sqrt(hosted.predicted.step_seconds**2 - plain.predicted.step_seconds**2)
@@ -70,7 +70,7 @@ def test_a_step_waits_for_the_host_and_its_plan_stays_the_proven_one(schedule):
     assert host / 1e-3 == pytest.approx(round(host / 1e-3), abs=1e-3), "a whole number of kernels"
     assert hosted.predicted.host_seconds == hosted.predicted.step_seconds - plain.predicted.step_seconds
     assert hosted.predicted.exposed_seconds == plain.predicted.exposed_seconds
-    twice = _planned(**ways | {"topology": hosted.topology, "recompute": "full"})
+    twice = _planned(topology=slow, **ways | {"recompute": "full"})
     again = math.sqrt(twice.predicted.step_seconds**2 - (twice.predicted.step_seconds - twice.predicted.host_seconds) ** 2)
     assert again > host, "what is recomputed is started again"
 
