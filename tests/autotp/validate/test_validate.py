@@ -68,8 +68,8 @@ def test_megatron_overlaps_nothing_and_compilers_fuse(tmp_path):
     plan = predicted(old).plan
     assert plan.schedule == "none" and plan.optimizer == "adamw-master" and predicted(late).plan.schedule == "overlap"
     assert predicted(compiled).plan.compile
-    once = predicted(replace(old, accumulate=1)).plan.predicted
-    assert plan.predicted.communication_seconds == pytest.approx(once.communication_seconds), "gradients are reduced once"
+    once = predicted(replace(old, accumulate=1)).plan.predicted.communication_seconds
+    assert once < plan.predicted.communication_seconds < 1.2 * once, "of two micro-batches, gradients are reduced once"
 
 
 def test_what_a_step_computes_is_priced_on_other_devices_as_a_plan_is(tmp_path):
