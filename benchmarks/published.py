@@ -154,7 +154,7 @@ _REACH = """What is known of them:
 - `dlperf-megatron-MP_1x16` and `MP_1x32`: tensor parallelism over one InfiniBand adapter of 100 Gbit/s. The same ring
   carries 10 GB/s in DLPerf's data-parallel runs, and 6 to 8 GB/s here.
 - `vtrain-s0874`, `s0526` and `m020`: small batches over four and eight tensor-parallel devices. The preset's overhead of a
-  collective is too small for them: its fit counted about four times as many collectives as there are.
+  collective is too small for them: its fit counted more collectives than the plans have.
 - `mpt-1b-a10040-32g`: measured 1.32 s, where 64 and 128 devices take 1.08 and 1.10 s for as much work each.
 - `thunder-*`: one sample of a step each, most without the optimizer; `ddp-eager` takes 27 % longer than one device alone,
   which gradients on NVLink do not explain. thunder's kernels are not Inductor's.
