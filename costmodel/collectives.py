@@ -6,7 +6,7 @@ all_reduce and broadcast: the tensor; all_to_all: one rank's local tensor). Prop
 **lambda_levels** the latency of one ring per level, one level after the other; **lambda_pairs** the latency of one message
 to every other rank in turn. In bytes/s: **beta** the bandwidth of one ring across all levels. In seconds per byte:
 **sigma** for gathering level by level; **chi** for exchanging with all ranks. **omega** seconds in addition to the
-messages, 0 unless measured: starting the collective and waiting for the last rank to enter it. `costmodel.Link`
+messages, 0 unless stated: starting the collective and waiting for the last rank to enter it. `costmodel.Link`
 has a property for each. On one level with latency alpha they
 are (n-1) alpha, ceil(log2 n) alpha, (n-1) alpha, (n-1) alpha, beta, (n-1)/n/beta and (n-1)/n/beta.
 

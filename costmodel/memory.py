@@ -1,8 +1,7 @@
 """The memory of a parameter's state: weight, gradient and optimizer state.
 
 Symbols: **E** elements of the parameter on one device; **e** bytes per element. Source: ZeRO, arXiv
-1910.02054, section 3.1, whose 16 bytes per parameter (mixed precision, Adam) is ``adamw`` with ``e = 2`` and
-``master=True``.
+1910.02054, section 3.1, whose 16 bytes per parameter (mixed precision, Adam) is ``adamw-master`` with ``e = 2``.
 """
 
 from __future__ import annotations
@@ -21,9 +20,12 @@ __all__ = ["OPTIMIZERS", "E", "e", "expression", "state_bytes"]
 E = sympy.Symbol("E", nonnegative=True)
 e = sympy.Symbol("e", positive=True)
 
-OPTIMIZERS: Mapping[str, int] = MappingProxyType({"adamw": 2, "sgd": 0, "sgd-momentum": 1})
-"""The number of tensors of the parameter's shape in each optimizer's state (without AdamW's 4-byte step counter)."""
+OPTIMIZERS: Mapping[str, int] = MappingProxyType({"adamw": 2, "adamw-master": 2, "sgd": 0, "sgd-momentum": 1})
+"""The number of tensors of the parameter's shape in each optimizer's state (without AdamW's 4-byte step counter).
+``adamw-master`` has a float32 copy of narrower parameters besides, which it steps, with float32 state, as Megatron-LM's and
+DeepSpeed's; a parameter with 4 bytes per element or more is its own master."""
 
+_MASTERS = frozenset({"adamw-master"})
 _SINGLE = 4
 
 
@@ -38,12 +40,20 @@ def update_expression(optimizer: str = "adamw") -> sympy.Expr:
     """Bytes that the optimizer's step reads and writes for one parameter, in the symbols E and e.
 
     One fused kernel reads the gradient, and reads and writes the parameter and each tensor of the state, as
-    ``torch.optim`` does with ``fused=True``.
+    ``torch.optim`` does with ``fused=True``. Masters are read and written besides.
 
     Raises:
         ValueError: the optimizer is unknown.
     """
-    return E * e * (3 + 2 * _tensors(optimizer))
+    copy, state = _kept(optimizer)
+    return E * (3 * e + 2 * copy + 2 * _tensors(optimizer) * state)
+
+
+def _kept(optimizer: str) -> tuple[sympy.Expr, sympy.Expr]:
+    """Bytes of the copy of an element that is stepped in its place, and of an element of each tensor of the state."""
+    if optimizer not in _MASTERS:
+        return sympy.Integer(0), e
+    return sympy.Piecewise((_SINGLE, e < _SINGLE), (0, True)), sympy.Max(e, _SINGLE)
 
 
 def update_bytes(elements: Number, itemsize: Number, optimizer: str = "adamw") -> Number:
@@ -64,29 +74,23 @@ def update_bytes(elements: Number, itemsize: Number, optimizer: str = "adamw") -
 
 
 @functools.cache
-def expression(optimizer: str = "adamw", *, train: bool = True, master: bool = False) -> sympy.Expr:
+def expression(optimizer: str = "adamw", *, train: bool = True) -> sympy.Expr:
     """Bytes of state of one parameter, in the symbols E and e.
 
     Args:
         optimizer: a key of `OPTIMIZERS`; ignored unless ``train``.
         train: whether to count the gradient and the optimizer state, instead of the weight alone.
-        master: whether a parameter narrower than float32 has a float32 copy that the optimizer steps, with
-            float32 state. A parameter with 4 bytes per element or more is its own master.
 
     Raises:
         ValueError: the optimizer is unknown.
     """
     if not train:
         return E * e
-    copy, state = sympy.Integer(0), e
-    if master:
-        copy, state = sympy.Piecewise((_SINGLE, e < _SINGLE), (0, True)), sympy.Max(e, _SINGLE)
+    copy, state = _kept(optimizer)
     return E * (2 * e + copy + _tensors(optimizer) * state)
 
 
-def state_bytes(
-    elements: Number, itemsize: Number, optimizer: str = "adamw", train: bool = True, *, master: bool = False
-) -> Number:
+def state_bytes(elements: Number, itemsize: Number, optimizer: str = "adamw", train: bool = True) -> Number:
     """Bytes of state of parameters, for one or many at once; see `expression`.
 
     Args:
@@ -94,7 +98,6 @@ def state_bytes(
         itemsize: bytes per element.
         optimizer: a key of `OPTIMIZERS`.
         train: whether to count the gradient and the optimizer state, instead of the weight alone.
-        master: whether narrower parameters have float32 copies.
 
     Returns:
         Bytes, with the broadcast shape of ``elements`` and ``itemsize``.
@@ -102,4 +105,4 @@ def state_bytes(
     Raises:
         ValueError: the optimizer is unknown.
     """
-    return compile_formula((E, e), expression(optimizer, train=train, master=master))(elements, itemsize)
+    return compile_formula((E, e), expression(optimizer, train=train))(elements, itemsize)

@@ -53,9 +53,12 @@ __all__ = [
     "A",
     "C",
     "D",
+    "G",
     "H",
+    "HOSTED",
     "N",
     "P",
+    "S",
     "T",
     "Weight",
     "Weights",
@@ -64,6 +67,7 @@ __all__ = [
     "copied",
     "hidden_by_batch",
     "hidden_by_rows",
+    "hosted",
     "j",
     "k",
     "merged",
@@ -75,7 +79,7 @@ __all__ = [
     "weights",
 ]
 
-C, A, P, N, H, a, w, k, j, s, T, t0 = sympy.symbols("C A P N H a w k j s T t0", nonnegative=True)
+C, A, P, N, H, a, w, k, j, s, T, t0, S, G = sympy.symbols("C A P N H a w k j s T t0 S G", nonnegative=True)
 D, c = sympy.symbols("D c", positive=True)
 _PASS = (C, A, P, N, H, D, c, k, j)
 
@@ -104,6 +108,12 @@ ROWS: sympy.Expr = (1 - 1 / c) * sympy.Min(a, w)
 
 PASS: sympy.Expr = sympy.Max(DEVICE, NETWORK)
 """Seconds of a pass, with N of the level with the most communication."""
+
+HOSTED: sympy.Expr = sympy.sqrt(S**2 + G**2)
+"""Seconds of a step whose passes take **S** where they never wait for the host, which needs **G** to start all kernels. It
+runs ahead where kernels are long, and is waited for where they are short, so that neither hides all of the other. The form
+is fitted: of (S^p + G^p)^(1/p), p = 2.2 fits Megatron-LM's runs on A100s best (docs/published.md), with a maximum, p =
+infinity, up to a third off. It grows with S, so that of plans with equal kernels the one with the least S is shortest."""
 
 LATENCY_SHARE = 0.2
 """The assumed share of latency in the time of messages that merge collectives. With fewer messages (``MESSAGES``) the
@@ -230,6 +240,11 @@ def hidden_by_batch(activations: Number, depth: Number, chunks: Number) -> Numbe
 def hidden_by_rows(communication: Number, work: Number, chunks: Number) -> Number:
     """Evaluates ``ROWS`` for one product's seconds of communication and of work."""
     return compile_formula((a, w, c), ROWS)(communication, work, chunks)
+
+
+def hosted(passes: float, host: float) -> float:
+    """Evaluates ``HOSTED``, exactly the passes' seconds where the host needs none."""
+    return float(compile_formula((S, G), HOSTED)(passes, host)) if host else passes
 
 
 def merged(alone: Number, latency: Number, share: Number) -> Number:

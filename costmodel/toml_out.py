@@ -15,6 +15,7 @@ _QUANTITIES: Mapping[str, Quantity] = {
     "memory": "memory",
     "memory_bandwidth": "bandwidth",
     "launch": "time",
+    "host": "time",
     "bandwidth": "bandwidth",
     "latency": "time",
     "overhead": "time",

@@ -201,7 +201,7 @@ class Explainer:
 
     def step(self, sums: Sums) -> float:
         """Seconds of a step, as the plan's schedule counts them."""
-        return sums.step(hides=self.plan.schedule == "overlap")
+        return sums.seconds(hides=self.plan.schedule == "overlap")
 
     def others(self, node: fx.Node) -> Iterator[Strategy]:
         """The operator's other strategies on this mesh, within the plan's family."""

@@ -186,7 +186,7 @@ def _recomputation(priced: Priced, group: Sequence[fx.Node], between: float, pea
     kept = replace(priced, model=keeping(priced.model, group))
     footprint = _Watched(kept, {})
     more = footprint.run()
-    longer = [one.sums.step(hides=way) for way in (False, hides) for one in (priced, kept)]
+    longer = [one.sums.step(hides=False) for one in (priced, kept)] + [one.sums.seconds(hides) for one in (priced, kept)]
     node = group[0]
     return Recomputation(
         name=node.name,

@@ -195,6 +195,7 @@ def _prediction(plan: Plan) -> Table:
             f" = compute {time_of(predicted.compute_seconds)} + ",
             f"exposed communication {time_of(predicted.exposed_seconds)} ",
             (f"(of {time_of(predicted.communication_seconds)} in all)", "dim"),
+            f" + waiting for the host {time_of(predicted.host_seconds)}" if predicted.host_seconds else "",
         ),
     )
     # The bound is what the user allowed, and may be above or below what the device has.

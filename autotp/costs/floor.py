@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from autotp.costs.model import Model
+from autotp.costs.model import Fused, Model
 from autotp.costs.prices import Prices
 from passes.graph import cast_of
 from passes.rules.factors import Value, value_of
@@ -23,7 +23,7 @@ from passes.rules.shapes import results_of
 from passes.rules.table import flop_of, rule_of
 from passes.strategies.space import Space
 
-__all__ = ["least_bytes", "least_seconds"]
+__all__ = ["kernels", "least_bytes", "least_host", "least_seconds"]
 
 
 def least_bytes(model: Model, prices: Prices) -> float:
@@ -101,3 +101,18 @@ def least_seconds(model: Model, prices: Prices, longer: float = 1.0) -> float:
     sizes = [(n.meta["val"].numel(), cast_of(n).rests.itemsize) for n in given if n.name in model.captured.parameters]
     updated = sum(prices.update_bytes(count / devices, itemsize) for count, itemsize in sizes)
     return longer * computing + float(prices.updating(updated))
+
+
+def kernels(model: Model, prices: Prices, node: fx.Node) -> float:
+    """How many kernels an operator and its gradients are; none, if it is a view or part of another one's."""
+    rule = rule_of(node)
+    if (rule is not None and rule.view) or prices.fused.get(node, Fused()).results:
+        return 0.0
+    return prices.passes(node, node in model.differentiated)
+
+
+def least_host(model: Model, prices: Prices) -> float:
+    """Seconds in which the host starts the kernels that a step of every plan has, however it is sharded."""
+    if not prices.topology.device.host:
+        return 0.0
+    return prices.topology.device.host * prices.accumulate * sum(kernels(model, prices, node) for node in model.operators)

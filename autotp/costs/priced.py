@@ -11,6 +11,7 @@ from functools import cached_property
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate
 
+from autotp.costs.floor import kernels
 from autotp.costs.model import Model
 from autotp.costs.price import Price
 from autotp.costs.prices import Prices
@@ -258,7 +259,27 @@ class Priced:
             hidden = float(overlap.hidden_by_batch(joined, found.depth, chunks))
         else:
             hidden = sum(float(overlap.hidden_by_rows(near[node], self.own[node].compute, chunks)) for node in near)
-        return replace(found, hidden=hidden, update=self.prices.updating(self.updated))
+        return replace(found, hidden=hidden, update=self.prices.updating(self.updated), host=self.host)
+
+    @property
+    def host(self) -> float:
+        """Seconds in which the host starts a step's kernels."""
+        device = self.prices.topology.device
+        return device.host and device.host * self.launches
+
+    @cached_property
+    def launches(self) -> float:
+        """Kernels of a step, those of every chunk and what is recomputed among them.
+
+        Collectives are not: what starting one takes is in its price (`costmodel.Level.overhead`).
+        """
+        found, real = 0.0, len(self.prices.devices)
+        for node in self.model.operators:
+            splits = zip(self.prices.mesh[real:], self.strategies[node.name].assignment[real:], strict=True)
+            times = math.prod(count for count, factor in splits if factor is not None)
+            own = kernels(self.model, self.prices, node)
+            found += times * (own + (own > 0 and self.prices.train and node in self.model.recomputed))
+        return self.prices.accumulate * found
 
     @cached_property
     def updated(self) -> float:

@@ -279,7 +279,7 @@ class Prices:
             made = [frozenset(f.name for f in factors if f.kind == kind) for kind in "mkn"]
             sizes = (math.prod(f.size for f in factors if f.kind == kind) for kind in "mkn")
             dims = tuple(size / self._ways(space.axes_of(names)) for size, names in zip(sizes, made, strict=True))
-        passes = self._passes(node, gradient)
+        passes = self.passes(node, gradient)
         share = flop / self._ways(space.factors())
         return compute.Work(passes * share, passes * moved, dtype, kind_of(node), dims, 0.0 if fused.results else passes)
 
@@ -292,7 +292,7 @@ class Prices:
         work = self.work(space, flop, gradient=gradient)
         return np.zeros(len(space.serves)) if work is None else np.asarray(work.seconds(self.topology.device))
 
-    def _passes(self, node: fx.Node, gradient: bool) -> float:
+    def passes(self, node: fx.Node, gradient: bool) -> float:
         """Times an operator's work is done, forward and backward."""
         rule = rule_of(node)
         return 1.0 + (2.0 if rule is None else rule.backward) if self.train and gradient else 1.0
@@ -302,7 +302,7 @@ class Prices:
         table = rule_of(node)
         forward, backward = table.statistics if table is not None else (1, 0)
         inner = backward / (forward + backward) if self.train and gradient and backward else 0.0
-        return 1 - 1 / self._passes(node, gradient), inner
+        return 1 - 1 / self.passes(node, gradient), inner
 
     def inside(self, space: Space, *, gradient: bool) -> tuple[np.ndarray, np.ndarray]:
         """Of collectives inside the operator for all strategies at once: bytes received, ``[S]``, and `spent`."""

@@ -73,6 +73,7 @@ class Sums:
         accumulate: how many micro-batches the step has; the passes are of all of them together.
         reductions: what of the backward pass the last of several micro-batches does alone.
         update: seconds of the optimizer's step, which follows the last backward pass.
+        host: seconds in which the host starts the step's kernels.
     """
 
     forward: Pass
@@ -83,6 +84,7 @@ class Sums:
     accumulate: int = 1
     reductions: Pass = Pass()
     update: float = 0.0
+    host: float = 0.0
 
     @property
     def compute(self) -> float:
@@ -143,11 +145,16 @@ class Sums:
         return replace(self, reductions=self.reductions.plus(backward, parameter=True))
 
     def step(self, hides: bool) -> float:
-        """Seconds of a step, its communication hidden behind computing or not."""
+        """Seconds of a step that never waits for the host, its communication hidden behind computing or not."""
         return sum(map(max, self.sides)) if hides else self.compute + self.communication
+
+    def seconds(self, hides: bool) -> float:
+        """Seconds of a step. Of two with equal kernels, the one that is shorter by ``step`` is shorter."""
+        return overlap.hosted(self.step(hides), self.host)
 
     def predicted(self, hides: bool, memory_bytes: float) -> Predicted:
         """What a plan is to say of a step."""
-        step = self.step(hides)
+        step, seconds = self.step(hides), self.seconds(hides)
         exposed = max(step - self.compute, 0.0)  # rounding may make it negative
-        return Predicted(step, self.compute, self.communication, exposed, memory_bytes, self.update)
+        times = seconds, self.compute, self.communication, exposed
+        return Predicted(*times, memory_bytes, self.update, seconds - step)

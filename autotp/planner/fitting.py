@@ -145,7 +145,7 @@ def _in_chunks(meshes: Sequence[tuple[int, ...]], outcome: Outcome) -> Outcome:
 
     def search(weights: Weights) -> Searched:
         nonlocal contest
-        contest = replace(contest.anew(math.inf, weights), limit=shortest)
+        contest = replace(contest.anew(math.inf, weights), limit=shortest.step(hides=True))
         contest.run(meshes)
         return Searched(contest.best, contest.bound, 0.0)
 
@@ -154,7 +154,8 @@ def _in_chunks(meshes: Sequence[tuple[int, ...]], outcome: Outcome) -> Outcome:
     for one in met:
         if one.best is not None and one.best.memory <= contest.allowed:
             cut, found = best_chunks(one.best.priced, contest.deadline, asked)
-            best, chunks, shortest = (one.best, cut, found) if found < shortest else (best, chunks, shortest)
+            if found.seconds(hides=True) < shortest.seconds(hides=True):
+                best, chunks, shortest = one.best, cut, found
     whole = max(outcome.floor, (1 - overlap.MARGIN) * floor)  # without chunks, no side is shorter than that
     return replace(outcome, found=replace(outcome.found, best=best), floor=min(whole, floor), chunks=chunks)
 

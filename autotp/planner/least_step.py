@@ -99,26 +99,26 @@ def most_chunks(options: Options) -> int:
 
 def best_chunks(
     priced: Priced, deadline: Deadline, asked: Mapping[str, int] | None = None
-) -> tuple[Mapping[str, int], float]:
-    """The chunks with which the step of a plan's strategies is shortest, and its seconds.
+) -> tuple[Mapping[str, int], Sums]:
+    """The chunks with which the step of a plan's strategies is shortest, and what it takes.
 
     Args:
         priced: the strategies.
         deadline: when nothing else is tried.
         asked: the chunks, if they are not to be chosen.
     """
-    best = priced.sums.step(hides=True)
+    best = priced.sums
     if asked is not None:
-        return asked, chunked(priced, in_parts(priced, asked)).step(hides=True) if asked else best
+        return asked, chunked(priced, in_parts(priced, asked)) if asked else best
     chosen: Mapping[str, int] = {}
-    if priced.sums.activations < overlap.MARGIN * best:
+    if best.activations < overlap.MARGIN * best.step(hides=True):
         return chosen, best
     for way in CHUNKS:
         for count in _COUNTS:
             if deadline.over:
                 return chosen, best
-            found = chunked(priced, in_parts(priced, {way: count})).step(hides=True)
-            if found >= best:
+            found = chunked(priced, in_parts(priced, {way: count}))
+            if found.seconds(hides=True) >= best.seconds(hides=True):
                 break
             chosen, best = {way: count}, found
     return chosen, best

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from autotp.costs.floor import least_seconds
+from autotp.costs.floor import least_host, least_seconds
 from autotp.costs.model import Model, trained_values
 from autotp.costs.priced import Priced
 from autotp.errors import AutotpError, ConstraintError, TimeLimitError
@@ -29,6 +29,7 @@ from autotp.plans.families import Family
 from autotp.plans.options import Options
 from autotp.plans.plan import Plan
 from costmodel import Topology
+from costmodel.overlap import hosted
 from passes.capture import Captured, Precision, capture
 from passes.layouts.layout import Layout
 from passes.overlap.trace import undrawn
@@ -211,13 +212,11 @@ def plan_captured(
     ending = min(_ENDING * apart + _READING * analysis, options.time_limit / 2)
     first = replace(first, deadline=replace(deadline, at=deadline.at - ending))
     chosen, hides, chunks = options.family, options.hides, options.chunks
-
     try:
         outcome = best_of_ways(first, meshes, apart)
     except TimeoutError as error:
         raise TimeLimitError(f"{error} (it is {options.time_limit:g} s)") from error
-    contest, found, floor = outcome.contest, outcome.found, outcome.floor
-    best = found.best
+    contest, found, floor, best = outcome.contest, outcome.found, outcome.floor, outcome.found.best
     if best is None:
         conflict = _conflict(contest, meshes, asked)
         if conflict is not None or found.smallest is None:
@@ -240,8 +239,8 @@ def plan_captured(
         least = sums.step(hides) if hides else least
         chunks = {kind: count for kind, count in chunks.items() if count == 1 or kind in made.counts}
         fields = {"chunked": {kind: len(names) for kind, names in made.cut.items()}, "whole": made.whole}
-    if floor < least:
-        floor = max(floor, least_seconds(best.model, prices.prices))
+    floor = max(floor, least_seconds(best.model, prices.prices)) if floor < least else floor
+    floor, least = hosted(floor, least_host(best.model, prices.prices)), hosted(least, sums.host)
     gap = max(0.0, 1 - floor / least) if least else 0.0
     plan = describe_plan(
         best,

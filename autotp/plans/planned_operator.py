@@ -23,12 +23,13 @@ class Predicted:
     """Predictions for one training (or inference) step on each device, in seconds and bytes.
 
     Attributes:
-        step_seconds: the whole step: computing, and the communication that nothing hides.
+        step_seconds: the whole step: computing, the communication that nothing hides, and waiting for the host.
         compute_seconds: of computing, in chunks if there are any, with the optimizer's step.
         communication_seconds: of all communication, hidden or not.
         exposed_seconds: of communication that nothing hides.
         memory_bytes: parameters, gradients, optimizer state, saved activations and the largest gathered temporary.
         update_seconds: of the optimizer's step, which is no operator.
+        host_seconds: by which the step is longer because the host has to start its kernels.
     """
 
     step_seconds: Figure
@@ -37,6 +38,7 @@ class Predicted:
     exposed_seconds: Figure
     memory_bytes: Figure
     update_seconds: Figure = 0.0
+    host_seconds: Figure = 0.0
 
     @property
     def passes_seconds(self) -> float:

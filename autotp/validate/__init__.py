@@ -4,7 +4,7 @@
 `fit` fits a device's figures to them.
 """
 
-from autotp.validate.fit import DeviceFit, fit_device
+from autotp.validate.fit import DeviceFit, fit_device, parts
 from autotp.validate.predict import (
     Accuracy,
     Prediction,
@@ -29,6 +29,7 @@ __all__ = [
     "by_source",
     "fit_device",
     "kendall",
+    "parts",
     "predicted",
     "predicted_all",
     "rankings",

@@ -1,8 +1,9 @@
 """Fits the figures of a device to measured runs: few of them, so that they hold for runs that were not fitted.
 
 The data sheet's rates stay. Fitted are the share of the peak that large products reach and the size that halves it, how
-much slower fused attention is than that, and how much slower than the memory's bandwidth everything else moves its bytes:
-`costmodel.compute.KERNEL` has the formula. The launch stays too: steps of large models do not depend on it.
+much slower fused attention is than that, how much slower than the memory's bandwidth everything else moves its bytes
+(`costmodel.compute.KERNEL` has the formula), and how long the host takes to start a kernel (`costmodel.overlap.HOSTED`), of
+which only runs with short kernels say much. The launch stays too: steps of large models do not depend on it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from autotp.errors import AutotpError
 from autotp.validate.predict import Accuracy, Prediction, accuracy
 from costmodel import KINDS, Device
 
-__all__ = ["DeviceFit", "fit_device"]
+__all__ = ["DeviceFit", "fit_device", "parts"]
 
 #: Figure -> least, greatest and first value.
 _FIGURES = {
@@ -24,6 +25,7 @@ _FIGURES = {
     "half_size": (1.0, 3000.0, 200.0),
     "attention": (0.5, 10.0, 2.0),
     "memory": (1.1, 3.0, 1.25),
+    "host": (1e-6, 3e-4, 1e-5),
 }
 _LEAST = 5  # runs for as many figures
 _ROBUST = 0.05  # relative errors beyond which a run counts less
@@ -54,8 +56,7 @@ def fit_device(predictions: Sequence[Prediction]) -> DeviceFit:
     if len(devices) != 1:
         raise AutotpError(f"runs on {', '.join(devices) or 'no device'} cannot be fitted together")
     (own,) = devices.values()
-    others = predictions[_HELD_OUT - 1 :: _HELD_OUT]
-    chosen = [one for number, one in enumerate(predictions) if (number + 1) % _HELD_OUT]
+    chosen, others = parts(predictions)
     if len(chosen) < _LEAST:
         raise AutotpError(f"{len(chosen)} runs on {own.name} are too few: {_LEAST} are needed for {len(_FIGURES)} figures")
     try:
@@ -77,7 +78,13 @@ def fit_device(predictions: Sequence[Prediction]) -> DeviceFit:
     return DeviceFit(device, accurate(chosen), accurate(others) if others else None)
 
 
+def parts(predictions: Sequence[Prediction]) -> tuple[list[Prediction], list[Prediction]]:
+    """Those of one device's runs that a fit uses, and every fourth, which it does not."""
+    chosen = [one for number, one in enumerate(predictions) if (number + 1) % _HELD_OUT]
+    return chosen, list(predictions[_HELD_OUT - 1 :: _HELD_OUT])
+
+
 def _device(own: Device, figures: Sequence[float] | np.ndarray) -> Device:
-    efficiency, half_size, attention, memory = (float(figure) for figure in figures)
+    efficiency, half_size, attention, memory, host = (float(figure) for figure in figures)
     slowdown = dict.fromkeys(KINDS, memory) | {"product": 1.0, "convolution": 1.0, "attention": attention}
-    return replace(own, efficiency=min(1.0, efficiency), half_size=half_size, slowdown=slowdown)
+    return replace(own, efficiency=min(1.0, efficiency), half_size=half_size, slowdown=slowdown, host=host)

@@ -49,11 +49,15 @@ class StepWork:
     Attributes:
         kernels: kernels of equal kind and dtype with arrays of their sizes, and how often they run in each pass.
         sums: the step on the run's own device.
+        hides: whether communication goes on while something is computed.
+        launches: kernels that the host starts in a step.
         update: kernels of the optimizer's step.
     """
 
     kernels: Sequence[tuple[Work, np.ndarray, np.ndarray]]
     sums: Sums
+    hides: bool
+    launches: float
     update: Work
 
     def seconds(self, device: Device, own: Device) -> float:
@@ -64,8 +68,9 @@ class StepWork:
                 float((counts[number] * (work.seconds(device) - work.seconds(own))).sum()) for work, *counts in self.kernels
             )
             passes.append(replace(one, compute=one.compute + changed))
-        update = float(self.update.seconds(device))
-        return replace(self.sums, forward=passes[0], backward=passes[1], update=update).step(hides=True)
+        update, host = float(self.update.seconds(device)), device.host * self.launches
+        sums = replace(self.sums, forward=passes[0], backward=passes[1], update=update, host=host)
+        return sums.seconds(self.hides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +103,9 @@ def predicted(run: MeasuredRun) -> Prediction:
     Raises:
         AutotpError: it has no plan.
     """
-    precision = _PRECISIONS[run.precision]
+    precision = _PRECISIONS.get(run.precision)
     with torch.device("meta"):
-        model = LanguageModel(run.model, run.sequence)
+        model = LanguageModel(run.model, run.sequence).to(_WEIGHTS.get(run.precision, torch.float32))
         tokens = torch.zeros(run.batch * run.data, run.sequence, dtype=torch.long)
         captured = capture(model, (tokens, tokens), None, precision)
     options = replace(_options(run), precision=precision)
@@ -133,8 +138,10 @@ def by_source(predictions: Sequence[Prediction]) -> dict[tuple[str, str], list[P
 _PRECISIONS: Mapping[str, Precision] = {
     "bf16-mixed": "bf16-mixed",
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
-    "fp16": MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16),
 }
+#: Weights that are narrow themselves, of which the optimizer has float32 copies: gradients of micro-batches are added up
+#: before they are reduced.
+_WEIGHTS: Mapping[str, torch.dtype] = {"fp16": torch.float16}
 
 
 def _options(run: MeasuredRun) -> Options:
@@ -156,7 +163,18 @@ def _options(run: MeasuredRun) -> Options:
     if recompute == "every 2nd":
         recompute = [f"blocks.{number}" for number in range(1, run.model.layers, 2)]
     mesh = tuple(degree for _, degree in axes)
-    return Options(family, mesh=mesh, memory=math.inf, recompute=recompute, accumulate=run.accumulate, panels=1, chunks={})
+    return Options(
+        family,
+        mesh=mesh,
+        memory=math.inf,
+        recompute=recompute,
+        accumulate=run.accumulate,
+        panels=1,
+        chunks={},
+        schedule="overlap" if run.overlaps else "none",
+        compile=run.compiled,
+        optimizer="adamw-master" if run.precision in _WEIGHTS else "adamw",
+    )
 
 
 def _work(captured: Captured, plan: Plan) -> StepWork:
@@ -180,7 +198,8 @@ def _work(captured: Captured, plan: Plan) -> StepWork:
         forward, backward = np.array([counts for _, *counts in rows]).T
         work = Work(flop, moved, dtype, kind, (m, k, n) if multiplies else None, launches)
         kernels.append((work, forward, backward))
-    return StepWork(kernels, priced.sums, Work(0.0, priced.updated, "float32", "pointwise", None, 0.0))
+    update = Work(0.0, priced.updated, "float32", "pointwise", None, 0.0)
+    return StepWork(kernels, priced.sums, plan.schedule == "overlap", priced.launches, update)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ A table is TOML with one ``[[runs]]`` for each run, or CSV with a column for eac
 - ``gpu_type``, ``gpus``, ``nodes_of`` (devices of a node); ``interconnect``: text with the rate of a node's network,
   such as ``8x200 Gbit/s``, or of a device's, such as ``400 Gbit/s per GPU``;
 - ``dp_fsdp_degree``, ``tp_degree``, ``pp_degree``, ``sequence_parallel``; ``kind``: ``ddp``, ``zero2``, ``zero3`` or
-  ``hsdp``; ``global_batch``, ``micro_batch``, ``grad_accum``; ``recompute``, ``dtype``;
+  ``hsdp``; ``global_batch``, ``micro_batch``, ``grad_accum``; ``recompute``, ``dtype``; ``overlap``: whether communication
+  goes on while something is computed; ``torch_compile``: ``yes``, ``no``, or the name of a compiler;
 - what was measured: ``step_seconds``, and if known ``memory_gb`` (10^9 bytes of a device).
 
 In CSV, keys that are no columns may stand in ``notes``, as ``key=value;``.
@@ -62,6 +63,7 @@ _RECOMPUTE = {
     "selective (attention core)": "selective",
     "selective layer (every 2nd)": "every 2nd",
 }
+_EAGER = ("", "no", "false", "none", "eager", "not stated")
 _LARGEST_FILE = 2**22  # bytes
 _SIZE = 2**31  # the largest of a model's sizes, and of a batch
 _LAYERS = 4096
@@ -110,9 +112,12 @@ class MeasuredRun:
         batch: sequences of a micro-batch on each data-parallel rank.
         accumulate: micro-batches of a step.
         recompute: as ``autotp.plan`` takes it; ``every 2nd``: every second block, as a whole.
-        precision: ``bf16-mixed``, or ``bf16`` or ``fp16`` where gradients are reduced in that as well.
+        precision: ``bf16-mixed``; ``bf16`` where gradients are reduced in that as well; ``fp16`` where weights are as
+            narrow, and the optimizer has float32 copies of them.
         seconds: of a step.
         memory: bytes of a device; 0 if not published.
+        overlaps: communication goes on while something is computed.
+        compiled: a compiler fused what lies between products.
     """
 
     name: str
@@ -130,6 +135,8 @@ class MeasuredRun:
     precision: str
     seconds: float
     memory: float = 0.0
+    overlaps: bool = True
+    compiled: bool = False
 
     @property
     def node(self) -> int:
@@ -218,14 +225,25 @@ def _run(name: str, row: Mapping[str, Any]) -> MeasuredRun:
         data,
         tensor,
         next((one for one in _KINDS if one in kind), "ddp"),
-        str(row.get("sequence_parallel", "no")).lower() in ("yes", "true"),
+        _yes(row, "sequence_parallel", False),
         batch,
         accumulate,
         _one_of({"recompute": "", **row}, "recompute", _RECOMPUTE),
         dtype,
         _number(row, "step_seconds"),
         _number(row, "memory_gb", 0.0) * 1e9,
+        _yes(row, "overlap", not _old(row, dtype)),
+        str(row.get("torch_compile", row.get("compiler", ""))).lower() not in _EAGER,
     )
+
+
+def _old(row: Mapping[str, Any], dtype: str) -> bool:
+    """Half precision without bfloat16: Megatron-LM before FlashAttention, with dropout.
+
+    It reduced all gradients after the backward pass (megatron/model/distributed.py, whose "local" was the default), as
+    DeepSpeed did without ZeRO.
+    """
+    return dtype == "fp16" and row.get("attention", "written out") == "written out"
 
 
 def _architecture(row: Mapping[str, Any], dtype: str) -> Architecture:
@@ -234,8 +252,7 @@ def _architecture(row: Mapping[str, Any], dtype: str) -> Architecture:
     kind = str(row.get("architecture", "llama" if "llama" in model or "aurora" in model else "gpt"))
     if kind not in ("gpt", "llama"):
         raise AutotpError(f"architecture {shown(kind)} is unknown; the known ones are gpt and llama")
-    # Half precision without bfloat16 means Megatron-LM before FlashAttention, with dropout.
-    old = dtype == "fp16" and "attention" not in row
+    old = _old(row, dtype)
     attention = str(row.get("attention", "written out" if old or "no flash" in traits else "fused"))
     return Architecture(
         kind,
@@ -245,10 +262,10 @@ def _architecture(row: Mapping[str, Any], dtype: str) -> Architecture:
         heads,
         _whole(row, "kv_heads", heads),
         _whole(row, "vocab"),
-        str(row.get("tied", kind == "gpt")).lower() in ("yes", "true"),
+        _yes(row, "tied", kind == "gpt"),
         attention == "fused",
         _number(row, "dropout", 0.1 if old else 0.0),
-        str(row.get("loss", "float32" if kind == "llama" or attention != "fused" else "fused")) == "float32",
+        str(row.get("loss", "float32")) == "float32",
     )
 
 
@@ -295,6 +312,10 @@ def _one_of(row: Mapping[str, Any], key: str, known: Mapping[str, str]) -> str:
             f"{key} {shown(row.get(key, ''))} cannot be represented; known are {', '.join(filter(None, known))}"
         )
     return known[value]
+
+
+def _yes(row: Mapping[str, Any], key: str, default: bool) -> bool:
+    return str(row.get(key, default)).lower() in ("yes", "true")
 
 
 def _whole(row: Mapping[str, Any], key: str, default: int | None = None, most: int = _SIZE) -> int:

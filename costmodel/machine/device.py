@@ -18,7 +18,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 KINDS = ("product", "convolution", "attention", "norm", "softmax", "pointwise", "gather", "copy")
 """Kinds of operators whose speed is measured separately."""
 
-_OPTIONAL = ("efficiency", "half_size", "slowdown", "contention", "idle_power", "busy_power", "price")
+_OPTIONAL = ("efficiency", "half_size", "slowdown", "contention", "host", "idle_power", "busy_power", "price")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,8 @@ class Device:
         slowdown: kind of operator (one of `KINDS`) -> its measured time relative to the roofline.
         contention: the share of transfer time that is taken from concurrent computation: 0 if collectives need no device
             time, 1 if the device can only communicate or compute. A level may have its own value.
+        host: seconds in which the host starts one kernel of a step (`costmodel.overlap.HOSTED`): what a framework does
+            between two launches. With 0, no step waits for it.
         idle_power, busy_power: watts that the device draws while it waits and while it computes, including its share of the
             node; 0 if unknown.
         price: of one device-hour, in any currency; 0 if unknown.
@@ -53,6 +55,7 @@ class Device:
     half_size: float = 0.0
     slowdown: Mapping[str, float] = field(default_factory=dict, hash=False)
     contention: float = 0.0
+    host: float = 0.0
     idle_power: float = 0.0
     busy_power: float = 0.0
     price: float = 0.0
@@ -68,7 +71,7 @@ class Device:
             raise TopologyError(f"{where}: flops: 'float32' is missing; the other dtypes fall back on it")
         _positive(self.memory, f"{where}: memory")
         _positive(self.memory_bandwidth, f"{where}: memory_bandwidth")
-        for key in ("launch", "half_size", "idle_power", "busy_power", "price"):
+        for key in ("launch", "half_size", "host", "idle_power", "busy_power", "price"):
             figure(getattr(self, key), f"{where}: {key}", error=TopologyError)
         if _positive(self.efficiency, f"{where}: efficiency") > 1:
             raise TopologyError(f"{where}: efficiency is {shown(self.efficiency)}; it must be above 0 and at most 1")
@@ -132,6 +135,8 @@ def _optional(table: Table, key: str) -> Any:
     if key == "slowdown":
         factors = Table(table.mapping(key), f"{table.where}: {key}", required=(), optional=KINDS)
         return {kind: factors.number(kind) for kind in factors.data}
+    if key == "host":
+        return table.quantity(key, "time")
     return table.quantity(key, "power") if key.endswith("_power") else table.number(key)
 
 

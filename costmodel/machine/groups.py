@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from .links import Level, Link, Measured, Stage
+from .links import Level, Link, Stage
 from .matrix import ring_bandwidth
 
 __all__ = ["group_link"]
@@ -48,9 +48,8 @@ def group_link(
             bandwidth = min(ring_bandwidth(level.matrix, numbers) for numbers in sets) / rings
         else:
             used = ways - 1 if level.direct else members
-            bandwidth = min(level.bandwidth / rings, level.one_link * min(used, level.links))
-        overhead = figures.overhead if isinstance(figures, Measured) else 0.0
-        rates = bandwidth, figures.latency, overhead
+            bandwidth = level.efficiency * min(level.bandwidth / rings, level.one_link * min(used, level.links))
+        rates = bandwidth, figures.latency, figures.overhead
         own = contention if level.contention is None else level.contention
         stages.append(Stage(level.name, ways, members, steps, *rates, level.shared, own))
     return Link(

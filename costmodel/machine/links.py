@@ -17,6 +17,8 @@ __all__ = ["COLLECTIVES", "Level", "Link", "Measured", "Stage"]
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 """The collectives that have a cost."""
 
+_SHARES = ("contention", "efficiency", "overhead")
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -51,6 +53,8 @@ class Level:
             An uplink cannot carry more than the uplinks below feed into it, so it should not exceed
             their sum.
         latency: seconds per message.
+        efficiency: the share of the bandwidth that rings reach.
+        overhead: seconds of a collective in addition to its messages: starting it, and waiting for the last rank.
         links: the number of equal, parallel links of the uplink (network adapters). A ring with k devices in the
             group below uses at most k of them.
         point_to_point: bytes/s of one of those links; by default, the uplink's bandwidth over ``links``.
@@ -79,6 +83,8 @@ class Level:
     matrix: tuple[tuple[float, ...], ...] | None = None
     measured: Mapping[str, Measured] = field(default_factory=dict, hash=False)
     contention: float | None = None
+    overhead: float = 0.0
+    efficiency: float = 1.0
 
     def __post_init__(self) -> None:
         """Checks the figures."""
@@ -86,6 +92,9 @@ class Level:
         for key, most in (("size", MOST_DEVICES), ("links", MOST)):
             whole(getattr(self, key), f"{where}: {key}", most=most, error=TopologyError)
         _check(self.bandwidth, self.latency, where)
+        figure(self.overhead, f"{where}: overhead", error=TopologyError)
+        if figure(self.efficiency, f"{where}: efficiency", positive=True, error=TopologyError) > 1:
+            raise TopologyError(f"{where}: efficiency is {shown(self.efficiency)}; it must be above 0 and at most 1")
         if self.point_to_point is not None:
             figure(self.point_to_point, f"{where}: point_to_point", positive=True, error=TopologyError)
         if self.matrix is not None:
@@ -127,7 +136,7 @@ class Level:
             data,
             where,
             required=("name", "size", "latency") + (() if "matrix" in data else ("bandwidth",)),
-            optional=("bandwidth", "links", "point_to_point", "direct", "shared", "matrix", "measured", "contention"),
+            optional=("bandwidth", "links", "point_to_point", "direct", "shared", "matrix", "measured", *_SHARES),
         )
         matrix = table.quantities("matrix", "bandwidth") if "matrix" in table.data else None
         measured = {}
@@ -145,6 +154,8 @@ class Level:
             "direct": table.boolean,
             "shared": table.boolean,
             "contention": table.number,
+            "efficiency": table.number,
+            "overhead": lambda key: table.quantity(key, "time"),
         }
         fields: dict[str, Any] = {key: value(key) for key, value in read.items() if key in table.data}
         fields |= {"name": table.text("name"), "size": table.integer("size", MOST_DEVICES), "matrix": matrix}

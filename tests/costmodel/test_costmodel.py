@@ -448,26 +448,33 @@ def test_roofline_in_bulk():
 
 
 @pytest.mark.parametrize(
-    ("itemsize", "optimizer", "train", "master", "per_element"),
+    ("itemsize", "optimizer", "train", "per_element"),
     [
-        (4, "adamw", True, False, 16),
-        (8, "adamw", True, False, 32),
-        (2, "adamw", True, False, 8),
-        (2, "adamw", True, True, 16),
-        (4, "adamw", True, True, 16),
-        (8, "adamw", True, True, 32),
-        (4, "sgd", True, False, 8),
-        (4, "sgd-momentum", True, False, 12),
-        (2, "sgd", True, True, 8),
-        (2, "adamw", False, True, 2),
+        (4, "adamw", True, 16),
+        (8, "adamw", True, 32),
+        (2, "adamw", True, 8),
+        (2, "adamw-master", True, 16),
+        (4, "adamw-master", True, 16),
+        (8, "adamw-master", True, 32),
+        (4, "sgd", True, 8),
+        (4, "sgd-momentum", True, 12),
+        (2, "adamw-master", False, 2),
     ],
 )
-def test_state_bytes(itemsize, optimizer, train, master, per_element):
-    assert memory.state_bytes(10, itemsize, optimizer, train, master=master) == 10 * per_element
-    exact = memory.expression(optimizer, train=train, master=master).subs({memory.E: 10, memory.e: itemsize})
+def test_state_bytes(itemsize, optimizer, train, per_element):
+    assert memory.state_bytes(10, itemsize, optimizer, train) == 10 * per_element
+    exact = memory.expression(optimizer, train=train).subs({memory.E: 10, memory.e: itemsize})
     assert exact == 10 * per_element
-    bulk = memory.state_bytes(np.array([0, 10]), np.full((3, 1), itemsize), optimizer, train, master=master)
+    bulk = memory.state_bytes(np.array([0, 10]), np.full((3, 1), itemsize), optimizer, train)
     np.testing.assert_array_equal(bulk, np.tile([0.0, 10.0 * per_element], (3, 1)))
+
+
+@pytest.mark.parametrize(
+    ("itemsize", "optimizer", "per_element"),
+    [(4, "adamw", 28), (2, "adamw", 14), (4, "adamw-master", 28), (2, "adamw-master", 30), (4, "sgd", 12)],
+)
+def test_update_bytes(itemsize, optimizer, per_element):
+    assert memory.update_bytes(10, itemsize, optimizer) == 10 * per_element
 
 
 def test_unknown_optimizer():

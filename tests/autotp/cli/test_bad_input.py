@@ -99,7 +99,7 @@ def written(tmp_path_factory):
         (("whole",), [1], "key 'whole': "),
         (("schedule",), "foo", "key 'schedule': Input should be 'overlap' or 'none', not 'foo'"),
         (("mode",), 3, "key 'mode': "),
-        (("optimizer",), "lion", "one of adamw, sgd, sgd-momentum, not 'lion'"),
+        (("optimizer",), "lion", "one of adamw, adamw-master, sgd, sgd-momentum, not 'lion'"),
         (("gap",), "x", "key 'gap': "),
         (("optimal",), 1, "key 'optimal': "),
         (("planning",), [], "key 'planning': "),

@@ -135,6 +135,12 @@ def test_a_number_inside_a_name_is_no_layer() -> None:
     assert row.module == "blocks.*.conv1"
 
 
+def test_the_table_says_when_a_step_waits_for_the_host() -> None:
+    text = shown(fake_plan(predicted=Predicted(5e-3, 2e-3, 1.5e-3, 1e-3, 60e9, host_seconds=2e-3)))
+    assert "5 ms = compute 2 ms + exposed communication 1 ms (of 1.5 ms in all) + waiting for the host 2 ms" in text
+    assert "host" not in shown(fake_plan())
+
+
 def test_the_table_says_everything() -> None:
     text = shown(fake_plan())
     for words in (

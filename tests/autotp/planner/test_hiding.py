@@ -52,6 +52,37 @@ def test_limits_of_the_formula():
     assert overlap.hidden_by_rows(2.0, 3.0, 4) == pytest.approx(1.5) and overlap.hidden_by_rows(2.0, 3.0, 1) == 0
 
 
+def test_neither_the_host_nor_the_passes_hide_all_of_the_other():
+    assert overlap.hosted(3.0, 4.0) == pytest.approx(5.0)
+    assert overlap.hosted(0.3, 0.0) == 0.3, "to the last bit, where no step waits for the host"
+
+
+@pytest.mark.parametrize("schedule", ["overlap", "none"])
+def test_a_step_waits_for_the_host_and_its_plan_stays_the_proven_one(schedule):
+    machine = autotp.Topology.load("dgx-a100").resized(4)
+    fast, slow = (replace(machine, device=replace(machine.device, host=host)) for host in (0.0, 1e-3))
+    ways = {"recompute": "none", "chunks": {}, "schedule": schedule}
+    plain, hosted = _planned(topology=fast, **ways), _planned(topology=slow, **ways)
+    assert hosted.operators == plain.operators and hosted.optimal and plain.optimal
+    kernels = sum(3 if one.target == "aten.linear.default" else 0 for one in hosted.operators)
+    host = math.sqrt(hosted.predicted.step_seconds**2 - plain.predicted.step_seconds**2)
+    assert host >= kernels * 1e-3, "one kernel forward, two backward, and those of other operators"
+    assert host / 1e-3 == pytest.approx(round(host / 1e-3), abs=1e-3), "a whole number of kernels"
+    assert hosted.predicted.host_seconds == hosted.predicted.step_seconds - plain.predicted.step_seconds
+    assert hosted.predicted.exposed_seconds == plain.predicted.exposed_seconds
+    twice = _planned(topology=slow, **ways | {"recompute": "full"})
+    again = math.sqrt(twice.predicted.step_seconds**2 - (twice.predicted.step_seconds - twice.predicted.host_seconds) ** 2)
+    assert again > host, "what is recomputed is started again"
+
+
+def _planned(**options):
+    with torch.device("meta"):
+        model = Transformer(hidden=64, layers=2, heads=4)
+    options = {"memory": math.inf, **options}
+    topology = options.pop("topology")
+    return autotp.plan(model, topology, (torch.zeros(8, 16, 64, device="meta"),), **options)
+
+
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=30), st.floats(0.0, 1e-2))
 def test_what_travels_together_costs_a_message_at_least_and_no_more_than_alone(moving, latency):

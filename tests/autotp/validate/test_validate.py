@@ -54,13 +54,30 @@ def test_a_run_is_planned_as_it_was_run(tmp_path):
     assert found.predicted.step_seconds > 3 * predicted(replace(plain, accumulate=1)).plan.predicted.step_seconds
 
 
+def test_megatron_overlaps_nothing_and_compilers_fuse(tmp_path):
+    old = {"dtype": "fp16", "kind": "ddp", "grad_accum": 2, "global_batch": 32}
+    (old, late, compiled, thunder), _ = runs_of(
+        tmp_path,
+        old,
+        old | {"overlap": "yes"},
+        {"torch_compile": "yes"},
+        {"compiler": "thunder + nvfuser"},
+    )
+    assert not old.overlaps and late.overlaps and late.precision == "fp16" and not late.compiled
+    assert compiled.compiled and thunder.compiled and compiled.overlaps
+    plan = predicted(old).plan
+    assert plan.schedule == "none" and plan.optimizer == "adamw-master" and predicted(late).plan.schedule == "overlap"
+    assert predicted(compiled).plan.compile
+    once = predicted(replace(old, accumulate=1)).plan.predicted.communication_seconds
+    assert once < plan.predicted.communication_seconds < 1.2 * once, "of two micro-batches, gradients are reduced once"
+
+
 def test_what_a_step_computes_is_priced_on_other_devices_as_a_plan_is(tmp_path):
     (run,), _ = runs_of(tmp_path, {"recompute": "full", "grad_accum": 2, "global_batch": 32})
     one, own = predicted(run), run.topology.device
     assert one.work.seconds(own, own) == pytest.approx(one.plan.predicted.step_seconds, rel=1e-9)
-    slower = replace(
-        own, efficiency=own.efficiency / 2, half_size=2 * own.half_size, slowdown={"norm": 3.0, "pointwise": 2.0}
-    )
+    slowdown = {"norm": 3.0, "pointwise": 2.0}
+    slower = replace(own, efficiency=own.efficiency / 2, half_size=2 * own.half_size, slowdown=slowdown, host=1e-4)
     there = predicted(replace(run, topology=replace(run.topology, device=slower)))
     assert one.work.seconds(slower, own) == pytest.approx(there.plan.predicted.step_seconds, rel=1e-3)
 
