@@ -15,7 +15,7 @@ from torch import Tensor
 from autotp.errors import AutotpError, PlanMismatchError
 from autotp.plans.plan import Plan
 from autotp.runtime.rewrite import Rewritten
-from autotp.runtime.watch.watch import Watch, watching
+from autotp.runtime.watch.watch import Watch, require_sound_group, watching
 from passes.capture import Captured
 from passes.world.process import all_gather_single, time_limit
 from passes.world.whereabouts import Whereabouts
@@ -62,9 +62,13 @@ class JobAgreement(Agreement):
     Args:
         watched: whether a thread watches the processes from now on (`autotp.runtime.watch`). They then agree in a process
             group of their own, so that who agrees is never taken for who computes.
+
+    Raises:
+        CollectiveError: a rank has failed in this process group.
     """
 
     def __init__(self, *, watched: bool = False) -> None:
+        require_sound_group()
         self.whereabouts = Whereabouts(dist.get_rank())
         self._groups: list[Any] = []
         if watched and dist.get_world_size() > 1:

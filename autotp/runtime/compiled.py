@@ -23,6 +23,7 @@ from passes.overlap.stage import Faster, Stages
 from passes.overlap.trace import Joint
 from passes.world.ops import Parts
 from passes.world.regather import version_of
+from passes.world.whereabouts import Whereabouts
 
 __all__ = ["Compiled", "Disjoint", "Overlap", "Plain", "Runner", "Variant"]
 
@@ -123,6 +124,7 @@ class Compiled:
         forward, backward: run them.
         without: the backward graph for when some outputs, by their places among those that may have a gradient, have none.
         plain: the sharded graph as it is, for gradients of gradients: a seed and ``Parts`` of its inputs -> its outputs.
+        whereabouts: of this process.
     """
 
     graphs: Overlapped
@@ -130,6 +132,7 @@ class Compiled:
     backward: Runner
     without: Callable[[frozenset[int]], Runner]
     plain: Plain
+    whereabouts: Whereabouts
 
     def __call__(self, seed: Any, inputs: Sequence[Any], variant: Variant | None = None) -> list[Any]:
         """The outputs of the sharded graph; gradients flow to the trained inputs.
@@ -207,7 +210,10 @@ class _Pass(torch.autograd.Function):
             ctx.inputs = ()
         del mine, flat
         found: list[Any] = [None] * (len(joint.inputs) * count)
-        for i, gradient, reached in zip(joint.trained, run(values), joint.reached, strict=True):
+        ctx.compiled.whereabouts.going_back("")
+        with ctx.compiled.whereabouts.passing():
+            results = run(values)
+        for i, gradient, reached in zip(joint.trained, results, joint.reached, strict=True):
             if gradient is None or reached <= missing:
                 continue
             for d, part in enumerate(gradient if isinstance(gradient, Parts) else [gradient]):

@@ -161,22 +161,23 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
         captured, parameters = program.captured, self._own_parameters(program)
         for other in programs.waiting:
             other.accumulation.check(self._own_parameters(other))
-        results, scheduled = program.run(
-            lambda scheduled: self._values(program, parameters, inputs, scheduled=scheduled),
-            parameters,
-            syncing=programs.syncing,
-        )
-        with torch.no_grad():
-            for name, value in zip(captured.mutations, results[captured.returned :], strict=True):
-                self._held(captured.buffers[name]).copy_(value)
-        outputs = [self._returned(program, i, each) for i, each in enumerate(results[: captured.returned])]
-        guard(outputs, program.made_of if scheduled else program.made_apart, captured.said)
-        programs.watch(outputs, lambda other: self._parts(other, self._own_parameters(other)))
-        if programs.monitor is not None:
-            values = functools.partial(self._values, program, parameters, inputs, scheduled=scheduled)
-            programs.monitor.check(program, values, results, functools.partial(self._gradients, program))
-        show(captured.observed, self._moded, outputs)
-        return captured.signature.unflatten(outputs[: captured.outputs])
+        with programs.agreement.whereabouts.passing():
+            results, scheduled = program.run(
+                lambda scheduled: self._values(program, parameters, inputs, scheduled=scheduled),
+                parameters,
+                syncing=programs.syncing,
+            )
+            with torch.no_grad():
+                for name, value in zip(captured.mutations, results[captured.returned :], strict=True):
+                    self._held(captured.buffers[name]).copy_(value)
+            outputs = [self._returned(program, i, each) for i, each in enumerate(results[: captured.returned])]
+            guard(outputs, program.made_of if scheduled else program.made_apart, captured.said)
+            programs.watch(outputs, lambda other: self._parts(other, self._own_parameters(other)))
+            if programs.monitor is not None:
+                values = functools.partial(self._values, program, parameters, inputs, scheduled=scheduled)
+                programs.monitor.check(program, values, results, functools.partial(self._gradients, program))
+            show(captured.observed, self._moded, outputs)
+            return captured.signature.unflatten(outputs[: captured.outputs])
 
     def _given(self, leaf: Any) -> Any:
         """What a call passes, where that is a ``DTensor``: as this rank would pass it without."""

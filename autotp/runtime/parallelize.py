@@ -68,7 +68,7 @@ def parallelize(
     Args:
         model: any module that ``torch.export`` takes, unmodified; it may be on ``meta``.
         topology: the machine; by default ``Topology.local()``.
-        args, kwargs: example inputs of the global batch, the same on every rank.
+        args, kwargs: example inputs of the global batch, the same on every rank, plain or as a ``DTensor``.
         plan: a plan made before; left out, one is made with the options that follow.
         strategy, mesh, mode, memory, optimizer, accumulate, panels, chunks, constraints, precision, gap: see
             `autotp.plans.options.Options`.

@@ -105,7 +105,7 @@ def _scheduled(
 
         return _scheduled(some, world, how, agreement, plain, lockstep=lockstep).backward
 
-    return Compiled(first, forward, backward, without, plain)
+    return Compiled(first, forward, backward, without, plain, world.whereabouts)
 
 
 def _device_of(made: Overlapped) -> torch.device:

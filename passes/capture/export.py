@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
+from torch.distributed.tensor import DTensor
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -106,7 +107,7 @@ def capture(
 
     Args:
         model: any module that ``torch.export`` can trace; its training mode counts.
-        args: example positional arguments.
+        args: example positional arguments; a ``DTensor`` stands for a tensor of its whole shape.
         kwargs: example keyword arguments; with neither, a Hugging Face model's ``dummy_inputs``.
         precision: see `passes.capture.precision`; None leaves dtypes as they are.
         outputs: ``whole``, or ``dtensor``: what the model returns may stay sharded. Every output is then an operator of
@@ -192,6 +193,8 @@ def _example(
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
+        if isinstance(leaf, DTensor):  # only its whole shape counts
+            leaf = torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
         copy = leaf.detach().to("meta") if meta and not leaf.is_meta else _as_it_lies(leaf.detach())
         return copy.requires_grad_(leaf.requires_grad)
 

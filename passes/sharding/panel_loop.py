@@ -207,7 +207,7 @@ class _Panelled(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("gradients of gradients do not pass products in panels; plan it again with panels=1")
         loop: _Loop = ctx.loop
-        loop.world.whereabouts.at = f"the gradient of {ctx.at}"
+        loop.world.whereabouts.going_back(f"the gradient of {ctx.at}")
         gradients, values = loop.grouped(flat), loop.begin(loop.grouped(ctx.saved_tensors))
         needed = loop.grouped(ctx.needs_input_grad[2:])
         found = [_Gradient(loop, operand) if any(n) else None for operand, n in zip(loop.operands, needed, strict=True)]

@@ -146,7 +146,7 @@ class _Reshard(torch.autograd.Function):
             return None, None, None, None, None, None, None, *resharded
         if ctx.casts is not None:
             gradients = tuple(gradient.to(ctx.casts[1][0]) for gradient in gradients)
-        world.whereabouts.at = _gradient_of(ctx.at)
+        world.whereabouts.going_back(_gradient_of(ctx.at))
         results = world.run(ctx.steps, [gradients[i * count + d] for i in source for d in range(count)], source)
         if ctx.casts is not None:
             results = [part.to(ctx.casts[1][1]) for part in results]
@@ -263,7 +263,7 @@ class _Mirror(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        ctx.world.whereabouts.at = _gradient_of(ctx.at)
+        ctx.world.whereabouts.going_back(_gradient_of(ctx.at))
         return None, None, None, None, *ctx.world.run(ctx.steps, gradients)
 
 

@@ -53,7 +53,7 @@ class Regather:
         stride: tuple[int, ...],
         start: int,
     ) -> Tensor:
-        self._world.whereabouts.at = at
+        self._world.whereabouts.going_back(at)
         (gathered,) = self._world.run(steps, [source.to(dtype)])
         return gathered.as_strided(size, stride, start)
 

@@ -6,32 +6,60 @@ tell the other processes (`autotp.runtime.watch`).
 
 from __future__ import annotations
 
+import linecache
+import math
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import _StopRecomputationError
 
 from costmodel.errors import AutotpError
+from passes.graph import note_of
 
-__all__ = ["CollectiveError", "Whereabouts"]
+__all__ = ["ENDED_EARLY", "CollectiveError", "Job", "Whereabouts"]
 
 #: For how long gloo's collectives are waited for, before it is looked whether that is in vain.
 _SLICE = timedelta(seconds=1)
 #: Calls that are remembered: more than are made between two looks of the other ranks.
 _TRAIL = 2**14
+#: What is known of a backward pass that an error ended outside of the module's own functions.
+ENDED_EARLY = RuntimeError("an error ended it early"), "its backward pass"
 
 
 class CollectiveError(AutotpError):
-    """A collective failed: a process ended, or the process group's time limit passed.
+    """A collective failed, or cannot be had: a process ended or failed, or the process group's time limit passed.
 
     Attributes:
         rank: where.
-        operator: for which operator, and in which module, the collective ran; empty if it ran for none.
+        operator: for which operator, and in which module, the collective ran, or what failed; empty if it was for none.
         others: where the other ranks were, as far as they said; empty if nobody knows.
     """
 
     def __init__(self, message: str, rank: int = 0, operator: str = "", others: str = "") -> None:
         super().__init__(message)
         self.rank, self.operator, self.others = rank, operator, others
+
+
+class Job(Protocol):
+    """How a process hears of the others."""
+
+    def failed(self, error: BaseException, operator: str) -> AutotpError | None:
+        """Tells the others that this process failed; what is wrong from now on, nothing if all failed alike."""
+
+    def told(self, waits: float) -> AutotpError | None:
+        """What is wrong, if another failed before it took part in the collective that is waited for.
+
+        Args:
+            waits: the collective's number.
+        """
+
+    def refusal(self) -> AutotpError | None:
+        """What is wrong with the process group, for whatever module it was found."""
 
 
 class Whereabouts:
@@ -47,7 +75,9 @@ class Whereabouts:
         trail: the last calls, as (number, what for).
         checking: the call that the ranks are comparing.
         others: where the other ranks are, once a wait takes long.
-        problem: what is wrong with the other ranks; whoever waits for them raises it.
+        problem: what is wrong with the ranks; whoever waits for them, or is called, raises it.
+        job: the other processes; None: nobody hears of them.
+        back: autograd's number of the backward pass that has begun; None: there is none.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -58,6 +88,8 @@ class Whereabouts:
         self.checking: tuple[int, Any] | None = None
         self.trail: deque[tuple[int, Any]] = deque(maxlen=_TRAIL)
         self.problem: AutotpError | None = None
+        self.job: Job | None = None
+        self.back: int | None = None
 
     def called(self, call: Any, *, checked: bool = False) -> None:
         """Notes a call of the module.
@@ -67,8 +99,12 @@ class Whereabouts:
             checked: whether the ranks compare it before they run it; ``agreed`` says when they have.
 
         Raises:
-            AutotpError: the other ranks have made other calls before.
+            AutotpError: the ranks' collectives do not match any more.
         """
+        if self.back is not None and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+            self._fail(*ENDED_EARLY)
+        if self.problem is None and self.job is not None:
+            self.problem = self.job.refusal()
         if self.problem is not None:
             raise self.problem
         self.calls += 1
@@ -82,6 +118,33 @@ class Whereabouts:
         if self.checking is not None:
             self.trail.append(self.checking)
             self.checking = None
+
+    def going_back(self, at: str) -> None:
+        """Notes a backward pass, until autograd says that it is over, and for which operator its next collective runs."""
+        self.at = at
+        task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        if self.back is None and self.job is not None and task != -1:
+            self.back = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._been_back)  # type: ignore[attr-defined]
+
+    def _been_back(self) -> None:
+        self.back = None
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Tells the other ranks if a pass ends early in here."""
+        try:
+            yield
+        except _StopRecomputationError:  # torch.utils.checkpoint has what it needs, on all ranks
+            raise
+        except BaseException as error:
+            self._fail(error, _failed_at(error))
+            raise
+
+    def _fail(self, error: BaseException, operator: str) -> None:
+        self.back = None
+        if self.problem is None and self.job is not None:
+            self.problem = self.job.failed(error, operator)
 
     def wait(self, work: Any, what: Any, *, sliced: bool) -> None:
         """Waits for a collective.
@@ -116,11 +179,15 @@ class Whereabouts:
                 if work.is_completed():
                     work.wait()  # raises what it failed with
                     return
+                if self.problem is None and self.job is not None:
+                    self.problem = self.job.told(self.waits)
                 if self.problem is not None:
                     raise self.problem from None
 
     def failed(self, what: Any, error: BaseException) -> AutotpError:
         """What to raise where a collective fails, at its launch or later."""
+        if self.problem is None and self.job is not None:
+            self.problem = self.job.told(math.inf)
         if self.problem is not None:
             return self.problem
         reason = next(iter(str(error).splitlines()), type(error).__name__)
@@ -129,3 +196,21 @@ class Whereabouts:
         return CollectiveError(
             f"rank {self.rank}: {what}{during} failed: {reason}. {others}", self.rank, what.operator, others
         )
+
+
+def _failed_at(error: BaseException) -> str:
+    """The operator, with its module, in whose node of a graph an error arose; empty if in none."""
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        here = frame.f_locals.get("n")  # of an interpreter
+        if frame.f_code.co_filename.startswith("<eval_with_key>"):  # of a graph as Python code
+            line = linecache.getline(frame.f_code.co_filename, trace.tb_lineno, frame.f_globals).split(maxsplit=1)
+            nodes = frame.f_locals["self"].graph.nodes
+            here = next((node for node in nodes if line and node.name == line[0].rstrip(":")), None)
+        if isinstance(here, fx.Node):
+            path = [module for module, _ in here.meta.get("nn_module_stack", {}).values()]
+            name = note_of(here).operator or here.name
+            return f"{name} in {path[-1]}" if path and path[-1] else name
+        trace = trace.tb_next
+    return ""

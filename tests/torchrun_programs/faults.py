@@ -25,6 +25,16 @@ class Model(nn.Module):
         return self.blocks(x).square().mean()
 
 
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(48, 16), nn.Linear(16, 48)
+        self.block = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+    def forward(self, ids, labels):
+        return nn.functional.cross_entropy(self.head(self.block(self.embed(ids))).flatten(0, 1), labels.flatten())
+
+
 def made(**options):
     torch.manual_seed(0)
     x = torch.randn(8, 8)
@@ -83,6 +93,66 @@ def late():
     print("FOUND nothing", flush=True)
 
 
+def language(strategy, schedule="overlap"):
+    torch.manual_seed(0)
+    model, ids = Language().double(), torch.randint(48, (8, 32))
+    return model, autotp.parallelize(model, None, (ids, ids), strategy=strategy, schedule=schedule), ids
+
+
+def raised(call, *args):
+    try:
+        call(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def say(what, found):
+    print(f"FOUND {rank} {what}: {found}\n", end="", flush=True)  # at once, as ranks share the output
+
+
+def one_fails(strategy, schedule):
+    """A token is out of range in rank 1's part of the batch, in which no operator is split along the vocabulary."""
+    model, parallel, ids = language(strategy, schedule)
+    _, another, _ = language(strategy, schedule)
+    for module in (parallel, another):
+        module(ids, ids).backward()
+    wrong = ids.clone()
+    wrong[7, 5] = 48
+    begin = time.monotonic()
+    say("failing", raised(parallel, wrong, ids))
+    say("prompt", time.monotonic() - begin < 5)
+    for what, module in (("next", parallel), ("another", another)):
+        say(what, raised(module, ids, ids))
+    say("new", raised(language, strategy))
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", f"file://{sys.argv[4]}", rank=rank, world_size=2)
+    say("anew", (language(strategy)[1](ids, ids) - model(ids, ids)).abs().item() < 1e-12)
+
+
+def all_fail(strategy, schedule):
+    """The same token in every part: all ranks raise alike, and go on. So they do where a hook raises on all."""
+    model, parallel, ids = language(strategy, schedule)
+    parallel(ids, ids).backward()
+    wrong = ids.clone()
+    wrong[:, 5] = 48
+    say("failing", raised(parallel, wrong, ids))
+    hook = parallel.head.weight.register_hook(lambda gradient: 1 // 0)
+    say("backward", raised(parallel(ids, ids).backward))
+    hook.remove()
+    say("next", (parallel(ids, ids) - model(ids, ids)).abs().item() < 1e-12)
+
+
+def backward_fails(strategy, schedule):
+    """A backward pass ends early on rank 1, where autograd runs the graph or none of the module's functions does."""
+    _, parallel, ids = language(strategy, schedule)
+    parallel(ids, ids).backward()
+    if rank == 1:
+        parallel.head.weight.register_hook(lambda gradient: 1 // 0)
+    say("failing", raised(parallel(ids, ids).backward))
+    say("next", raised(parallel, ids, ids))
+
+
 def gone():
     """A rank ends in the midst of a step."""
     parallel, x = made()
@@ -97,7 +167,7 @@ if __name__ == "__main__":
     rank = dist.get_rank()
     begin = time.monotonic()
     try:
-        globals()[sys.argv[1]]()
+        globals()[sys.argv[1]](*sys.argv[2:4])
     except autotp.AutotpError as error:
         operator = getattr(error, "operator", "")
         print(f"FOUND {rank} {type(error).__name__} [{operator}] {time.monotonic() - begin:.1f} {error}", flush=True)

@@ -179,7 +179,9 @@ def inputs_that_are_distributed():
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
     plain = model(x)
     for inputs in ("global", "local"):
-        parallel = autotp.parallelize(model, None, (x,), strategy="data", mesh=(ranks,), inputs=inputs)
+        example = distribute_tensor(x, init_device_mesh("cpu", (ranks,)), [Shard(0)])
+        parallel = autotp.parallelize(model, None, (example,), strategy="data", mesh=(ranks,), inputs=inputs)
+        parallel.prepare((example,))
         mine = parallel.get_parameter("0.weight").device_mesh
         for mesh in (mine, init_device_mesh("cpu", (1, ranks))):
             rest = [Replicate()] * (mesh.ndim - 1)

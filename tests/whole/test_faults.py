@@ -40,3 +40,40 @@ def test_a_rank_that_comes_late_is_waited_for(torchrun):
     done = torchrun(2, "faults.py", "late")
     assert found(done) == ["FOUND nothing"] * 2
     assert "rank 1 runs at" in done.stderr and "(late)" in done.stderr
+
+
+def told(done):
+    """What every rank said, by what that is of."""
+    lines = [line.split(maxsplit=2)[1:] for line in done.stdout.splitlines() if line.startswith("FOUND")]
+    assert lines, done.stdout + done.stderr
+    return [dict(text.split(": ", 1) for rank, text in lines if rank == each) for each in "01"]
+
+
+@pytest.mark.exact
+@pytest.mark.distributed
+@pytest.mark.parametrize(("strategy", "schedule"), [("data", "overlap"), ("zero3", "none")])
+def test_a_rank_that_fails_is_named_and_calls_are_refused(torchrun, tmp_path, strategy, schedule):
+    first, second = told(torchrun(2, "faults.py", "one_fails", strategy, schedule, str(tmp_path / "store")))
+    why = "CollectiveError: rank 1 failed at embedding in embed: IndexError: index out of range in self (in call 2 of"
+    assert first["failing"].startswith(why)
+    assert second["failing"] == "IndexError: index out of range in self"
+    for each in (first, second):
+        assert all(each[what].startswith(why) for what in ("next", "another", "new")), each
+        assert each["prompt"] == each["anew"] == "True", each
+
+
+@pytest.mark.exact
+@pytest.mark.distributed
+@pytest.mark.parametrize(("strategy", "schedule"), [("data", "none"), ("zero3", "overlap")])
+def test_what_fails_alike_on_all_ranks_ends_nothing(torchrun, strategy, schedule):
+    for each in told(torchrun(2, "faults.py", "all_fail", strategy, schedule)):
+        assert each["failing"] == "IndexError: index out of range in self", each
+        assert each["backward"].startswith("ZeroDivisionError"), each
+        assert each["next"] == "True", each
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("schedule", ["overlap", "none"])
+def test_a_backward_pass_that_ends_early_is_told(torchrun, schedule):
+    for each in told(torchrun(2, "faults.py", "backward_fails", "data", schedule)):
+        assert each["next"].startswith("CollectiveError: rank 1 failed at its backward pass: RuntimeError"), each

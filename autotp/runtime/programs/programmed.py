@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from autotp.runtime.programs.program import Program
 from autotp.runtime.programs.programs import Programs
@@ -39,8 +40,13 @@ class Programmed(nn.Module):
             AutotpError: the mode is unknown, or there are as many programs as there may be.
             PlanMismatchError: the processes ask for different programs.
         """
-        key, _ = self._programs.key(self._moded, args, kwargs or {}, mode)
-        return self._programs.of(key, args, kwargs or {})
+        args, kwargs = tree_map(self._given, (args, kwargs or {}))
+        key, _ = self._programs.key(self._moded, args, kwargs, mode)
+        return self._programs.of(key, args, kwargs)
+
+    def _given(self, leaf: Any) -> Any:
+        """What a call passes, as a program takes it."""
+        return leaf
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

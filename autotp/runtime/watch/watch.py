@@ -3,13 +3,15 @@
 Every few seconds it leaves a record in the job's store: what the module was called for lately, and where the process is.
 The records of two neighbours must agree on the calls that both have made; if not, all ranks raise that. A rank that waits
 long for a collective reads all records, and logs where the others are. The thread that computes only assigns to
-`passes.world.whereabouts.Whereabouts`, so that an ordinary step costs nothing.
+`passes.world.whereabouts.Whereabouts`, so that an ordinary step costs nothing. Where it fails, it says so in the store
+itself: the others would wait for it in vain, or take its next collective for the one that it owes them.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import sysconfig
 import threading
@@ -25,9 +27,9 @@ import torch.distributed as dist
 
 from autotp.errors import PlanMismatchError
 from passes.world.process import time_limit
-from passes.world.whereabouts import Whereabouts
+from passes.world.whereabouts import ENDED_EARLY, CollectiveError, Whereabouts
 
-__all__ = ["Watch", "watching"]
+__all__ = ["Watch", "require_sound_group", "watching"]
 
 _log = logging.getLogger("autotp.watch")
 
@@ -38,6 +40,8 @@ _PATHS = map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
 _PACKAGES = (str(Path(__file__).parents[3] / name) for name in ("autotp", "passes", "costmodel"))
 _FOREIGN = (*_PATHS, *_PACKAGES, str(Path(torch.__file__).parent), "<")
 _COLLECTIVES = str(Path(dist.__file__).parent)
+#: Begins what the description of a process group says of ranks that failed: torch has it for as long as the group.
+_MARK = "; autotp: "
 
 
 class Watch:
@@ -54,7 +58,7 @@ class Watch:
         self.whereabouts, self.store, self.rank, self.ranks, self.patience = whereabouts, store, rank, ranks, patience
         self.observed, self.beat = threading.get_ident(), 0
         self._doing: tuple[Any, float] = None, time.monotonic()
-        self._report = patience
+        self._report, self._alike = patience, 0
         self._beats: dict[int, tuple[int, float]] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="autotp-watch", daemon=True)
@@ -83,7 +87,10 @@ class Watch:
 
     def look(self) -> None:
         """Leaves a record, and reads what concerns this rank."""
-        frame = sys._current_frames().get(self.observed)
+        key, back, frames = self._key("failed"), self.whereabouts.back, sys._current_frames()
+        if back is not None and not any(map(_in_backward, frames.values())) and back == self.whereabouts.back:
+            self._tell(self._said(*ENDED_EARLY), key)
+        frame = frames.get(self.observed)
         waited = self._waited(frame)
         self.beat += 1
         self.store.set(f"rank {self.rank}", json.dumps(self._record(frame, waited)))
@@ -93,6 +100,8 @@ class Watch:
         if self.whereabouts.problem is None and self.store.check(["problem"]):
             self.whereabouts.problem = PlanMismatchError(self.store.get("problem").decode())
             _log.error("%s", self.whereabouts.problem)
+        if self.whereabouts.problem is None and self.store.check([self._key("apart")]):
+            self.whereabouts.problem = self.told(math.inf)
         if waited < self.patience / 2:
             self._beats, self._report, self.whereabouts.others = {}, self.patience, ""
             return
@@ -101,6 +110,72 @@ class Watch:
             self._report = 4 * waited
             place = self._place(frame, waited)
             _log.warning("rank %d %s for %.0f s. %s", self.rank, place, waited, self.whereabouts.others)
+
+    def failed(self, error: BaseException, operator: str) -> CollectiveError | None:
+        """See `passes.world.whereabouts.Job`; waits until it is known whether the others fail alike."""
+        mine = self._said(error, operator)
+        try:
+            first = self._tell(mine, self._key("failed"))
+            lone = isinstance(error, CollectiveError) or not isinstance(error, Exception)  # as an interrupt is
+            if lone or first["where"] != mine["where"] or not self._all_alike():
+                return self._apart(first)
+            self._alike += 1
+            return None
+        except (RuntimeError, ValueError) as ended:  # of the store or the group, with the job
+            _log.debug("nobody hears that %s: %s", mine["told"], ended)
+            return _refusal(self.rank, operator, mine["told"])
+
+    def told(self, waits: float) -> CollectiveError | None:
+        """See `passes.world.whereabouts.Job`."""
+        try:
+            if self.store.check([self._key("failed")]):
+                first = json.loads(self.store.get(self._key("failed")))
+                if first["where"][1] < waits:
+                    return self._apart(first)
+        except RuntimeError as ended:
+            _log.debug("nothing is heard of the others: %s", ended)
+        return None
+
+    def refusal(self) -> CollectiveError | None:
+        """See `passes.world.whereabouts.Job`."""
+        if not (told := _mark()):
+            return None
+        mine = {"rank": self.rank, "operator": "", "told": told, "where": [0, -1]}
+        return self._apart(self._tell(mine, self._key("failed")))
+
+    def _said(self, error: BaseException, operator: str) -> dict[str, Any]:
+        """What is told of a failure; all that fail alike are in the same place."""
+        own, name = self.whereabouts, type(error).__name__
+        reason = next(iter(str(error).splitlines()), "")
+        why = f"{operator and f' at {operator}'}: {name}{reason and f': {reason}'}"
+        during = f" (in call {own.calls} of the module, for {own.call})" if own.calls else ""
+        where = [own.calls, own.waits, operator, name]
+        return {"rank": self.rank, "operator": operator, "told": f"rank {self.rank} failed{why}{during}", "where": where}
+
+    def _key(self, what: str) -> str:
+        return f"{what} {self._alike}"
+
+    def _tell(self, mine: Mapping[str, Any], key: str) -> Any:
+        """Says that this rank failed, unless another has said so; what the first said."""
+        return json.loads(self.store.compare_set(key, "", json.dumps(mine)))
+
+    def _all_alike(self) -> bool:
+        """Whether all ranks fail as the first did; those that did not hear of it go on, and will."""
+        until = time.monotonic() + self.patience
+        self.store.add(self._key("alike"), 1)
+        while time.monotonic() < until and not self.store.check([self._key("apart")]):
+            if self.store.add(self._key("alike"), 0) == self.ranks:
+                return True
+            time.sleep(self.period / 20)
+        return False
+
+    def _apart(self, first: Mapping[str, Any]) -> CollectiveError:
+        """The ranks' collectives do not match any more: says so to all, and marks the process group."""
+        self.store.set(self._key("apart"), "")
+        group = dist.distributed_c10d._get_default_group()
+        if not _mark():
+            group._set_group_desc(f"{group.group_desc}{_MARK}{first['told']}")
+        return _refusal(first["rank"], first["operator"], first["told"])
 
     def _waited(self, frame: FrameType | None) -> float:
         """For how many seconds the process has been waiting for one collective, autotp's or another."""
@@ -174,6 +249,37 @@ class Watch:
         return " ".join(f"{_ranks(found)} {place}." for place, found in places.items())
 
 
+def _mark() -> str:
+    """What a rank told when it failed, if that was in the job's process group as it is now."""
+    return dist.distributed_c10d._get_default_group().group_desc.partition(_MARK)[2]
+
+
+def _in_backward(frame: FrameType | None) -> bool:
+    """Whether autograd is at work where a frame is."""
+    while frame is not None and frame.f_code is not torch.autograd.graph._engine_run_backward.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def require_sound_group() -> None:
+    """Checks that no rank has failed in the job's process group, as far as this one was told.
+
+    Raises:
+        CollectiveError: one has.
+    """
+    if told := _mark():
+        raise _refusal(dist.get_rank(), "", told)
+
+
+def _refusal(rank: int, operator: str, told: str) -> CollectiveError:
+    return CollectiveError(
+        f"{told}. The ranks' collectives would not match any more: to go on, end the process group and make it anew "
+        "(torch.distributed.destroy_process_group, init_process_group), and distribute the model again",
+        rank,
+        operator,
+    )
+
+
 def _digest(text: str) -> str:
     return f"{zlib.crc32(text.encode()):08x}"
 
@@ -198,5 +304,6 @@ def watching(whereabouts: Whereabouts) -> Watch | None:
     number = store.add(f"autotp/watches/{rank}", 1)
     patience = min(30.0, time_limit().total_seconds() / 4)
     watch = Watch(whereabouts, dist.PrefixStore(f"autotp/watch/{number}", store), rank, dist.get_world_size(), patience)
+    whereabouts.job = watch
     watch.start()
     return watch
