@@ -259,6 +259,30 @@ def compiled_by_torch(model, x, schedule):
         torch.testing.assert_close(parallel.get_parameter(name).grad.full_tensor(), parameter.grad, rtol=1e-9, atol=1e-12)
 
 
+def what_a_profiler_shows(model, x, schedule):
+    """Modules' names around what they compute and communicate, in both passes where they are scheduled."""
+    parallel, plain = distributed(model, x, schedule), copy.deepcopy(model)
+    for each in (parallel, plain):
+        each(x)[0].backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        parallel(x)[0].backward()
+    plain(x)[0].backward()
+    inside = set()
+    for event in seen.events():
+        parent = event.cpu_parent
+        while parent is not None:
+            inside.add((parent.name, event.name))
+            parent = parent.cpu_parent
+    assert inside >= {("first", "aten::addmm"), ("second", "aten::addmm")} and "norm" in {place for place, _ in inside}
+    sent = {place for place, kernel in inside if kernel.startswith("c10d::")}
+    assert "linear in first" in sent or dist.get_world_size() == 1
+    if schedule == "overlap":
+        assert inside >= {("first", "aten::mm"), ("second", "aten::mm")}
+        assert "the gradient of mul" in sent or dist.get_world_size() == 1
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(parallel.get_parameter(name).grad.full_tensor(), parameter.grad, rtol=1e-9, atol=1e-12)
+
+
 def memory_of_forward_passes(model, x, schedule):
     """A forward pass that no backward pass follows leaves nothing behind."""
     wide = nn.Sequential(nn.Linear(8, 512), nn.Sigmoid()).double()
@@ -290,6 +314,7 @@ def main():
         parameters_of_others(model, x, schedule)
         what_parameters_carry(model, x, schedule)
         compiled_by_torch(model, x, schedule)
+        what_a_profiler_shows(model, x, schedule)
         memory_of_forward_passes(model, x, schedule)
     if dist.get_rank() == 0:
         print("passed")
