@@ -1,6 +1,7 @@
 """A distributed module in a training script: what eager modules do it does, or says that it does not."""
 
 import copy
+import logging
 import pickle
 import resource
 
@@ -248,11 +249,16 @@ def what_parameters_carry(model, x, schedule):
 
 
 def compiled_by_torch(model, x, schedule):
-    """The graph is compiled already: ``torch.compile`` runs it as it is."""
+    """The graph is compiled already: ``torch.compile`` runs it as it is, which is said once."""
     plain, parallel = copy.deepcopy(model), distributed(model, x, schedule)
-    quick = torch.compile(parallel)
+    quick, said = torch.compile(parallel), []
+    log = logging.getLogger("autotp.compile")
+    log.addFilter(watch := lambda record: said.append(record.getMessage()))
     for each in (plain, quick):
         each(x)[0].backward()
+    parallel.compile()
+    log.removeFilter(watch)
+    assert len(said) == 1 and "give autotp.parallelize compile=True" in said[0]
     with torch.no_grad():
         torch.testing.assert_close(quick(x)[1], plain(x)[1])
     for name, parameter in plain.named_parameters():

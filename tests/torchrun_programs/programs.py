@@ -263,8 +263,15 @@ def as_with_other_modules():
             again(nn.parallel.DistributedDataParallel(Shared().double()), autotp.Topology.local(), (x,))
         with pytest.raises(autotp.AutotpError, match="wrapped by torch.compile: give the model"):
             again(torch.compile(model), autotp.Topology.local(), (x,))
-    with pytest.raises(autotp.AutotpError, match="a distributed module cannot be exported"):
-        torch.export.export(parallel, (x,), strict=False)
+    inside = nn.Sequential(parallel)
+    for whole in (parallel, inside):
+        for trace in (torch.export.export, torch.jit.trace, lambda module, _: torch.fx.symbolic_trace(module)):
+            with pytest.raises(autotp.AutotpError, match="a distributed module cannot be exported or traced"):
+                trace(whole, (x,))
+    with pytest.raises(autotp.AutotpError, match="a distributed module cannot be exported or traced"):
+        torch.jit.script(parallel)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a distributed module cannot be exported or traced"):
+        torch.export.export(parallel, (x,), strict=True)
 
 
 def main():
