@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from autotp.errors import AutotpError
 from autotp.runtime.compiled import Variant
-from autotp.runtime.interpreter import execute
+from autotp.runtime.interpreter import Interpreter, execute, named
 from autotp.runtime.schedules import Schedules
 from passes.layouts.layout import take
 from passes.sharding.deferral import Cut, Deferred, defer
@@ -95,7 +95,8 @@ class Accumulation:
         if any(isinstance(value, Parts) for value in given.values()):
             return execute(graph, self.world, given)
         with Regather(self.world) if torch.is_grad_enabled() else nullcontext():
-            found: Sequence[Any] = graph(*_in_order(graph, given))
+            run = Interpreter(graph, named).run if torch.autograd.profiler._is_profiler_enabled else graph
+            found: Sequence[Any] = run(*_in_order(graph, given))
         return found
 
     def take(self, name: str) -> list[Tensor]:

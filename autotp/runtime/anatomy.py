@@ -2,19 +2,92 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Set
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, fx, nn
+from torch.fx.graph import PythonCode
 
+from autotp.errors import AutotpError
 from autotp.runtime.rewrite import Rewritten
 from autotp.runtime.state import held_part, local_part
 from autotp.runtime.submodule import Submodule
 
-__all__ = ["CONSTANTS", "WORLD", "attach", "bound", "carrying", "find", "hierarchy"]
+__all__ = ["CONSTANTS", "WORLD", "Untraced", "attach", "bound", "carrying", "find", "hierarchy"]
 
 #: Names of the module's own parts, beside the model's.
 WORLD, CONSTANTS = "autotp_world", "autotp_constants"
+
+_log = logging.getLogger("autotp.compile")
+
+_UNEXPORTED = "a distributed module cannot be exported or traced: its graph is one rank's. Export the model itself"
+
+
+class Untraced(fx.GraphModule):
+    """A graph module whose calls run its ``_run``, hooks and all, and which nothing exports, traces or compiles."""
+
+    _told = False
+
+    def recompile(self) -> PythonCode:
+        """The graph as Python, for reading."""
+        code = super().recompile()
+        own: Any = type(self)
+        own.forward = _forward
+        return code
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph; ``torch.export`` would run it as it is.
+
+        Raises:
+            AutotpError: while something is exported.
+        """
+        if torch.compiler.is_exporting():
+            raise AutotpError(_UNEXPORTED)
+        return self._graph
+
+    @graph.setter
+    def graph(self, graph: fx.Graph) -> None:
+        fx.GraphModule.graph.fset(self, graph)  # type: ignore[attr-defined]
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuses: ``torch.jit`` asks for it.
+
+        Raises:
+            AutotpError: always.
+        """
+        raise AutotpError(_UNEXPORTED)
+
+    def compile(self, *_: Any, **__: Any) -> None:
+        """Does nothing, and warns, as a call within ``torch.compile`` does."""
+        _tell(self)
+
+
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(args, fx.Proxy):  # torch.fx gives the root of what it traces one for all
+        raise AutotpError(_UNEXPORTED)
+    if torch.compiler.is_compiling():
+        _tell(self)
+    return _called(self, *args, **kwargs)
+
+
+# What runs is compiled already; torch.compile would look into how it is made.
+@partial(torch.compiler.disable, reason=_UNEXPORTED)
+def _called(module: Any, *args: Any, **kwargs: Any) -> Any:
+    symbolic = any(isinstance(each, fx.Proxy) for each in (*args, *kwargs.values()))
+    if symbolic or torch.compiler.is_exporting() or torch.jit.is_tracing():
+        raise AutotpError(_UNEXPORTED)
+    return module._run(*args, **kwargs)
+
+
+@partial(torch.compiler.disable, reason=_UNEXPORTED)
+def _tell(module: Any) -> None:
+    if not (module._told or torch.compiler.is_exporting()):
+        module._told = True
+        _log.warning("torch.compile changes nothing of a distributed module: give autotp.parallelize compile=True")
 
 
 def hierarchy(root: nn.Module, model: nn.Module, taken: Set[str]) -> list[Any]:

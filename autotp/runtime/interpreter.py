@@ -5,17 +5,28 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import fx
 
+from passes.graph import note_of
 from passes.world.ops import Parts, is_hosted, part_of
 from passes.world.world import World
 
-__all__ = ["Hook", "Interpreter", "Lockstep", "execute"]
+__all__ = ["Hook", "Interpreter", "Lockstep", "execute", "named"]
 
 #: Gives a node's value: (node, what runs it) -> its value.
 Hook = Callable[[fx.Node, Callable[[], Any]], Any]
+
+
+def named(node: fx.Node, run: Callable[[], Any]) -> Any:
+    """A ``Hook`` that tells ``torch.profiler`` of a node's module, or for which operator of which it communicates."""
+    note = note_of(node)
+    place = note.at or str(node.kwargs.get("at", "")) or note.module
+    with torch.profiler.record_function(place) if place else nullcontext():
+        return run()
 
 
 class Interpreter(fx.Interpreter):

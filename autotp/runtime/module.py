@@ -9,17 +9,16 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.fx.graph import PythonCode
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset, DistributedSampler
 
 from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
 from autotp.runtime.agreement import JobAgreement
-from autotp.runtime.anatomy import CONSTANTS, WORLD, attach, bound, carrying, find, hierarchy
+from autotp.runtime.anatomy import CONSTANTS, WORLD, Untraced, attach, bound, carrying, find, hierarchy
 from autotp.runtime.compiled import Overlap
 from autotp.runtime.output_guard import guard
 from autotp.runtime.programs import MOST, Program, Programmed, Programs, blueprint, show
@@ -38,7 +37,7 @@ __all__ = ["DistributedModule"]
 _OWN = ("_graph", "_moded", "_owners", "_programs", "meta", "plan")
 
 
-class DistributedModule(Programmed, Sealed, fx.GraphModule):
+class DistributedModule(Programmed, Sealed, Untraced):
     """This device's part of a model.
 
     Parameters are ``DTensor`` under the model's own names, so optimizers, ``clip_grad_norm_``, whole state dicts and
@@ -141,14 +140,6 @@ class DistributedModule(Programmed, Sealed, fx.GraphModule):
             options: ``shuffle``, ``seed`` and ``drop_last`` of ``torch.utils.data.DistributedSampler``.
         """
         return DistributedSampler(dataset, self.plan.batch_ways, self.batch_rank, **options)
-
-    def recompile(self) -> PythonCode:
-        """The sharded graph as Python; what the module does when it is called, hooks and all, is ``_run``."""
-        code = super().recompile()
-        own: Any = type(self)
-        # What runs is compiled already; torch.compile would look into how it is made.
-        own.forward = torch.compiler.disable(DistributedModule._run)
-        return code
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass of the model, with the model's own arguments and output structure."""

@@ -108,8 +108,6 @@ def parallelize(
         AutotpError: on every rank, when an argument is wrong or no plan fits.
         PlanMismatchError: when the plan is not for this model or this number of processes.
     """
-    if isinstance(model, DistributedModule):
-        raise AutotpError("the module is distributed already: use it as it is, or distribute the model that it was made of")
     if inputs not in ("global", "local"):
         raise AutotpError(f"inputs={inputs!r} is unknown; choose 'global' or 'local'")
     if schedule is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autotp.runtime.interpreter import Interpreter
+from autotp.runtime.interpreter import Interpreter, named
 
 __all__ = ["Arranged", "arranged", "as_traced"]
 
@@ -56,14 +56,16 @@ class Arranged:
         self._run: Callable[[list[Any]], Sequence[Any]] = self._first
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
-        """The graph's outputs."""
+        """The graph's outputs; while a profiler is on, nodes run one by one, under their modules' names."""
+        if self._run is self.module and torch.autograd.profiler._is_profiler_enabled:
+            return Interpreter(self.module, named).boxed_run(inputs)
         return self._run(inputs)
 
     def _first(self, inputs: list[Any]) -> Sequence[Any]:
         otherwise: list[fx.Node] = []
 
         def look(node: fx.Node, run: Callable[[], Any]) -> Any:
-            value = run()
+            value = named(node, run)
             found = as_traced(node, value) if node.op == "call_function" else value
             if found is not value:
                 otherwise.append(node)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
@@ -18,8 +18,11 @@ __all__ = ["Sealed", "Submodule", "plain_attributes"]
 _PLAIN = (bool, int, float, str, tuple, type(None))
 #: torch's own modules that only hold others, or parameters.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
+#: Their methods that change what they hold, past a module's own methods or together with what they know besides.
+_CHANGING = ("append", "extend", "insert", "pop", "popitem", "clear", "update", "setdefault", "__delitem__")
 #: What containers of parameters know besides.
 _KNOWN = ("_size", "_keys")
+_GONE = object()
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
@@ -33,26 +36,71 @@ class Sealed(nn.Module):
 
     _path = ""
     _plain: Mapping[str, Any] = {}  # what `plain_attributes` found
+    _fixed: Set[str] = frozenset()  # names of methods that the graph does the work of
     _sealed = False  # whether it has all its parameters and modules
 
     def __setattr__(self, name: str, value: Any) -> None:
-        where = f"{self._path}.{name}".lstrip(".")
         if name in self._plain and not (type(value) is type(self._plain[name]) and value == self._plain[name]):
             raise AutotpError(
                 f"{self._path or type(self).__name__}.{name} was {self._plain[name]!r} when the model was captured, and "
                 f"the graph cannot follow a change to {value!r}. Set it on the model, and distribute the model again"
             )
-        held = {**self.__dict__.get("_modules", {}), **self.__dict__.get("_parameters", {})}
-        caches = {name: each for name, each in self.__dict__.get("_buffers", {}).items() if isinstance(each, DTensor)}
-        held |= caches
-        if self._sealed and (isinstance(value, (nn.Module, nn.Parameter)) or name in held) and held.get(name) is not value:
-            kind = "module" if isinstance(value, nn.Module) else "cache" if name in caches else "parameter"
-            raise AutotpError(
-                f"{where}: the graph cannot follow a {kind} that takes the place of another, or is new. Change the model "
-                "before it is distributed (adapters too); to change values, copy into the parameter under torch.no_grad(), "
-                "or load a state dict without assign=True"
-            )
+        self._require_followed(name, value, isinstance(value, (nn.Module, nn.Parameter)) or name in self._fixed)
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._require_followed(name, _GONE, name in self._plain)
+        super().__delattr__(name)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """As a module's own; refused once all parts are there, as are the two that follow.
+
+        Raises:
+            AutotpError: the graph was captured without it.
+        """
+        self._require_followed(name, module, module is not None)
+        super().add_module(name, module)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As a module's own."""
+        self._require_followed(name, param, param is not None)
+        super().register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """As a module's own."""
+        self._require_followed(name, tensor, tensor is not None)
+        super().register_buffer(name, tensor, persistent)
+
+    def _require_followed(self, name: str, value: Any, part: bool) -> None:
+        """Refuses what would change of which modules, parameters and buffers there are.
+
+        Args:
+            name, value: what is set; `_GONE`: it is deleted.
+            part: whether the graph had to know of it, also where it has nothing of that name.
+        """
+        if not self._sealed:
+            return
+        modules, parameters, buffers = (self.__dict__[table] for table in ("_modules", "_parameters", "_buffers"))
+        held = {**modules, **parameters, **buffers}
+        plain = isinstance(buffers.get(name), Tensor) and not isinstance(buffers[name], DTensor)
+        if plain and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            return  # calls read buffers from their modules
+        if held.get(name) is value if name in held else not part:
+            return
+        if name in modules or isinstance(value, nn.Module):
+            kind = "module"
+        elif name in parameters or isinstance(value, nn.Parameter):
+            kind = "parameter"
+        elif name in buffers or isinstance(value, Tensor):
+            kind = "cache" if isinstance(buffers.get(name), DTensor) else "buffer"
+        else:
+            kind = "function" if callable(value) else "value"
+        raise AutotpError(
+            f"{self._path}.{name}".lstrip(".") + f": the graph cannot follow a {kind} that "
+            f"{'is taken away' if value is _GONE else 'takes the place of another, or is new'}. Change the model "
+            "before it is distributed (adapters too); to change values, copy into the parameter under torch.no_grad(), "
+            "or load a state dict without assign=True"
+        )
 
 
 class Submodule(Sealed):
@@ -65,6 +113,7 @@ class Submodule(Sealed):
         training: as the model's module was; which program a call runs depends on it.
     """
 
+    _fixed = frozenset(("forward",))
     _name = ""
     _observed = False
     _shown = ""
@@ -150,4 +199,23 @@ class Submodule(Sealed):
 
 @functools.cache
 def _of_kind(layer: Any) -> Any:
-    return type(layer.__name__, (Submodule, layer), {"__doc__": Submodule.__doc__, "__module__": __name__})
+    changing = {
+        name: _refusing(getattr(layer, name)) for name in _CHANGING if layer in _CONTAINERS and hasattr(layer, name)
+    }
+    own = {"__doc__": Submodule.__doc__, "__module__": __name__}
+    return type(layer.__name__, (Submodule, layer), own | changing)
+
+
+def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A container's method, for as long as what it holds is not complete."""
+
+    @functools.wraps(method)
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._sealed:
+            raise AutotpError(
+                f"{self._path}.{method.__name__}: the graph cannot follow a container that holds something else. Change "
+                "the model before it is distributed"
+            )
+        return method(self, *args, **kwargs)
+
+    return changed

@@ -23,7 +23,7 @@ from passes.capture.autograd_functions import Lost, kept_whole
 from passes.capture.builder import CaptureError
 from passes.capture.canonical import normalise
 from passes.capture.checkpoints import marked
-from passes.capture.checks import drop_checks
+from passes.capture.checks import check_tying, drop_checks, refuse_hooks, require_plain
 from passes.capture.masks import recognise_masks
 from passes.capture.observed import Moment, Place, apart, matching, numbered, observing
 from passes.capture.precision import Precision, cast_parameters, check_dtypes, policy_of, precision_name, under
@@ -121,11 +121,12 @@ def capture(
         TypeError: the example arguments do not fit the model's ``forward``.
         ValueError: no example inputs, or a model whose tied weights came apart on the meta device.
     """
+    require_plain(model)
     args, kwargs = _example(model, args, kwargs)
-    _check_tying(model)
+    check_tying(model)
     policy = policy_of(precision)
     casts: Mapping[str, Cast] = {}
-    _refuse_hooks(model)
+    refuse_hooks(model)
     if policy is None:
         program, moments = _export(model, args, kwargs, observe)
     else:
@@ -208,43 +209,6 @@ def _as_it_lies(tensor: Tensor) -> Tensor:
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     memory = tensor.as_strided((span,), (1,), tensor.storage_offset()).clone()
     return memory.as_strided(tensor.shape, tensor.stride())
-
-
-def _check_tying(model: Any) -> None:
-    """Refuses a Hugging Face model whose input and output embeddings should be one but are two on meta."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if not getattr(text, "tie_word_embeddings", False) or not hasattr(model, "get_output_embeddings"):
-        return
-    try:
-        first, last = model.get_input_embeddings(), model.get_output_embeddings()
-    except NotImplementedError:  # as transformers has it for models without words
-        return
-    one, two = getattr(first, "weight", None), getattr(last, "weight", None)
-    if one is not None and two is not None and one is not two and one.is_meta and one.shape == two.shape:
-        raise AutotpError(
-            f"{type(model).__name__}: config.tie_word_embeddings is set, but the input and output embeddings "
-            "are two parameters (moving a model to meta unties them); build it under "
-            "`with torch.device('meta'):`, or call model.tie_weights() first"
-        )
-
-
-#: Whose forward hooks compute with tensors, which the graph then has: norms of weights, checkpoints, adapters.
-_TRACEABLE = ("torch", "transformers", "peft")
-
-
-def _refuse_hooks(model: nn.Module) -> None:
-    """Refuses hooks that the graph would not call, or that would run once, on fake tensors."""
-    for name, module in model.named_modules():
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        places = [str(getattr(hook, "__module__", None) or type(hook).__module__) for hook in hooks]
-        forward = any(place.partition(".")[0] not in _TRACEABLE for place in places)
-        if forward or module._backward_hooks or module._backward_pre_hooks:
-            raise CaptureError(
-                f"{type(model).__name__}: module {name!r} has a {'forward' if forward else 'backward'} hook, which a "
-                "captured graph does not call; remove it, and register it at the distributed module"
-                + (f", for a forward hook with observe=[{name!r}]" if name else "")
-            )
 
 
 def _export(

@@ -7,7 +7,8 @@ pass over the graph may move them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import bisect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -35,8 +36,8 @@ from passes.world.world import Salt, World
 __all__ = ["Joint", "Untraceable", "current_device", "trace", "undrawn"]
 
 _aten = torch.ops.aten
-#: Of torch's own marks of nodes, which tracing copies: for which operator a collective runs.
-_AT = "autotp_at"
+#: Of torch's own marks of nodes, which tracing copies: for which operator a collective runs, and in which module.
+_AT, _IN = "autotp_at", "autotp_in"
 
 
 class Untraceable(Exception):
@@ -91,6 +92,36 @@ class _TracedWorld(World):
         if function not in DRAWN:
             raise Untraceable(f"{function} draws random numbers")
         return DRAWN[function](noise, *args, **kwargs)
+
+
+class _Marking(fx.Interpreter):
+    """Runs a sharded graph, and marks what each node becomes, in both passes, by the node's module."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.place, self.begun = "", list[tuple[int, str]]()
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.place = note_of(n).module or str(n.kwargs.get("at", ""))
+        self.begun.append((torch.autograd._get_sequence_nr(), self.place))  # type: ignore[attr-defined]
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        with marking({_IN: self.place}):
+            return super().call_function(target, args, kwargs)
+
+    def mark_backward(self, ends: Iterable[Tensor]) -> None:
+        """Lets autograd mark what follows from these tensors: its nodes are numbered in the order of the forward pass."""
+        numbers = [number for number, _ in self.begun]
+        for node in _behind(end.grad_fn for end in ends):
+            place = self.begun[bisect.bisect_right(numbers, node._sequence_nr()) - 1][1]
+            mark = marking({_IN: place})
+            node.register_prehook(lambda _, mark=mark: _only(mark.__enter__()))
+            node.register_hook(lambda *_, mark=mark: _only(mark.__exit__(None, None, None)))
+
+
+def _only(_: Any) -> None:
+    """Hooks that return something change a gradient."""
 
 
 def undrawn(graph: fx.Graph) -> list[str]:
@@ -167,7 +198,8 @@ def trace(
         with torch.set_grad_enabled(bool(wanted)):
             live = [v.detach().requires_grad_(i in wanted) for i, v in enumerate(values)]
             world.seed_value = seed
-            outputs = list(fx.Interpreter(sharded).run(*live))  # marks of nodes come along, hooks of the module do not
+            interpreter = _Marking(sharded)  # marks of nodes come along, hooks of the module do not
+            outputs = list(interpreter.run(*live))
             cuts = dict(zip(inside, outputs[len(outputs) - len(inside) :], strict=True))
             del outputs[len(outputs) - len(inside) :]
             found: Sequence[Any] = ()
@@ -175,6 +207,7 @@ def trace(
             awaited[:] = [name for name, value in cuts.items() if value.requires_grad]
             if tangents:
                 ends = [*(outputs[i] for i in tangents), *(cuts[name] for name in awaited)]
+                interpreter.mark_backward(ends)
                 reached[:] = _reached(ends, [live[i] for i in wanted])
                 given = [gradients[floating.index(i)].to(outputs[i].dtype) for i in tangents]
                 given += [others[name].to(cuts[name].dtype) for name in awaited]
@@ -226,8 +259,8 @@ def trace(
             module.graph.erase_node(node)
     _tidy(module.graph)
     for node in module.graph.nodes:
-        if node.target in COLLECTIVE_OF:
-            annotate(node, at=node.meta.get("custom", {}).get(_AT, ""))
+        marks = node.meta.get("custom", {})
+        annotate(node, module=marks.get(_IN, ""), at=marks.get(_AT, "") if node.target in COLLECTIVE_OF else "")
     regathered = tuple(names.index(name) for name in _gathered(sharded) if name in names)
     constants = {str(n.target): getattr(module, str(n.target)) for n in module.graph.nodes if n.op == "get_attr"}
     outputs = len(note_of(output).values)
@@ -247,16 +280,21 @@ def _reached(ends: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[frozenset
     for number, end in enumerate(ends):
         if end.grad_fn is None:
             found.setdefault(id(end), set()).add(number)
-        waiting, seen = [end.grad_fn], set()
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        for node in _behind([end.grad_fn]):
             if (variable := getattr(node, "variable", None)) is not None:
                 found.setdefault(id(variable), set()).add(number)
-            waiting.extend(before for before, _ in node.next_functions)
     return [frozenset(found.get(id(leaf), ())) for leaf in leaves]
+
+
+def _behind(roots: Iterable[Any]) -> Iterator[Any]:
+    """The nodes of autograd that are these, or follow from them."""
+    waiting, seen = [*roots], {None}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting.extend(before for before, _ in node.next_functions)
 
 
 def _like(tensor: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """A distributed module in a training script: what eager modules do it does, or says that it does not."""
 
 import copy
+import logging
 import pickle
 import resource
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
 
 import autotp
 
@@ -123,6 +125,61 @@ def submodules(model, x, schedule):
     assert isinstance(other.norm, nn.BatchNorm1d) and all(p.grad is None for p in other.parameters())
 
 
+class Holding(nn.Module):
+    """All of torch's containers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.named = nn.ModuleList([nn.Linear(8, 8), nn.ReLU()]), nn.ModuleDict({"last": nn.Linear(8, 8)})
+        self.steps = nn.Sequential(nn.LayerNorm(8), nn.GELU())
+        self.scales = nn.ParameterList([torch.ones(8)])
+        self.shifts = nn.ParameterDict({"first": torch.zeros(8)})
+
+    def forward(self, x):
+        return self.steps(self.named["last"](self.layers[1](self.layers[0](x)))) * self.scales[0] + self.shifts["first"]
+
+
+def changes_of_structure(model, x, schedule):
+    """What would be new, or gone, is refused when it is done, whichever of torch's ways does it; the module stays."""
+    model = Holding().double()
+    parallel = distributed(model, x, schedule)
+    layers, named, steps, scales, shifts = (
+        getattr(parallel, name) for name in ("layers", "named", "steps", "scales", "shifts")
+    )
+    weight, linear = nn.Parameter(torch.zeros(8)), nn.Linear(8, 8)
+    wrong = {
+        "layers.append": lambda: layers.append(linear),
+        "layers.extend": lambda: layers.extend([linear]),
+        "layers.insert": lambda: layers.insert(0, linear),
+        "layers.pop": lambda: layers.pop(),
+        "layers.__delitem__": lambda: layers.__delitem__(1),
+        "layers.1": lambda: layers.__setitem__(1, linear),
+        "named.new": lambda: named.__setitem__("new", linear),
+        "named.clear": lambda: named.clear(),
+        "named.update": lambda: named.update({"new": linear}),
+        "steps.append": lambda: steps.append(linear),
+        "scales.append": lambda: scales.append(weight),
+        "shifts.pop": lambda: shifts.pop("first"),
+        "steps.0.forward": lambda: setattr(steps[0], "forward", linear.forward),
+        "steps.0.eps": lambda: delattr(steps[0], "eps"),
+        "steps.0.bias": lambda: delattr(steps[0], "bias"),
+        "steps": lambda: delattr(parallel, "steps"),
+        "layers.0.new": lambda: layers[0].add_module("new", linear),
+        "layers.0.other": lambda: layers[0].register_module("other", linear),
+        "new": lambda: parallel.register_parameter("new", weight),
+        "other": lambda: parallel.register_buffer("other", torch.zeros(2)),
+        "third": lambda: setattr(parallel, "third", nn.Buffer(torch.zeros(2))),
+        "layers.0.weight_orig": lambda: prune.l1_unstructured(layers[0], "weight", 0.5),
+        "layers.0.weight": lambda: nn.utils.spectral_norm(layers[0], dim=0),
+    }
+    for name, change in wrong.items():
+        with pytest.raises(autotp.AutotpError, match=f"^{name}: the graph cannot follow"):
+            change()
+    assert len(layers) == 2 and len(layers[:1]) == 1 and [*named] == ["last"] and len(scales) == len(shifts) == 1
+    assert parallel.state_dict().keys() == model.state_dict().keys()
+    torch.testing.assert_close(copy.deepcopy(parallel.float().double())(x), parallel(x))
+
+
 def modes(model, x, schedule):
     """Evaluation, calls without gradients and other batches, in turn with training: as with the plain module."""
     parallel, plain = distributed(model, x, schedule), copy.deepcopy(model)
@@ -177,9 +234,9 @@ def what_parameters_carry(model, x, schedule):
     torch.testing.assert_close(other(x)[1], model(x)[1])
     with pytest.raises(autotp.AutotpError, match="cannot be pickled: save its state_dict"):
         pickle.dumps(parallel)
-    with pytest.raises(autotp.AutotpError, match=r"second\.parametrizations: the graph cannot follow a module"):
+    with pytest.raises(autotp.AutotpError, match=r"second\.weight: the graph cannot follow a parameter that is taken"):
         nn.utils.parametrize.register_parametrization(parallel.second, "weight", nn.Identity())
-    del parallel.first.weight
+    del parallel.first._parameters["weight"]
     with pytest.raises(autotp.AutotpError, match=r"parameter first\.weight is gone"):
         parallel(x)
     everywhere, last = range(dist.get_world_size()), [dist.get_world_size() - 1]
@@ -192,13 +249,42 @@ def what_parameters_carry(model, x, schedule):
 
 
 def compiled_by_torch(model, x, schedule):
-    """The graph is compiled already: ``torch.compile`` runs it as it is."""
+    """The graph is compiled already: ``torch.compile`` runs it as it is, which is said once."""
     plain, parallel = copy.deepcopy(model), distributed(model, x, schedule)
-    quick = torch.compile(parallel)
+    quick, said = torch.compile(parallel), []
+    log = logging.getLogger("autotp.compile")
+    log.addFilter(watch := lambda record: said.append(record.getMessage()))
     for each in (plain, quick):
         each(x)[0].backward()
+    parallel.compile()
+    log.removeFilter(watch)
+    assert len(said) == 1 and "give autotp.parallelize compile=True" in said[0]
     with torch.no_grad():
         torch.testing.assert_close(quick(x)[1], plain(x)[1])
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(parallel.get_parameter(name).grad.full_tensor(), parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+def what_a_profiler_shows(model, x, schedule):
+    """Modules' names around what they compute and communicate, in both passes where they are scheduled."""
+    parallel, plain = distributed(model, x, schedule), copy.deepcopy(model)
+    for each in (parallel, plain):
+        each(x)[0].backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        parallel(x)[0].backward()
+    plain(x)[0].backward()
+    inside = set()
+    for event in seen.events():
+        parent = event.cpu_parent
+        while parent is not None:
+            inside.add((parent.name, event.name))
+            parent = parent.cpu_parent
+    assert inside >= {("first", "aten::addmm"), ("second", "aten::addmm")} and "norm" in {place for place, _ in inside}
+    sent = {place for place, kernel in inside if kernel.startswith("c10d::")}
+    assert "linear in first" in sent or dist.get_world_size() == 1
+    if schedule == "overlap":
+        assert inside >= {("first", "aten::mm"), ("second", "aten::mm")}
+        assert "the gradient of mul" in sent or dist.get_world_size() == 1
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(parallel.get_parameter(name).grad.full_tensor(), parameter.grad, rtol=1e-9, atol=1e-12)
 
@@ -229,10 +315,12 @@ def main():
         changes_before_the_backward_pass(model, x, schedule)
         outputs_changed_in_place(split, x, schedule)
         submodules(model, x, schedule)
+        changes_of_structure(model, x, schedule)
         modes(model, x, schedule)
         parameters_of_others(model, x, schedule)
         what_parameters_carry(model, x, schedule)
         compiled_by_torch(model, x, schedule)
+        what_a_profiler_shows(model, x, schedule)
         memory_of_forward_passes(model, x, schedule)
     if dist.get_rank() == 0:
         print("passed")

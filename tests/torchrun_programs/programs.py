@@ -258,8 +258,22 @@ def as_with_other_modules():
         with pytest.raises(autotp.AutotpError, match=f"{next(iter(wrong))}=.*but the plan is for"):
             autotp.parallelize(model, None, (x,), plan=plan, **wrong)
     autotp.parallelize(model, None, (x,), plan=plan, strategy="zero3", mesh=[ranks])
-    with pytest.raises(autotp.AutotpError, match="a distributed module cannot be exported"):
-        torch.export.export(parallel, (x,), strict=False)
+    for again in (autotp.plan, autotp.parallelize):
+        with pytest.raises(autotp.AutotpError, match=r"distributed already, as its query\.weight is a DTensor"):
+            again(parallel, autotp.Topology.local(), (x,))
+        with pytest.raises(autotp.AutotpError, match="wrapped by DistributedDataParallel, which distributes it"):
+            again(nn.parallel.DistributedDataParallel(Shared().double()), autotp.Topology.local(), (x,))
+        with pytest.raises(autotp.AutotpError, match="wrapped by torch.compile: give the model"):
+            again(torch.compile(model), autotp.Topology.local(), (x,))
+    inside = nn.Sequential(parallel)
+    for whole in (parallel, inside):
+        for trace in (torch.export.export, torch.jit.trace, lambda module, _: torch.fx.symbolic_trace(module)):
+            with pytest.raises(autotp.AutotpError, match="a distributed module cannot be exported or traced"):
+                trace(whole, (x,))
+    with pytest.raises(autotp.AutotpError, match="a distributed module cannot be exported or traced"):
+        torch.jit.script(parallel)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a distributed module cannot be exported or traced"):
+        torch.export.export(parallel, (x,), strict=True)
 
 
 def main():

@@ -26,6 +26,8 @@ from costmodel import parse_quantity
 __all__ = ["save_pretrained"]
 
 _PART = "model-{:05d}-of-{:05d}.safetensors"
+#: Units of sizes in the case that `costmodel.parse_quantity` has.
+_CASES = {unit.lower(): unit for unit in ("B", "kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")}
 #: What an earlier call, or transformers, may have left in a directory.
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
@@ -49,7 +51,8 @@ def save_pretrained(
         directory: made if it is not there; that of rank 0 counts.
         config: the model's, such as ``model.config``, written to ``config.json`` with the dtype of the parameters; left
             out, no ``config.json`` is written.
-        max_shard_size: of a file, in bytes or as text such as ``"2 GB"``; a larger tensor has a file of its own.
+        max_shard_size: of a file, in bytes or as text such as ``"2 GB"``, in capitals or not, as transformers takes it;
+            a larger tensor has a file of its own.
 
     Raises:
         AutotpError: on every rank, when an argument is wrong or the directory cannot be written.
@@ -58,7 +61,7 @@ def save_pretrained(
     try:
         with everywhere(wrong):
             state = entries_of(parallel)
-            files = _files(state, parse_quantity(max_shard_size, "memory"))
+            files = _files(state, _size(max_shard_size))
             if config is not None and not callable(getattr(config, "save_pretrained", None)):
                 raise AutotpError(f"config is a {type(config).__name__}, which has no save_pretrained: pass model.config")
             if dist.get_rank() == 0:
@@ -78,6 +81,13 @@ def save_pretrained(
     finally:
         if staging is not None:
             shutil.rmtree(staging, ignore_errors=True)
+
+
+def _size(given: float | str) -> float:
+    """Bytes of a file. As for transformers, the unit's case says nothing: ``"200KB"`` and ``"10gb"`` are sizes too."""
+    if isinstance(given, str):
+        given = re.sub(r"[a-z]+$", lambda unit: _CASES.get(unit[0].lower(), unit[0]), given.strip(), flags=re.IGNORECASE)
+    return parse_quantity(given, "memory")
 
 
 def _staging(target: Path) -> Path:

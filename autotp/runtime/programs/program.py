@@ -43,7 +43,7 @@ class Key:
         return f"{mode} {wanted}, inputs {', '.join(given + others) or 'none'}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Program:
     """What the calls of one kind run.
 
@@ -72,7 +72,7 @@ class Program:
         """The model's graph."""
         return self.rewritten.captured
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return str(self.key)
 
     def run(

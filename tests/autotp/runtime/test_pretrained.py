@@ -268,7 +268,9 @@ def test_other_arguments_are_refused(parallel, tmp_path, monkeypatch):
 def test_what_is_written_is_read_again(parallel, tmp_path):
     """Tied weights once, by their first name; files of a former, longer list are gone, and others stay."""
     folder, before = tmp_path / "new" / "one", values(parallel)
-    autotp.save_pretrained(parallel, folder, max_shard_size=60)
+    for size, written in (("0.06KB", True), ("60 b", True), ("10gb", False), (60, True)):
+        autotp.save_pretrained(parallel, folder, max_shard_size=size)
+        assert (folder / "model.safetensors.index.json").exists() == written
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     owners = index["weight_map"]
     assert set(owners) == set(state())
