@@ -100,7 +100,8 @@ class _Call:
     def having(self, operands: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
         """What the function is given, while its modules have the parameters and buffers behind it."""
         count = len(operands) - len(self.state)
-        with _reparametrize_module(self.modules, dict(zip(self.state, operands[count:], strict=True))):
+        state = dict(zip(self.state, operands[count:], strict=True))
+        with _reparametrize_module(self.modules, state, tie_weights=True):  # under all names of each
             yield operands[:count]
 
     def run(self, operands: Sequence[Tensor]) -> list[Tensor]:

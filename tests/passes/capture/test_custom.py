@@ -97,6 +97,14 @@ def residual():
     return Residual().double(), torch.randn(8, 4, 8, dtype=torch.float64)
 
 
+def tied():
+    """Both layers, which a function is given, have one weight."""
+    model, x = residual()
+    model.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]).double()
+    model.layers[1].weight = model.layers[0].weight
+    return model, x
+
+
 def gradients_of(module, model, x):
     """Those that the backward pass leaves, also as a side effect."""
     model.zero_grad()
@@ -110,7 +118,7 @@ def gradients_of(module, model, x):
     [("data", (2,), {}), ("megatron-1d", (2,), {"batch": 2}), ("zero3", (2, 2), {}), ("3d", (2, 2, 2), {"rows": 2})],
 )
 @pytest.mark.parametrize("schedule", ["none", "overlap"])
-@pytest.mark.parametrize("build", [quantised, residual])
+@pytest.mark.parametrize("build", [quantised, residual, tied])
 def test_a_function_has_the_gradient_that_the_model_wrote(build, strategy, mesh, chunks, schedule):
     model, x = build()
     loss, wanted = gradients_of(model, model, x)
