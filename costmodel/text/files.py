@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import stat
 import sys
 import tempfile
 from pathlib import Path
 
-__all__ = ["check_writable", "read_text", "write_atomically"]
+__all__ = ["check_writable", "move_atomically", "read_text", "write_atomically"]
 
 
 def read_text(path: str | os.PathLike[str], most: int) -> str:
@@ -80,6 +81,37 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
         _replace(Path(os.path.realpath(path)), data, before)
     else:
         _write_to(_opened(path, before), data)
+
+
+def move_atomically(file: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+    """Moves a complete file to where a path leads, which may be another file system; links are followed.
+
+    Args:
+        file: a regular file; keeps its permissions.
+        path: a regular file, which is replaced, or nothing yet.
+
+    Raises:
+        OSError: there is something else than a regular file, or the file cannot be written.
+    """
+    before, target = _status(path), Path(os.path.realpath(path))
+    if before is not None and not stat.S_ISREG(before.st_mode):
+        kind = "a directory" if stat.S_ISDIR(before.st_mode) else _kind(before.st_mode)
+        raise OSError(errno.EINVAL, f"it is {kind}", os.fspath(path))
+    try:
+        os.replace(file, target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".autotp-", suffix=".tmp")
+        os.close(handle)
+        try:
+            shutil.copyfile(file, temporary)
+            shutil.copymode(file, temporary)
+            os.replace(temporary, target)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+        os.unlink(file)
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from autotp.analysis.report import save_report
 from autotp.analysis.trace import save_trace
 from autotp.cli.sweep_output import write_file
 from benchmarks import tables
-from costmodel.text.files import check_writable, write_atomically
+from costmodel.text.files import check_writable, move_atomically, write_atomically
 
 ROOT = Path(__file__).parents[2]
 MODEL = "from torch import nn, zeros\n\ndef build():\n    return nn.Linear(4, 4), (zeros(4, 4),)\n"
@@ -202,3 +203,26 @@ def test_own_output_in_a_file_is_written_in_order(path, tmp_path):
         subprocess.run([sys.executable, "-c", program], cwd=tmp_path, stdout=out, env=environment, check=True)
     assert (tmp_path / "out").read_text() == "before\ntext\nafter\n"
     assert (tmp_path / "stdout").is_symlink()
+
+
+@pytest.mark.parametrize("root", [None, Path("/dev/shm")], ids=str)
+def test_a_file_moves_to_where_a_link_leads(tmp_path, root, device):
+    """Also to another file system, which a rename cannot reach; never onto what is no regular file."""
+    if root is not None and not root.is_dir():
+        pytest.skip(f"no {root}")
+    link, made = tmp_path / "link", tmp_path / "made"
+    with tempfile.TemporaryDirectory(dir=root or tmp_path) as folder:
+        kept = Path(folder) / "kept"
+        kept.write_text("old")
+        link.symlink_to(kept)
+        made.write_text("new")
+        made.chmod(0o640)
+        move_atomically(made, link)
+        assert link.is_symlink() and not made.exists() and names(Path(folder)) == ["kept"]
+        assert kept.read_text() == "new" and stat.S_IMODE(kept.stat().st_mode) == 0o640
+    made.write_text("new")
+    full = device(7)
+    for taken in (full, tmp_path):
+        with pytest.raises(OSError, match="it is a d"):
+            move_atomically(made, taken)
+    assert stat.S_ISCHR(os.lstat(full).st_mode) and made.read_text() == "new"

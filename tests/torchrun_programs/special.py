@@ -134,6 +134,30 @@ def local_inputs():
         torch.testing.assert_close(parallel.get_parameter(n).grad.full_tensor(), p.grad)
 
 
+class Short(nn.Module):
+    """Dims of 9 and 7 elements: (2, 4) cuts them into 5 and 4, or 4 and 3, of which a fourth part may be empty."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(9, 1))
+        self.inner, self.norm, self.pool = nn.Conv1d(1, 7, 1), nn.GroupNorm(1, 7), nn.MaxPool1d(2)
+
+    def forward(self, x):
+        return self.pool(self.norm(self.inner((x * self.weight).transpose(1, 2)))).square().sum()
+
+
+def short_dims():
+    """No rank has an empty part that its kernels refuse, and so leaves the others waiting; gradients are one device's."""
+    torch.manual_seed(0)
+    plain, x = Short().double(), torch.randn(2, 9, 1, dtype=torch.float64)
+    plain(x).backward()
+    for strategy in ("3d", "summa-2d"):
+        parallel = autotp.parallelize(plain, None, (x,), strategy=strategy, mesh=(2, 4))
+        parallel(x).backward()
+        for name, p in plain.named_parameters():
+            torch.testing.assert_close(parallel.get_parameter(name).grad.full_tensor(), p.grad, rtol=1e-9, atol=1e-12)
+
+
 def destroyed():
     """Nothing of the model keeps process groups, whose threads must not outlive the interpreter, to the end."""
     groups = [weakref.ref(dist.group.WORLD)]

@@ -10,6 +10,8 @@ from lookups import SHARDED, WORDS, Language, changed
 from torch import nn
 
 import autotp
+from autotp.runtime.rewrite import rewrite
+from passes.world import ops
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +73,9 @@ def test_tables_of_several_sizes_are_all_checked(sentences, constraints, schedul
     torch.testing.assert_close(simulated(ids), model(ids))
     with pytest.raises(IndexError, match="'embedding_1' in module 'short'"):
         simulated(changed(ids, 40))
+    targets = [node.target for node in rewrite(model, plan, (ids,)).graph_module.graph.nodes]
+    assert targets.count(ops.within) == 1, "one check for all that read the ids"
+    assert targets.count(ops.all_max) == 0, "no collective where every device has all ids"
 
 
 class Checked(nn.Module):

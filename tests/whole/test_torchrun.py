@@ -123,6 +123,7 @@ def test_panels_equal_one_device(torchrun):
         *((2, case) for case in ("meta", "dropout", "local_inputs", "destroyed", "twice", "orders")),
         *((2, case) for case in ("hooks", "state")),
         *((4, case) for case in ("collectives", "resting")),
+        (8, "short_dims"),
     ],
 )
 def test_special_cases(torchrun, processes, case):

@@ -22,6 +22,7 @@ from autotp.runtime.agreement import everywhere
 from autotp.runtime.checkpoint.entries import Entry, entries_of
 from autotp.runtime.checkpoint.files import INDEX, WHOLE, safetensors_library
 from costmodel import parse_quantity
+from costmodel.text.files import move_atomically
 
 __all__ = ["save_pretrained"]
 
@@ -149,7 +150,7 @@ def _publish(staging: Path, target: Path) -> None:
     for file in made:
         if file.suffix == ".safetensors":
             file.chmod(0o666 & ~mask)  # safetensors writes files that others cannot read
-        os.replace(file, target / file.name)
+        move_atomically(file, target / file.name)
     staging.rmdir()
     for file in sorted(target.iterdir()):
         if _WEIGHTS.fullmatch(file.name) and file.name not in {each.name for each in made}:

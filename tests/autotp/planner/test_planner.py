@@ -19,6 +19,7 @@ from autotp.costs.prices import Prices
 from autotp.planner import candidate_meshes, plan_captured, prepare
 from autotp.planner.ilp import Infeasible, solve
 from autotp.plans.options import Options
+from benchmarks.canonical import Job, model_of
 from passes.capture import capture
 from passes.layouts.codes import restorable
 from passes.layouts.layout import blocks_of, is_shard
@@ -252,6 +253,18 @@ def test_what_is_needed_is_what_the_plan_with_the_least_memory_takes(name, model
         assert planned(bound).predicted.memory_bytes <= bound
     with pytest.raises(autotp.MemoryBoundError):
         planned(0.999 * needed(None))
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize(("devices", "said"), [(8, 104e9), (64, 214e9)])
+def test_a_large_model_needs_less_than_was_said(devices, said):
+    """A sequence of 8,192 tokens on every device, nothing recomputed: it fits an H100. Models had been small alone."""
+    model, args = model_of(Job("Llama-3-8B", devices))
+    captured = capture(model.bfloat16(), args)
+    topology = autotp.Topology.load("dgx-h100").resized(devices)
+    with pytest.raises(autotp.MemoryBoundError) as refused:
+        plan_captured(captured, topology, Options(memory=1e9, recompute="none"))
+    assert refused.value.needed < 80e9 < said
 
 
 def test_what_a_family_needs_is_found():

@@ -286,7 +286,9 @@ def test_what_is_written_is_read_again(parallel, tmp_path):
         assert stat.S_IMODE(file.stat().st_mode) == stat.S_IMODE((folder / "model.safetensors.index.json").stat().st_mode)
 
     (folder / "notes.safetensors").touch()
+    (folder / "model.safetensors").symlink_to(tmp_path / "linked")
     autotp.save_pretrained(parallel, folder)
+    assert (folder / "model.safetensors").is_symlink() and (tmp_path / "linked").is_file()
     assert {file.name for file in folder.iterdir()} == {"model.safetensors", "notes.safetensors"}
     torch.manual_seed(5)
     other = autotp.parallelize(Net(), None, (X,), strategy="data")
