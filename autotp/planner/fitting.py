@@ -32,10 +32,7 @@ _ALL = 0.9  # of the time, otherwise
 _REFUSING = 0.25  # of the time: for whether anything fits
 _LARGE = 200  # operators and parameters that nothing else stands for: then the time may be short
 _REST = 0.5  # of the time that is left: for an answer in haste after a search in vain
-_RUN = 0.5  # of the time that is left: for one of several programs with ever less memory
 _ROUND = 0.5  # of the time that is left: for plans by other shares of what limits a step, each time
-_TIGHTER = 5  # programs with ever less memory
-_HOPE = 1.3
 _SLIGHT = 0.01  # relative; where a bound for steps in chunks can rise by less, it does not matter
 _TIGHT = 0.5  # of the memory: where a bound that is easily too low takes more, a closer one is looked at
 _CLOSE = 0.8  # of the memory: where the closer bound takes more, the plan with the least memory is looked for first
@@ -166,10 +163,8 @@ def _of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]], fits: bool) ->
     refused = None if fits else _refused(short, meshes)
     if refused is not None:
         return refused
-    if short is contest:
-        return _searched(contest, meshes)
     try:
-        ample = _searched(contest, meshes, quick=True)
+        ample = _searched(contest, meshes)
     except Expired as error:  # what is recomputed is looked at all the same
         ample = Outcome(replace(contest, short=True), Searched(None, error.bound, math.inf), error.bound, contest)
     if not ample.contest.short:
@@ -228,58 +223,25 @@ def _refused(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome | N
     return Outcome(contest, found, 0.0, contest) if found.best is None else None
 
 
-def _searched(contest: Contest, meshes: Sequence[tuple[int, ...]], quick: bool = False) -> Outcome:
-    """The best plan over meshes; if ``quick``, only if it fits whatever memory the program counts."""
-    bound, deadline = contest.allowed, contest.deadline
+def _searched(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
+    """The best plan over meshes, if it fits."""
+    deadline = contest.deadline
 
     def search(weights: Weights) -> Searched:
         nonlocal contest
-        contest = replace(contest, deadline=deadline.part(_ROUND))
-        contest, found = (_ample if quick else fitting)(contest.anew(math.inf if quick else bound, weights), meshes)
-        return found
+        contest = replace(contest, deadline=deadline.part(_ROUND)).anew(math.inf, weights)
+        contest.run(meshes)
+        best = contest.best
+        contest.short |= best is None or best.memory > contest.allowed
+        return Searched(None if contest.short else best, contest.bound, 0.0)
 
     if not contest.candidates.options.hides:
-        contest, found = (_ample if quick else fitting)(contest.anew(math.inf if quick else bound, EVEN), meshes)
+        found = search(EVEN)
         return Outcome(contest, found, found.floor, contest)
     depth, options = contest.candidates.model.depth, contest.candidates.options
     met, floor = least_step(search, lambda one: one.priced.sums, depth, deadline, options.accumulate)
     contest = replace(contest, deadline=deadline)
     return Outcome(contest, met[0], floor, contest)
-
-
-def _ample(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contest, Searched]:
-    """The best plan of all, if it fits."""
-    contest.run(meshes)
-    best = contest.best
-    contest.short |= best is None or best.memory > contest.allowed
-    return contest, Searched(None if contest.short else best, contest.bound, 0.0)
-
-
-def fitting(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contest, Searched]:
-    """The last contest, and its best plan if a step of it fits.
-
-    The program counts gradients beside all saved activations, as when gradients of several batches are added up. A step has
-    a worst moment, which may take more or less: what it takes more is kept free, and where nothing fits by the sum, a plan
-    may fit by the step. Where programs with less memory and with more come to nothing, the plan with the least memory
-    decides whether there is any, and with it begins the search for one.
-    """
-    try:
-        contest, found = _fitting_by_sum(contest, meshes)
-    except Expired as error:
-        with suppress(Expired):
-            least = contest.least(meshes)
-            if least is not None and least.used <= contest.allowed:
-                return contest, Searched(_fastest_within(contest, least), 0.0, least.used)
-        raise error from None
-    if found.best is not None:
-        return contest, found
-    contest.deadline.check(found.floor)
-    found = _with_least(contest, meshes, math.inf)
-    if found.best is None:
-        return contest, found
-    free = contest.anew(math.inf)
-    free.run(meshes)
-    return contest, replace(found, floor=min(free.bound, found.floor))
 
 
 def _with_least(contest: Contest, meshes: Sequence[tuple[int, ...]], floor: float, tries: int | None = None) -> Searched:
@@ -316,32 +278,3 @@ def _fastest_within(contest: Contest, least: Least) -> Found:
         contest.deadline,
     )
     return candidates.found(least.candidate, assembled, choice)
-
-
-def _fitting_by_sum(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> tuple[Contest, Searched]:
-    """The last of the contests whose programs have about as much memory as is allowed."""
-    deadline = contest.deadline
-
-    def run(contest: Contest) -> Contest:
-        contest.deadline = deadline.part(_RUN)
-        contest.run(meshes)
-        contest.deadline = deadline
-        return contest
-
-    contest = run(contest)
-    if contest.best is None and not math.isinf(contest.needed) and contest.some_fits(meshes):
-        contest = run(contest.anew(_HOPE * contest.allowed))
-    floor, used = contest.bound, 0.0
-    for left in reversed(range(_TIGHTER)):
-        if contest.best is None:
-            break
-        used = contest.best.memory
-        if used <= contest.allowed:
-            return contest, Searched(contest.best, floor, used)
-        if not left or contest.deadline.over:
-            break
-        try:
-            contest = run(contest.anew(min(contest.memory, contest.best.solution.memory) - (used - contest.allowed)))
-        except Expired:
-            break
-    return contest, Searched(None, floor, used)

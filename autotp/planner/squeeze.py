@@ -14,6 +14,7 @@ reaches last, are treated as one choice says, and the rest as the other.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections import Counter
@@ -46,14 +47,14 @@ _FAR = 3.0  # by which factor the next price may differ from the best one
 _SAME = 1e-6  # relative; less is no difference
 _HOPELESS = 1e3  # times the fastest choice met: a step that no plan has, so that none fits
 _SMALL = 4000  # choices of all nodes together that a solver gets
-_SETTLING = 3.0  # seconds for the exact search of a small program
+_SETTLING = 1.0  # seconds for the exact search of a small program
 
 
 def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | None, floor: float) -> Searched:
     """The fastest plan that fits, on any mesh.
 
     Args:
-        contest: of a model with undecided operators.
+        contest: of the job.
         meshes: to look at, in this order, until the time is over.
         best: a plan that fits, if one is known.
         floor: seconds that no plan without chunks is below on any of them, however much memory there is.
@@ -61,13 +62,14 @@ def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | N
     search = _Squeeze(contest)
     if best is not None:
         search.best = search.met(best)
-    panels, model = contest.candidates.panels[0], contest.candidates.model
+    model = contest.candidates.model
+    panels = contest.candidates.panels[:1] if model.undecided else contest.candidates.panels  # recomputing saves more
     if search.most > 1:
         prices = contest.candidates.prices((contest.candidates.topology.devices,))
         search.cut = least_seconds(model, prices, float(overlap.CHUNKED.subs(overlap.c, search.most)))
     floors = []
-    for pair in contest.candidates.restrictions(meshes):
-        floors.append(search.on(Candidate(*pair, panels), floor if search.most == 1 else 0.0))
+    for pair, count in itertools.product(contest.candidates.restrictions(meshes), panels):
+        floors.append(search.on(Candidate(*pair, count), floor if search.most == 1 else 0.0))
     step = math.inf if search.best is None else search.best.step
     floor = max(0.0, min([step, *floors]))
     if search.best is None:

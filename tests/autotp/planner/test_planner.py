@@ -299,7 +299,7 @@ def test_gathered_parameters_are_kept_while_memory_allows():
     assert 0 < len(weights.intersection(between.gathered_once)) < len(weights)
     assert once.predicted.step_seconds < between.predicted.step_seconds < twice.predicted.step_seconds
     least = planned(twice.predicted.memory_bytes)
-    assert not weights.intersection(least.gathered_once)
+    assert len(weights.intersection(least.gathered_once)) < len(weights.intersection(between.gathered_once))
     assert least.predicted.step_seconds <= twice.predicted.step_seconds * (1 + 1e-9)
     assert autotp.Plan.from_json(between.to_json()).gathered_once == between.gathered_once != ()
 
