@@ -29,6 +29,9 @@ from passes.world.seeds import ways_to_draw
 
 __all__ = ["parallelize"]
 
+#: Arguments in which ranks may differ: rank 0 has the plan, and the rest is checked with the graphs.
+_OWN = ("model", "topology", "args", "kwargs", "plan", "initialise")
+
 
 def parallelize(
     model: nn.Module,
@@ -73,8 +76,10 @@ def parallelize(
         strategy, mesh, mode, memory, optimizer, accumulate, panels, chunks, constraints, precision, gap: see
             `autotp.plans.options.Options`.
         recompute, reshard_after_forward: see there.
-        inputs: what each call is given: ``global``, the whole batch on every rank, or ``local``, this rank's part of it
-            (dim 0, split by the mesh axes that the plan splits the batch over). With ``local``, outputs whose dim 0 is the
+        inputs: what each call is given: ``global``, the whole batch on every rank, ``local``, this rank's part of it (dim
+            0, split by the mesh axes that the plan splits the batch over), or ``uneven``, a part that may have another
+            number of rows on each rank, or none: every call then begins with an exchange of sizes, and where these differ,
+            the ranks are given all rows and run the program of the whole batch. With parts, outputs whose dim 0 is the
             batch come back as this rank's rows, and what ranks compute from theirs is averaged in the backward pass, as
             FSDP2 does; all other outputs, such as a loss, are those of the whole batch.
         schedule: ``overlap`` runs scheduled forward and backward graphs, whose collectives are under way while something is
@@ -106,10 +111,18 @@ def parallelize(
 
     Raises:
         AutotpError: on every rank, when an argument is wrong or no plan fits.
-        PlanMismatchError: when the plan is not for this model or this number of processes.
+        PlanMismatchError: when the plan is not for this model or this number of processes; or on every rank, when ranks
+            have other options than rank 0 (not counting ``plan`` and ``topology``, which are rank 0's), or froze others of
+            the model's parameters.
     """
-    if inputs not in ("global", "local"):
-        raise AutotpError(f"inputs={inputs!r} is unknown; choose 'global' or 'local'")
+    same = {name: value for name, value in locals().items() if name not in _OWN}
+    same["strategy"] = strategy.name if isinstance(strategy, Family) else strategy
+    same |= {f"requires_grad of {name}": parameter.requires_grad for name, parameter in model.named_parameters()}
+    _join()
+    agreement = JobAgreement(watched=True)
+    agreement.require_same(same)
+    if inputs not in ("global", "local", "uneven"):
+        raise AutotpError(f"inputs={inputs!r} is unknown; choose 'global', 'local' or 'uneven'")
     if schedule is not None:
         overlapping(schedule)
     if compile is not None:
@@ -144,8 +157,6 @@ def parallelize(
     )
     if plan is not None:
         options.require(plan)
-    _join()
-    agreement = JobAgreement(watched=True)
 
     def captured() -> Captured:
         _refuse_hooks(model)
@@ -157,7 +168,7 @@ def parallelize(
             return _for_all_processes(plan)
         return _planned(graph, topology, options)
 
-    split = None if inputs == "local" else ()
+    split = () if inputs == "global" else None
 
     def build(graph: Captured, plan: Plan) -> Rewritten:
         return apply(graph, plan, split, kept=True)
@@ -182,6 +193,7 @@ def parallelize(
         broadcast=broadcast,
         dropout=dropout,
         debug=debug,
+        varying=inputs == "uneven",
         agreement=agreement,
     )
 
