@@ -118,9 +118,6 @@ def parallelize(
     same = {name: value for name, value in locals().items() if name not in _OWN}
     same["strategy"] = strategy.name if isinstance(strategy, Family) else strategy
     same |= {f"requires_grad of {name}": parameter.requires_grad for name, parameter in model.named_parameters()}
-    _join()
-    agreement = JobAgreement(watched=True)
-    agreement.require_same(same)
     if inputs not in ("global", "local", "uneven"):
         raise AutotpError(f"inputs={inputs!r} is unknown; choose 'global', 'local' or 'uneven'")
     if schedule is not None:
@@ -157,6 +154,9 @@ def parallelize(
     )
     if plan is not None:
         options.require(plan)
+    _join()
+    agreement = JobAgreement(watched=True)
+    agreement.require_same(same)
 
     def captured() -> Captured:
         _refuse_hooks(model)
