@@ -120,10 +120,11 @@ class DistributedModule(Programmed, Sealed, Untraced):
         names = {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers(remove_duplicate=False))}
         self._owners = {name: self._owner(name) for name in names}
         self._plain = plain_attributes(model)
-        self._sealed = True
+        self._seal()
         observed = {id(module) for module in matching(model, plan.observe).values()}
         for module, each in zip(list(model.modules())[1:], modules[1:], strict=True):
-            each._sealed, each._observed = True, id(module) in observed
+            each._observed = id(module) in observed
+            each._seal()
 
     @property
     def batch_rank(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch._dynamo import OptimizedModule
 from torch.distributed.device_mesh import init_device_mesh
 
 from autotp.errors import AutotpError, PlanMismatchError
@@ -28,6 +30,8 @@ from passes.capture import Captured, Precision, capture
 from passes.world.seeds import ways_to_draw
 
 __all__ = ["parallelize"]
+
+_log = logging.getLogger("autotp.compile")
 
 #: Arguments in which ranks may differ: rank 0 has the plan, and the rest is checked with the graphs.
 _OWN = ("model", "topology", "args", "kwargs", "plan", "initialise")
@@ -181,6 +185,13 @@ def parallelize(
         schedule=schedule or agreed_plan.schedule,
         compile=agreed_plan.compile if compile is None else compile,
     )
+    if not (agreed_plan.compile if compile is None else compile):
+        for name, module in model.named_modules():
+            if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+                _log.warning(
+                    "torch.compile of %s changes nothing: give autotp.parallelize compile=True", name or "the model"
+                )
+                break
     return DistributedModule(
         model,
         agreed_plan,
