@@ -22,6 +22,7 @@ from autotp.planner.assemble import EVEN, Assembled
 from autotp.planner.candidates import Candidate, Candidates, check_batch
 from autotp.planner.describe import Found
 from autotp.planner.ilp import (
+    CLOSEST,
     Deadline,
     Expired,
     Infeasible,
@@ -159,7 +160,7 @@ class Contest:
                     return
         late: list[Open] = []
         self.open.sort(key=lambda entry: entry.bound)
-        while self.open and self.open[0].bound < self.cutoff and not self.deadline.over:
+        while self.open and self.open[0].bound < self.cutoff * (1 - CLOSEST) and not self.deadline.over:
             entry = self.open.pop(0)
             bound = entry.bound
             with suppress(Expired):

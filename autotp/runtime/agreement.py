@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +43,10 @@ class Agreement:
         """Every process's value."""
         return [mine]
 
+    def alike(self, mine: int) -> bool:
+        """Whether every process has the same number, of up to 63 bits."""
+        return self.gathered(mine).count(mine) == self.processes
+
     def decided(self, decide: Callable[[], Any]) -> Any:
         """The first process's decision."""
         return decide()
@@ -61,7 +66,8 @@ class JobAgreement(Agreement):
 
     Args:
         watched: whether a thread watches the processes from now on (`autotp.runtime.watch`). They then agree in a process
-            group of their own, so that who agrees is never taken for who computes.
+            group of their own, so that who agrees is never taken for who computes, over gloo, so that no process waits
+            for a GPU.
 
     Raises:
         CollectiveError: a rank has failed in this process group.
@@ -72,7 +78,8 @@ class JobAgreement(Agreement):
         self.whereabouts = Whereabouts(dist.get_rank())
         self._groups: list[Any] = []
         if watched and dist.get_world_size() > 1:
-            self._groups.append(dist.new_group(timeout=time_limit()))
+            backend = "gloo" if dist.get_backend() == "nccl" else None  # torch's fake job has no other group
+            self._groups.append(dist.new_group(timeout=time_limit(), backend=backend))
             weakref.finalize(self, _ended, watching(self.whereabouts), self._groups)
         self._sliced = dist.get_backend(self._group) == "gloo"
         on_gpus = dist.get_backend(self._group) == "nccl"
@@ -94,6 +101,31 @@ class JobAgreement(Agreement):
         padded = torch.cat([sent, sent.new_zeros(max(sizes) - sent.numel())])
         every = self._gathered(padded)
         return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(every, sizes, strict=True)]
+
+    def alike(self, mine: int) -> bool:
+        """Whether every process has the same number, of up to 63 bits."""
+        return bool((self._gathered(torch.tensor([mine])) == mine).all())
+
+    def require_same(self, options: Mapping[str, Any]) -> None:
+        """Checks that all processes were given the same.
+
+        Args:
+            options: name of an option -> its value, whose text means the same on all processes.
+
+        Raises:
+            PlanMismatchError: on every process, where they were not; names the ranks and the option.
+        """
+        mine = {name: repr(value) for name, value in options.items()}
+        if self.alike(zlib.crc32(str(sorted(mine.items())).encode())):
+            return
+        every = self.gathered(mine)
+        for rank, other in enumerate(every):
+            for name in sorted(other.keys() | every[0].keys()):
+                if other.get(name) != every[0].get(name):
+                    raise PlanMismatchError(
+                        f"{name} is {other.get(name)} on rank {rank}, and {every[0].get(name)} on rank 0: give all ranks "
+                        "one model and the same options"
+                    )
 
     def decided(self, decide: Callable[[], Any]) -> Any:
         """Rank 0's decision.

@@ -21,7 +21,7 @@ from autotp.runtime.agreement import JobAgreement
 from autotp.runtime.anatomy import CONSTANTS, WORLD, Untraced, attach, bound, carrying, find, hierarchy
 from autotp.runtime.compiled import Overlap
 from autotp.runtime.output_guard import guard
-from autotp.runtime.programs import MOST, Program, Programmed, Programs, blueprint, show
+from autotp.runtime.programs import MOST, Joined, Program, Programmed, Programs, blueprint, own_rows, show
 from autotp.runtime.recording import Event, recorded
 from autotp.runtime.rewrite import Rewritten
 from autotp.runtime.state import distribute, held_part, local_part, local_parts, of_rank_0, state_of
@@ -64,6 +64,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
         most: int = MOST,
         broadcast: bool = True,
         debug: bool = False,
+        varying: bool = False,
         agreement: JobAgreement | None = None,
     ) -> None:
         captured = rewritten.captured
@@ -98,6 +99,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
             device=device,
             layouts=layouts,
             debug=debug,
+            varying=varying,
         )
         if programs.first.constants:
             root.add_module(CONSTANTS, nn.Module())
@@ -118,10 +120,11 @@ class DistributedModule(Programmed, Sealed, Untraced):
         names = {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers(remove_duplicate=False))}
         self._owners = {name: self._owner(name) for name in names}
         self._plain = plain_attributes(model)
-        self._sealed = True
+        self._seal()
         observed = {id(module) for module in matching(model, plan.observe).values()}
         for module, each in zip(list(model.modules())[1:], modules[1:], strict=True):
-            each._sealed, each._observed = True, id(module) in observed
+            each._observed = id(module) in observed
+            each._seal()
 
     @property
     def batch_rank(self) -> int:
@@ -148,6 +151,8 @@ class DistributedModule(Programmed, Sealed, Untraced):
         if any(isinstance(each, DTensor) for each in inputs):
             args, kwargs = tree_map(self._given, (args, kwargs))
             key, inputs = programs.key(self._moded, args, kwargs)
+        if (whole := programs.joined(key, args, kwargs, inputs)) is not None:
+            key, args, kwargs, inputs = whole.key, whole.args, whole.kwargs, whole.inputs
         program = programs.of(key, args, kwargs, inputs)
         captured, parameters = program.captured, self._own_parameters(program)
         for other in programs.waiting:
@@ -161,7 +166,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
             with torch.no_grad():
                 for name, value in zip(captured.mutations, results[captured.returned :], strict=True):
                     self._held(captured.buffers[name]).copy_(value)
-            outputs = [self._returned(program, i, each) for i, each in enumerate(results[: captured.returned])]
+            outputs = [self._returned(program, i, each, whole) for i, each in enumerate(results[: captured.returned])]
             guard(outputs, program.made_of if scheduled else program.made_apart, captured.said)
             programs.watch(outputs, lambda other: self._parts(other, self._own_parameters(other)))
             if programs.monitor is not None:
@@ -181,10 +186,11 @@ class DistributedModule(Programmed, Sealed, Untraced):
             return leaf.redistribute(placements=layout).to_local()
         return take(leaf.full_tensor(), layout, world.mesh_shape, world.hosted[0])
 
-    def _returned(self, program: Program, number: int, value: Any) -> Any:
+    def _returned(self, program: Program, number: int, value: Any, joined: Joined | None) -> Any:
         """An output as the caller gets it."""
-        if number in program.rewritten.sharding.rows and value.requires_grad:
-            return _Rows.apply(value, program.rewritten.ways)
+        if number in program.rewritten.sharding.rows:
+            programs = self._programs
+            return own_rows(value, programs.ways, joined, programs.world, programs.split)
         layout = program.rewritten.returned(number)
         if layout is None:
             return value
@@ -296,19 +302,6 @@ class DistributedModule(Programmed, Sealed, Untraced):
         # Graphs are made for strides too, and all ranks must agree about when a new one is needed.
         given = [value.contiguous() for value in inputs] if scheduled else inputs
         return values | program.constants | dict(zip(captured.inputs, given, strict=True))
-
-
-class _Rows(torch.autograd.Function):
-    """This rank's rows of an output. What ranks compute from theirs is averaged, as FSDP2 and DDP do."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, ways: int) -> Tensor:  # type: ignore[override]
-        ctx.ways = ways
-        return value.detach()  # a view made in here could not be changed in place outside
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return gradient / ctx.ways, None
 
 
 def _foreign(name: str, parameter: Any, layout: Layout, plan: Plan) -> str:

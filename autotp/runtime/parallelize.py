@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch._dynamo import OptimizedModule
 from torch.distributed.device_mesh import init_device_mesh
 
 from autotp.errors import AutotpError, PlanMismatchError
@@ -28,6 +30,11 @@ from passes.capture import Captured, Precision, capture
 from passes.world.seeds import ways_to_draw
 
 __all__ = ["parallelize"]
+
+_log = logging.getLogger("autotp.compile")
+
+#: Arguments in which ranks may differ: rank 0 has the plan, and the rest is checked with the graphs.
+_OWN = ("model", "topology", "args", "kwargs", "plan", "initialise")
 
 
 def parallelize(
@@ -73,8 +80,10 @@ def parallelize(
         strategy, mesh, mode, memory, optimizer, accumulate, panels, chunks, constraints, precision, gap: see
             `autotp.plans.options.Options`.
         recompute, reshard_after_forward: see there.
-        inputs: what each call is given: ``global``, the whole batch on every rank, or ``local``, this rank's part of it
-            (dim 0, split by the mesh axes that the plan splits the batch over). With ``local``, outputs whose dim 0 is the
+        inputs: what each call is given: ``global``, the whole batch on every rank, ``local``, this rank's part of it (dim
+            0, split by the mesh axes that the plan splits the batch over), or ``uneven``, a part that may have another
+            number of rows on each rank, or none: every call then begins with an exchange of sizes, and where these differ,
+            the ranks are given all rows and run the program of the whole batch. With parts, outputs whose dim 0 is the
             batch come back as this rank's rows, and what ranks compute from theirs is averaged in the backward pass, as
             FSDP2 does; all other outputs, such as a loss, are those of the whole batch.
         schedule: ``overlap`` runs scheduled forward and backward graphs, whose collectives are under way while something is
@@ -106,10 +115,15 @@ def parallelize(
 
     Raises:
         AutotpError: on every rank, when an argument is wrong or no plan fits.
-        PlanMismatchError: when the plan is not for this model or this number of processes.
+        PlanMismatchError: when the plan is not for this model or this number of processes; or on every rank, when ranks
+            have other options than rank 0 (not counting ``plan`` and ``topology``, which are rank 0's), or froze others of
+            the model's parameters.
     """
-    if inputs not in ("global", "local"):
-        raise AutotpError(f"inputs={inputs!r} is unknown; choose 'global' or 'local'")
+    same = {name: value for name, value in locals().items() if name not in _OWN}
+    same["strategy"] = strategy.name if isinstance(strategy, Family) else strategy
+    same |= {f"requires_grad of {name}": parameter.requires_grad for name, parameter in model.named_parameters()}
+    if inputs not in ("global", "local", "uneven"):
+        raise AutotpError(f"inputs={inputs!r} is unknown; choose 'global', 'local' or 'uneven'")
     if schedule is not None:
         overlapping(schedule)
     if compile is not None:
@@ -146,6 +160,7 @@ def parallelize(
         options.require(plan)
     _join()
     agreement = JobAgreement(watched=True)
+    agreement.require_same(same)
 
     def captured() -> Captured:
         _refuse_hooks(model)
@@ -157,7 +172,7 @@ def parallelize(
             return _for_all_processes(plan)
         return _planned(graph, topology, options)
 
-    split = None if inputs == "local" else ()
+    split = () if inputs == "global" else None
 
     def build(graph: Captured, plan: Plan) -> Rewritten:
         return apply(graph, plan, split, kept=True)
@@ -170,6 +185,13 @@ def parallelize(
         schedule=schedule or agreed_plan.schedule,
         compile=agreed_plan.compile if compile is None else compile,
     )
+    if not (agreed_plan.compile if compile is None else compile):
+        for name, module in model.named_modules():
+            if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+                _log.warning(
+                    "torch.compile of %s changes nothing: give autotp.parallelize compile=True", name or "the model"
+                )
+                break
     return DistributedModule(
         model,
         agreed_plan,
@@ -182,6 +204,7 @@ def parallelize(
         broadcast=broadcast,
         dropout=dropout,
         debug=debug,
+        varying=inputs == "uneven",
         agreement=agreement,
     )
 

@@ -92,7 +92,9 @@ def rewrite(model: nn.Module, plan: Plan, args: Sequence[Any] = (), kwargs: Mapp
     return apply(capture(model, tuple(args), kwargs, plan.precision, plan.outputs, plan.observe), plan)
 
 
-def apply(captured: Captured, plan: Plan, split: Sequence[int] | None = (), *, kept: bool = False) -> Rewritten:
+def apply(
+    captured: Captured, plan: Plan, split: Sequence[int] | None = (), *, kept: bool = False, joined: bool = False
+) -> Rewritten:
     """Shards a captured graph by ``plan``.
 
     Args:
@@ -101,6 +103,7 @@ def apply(captured: Captured, plan: Plan, split: Sequence[int] | None = (), *, k
         split: the mesh axes that split dim 0 of what each device is given as inputs, and of the outputs whose dim 0 is the
             batch; None: as the plan splits the batch.
         kept: whether outputs that may stay in the plan's layouts do so; all are brought whole to every device otherwise.
+        joined: whether ranks have joined their parts of the batch, and take theirs of outputs whose dim 0 is the batch.
     """
     operators, chosen, resting = checked(captured, plan)
     panels, found = panelled(plan, operators, chosen, resting)
@@ -109,7 +112,8 @@ def apply(captured: Captured, plan: Plan, split: Sequence[int] | None = (), *, k
     split = tuple(map(plan.mesh_axes.index, plan.batch_axes)) if split is None else tuple(split)
     resting |= _input_layouts(captured, split, plan.mesh_shape)
     once = frozenset(name for name, fqn in captured.parameters.items() if fqn in plan.gathered_once)
-    rows = _rows(captured, operators) if math.prod(plan.mesh_shape[axis] for axis in split) > 1 else frozenset()
+    apart = joined or math.prod(plan.mesh_shape[axis] for axis in split) > 1
+    rows = _rows(captured, operators) if apart else frozenset()
     sharding = Sharding(
         plan.mesh_shape,
         chosen,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Set
 from typing import Any, NoReturn
@@ -29,6 +30,31 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """A module's own public attributes that are numbers, text and the like."""
     own = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
     return {name: value for name, value in own.items() if isinstance(value, _PLAIN)}
+
+
+class _Fixed(dict[Any, Any]):
+    """What a module holds, or its hooks, as they were when the model was captured: writes past the module are refused.
+
+    Args:
+        given: it.
+        why: says why it cannot change.
+    """
+
+    def __init__(self, given: Mapping[Any, Any], why: str) -> None:
+        super().__init__(given)
+        self.why = why
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        if self.get(name, _GONE) is not value:
+            self._refuse()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Fixed:
+        return _Fixed(copy.deepcopy(dict(self), memo), self.why)
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise AutotpError(self.why)
+
+    __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
 
 
 class Sealed(nn.Module):
@@ -71,6 +97,23 @@ class Sealed(nn.Module):
         self._require_followed(name, tensor, tensor is not None)
         super().register_buffer(name, tensor, persistent)
 
+    def share_memory(self) -> NoReturn:
+        """Refuses.
+
+        Raises:
+            AutotpError: always; a ``DTensor`` belongs to one process.
+        """
+        raise AutotpError(
+            f"{self._path or type(self).__name__}.share_memory(): parts of a distributed module belong to one process each"
+        )
+
+    def _seal(self) -> None:
+        """Refuses from now on what the graph cannot follow."""
+        self._sealed = True
+        self.__dict__["_modules"] = _Fixed(
+            self._modules, _unfollowed(f"{self._path}._modules".lstrip("."), "module", "is new, gone or in another's place")
+        )
+
     def _require_followed(self, name: str, value: Any, part: bool) -> None:
         """Refuses what would change of which modules, parameters and buffers there are.
 
@@ -95,12 +138,15 @@ class Sealed(nn.Module):
             kind = "cache" if isinstance(buffers.get(name), DTensor) else "buffer"
         else:
             kind = "function" if callable(value) else "value"
-        raise AutotpError(
-            f"{self._path}.{name}".lstrip(".") + f": the graph cannot follow a {kind} that "
-            f"{'is taken away' if value is _GONE else 'takes the place of another, or is new'}. Change the model "
-            "before it is distributed (adapters too); to change values, copy into the parameter under torch.no_grad(), "
-            "or load a state dict without assign=True"
-        )
+        change = "is taken away" if value is _GONE else "takes the place of another, or is new"
+        raise AutotpError(_unfollowed(f"{self._path}.{name}".lstrip("."), kind, change))
+
+
+def _unfollowed(name: str, kind: str, change: str) -> str:
+    return (
+        f"{name}: the graph cannot follow a {kind} that {change}. Change the model before it is distributed (adapters "
+        "too); to change values, copy into the parameter under torch.no_grad(), or load a state dict without assign=True"
+    )
 
 
 class Submodule(Sealed):
@@ -184,10 +230,24 @@ class Submodule(Sealed):
         Raises:
             AutotpError: always; nothing would call the hook.
         """
-        raise AutotpError(
+        raise AutotpError(self._uncalled())
+
+    def _uncalled(self) -> str:
+        return (
             f"{self._path} is a part of a distributed module, whose graph calls no backward hooks of parts. Register it on "
             "the distributed module, or hooks on gradients of parameters"
         )
+
+    def _seal(self) -> None:
+        super()._seal()
+        forward = (
+            {} if self._observed else dict.fromkeys(("_forward_hooks", "_forward_pre_hooks"), str(unobserved(self._path)))
+        )
+        for table, why in {
+            **forward,
+            **dict.fromkeys(("_backward_hooks", "_backward_pre_hooks"), self._uncalled()),
+        }.items():
+            self.__dict__[table] = _Fixed({}, why)
 
     register_full_backward_hook = _refuse_hook
     register_full_backward_pre_hook = _refuse_hook

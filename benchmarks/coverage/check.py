@@ -98,21 +98,23 @@ def _line(error: Exception) -> str:
 def _checked(name: str, model: nn.Module, args: Any, kwargs: Any, theirs: Mapping[str, Tensor]) -> Found:
     with float64_mode():
         captured = capture(model, args, kwargs)
-        worst, where, seconds = 0.0, "", {}
-        plans = {}
+    plans, seconds = {}, {}
+    for strategy, mesh in PLANS.items():  # outside of the mode, which slows down whatever asks a tensor for its shape
+        topology = Topology.flat(math.prod(mesh), bandwidth=1e12, latency=1e-9, device=_SLOW)
+        begun = time.process_time()
+        plans[strategy] = plan_captured(captured, topology, Options(strategy, mesh=mesh, schedule="none"))
+        seconds[strategy] = time.process_time() - begun
+    alone = plan_captured(captured, Topology.flat(1, bandwidth=1e12, latency=1e-9, device=_SLOW), Options(mesh=(1,)))
+    worst, where = 0.0, ""
+    with float64_mode():
         for strategy, mesh in PLANS.items():
-            topology = Topology.flat(math.prod(mesh), bandwidth=1e12, latency=1e-9, device=_SLOW)
-            begun = time.process_time()
-            plans[strategy] = plan_captured(captured, topology, Options(strategy, mesh=mesh, schedule="none"))
-            seconds[strategy] = time.process_time() - begun
             mine = copy.deepcopy(model)
             plan = plans[strategy]
             ours = Simulated(mine, plan, apply(captured, plan), LocalWorld(mesh), lambda _: None)
             error, place = _difference(_step(ours, args, kwargs, mine), theirs)
             if error > worst or not where:
                 worst, where = error, f"{place} with {strategy}"
-        first = next(iter(plans.values()))
-        alone = plan_captured(captured, Topology.flat(1, bandwidth=1e12, latency=1e-9, device=_SLOW), Options(mesh=(1,)))
+    first = next(iter(plans.values()))
     without = dict(Counter(op.target for op in first.operators if op.replicated).most_common())
     wrong = not worst <= _EXACT
     return Found(

@@ -54,6 +54,22 @@ def _batches(side: Side) -> float | str:
     return "no error"
 
 
+@row(MISTAKES, "ranks that froze other parameters", mistake=True)
+def _frozen(side: Side) -> float | str:
+    model = side.model()[0]
+    model.norm.bias.requires_grad_(side.rank == 0)
+    side.mean(side.distribute(model)(*side.part(*batch())))
+    return "no error"
+
+
+@row(MISTAKES, "ranks with other options", mistake=True)
+def _options(side: Side) -> float | str:
+    option = {"inputs": "local"} if side.ours else {"reshard_after_forward": False}
+    module = side.distribute(side.model()[0], **(option if side.rank else {}))
+    module(*side.part(*batch())).backward()
+    return "no error"
+
+
 mistake("a label out of range")(lambda side, m: m(*side.part(batch()[0], batch()[1] + 20)).backward())
 mistake("a token out of range")(lambda side, m: m(*side.part(batch()[0] + 20, batch()[1])).backward())
 mistake("an unknown keyword")(lambda side, m: m(*side.part(batch()[0]), other=1))

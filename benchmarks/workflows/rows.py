@@ -123,6 +123,24 @@ def _batch_norm(side: Side) -> float:
     return float((mine - theirs).abs().max())
 
 
+@row(MODES, "each rank has a part of another size")
+def _uneven(side: Side) -> float:
+    model, plain = side.model()
+    module = side.distribute(model, inputs="uneven") if side.ours else side.distribute(model)
+    optimizers = [SGD(each.parameters()) for each in (module, plain)]
+    for seed in range(3):
+        sizes = [1 + (rank + seed) % 3 for rank in range(side.ranks)]
+        ids, labels = batch(sum(sizes), seed=seed)
+        part = [each.split(sizes)[side.rank] for each in (ids, labels)]
+        for each, (given, wanted), ways in ((module, part, side.ranks), (plain, (ids, labels), 1)):
+            sums = nn.functional.cross_entropy(each(given).flatten(0, 1), wanted.flatten(), reduction="sum")
+            (sums * ways / labels.numel()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return side.apart(module, plain)
+
+
 ACCUMULATION = "Accumulation"
 
 

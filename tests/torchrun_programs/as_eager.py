@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import operator
 import pickle
 import resource
 
@@ -171,7 +172,17 @@ def changes_of_structure(model, x, schedule):
         "third": lambda: setattr(parallel, "third", nn.Buffer(torch.zeros(2))),
         "layers.0.weight_orig": lambda: prune.l1_unstructured(layers[0], "weight", 0.5),
         "layers.0.weight": lambda: nn.utils.spectral_norm(layers[0], dim=0),
+        "layers._modules": lambda: operator.setitem(layers._modules, "0", linear),
+        "named._modules": lambda: named._modules.update(more=linear),
+        "_modules": lambda: parallel._modules.pop("layers"),
     }
+    layers._modules["0"] = layers[0]  # as it is
+    for table, told in (("_forward_hooks", "is not observed"), ("_backward_hooks", "calls no backward hooks")):
+        with pytest.raises(autotp.AutotpError, match=told):
+            getattr(layers[0], table)[0] = print
+    for each in (parallel, layers[0]):
+        with pytest.raises(autotp.AutotpError, match=r"share_memory.*belong to one process each"):
+            each.share_memory()
     for name, change in wrong.items():
         with pytest.raises(autotp.AutotpError, match=f"^{name}: the graph cannot follow"):
             change()
@@ -257,8 +268,14 @@ def compiled_by_torch(model, x, schedule):
     for each in (plain, quick):
         each(x)[0].backward()
     parallel.compile()
-    log.removeFilter(watch)
     assert len(said) == 1 and "give autotp.parallelize compile=True" in said[0]
+    for change in (lambda m: m.first.compile(), lambda m: setattr(m, "first", torch.compile(m.first))):
+        change(part := copy.deepcopy(model))
+        options = {"strategy": "data", "mesh": (dist.get_world_size(),), "schedule": schedule}
+        torch.testing.assert_close(autotp.parallelize(part, None, (x,), **options)(x), plain(x))
+        assert said[-1] == "torch.compile of first changes nothing: give autotp.parallelize compile=True"
+    log.removeFilter(watch)
+    assert len(said) == 3
     with torch.no_grad():
         torch.testing.assert_close(quick(x)[1], plain(x)[1])
     for name, parameter in plain.named_parameters():

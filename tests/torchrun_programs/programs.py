@@ -105,6 +105,44 @@ def rows_of_the_batch():
         made["loss"].backward()
 
 
+def parts_of_other_sizes():
+    """Each rank brings as many rows as it has, or none: all is as of the whole batch, and each has its own rows back."""
+    torch.manual_seed(0)
+    model, ranks = Several().double(), dist.get_world_size()
+    for (strategy, mesh), outputs in itertools.product(
+        [("zero3", (ranks,)), ("megatron-1d", (2, ranks // 2))], ("whole", "dtensor")
+    ):
+        plain, options = copy.deepcopy(model), {"strategy": strategy, "mesh": mesh, "outputs": outputs}
+        example = torch.randn(8, 8, 8, dtype=torch.float64)
+        parallel = autotp.parallelize(model, None, (example,), inputs="uneven", **options)
+        ways, rank = parallel.plan.batch_ways, parallel.batch_rank
+        for sizes in ((4, 2), (3, 3), (1, 4), (5, 0), (2, 4)):
+            sizes = [sizes[i % 2] for i in range(ways)]
+            x = torch.randn(sum(sizes), 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+            own, whole = x.split(sizes)[rank].clone().requires_grad_(), x.clone().requires_grad_()
+            mine, theirs = parallel(own), plain(whole)
+            terms = []
+            for name, value in theirs.items():
+                per_row = value.shape[0] // len(x) if name in ("rows", "tokens", "firsts", "given", "ids") else 0
+                expected = value.split([per_row * size for size in sizes])[rank] if per_row else value
+                kept = isinstance(mine[name], DTensor)
+                found, expected = (mine[name].full_tensor(), value) if kept else (mine[name], expected)
+                torch.testing.assert_close(found, expected, **SIX, msg=f"{strategy} {outputs} {sizes} {name}")
+                if name in ("rows", "tokens", "firsts"):  # what ranks compute from their rows is averaged
+                    terms.append(found.sin().sum() * (1 if kept else ways))
+                elif name == "loss":
+                    terms.append(found)
+            sum(terms).backward()
+            (sum(theirs[name].sin().sum() for name in ("rows", "tokens", "firsts")) + theirs["loss"]).backward()
+            expected = whole.grad.split(sizes)[rank]
+            torch.testing.assert_close(own.grad, expected, **SIX, msg=f"{strategy} {outputs} {sizes} the input")
+        assert sum(each.key.whole for each in parallel.programs) == 2, parallel.programs
+        for (name, own), other in zip(parallel.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own.grad.full_tensor(), other.grad, **SIX, msg=f"{strategy} {outputs} {name}")
+        with pytest.raises(autotp.PlanMismatchError, match="different calls: .*only the rows .dim 0. of different parts"):
+            parallel(torch.randn(2, 8 + 8 * (dist.get_rank() == ranks - 1), 8, dtype=torch.float64))
+
+
 def ranks_disagree():
     """About weights, inputs, modes and kinds of calls; every rank raises, and the module works on."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -114,6 +152,21 @@ def ranks_disagree():
     with pytest.raises(autotp.PlanMismatchError, match=r"first.weight has other values on rank 1 than on rank 0 \(4 of 4"):
         autotp.parallelize(model, None, (x, y), strategy="data", mesh=(ranks,), broadcast=False)
     parallel = autotp.parallelize(model, None, (x, y), strategy="zero3", mesh=(ranks,), debug=True)
+    for name, values in {
+        "inputs": ("global", "local"), "strategy": ("data", "zero3"), "schedule": ("overlap", "none"),
+        "compile": (None, False), "outputs": ("whole", "dtensor"), "dropout": ("sharded", "as-single"),
+        "max_programs": (2, 3), "debug": (False, True),
+    }.items():  # fmt: skip
+        given = {"strategy": "data", name: values[rank == ranks - 1]}
+        told = f"{name} is {values[1]!r} on rank {ranks - 1}, and {values[0]!r} on rank 0"
+        with pytest.raises(autotp.PlanMismatchError, match=told):
+            autotp.parallelize(model, None, (x, y), mesh=(ranks,), **given)
+    model.second.bias.requires_grad_(rank == 0)
+    with pytest.raises(
+        autotp.PlanMismatchError, match="requires_grad of second.bias is False on rank 1, and True on rank 0"
+    ):
+        autotp.parallelize(model, None, (x, y), strategy="zero3", mesh=(ranks,))
+    model.second.bias.requires_grad_()
     gathered = [torch.empty(16, 8, dtype=torch.float64) for _ in range(ranks)]
     dist.all_gather(gathered, parallel.first.weight.full_tensor())
     assert all(torch.equal(each, gathered[0]) for each in gathered), "rank 0's weights are everybody's"
@@ -280,6 +333,7 @@ def main():
     dist.init_process_group("gloo")
     parts_of_the_batch()
     rows_of_the_batch()
+    parts_of_other_sizes()
     ranks_disagree()
     losses_outside()
     inputs_that_are_distributed()

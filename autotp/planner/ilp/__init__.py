@@ -41,6 +41,7 @@ from autotp.planner.ilp.deadline import NEVER, Deadline, Expired
 from autotp.planner.ilp.estimate import Estimate, Hasty, estimate, glance
 from autotp.planner.ilp.minimax import minimax
 from autotp.planner.ilp.problem import Evaluation, Node, Problem, Tensor, Use, evaluate
+from autotp.planner.ilp.search import CLOSEST
 from autotp.planner.ilp.solve import (
     NO_LAYOUT,
     Infeasible,
@@ -56,6 +57,7 @@ from autotp.planner.ilp.solve import (
 )
 
 __all__ = [
+    "CLOSEST",
     "NEVER",
     "NO_LAYOUT",
     "Deadline",

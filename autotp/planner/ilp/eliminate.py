@@ -33,15 +33,32 @@ _GROWTH = 2.0  # most times that a new table is as large as those that it replac
 _BLOCK = 1 << 16  # entries that are added up at once, to stay in the cache
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Factor:
-    """A table over nodes: axis k is indexed by ``index[k][strategy of nodes[k]]``. Built late for tensors."""
+    """A table over nodes: axis k is indexed by ``index[k][strategy of nodes[k]]``. It is made late, or when read."""
 
     nodes: tuple[int, ...]
     index: tuple[np.ndarray, ...]
     sizes: tuple[int, ...]
-    table: np.ndarray | None
-    tensor: Tensor | None
+    tensor: Tensor | None = None
+    table: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Merge:
+    """The elimination of a node, whose table is not made yet.
+
+    Attributes:
+        node: it.
+        factors: what mentions it.
+        joint: node -> the class of each of its strategies in all of these, and one strategy of each class.
+        made: what takes their place.
+    """
+
+    node: int
+    factors: tuple[_Factor, ...]
+    joint: dict[int, tuple[np.ndarray, np.ndarray]]
+    made: _Factor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +127,6 @@ def _of_tensor(tensor: Tensor) -> _Factor:
         tuple(ports),
         tuple(c for c, _ in joint.values()),
         tuple(len(f) for _, f in joint.values()),
-        None,
         tensor,
     )
 
@@ -168,12 +184,16 @@ class _Pool:
 
     def add(self, factor: _Factor) -> None:
         if len(factor.nodes) == 1:
-            self.unary[factor.nodes[0]] = self.unary[factor.nodes[0]] + _table(factor)[factor.index[0]]
+            self.count(factor)
             return
         self.factors[self.next] = factor
         for node in factor.nodes:
             self.of_node[node][self.next] = None
         self.next += 1
+
+    def count(self, factor: _Factor) -> None:
+        """Adds the table of one node to what its strategies cost."""
+        self.unary[factor.nodes[0]] = self.unary[factor.nodes[0]] + _table(factor)[factor.index[0]]
 
     def estimate(self, node: int) -> tuple[dict[int, int], int]:
         """Axis sizes of the table that eliminating ``node`` would leave, and the work of making it."""
@@ -186,20 +206,34 @@ class _Pool:
         sizes.pop(node, None)
         return sizes, work
 
-    def eliminate(self, node: int) -> None:
-        factors = [self.factors.pop(number) for number in self.of_node[node]]
+    def merge(self, node: int) -> _Merge:
+        """Takes a node out, and says how large a table that leaves."""
+        factors = tuple(self.factors.pop(number) for number in self.of_node[node])
         columns: dict[int, list[np.ndarray]] = {node: [np.arange(len(self.unary[node]))]} if not factors else {}
         for factor in factors:
             for n, index in zip(factor.nodes, factor.index, strict=True):
                 columns.setdefault(n, []).append(index)
         joint = {n: _classes(c) for n, c in columns.items()}
-        own, own_first = joint.pop(node)
+        for factor_node in columns:
+            self.of_node[factor_node] = {k: None for k in self.of_node[factor_node] if k in self.factors}
+        self.left.discard(node)
+        rest = {n: each for n, each in joint.items() if n != node}
+        sizes = tuple(len(first) for _, first in rest.values())
+        made = _Factor(tuple(rest), tuple(classes for classes, _ in rest.values()), sizes)
+        if len(rest) > 1:
+            self.add(made)
+        return _Merge(node, factors, joint, made)
+
+    def eliminate(self, merge: _Merge) -> None:
+        """Makes the table; those that it is made of are there."""
+        node, joint, made = merge.node, merge.joint, merge.made
+        own, own_first = joint[node]
         order = np.argsort(self.unary[node], kind="stable")[::-1]
         leader = np.empty(len(own_first), dtype=int)
         leader[own[order]] = order  # the cheapest strategy of each class is written last
-        neighbours = tuple(joint)
+        neighbours, sizes = made.nodes, made.sizes
         aligned = []
-        for factor in factors:
+        for factor in merge.factors:
             table = _table(factor)
             picks = []
             for n, index in zip(factor.nodes, factor.index, strict=True):
@@ -208,17 +242,29 @@ class _Pool:
             at = [factor.nodes.index(n) for n in (node, *neighbours) if n in factor.nodes]
             shape = [len(own_first), *(len(joint[n][1]) if n in factor.nodes else 1 for n in neighbours)]
             aligned.append(np.transpose(table, at).reshape(shape))
-        sizes = tuple(len(joint[n][1]) for n in neighbours)
         costs = self.unary[node][leader]
-        least = _least(costs, aligned, sizes)
-        for factor_node in columns:
-            self.of_node[factor_node] = {k: None for k in self.of_node[factor_node] if k in self.factors}
-        self.left.discard(node)
-        classes = tuple(joint[n][0] for n in neighbours)
-        self.steps.append(_Step(node, neighbours, classes, leader, costs, tuple(aligned)))
+        made.table = _least(costs, aligned, sizes)
+        self.steps.append(_Step(node, neighbours, made.index, leader, costs, tuple(aligned)))
         # Without neighbours the table is a constant, which nothing is left to carry and nobody needs.
-        if neighbours:
-            self.add(_Factor(neighbours, classes, sizes, least, None))
+        if len(neighbours) == 1:
+            self.count(made)
+
+
+def _merges(pool: _Pool, budget: float, deadline: Deadline) -> list[_Merge] | None:
+    """All nodes in the order in which they leave the least work; None if that, or a table, is too much."""
+    cached = {node: pool.estimate(node)[1] for node in pool.left}
+    spent, merges = 0.0, []
+    while pool.left:
+        node = min(pool.left, key=lambda n: (cached[n], n))
+        spent += cached[node]
+        touched = pool.estimate(node)[0]
+        tables = [math.prod(pool.factors[k].sizes) for k in pool.of_node[node]]
+        if spent > budget or max([math.prod(touched.values()), *tables]) > _LARGEST or deadline.over:
+            return None
+        merges.append(pool.merge(node))
+        for n in touched:
+            cached[n] = pool.estimate(n)[1]
+    return merges
 
 
 def eliminate_all(problem: Problem, *, budget: float, deadline: Deadline = NEVER) -> tuple[int, ...] | None:
@@ -226,20 +272,13 @@ def eliminate_all(problem: Problem, *, budget: float, deadline: Deadline = NEVER
     of work, or the deadline passes.
     """
     pool = _Pool(problem)
-    cached = {node: pool.estimate(node)[1] for node in pool.left}
-    spent = 0.0
-    while pool.left:
+    merges = _merges(pool, budget, deadline)
+    if merges is None:
+        return None
+    for merge in merges:
         if deadline.over:
             return None
-        node = min(pool.left, key=lambda n: (cached[n], n))
-        spent += cached[node]
-        touched = pool.estimate(node)[0]
-        tables = [math.prod(pool.factors[k].sizes) for k in pool.of_node[node]]
-        if spent > budget or max([math.prod(touched.values()), *tables]) > _LARGEST:
-            return None
-        pool.eliminate(node)
-        for n in touched:
-            cached[n] = pool.estimate(n)[1]
+        pool.eliminate(merge)
     return Core(Problem((), ()), (), tuple(pool.steps), len(problem.nodes)).restore(())
 
 
@@ -261,7 +300,7 @@ def eliminate_some(problem: Problem, *, work: float = 4e6, deadline: Deadline = 
         before = sum(math.prod(pool.factors[k].sizes) for k in pool.of_node[node])
         if not sizes or len(sizes) > 2 or cost > work or math.prod(sizes.values()) > max(_GROWTH * before, 64.0):
             continue
-        pool.eliminate(node)
+        pool.eliminate(pool.merge(node))
         queue.extend(n for n in sizes if n not in queue)
     return _core(pool)
 

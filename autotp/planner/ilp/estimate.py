@@ -22,7 +22,7 @@ from autotp.planner.ilp.local import improve
 from autotp.planner.ilp.presolve import compact, consistent
 from autotp.planner.ilp.prices import next_price, priced
 from autotp.planner.ilp.problem import Problem, evaluate
-from autotp.planner.ilp.search import Settings
+from autotp.planner.ilp.search import CLOSEST, Settings
 from autotp.planner.ilp.solve import NO_LAYOUT, Infeasible, Solution, least_memory, solution_at, solution_of, unbounded
 
 __all__ = ["Estimate", "Hasty", "estimate", "glance"]
@@ -42,7 +42,7 @@ class Estimate:
         bound: no choice within the memory bound costs less (proven).
         solution: the best choice found that fits and costs less than the cutoff; None when there is none.
         settled: nothing below the cutoff is better than ``solution``.
-        binds: without the memory bound something cheaper might exist.
+        binds: without the memory bound something cheaper might exist, by more than `CLOSEST`.
         price: seconds per byte at which the bound was best.
     """
 
@@ -76,7 +76,7 @@ def estimate(problem: Problem, *, deadline: Deadline, cutoff: float = math.inf, 
         return Estimate(free.bound, None, True, False, price)
     if free.choice is not None and evaluate(problem, free.choice).memory <= room:
         found = solution_of(problem, free)
-        return Estimate(found.bound, found, found.optimal, not found.optimal, price)
+        return Estimate(found.bound, found, found.optimal, found.gap > CLOSEST, price)
     return _Prices(problem, settings, price).run(free.bound, free.choice)
 
 

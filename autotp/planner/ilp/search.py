@@ -29,13 +29,16 @@ from autotp.planner.ilp.presolve import Reduced, compact, consistent
 from autotp.planner.ilp.prices import next_price, priced
 from autotp.planner.ilp.problem import Problem, evaluate
 
-__all__ = ["Search", "Settings"]
+__all__ = ["CLOSEST", "Search", "Settings"]
 
 # Labels that are tried at once. Where they do not suffice, limits rise in steps from the bound to the best choice known:
 # pruning against a low limit leaves far less, and a good choice makes what is left without a limit small too.
 _QUICK = 100_000
 _PARTS = (0.05, 0.2, 0.5, 1.0)
 _SWEEPS = 60
+#: Relative; bounds as close as this are not left to the solver, which takes for whole what is off by 1e-6: of a large cost,
+#: that is more.
+CLOSEST = 1e-7
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +150,12 @@ class Search:
             # What the limit has pruned may cost just as much as the limit, whatever the rest is bounded by.
             self.bound = max(self.bound, min(space.bound, self.limit, self.value))
             last, self.limit = math.isinf(self.limit), math.inf
-            if last or self.bound >= self.target():
+            if last or self.bound >= self.target() or self._closest(root.bound):
                 return
+
+    def _closest(self, bound: float) -> bool:
+        best = min(self.value, self.settings.cutoff)
+        return math.isfinite(best) and best - bound <= CLOSEST * abs(best)
 
     def _over(self) -> bool:
         return self.value <= self.settings.enough or self.settings.deadline.over
@@ -293,6 +300,8 @@ class Search:
                 self.offer(reduced.restore(choice))
                 space.bound = max(space.bound, self.target())
                 return
+        if self._closest(space.bound):
+            return
         self.method = "mip"
         found: list[tuple[int, ...]] = []
         for _ in range(30):

@@ -3,13 +3,14 @@
 Input: a model, its first plan and the graph sharded by that; output: what a call runs. All programs share the module's
 parameters, which rest as the first plan says. A `program` is made when a call first needs it, on all processes alike:
 `programs` captures the model in that mode for such inputs, plans it with the parameters where they rest, and shards the
-graph; `programmed` is what modules offer of it, `observed` calls their hooks, and `monitor` checks the numbers of every
-pass.
+graph; `programmed` is what modules offer of it, `rows` are the ranks' parts of a batch, `observed` calls their hooks, and
+`monitor` checks the numbers of every pass.
 """
 
 from autotp.runtime.programs.observed import show, unobserved
 from autotp.runtime.programs.program import Key, Program
 from autotp.runtime.programs.programmed import Programmed
 from autotp.runtime.programs.programs import MOST, Programs, blueprint
+from autotp.runtime.programs.rows import Joined, own_rows
 
-__all__ = ["MOST", "Key", "Program", "Programmed", "Programs", "blueprint", "show", "unobserved"]
+__all__ = ["MOST", "Joined", "Key", "Program", "Programmed", "Programs", "blueprint", "own_rows", "show", "unobserved"]

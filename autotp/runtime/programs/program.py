@@ -28,19 +28,22 @@ class Key:
         leaves: of the call's arguments by name, defaults included: a tensor's shape and dtype, or any other value's type
             and value.
         structure: of the arguments.
+        whole: whether ranks that hold parts of the batch have joined them for the call.
     """
 
     training: tuple[bool, ...]
     gradients: bool
     leaves: tuple[tuple[Any, Any], ...]
     structure: Hashable
+    whole: bool = False
 
     def __str__(self) -> str:
         mode = "training" if all(self.training) else "training in part" if any(self.training) else "evaluation"
         given = [f"{str(kind)[6:]}{list(shape)}" for kind, shape in self.leaves if isinstance(kind, torch.dtype)]
         others = [repr(value) for kind, value in self.leaves if isinstance(kind, type) and value is not None]
         wanted = "with gradients" if self.gradients else "without gradients"
-        return f"{mode} {wanted}, inputs {', '.join(given + others) or 'none'}"
+        joined = " of all ranks" if self.whole else ""
+        return f"{mode} {wanted}, inputs{joined} {', '.join(given + others) or 'none'}"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

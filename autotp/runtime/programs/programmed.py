@@ -41,7 +41,9 @@ class Programmed(nn.Module):
             PlanMismatchError: the processes ask for different programs.
         """
         args, kwargs = tree_map(self._given, (args, kwargs or {}))
-        key, _ = self._programs.key(self._moded, args, kwargs, mode)
+        key, inputs = self._programs.key(self._moded, args, kwargs, mode)
+        if (whole := self._programs.joined(key, args, kwargs, inputs)) is not None:
+            key, args, kwargs = whole.key, whole.args, whole.kwargs
         return self._programs.of(key, args, kwargs)
 
     def _given(self, leaf: Any) -> Any:

@@ -26,6 +26,7 @@ from autotp.runtime.compiled import Overlap
 from autotp.runtime.output_guard import made_of
 from autotp.runtime.programs.monitor import Monitor
 from autotp.runtime.programs.program import Key, Program
+from autotp.runtime.programs.rows import Joined, joined
 from autotp.runtime.rewrite import Rewritten, apply
 from autotp.runtime.schedules import Schedules
 from autotp.runtime.state import checksum
@@ -65,6 +66,7 @@ class Programs:
         layouts: parameter name -> the layout in which it rests.
         even: whether devices whose parts have equal shapes have one graph, made once.
         debug: whether every call is checked (see ``of``), and the numbers of every pass (see ``Monitor``).
+        varying: whether parts of the batch may differ in size, which every call then finds out (see ``joined``).
     """
 
     def __init__(
@@ -82,12 +84,16 @@ class Programs:
         layouts: Mapping[str, Layout],
         even: bool = False,
         debug: bool = False,
+        varying: bool = False,
     ) -> None:
         self.model, self.plan, self.world, self.agreement, self.how = model, plan, world, agreement, how
         self.most, self.device, self.layouts, self.even, self.syncing = most, device, layouts, even, True
         self.debug, self.checked = debug, set[Key]()
         self.monitor = Monitor(world, agreement) if debug and agreement.processes > 1 else None
         self.split, self.ways, self.kept = rewritten.sharding.split, rewritten.ways, rewritten.sharding.kept > 0
+        self.varying = varying and self.ways > 1
+        if self.varying:
+            world.join([self.split])
         self.signature = rewritten.captured.signature
         shapes = iter(rewritten.shapes)
         leaves = [(x.dtype, next(shapes)) if x.shape is not None else _described(x.value) for x in self.signature.leaves]
@@ -155,6 +161,23 @@ class Programs:
         tensors = [leaf.resolve_conj().resolve_neg() for leaf in leaves if isinstance(leaf, Tensor)]
         return Key(training, gradients, tuple(map(_described, leaves)), structure), tensors
 
+    def joined(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]) -> Joined | None:
+        """The call with the rows of all ranks, where these may differ in number and do.
+
+        Args:
+            key, args, kwargs, inputs: of the call.
+
+        Raises:
+            PlanMismatchError: see `autotp.runtime.programs.rows.joined`.
+        """
+        if not self.varying:
+            return None
+        (at,) = self.world.hosted
+        part = tuple(at[axis] for axis in self.split)
+        first = sum(at) == sum(part)
+        bound = functools.partial(bind, self.signature.parameters)
+        return joined(self.agreement, part, first, key, (args, kwargs), bound, inputs)
+
     def of(
         self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor] | None = None
     ) -> Program:
@@ -188,7 +211,7 @@ class Programs:
         if self.agreement.processes == 1:
             return
         (at,) = self.world.hosted
-        part = tuple(at[axis] for axis in self.split)
+        part = () if key.whole else tuple(at[axis] for axis in self.split)
         every = self.agreement.gathered((part, str(key), [checksum(tensor) for tensor in inputs]))
         first: dict[tuple[int, ...], int] = {}
         for rank, (part, call, sums) in enumerate(every):
@@ -196,7 +219,7 @@ class Programs:
             if call != every[0][1]:
                 raise PlanMismatchError(
                     f"the ranks made different calls: rank 0 one for {every[0][1]}, rank {rank} one for {call}; call the "
-                    "module alike on all ranks"
+                    "module alike on all ranks (parts of the batch of different sizes are for inputs='uneven')"
                 )
             if different := [n for n, (a, b) in enumerate(zip(sums, every[one][2], strict=True)) if a != b]:
                 bound, _ = tree_flatten_with_path(bind(self.signature.parameters, args, kwargs))
@@ -218,9 +241,10 @@ class Programs:
             self.agreement,
             lambda: self._captured(key, args, kwargs),
             lambda captured: self._planned(key, captured),
-            lambda captured, plan: apply(captured, plan, self.split, kept=self.kept),
+            lambda captured, plan: apply(captured, plan, () if key.whole else self.split, kept=self.kept, joined=key.whole),
         )
-        same = [p for k, p in self.known.items() if p.plan.hash == plan.hash and k.gradients == key.gradients]
+        kind = (plan.hash, key.gradients, key.whole)
+        same = [p for k, p in self.known.items() if (p.plan.hash, k.gradients, k.whole) == kind]
         self.known[key] = same[0] if same else self._program(key, plan, rewritten)
         _log.info("program %d, for %s: step %.4g s", len(self.known), key, plan.predicted.step_seconds)
 
@@ -229,7 +253,7 @@ class Programs:
             raise self.model
         for module, training in zip(self.model.modules(), key.training, strict=True):
             module.training = training
-        ways = self.ways
+        ways = 1 if key.whole else self.ways
 
         def whole(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):

@@ -227,7 +227,8 @@ class Watch:
             if not (checking and checks) and call is not None and _digest(str(call)) != digest:
                 return (
                     f"the ranks made different calls: call {number} of the module was for {call} on rank "
-                    f"{self.rank}, and for {theirs['texts'][digest]} on rank {rank}; call the module alike on all ranks"
+                    f"{self.rank}, and for {theirs['texts'][digest]} on rank {rank}; call the module alike on all ranks "
+                    "(parts of the batch of different sizes are for inputs='uneven')"
                 )
         return ""
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ilp_instances import brute_force, small_problem, transformer_layer
 
-from autotp.planner.ilp import Deadline, Infeasible, Node, Problem, Pruned, Tensor, Use, evaluate, mip, solve
+from autotp.planner.ilp import Deadline, Infeasible, Node, Problem, Pruned, Tensor, Use, eliminate, evaluate, mip, solve
 from autotp.planner.ilp.dual import Dual
 from autotp.planner.ilp.eliminate import eliminate_all, eliminate_some
 from autotp.planner.ilp.local import improve
@@ -162,6 +162,32 @@ def test_elimination_is_exact_and_restores_choices() -> None:
         rest = eliminate_all(core.problem, budget=1e8)
         assert rest is not None and close(evaluate(problem, core.restore(rest)).seconds, best), seed
     assert eliminate_all(small_problem(3), budget=0) is None
+
+
+def test_elimination_that_is_too_much_makes_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    least = eliminate._least
+    monkeypatch.setattr(eliminate, "_least", lambda *given: made.append(1) or least(*given))
+    nodes = tuple(Node(name, np.arange(3.0), np.zeros(3)) for name in "abc")
+    rows, none = np.arange(3), np.zeros((3, 3))
+    tensors = tuple(Tensor(f"t{k}", k, rows, (Use(k + 1, rows),), np.eye(3), none, none) for k in range(2))
+    for budget in (8, 17, 18):  # the nodes take 9, 9 and 1
+        assert eliminate_all(Problem(nodes, tensors), budget=budget) is None and not made
+    assert eliminate_all(Problem(nodes, tensors), budget=19) is not None and len(made) == 3
+
+
+@pytest.mark.parametrize(("off", "method"), [(1e-8, "duality"), (1e-5, "mip")])
+def test_the_solver_is_not_asked_for_the_last_bit(off: float, method: str) -> None:
+    """Three nodes that all want to differ and cannot: duality does not see that, and labels may not be made."""
+    nodes = tuple(Node(name, np.ones(2), np.zeros(2)) for name in "abc")
+    rows, none = np.arange(2), np.zeros((2, 2))
+    tensors = tuple(
+        Tensor(f"{k}{n}", k, rows, (Use(n, rows),), off * np.eye(2), none, none) for k, n in ((0, 1), (1, 2), (2, 0))
+    )
+    search = Search(Problem(nodes, tensors, 1.0), Settings(Deadline.after(60), labels=0))
+    search.run()
+    assert search.method == method and search.value == pytest.approx(3 + off, rel=1e-12)
+    assert 3 - 1e-9 <= search.bound <= search.value and search.value - search.bound <= 1e-7 * search.value
 
 
 def test_elimination_leaves_nothing_of_a_chain() -> None:

@@ -1,0 +1,149 @@
+"""Rows of a batch that the ranks hold in parts: what they return of them, and parts of different sizes.
+
+No graph is made for parts that differ: means and norms over the batch would weigh their rows wrongly. The ranks give each
+other their rows instead, and run the program of the whole batch, which splits that as its plan says; each is given back
+the rows that it brought.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from autotp.errors import PlanMismatchError
+from autotp.runtime.agreement import Agreement
+from autotp.runtime.programs.program import Key
+from passes.layouts.reshard import Step
+from passes.world import ops
+from passes.world.world import World
+
+__all__ = ["Joined", "joined", "own_rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A call with the rows of all ranks.
+
+    Attributes:
+        key, args, kwargs, inputs: of that call (see `Programs.key`).
+        rows: of every input with rows, where those that this rank brought begin and end, and how many all have brought.
+    """
+
+    key: Key
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: list[Tensor]
+    rows: Sequence[tuple[int, int, int]]
+
+    def own(self, size: int) -> slice:
+        """This rank's part of ``size`` rows that were made of the batch."""
+        begin, end, count = max((each for each in self.rows if each[2] and size % each[2] == 0), key=lambda each: each[2])
+        return slice(begin * size // count, end * size // count)
+
+
+def joined(
+    agreement: Agreement,
+    part: tuple[int, ...] | None,
+    first: bool,
+    key: Key,
+    call: tuple[Sequence[Any], Mapping[str, Any]],
+    bound: Callable[..., Mapping[str, Any]],
+    inputs: Sequence[Tensor],
+) -> Joined | None:
+    """A call with the rows of all ranks, where they brought different numbers; None where all brought the same.
+
+    Args:
+        agreement: of the processes.
+        part: which part of the batch is this rank's.
+        first: whether it is the one that sends its rows, of all ranks that are given this part.
+        key, call, inputs: what this rank was called for.
+        bound: gives a call's arguments by name.
+
+    Raises:
+        PlanMismatchError: on every rank, where their calls differ in more than numbers of rows, or ranks that are given
+            the same part of the batch have different ones.
+    """
+    if agreement.alike(zlib.crc32(str(key).encode())):
+        return None
+    rest = str(replace(key, leaves=tuple((kind, _less(kind, each)) for kind, each in key.leaves)))
+    mine = [tensor.detach().cpu().clone() for tensor in inputs] if first else None
+    every = agreement.gathered((part, str(key), rest, mine))
+    lead = {at: rank for rank, (at, *_, sent) in enumerate(every) if sent is not None}
+    for rank, (at, said, less, _) in enumerate(every):
+        for other, differs in ((0, less != every[0][2]), (lead[at], said != every[lead[at]][1])):
+            if differs:
+                raise PlanMismatchError(
+                    f"the ranks made different calls: rank {other} one for {every[other][1]}, rank {rank} one for {said}; "
+                    "with inputs='uneven', only the rows (dim 0) of different parts of the batch may differ in number"
+                )
+    parts = [every[lead[at]][3] for at in sorted(lead)]
+    place = sorted(lead).index(part)
+    whole, rows = [], []
+    for number, tensor in enumerate(inputs):
+        if not tensor.dim():
+            whole.append(tensor)
+            continue
+        sizes = [each[number].shape[0] for each in parts]
+        begin = sum(sizes[:place])
+        rows.append((begin, begin + sizes[place], sum(sizes)))
+        found = torch.cat([each[number] for each in parts]).to(tensor.device)
+        whole.append(_Brought.apply(tensor, found, begin) if tensor.requires_grad else found)
+    args, kwargs = call
+    leaves = [leaf for leaf in tree_flatten(bound(args, kwargs))[0] if isinstance(leaf, Tensor)]
+    given = {id(leaf): tensor for leaf, tensor in zip(leaves, whole, strict=True)}
+    args, kwargs = tree_map_only(Tensor, lambda leaf: given[id(leaf)], (tuple(args), dict(kwargs)))
+    shapes = iter(whole)
+    described = tuple((k, tuple(next(shapes).shape) if isinstance(k, torch.dtype) else v) for k, v in key.leaves)
+    return Joined(replace(key, leaves=described, whole=True), args, kwargs, whole, rows)
+
+
+def _less(kind: Any, value: Any) -> Any:
+    """What a leaf of a call is, but for how many rows it has."""
+    return (len(value), *value[1:]) if isinstance(kind, torch.dtype) else value
+
+
+def own_rows(value: Tensor, ways: int, call: Joined | None, world: World, axes: tuple[int, ...]) -> Tensor:
+    """This rank's rows of an output. What ranks compute from theirs is averaged, as FSDP2 and DDP do.
+
+    Args:
+        value: as the graph returns it: these rows, or with ``call`` those of all ranks.
+        ways: in how many parts the ranks have the batch.
+        call: that the graph ran for, if it has the rows of all ranks.
+        world: of the graph.
+        axes: of its mesh that split the batch.
+    """
+    if call is not None:
+        if value.requires_grad:
+            value = ops.reshard(world, value, (), (Step("all_reduce", axes),), at="an output's rows")
+        value = value[call.own(value.shape[0])]
+    return _Averaged.apply(value, ways) if value.requires_grad else value
+
+
+class _Averaged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, ways: int) -> Tensor:  # type: ignore[override]
+        ctx.ways = ways
+        return value.detach()  # a view made in here could not be changed in place outside
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient / ctx.ways, None
+
+
+class _Brought(torch.autograd.Function):
+    """All rows in place of those that this rank brought, which have the gradients of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, whole: Tensor, begin: int) -> Tensor:  # type: ignore[override]
+        ctx.rows = slice(begin, begin + mine.shape[0])
+        return whole.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient[ctx.rows], None, None
