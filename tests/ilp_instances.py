@@ -51,16 +51,12 @@ def small_problem(seed: int) -> Problem:
 
 
 def brute_force(problem: Problem) -> tuple[float, float]:
-    """Least seconds within the memory bound and least bytes of any possible assignment; ``inf`` if there
-    is none.
-    """
+    """Least seconds and least bytes of any possible assignment; ``inf`` if there is none."""
     best = least = math.inf
     for choice in itertools.product(*(range(len(node.cost)) for node in problem.nodes)):
         found = evaluate(problem, choice)
         if math.isfinite(found.seconds):
-            least = min(least, found.memory)
-            if found.memory <= problem.memory_bound:
-                best = min(best, found.seconds)
+            best, least = min(best, found.seconds), min(least, found.memory)
     return best, least
 
 

@@ -84,10 +84,8 @@ class Assembled:
 def assemble(
     structure: Structure,
     prices: Prices,
-    memory_bound: float,
     panelled: bool = False,
     *,
-    either: float | None = None,
     weights: Weights = EVEN,
     deadline: Deadline = NEVER,
 ) -> Assembled:
@@ -96,17 +94,14 @@ def assemble(
     Args:
         structure: of the model's plans.
         prices: of the mesh.
-        memory_bound: bytes on each device.
         panelled: products keep their data operand as it rests and gather it again, in panels, for the backward pass.
-        either: a relaxation for bounds, at this price in seconds per byte: with or without panels, no choice costs less.
-            Gathering again is free, and products keep the cheaper of what they may keep, which is counted in seconds.
         weights: what seconds count, by what may hide them.
         deadline: see Raises.
 
     Raises:
         Expired: the deadline passed before the program was complete.
     """
-    return _Assembly(structure, prices, panelled, either, weights, deadline).run(memory_bound)
+    return _Assembly(structure, prices, panelled, weights, deadline).run()
 
 
 def kept_inside(choice: Choice, mesh: tuple[int, ...]) -> np.ndarray:
@@ -139,19 +134,18 @@ class _Assembly:
         structure: Structure,
         prices: Prices,
         panelled: bool,
-        either: float | None,
         weights: Weights,
         deadline: Deadline,
     ) -> None:
         self.deadline = deadline
-        self.structure, self.prices, self.panelled, self.either = structure, prices, panelled, either
+        self.structure, self.prices, self.panelled = structure, prices, panelled
         self.weights = weights
         self.mesh = prices.mesh
         self.kinds = {weights.forward, weights.backward, weights.reductions}
         self.by_key: dict[object, tuple[np.ndarray, np.ndarray]] = {}
         self.kept: dict[int, np.ndarray] = {}
 
-    def run(self, memory_bound: float) -> Assembled:
+    def run(self) -> Assembled:
         nodes = [self.node(node, choice, count) for node, choice, count in self.structure.nodes]
         self.tariffs: dict[tuple[bool, Weight, float], Tariff] = {}
         for parameter, weight in itertools.product((False, True), self.kinds):
@@ -166,7 +160,7 @@ class _Assembly:
         ]
         for index, memory in self.kept.items():
             nodes[index] = Node(nodes[index].name, nodes[index].cost, nodes[index].memory + memory)
-        return Assembled(Problem(tuple(nodes), tuple(tensors), memory_bound), self.structure, self.mesh)
+        return Assembled(Problem(tuple(nodes), tuple(tensors)), self.structure, self.mesh)
 
     def node(self, node: fx.Node, choice: Choice | Rest | None, count: int) -> Node:
         self.deadline.check()
@@ -233,7 +227,7 @@ class _Assembly:
         prices, shape, itemsize = self.prices, tuple(edge.value.shape), edge.value.element_size()
         regather = np.zeros((len(edge.rows), len(edge.wants)), bool)
         for_backward = edge.regathered[:, None] & edge.saved
-        if self.panelled and self.either is None:
+        if self.panelled:
             for_backward |= edge.products
         comes = np.full(regather.shape, edge.cast.there)  # a parameter is also cast, from its own part, which is near
         if not edge.cast.there and (edge.parameter or for_backward.any()):
@@ -244,17 +238,13 @@ class _Assembly:
             saved = edge.saved | edge.products
             regather |= (edge.rows[:, None, :] != edge.wants[None, :, :]).any(axis=-1) & saved
         wanted = local_elements(shape, edge.wants, self.mesh) * itemsize
-        memory, held = np.zeros(regather.shape), np.zeros((1, 1))
+        memory = np.zeros(regather.shape)
         if edge.keeps and prices.train:
-            apart = self.panelled or self.either is not None
-            memory = memory + np.where(edge.saved if apart else edge.saved | edge.products, edge.count * wanted, 0.0)
-            if apart and edge.products.any():
+            saved = edge.saved if self.panelled else edge.saved | edge.products
+            memory = memory + np.where(saved, edge.count * wanted, 0.0)
+            if self.panelled and edge.products.any():
                 kept = edge.count * local_elements(shape, edge.rows, self.mesh) * itemsize
-                if self.either is None:
-                    self.kept[edge.producer] = self.kept.get(edge.producer, 0.0) + kept[edge.have]
-                else:  # kept once for all readers, or once for each way of wanting it
-                    least = np.minimum(kept[:, None] / len(edge.uses), edge.count * wanted[None, :])
-                    held = self.either * np.where(edge.products & ~edge.saved, least, 0.0)
+                self.kept[edge.producer] = self.kept.get(edge.producer, 0.0) + kept[edge.have]
         stays = comes & ~edge.regathered[:, None] & edge.saved & (edge.parameter and prices.train)
         memory = memory + np.where(stays, edge.count * wanted, 0.0)
         if edge.parameter and edge.trained and prices.train and prices.accumulate > 1:
@@ -263,7 +253,7 @@ class _Assembly:
             unreduced = local_elements(shape, edge.gradients, self.mesh) * itemsize
             memory = memory + np.where(waiting, edge.count * unreduced, 0.0)
         temporary = np.where(comes & ~stays, wanted, 0.0) if edge.parameter else np.zeros(regather.shape)
-        cost = edge.count * self.reshards(edge, regather) + held
+        cost = edge.count * self.reshards(edge, regather)
         if not self.structure.chosen.family.scatters and not edge.parameter:
             scattered = ((edge.rows[:, None, :] == PARTIAL) & (edge.wants[None, :, :] >= 0)).any(axis=-1)
             cost = np.where(scattered, np.inf, cost)

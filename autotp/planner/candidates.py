@@ -81,18 +81,16 @@ class Candidates:
     def assemble(
         self,
         candidate: Candidate,
-        memory: float,
         deadline: Deadline = NEVER,
         *,
         weights: Weights = EVEN,
-        either: float | None = None,
         scatters: bool = False,
     ) -> Assembled:
         """A candidate's integer program.
 
         Args:
             candidate: which.
-            memory, deadline, weights, either: see `autotp.planner.assemble.assemble`.
+            deadline, weights: see `autotp.planner.assemble.assemble`.
             scatters: whether partial sums may be scattered though the family only all-reduces.
         """
         key = candidate.restriction, len(candidate.mesh)
@@ -103,7 +101,7 @@ class Candidates:
             built = replace(built, chosen=replace(built.chosen, family=replace(built.chosen.family, scatters=True)))
         prices = self.prices(candidate.mesh)
         panelled = candidate.panels != 1
-        return assemble(built, prices, memory, panelled, either=either, weights=weights, deadline=deadline)
+        return assemble(built, prices, panelled, weights=weights, deadline=deadline)
 
     def found(self, candidate: Candidate, assembled: Assembled, solution: Solution | tuple[int, ...]) -> Found:
         """A solution of a candidate, or one of its choices, with what it costs."""

@@ -110,7 +110,7 @@ def _in_haste(contest: Contest, meshes: Sequence[tuple[int, ...]], deadline: Dea
     for number, (mesh, restriction) in enumerate([*pairs, *pairs[:1]]):
         for one in tried:
             candidate = Candidate(mesh, restriction, one.candidates.panels[0])
-            free = replace(one.anew(math.inf, weights), deadline=NEVER if best is None else deadline)
+            free = replace(one.anew(weights), deadline=NEVER if best is None else deadline)
             fits = contest.allowed
             try:
                 _, found = free.ask(
@@ -132,7 +132,7 @@ def _in_haste(contest: Contest, meshes: Sequence[tuple[int, ...]], deadline: Dea
 
 def _in_chunks(meshes: Sequence[tuple[int, ...]], outcome: Outcome) -> Outcome:
     """With the best plan in chunks, and what none is below in chunks either."""
-    contest, best = outcome.plain.anew(math.inf), outcome.found.best
+    contest, best = outcome.plain.anew(), outcome.found.best
     options = contest.candidates.options
     asked, most = options.chunks, most_chunks(options)
     if best is None or most == 1 or best.panels != 1 or outcome.contest is not outcome.plain:
@@ -142,7 +142,7 @@ def _in_chunks(meshes: Sequence[tuple[int, ...]], outcome: Outcome) -> Outcome:
 
     def search(weights: Weights) -> Searched:
         nonlocal contest
-        contest = replace(contest.anew(math.inf, weights), limit=shortest.step(hides=True))
+        contest = replace(contest.anew(weights), limit=shortest.step(hides=True))
         contest.run(meshes)
         return Searched(contest.best, contest.bound, 0.0)
 
@@ -229,7 +229,7 @@ def _searched(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
 
     def search(weights: Weights) -> Searched:
         nonlocal contest
-        contest = replace(contest, deadline=deadline.part(_ROUND)).anew(math.inf, weights)
+        contest = replace(contest, deadline=deadline.part(_ROUND)).anew(weights)
         contest.run(meshes)
         best = contest.best
         contest.short |= best is None or best.memory > contest.allowed
@@ -266,7 +266,7 @@ def _fastest_within(contest: Contest, least: Least) -> Found:
     """The best plan met on the way from the one with the least memory, which fits, to faster ones."""
     candidates = contest.candidates
     try:
-        assembled = contest.anew(math.inf).assemble(least.candidate)
+        assembled = contest.anew().assemble(least.candidate)
     except Expired:
         return candidates.found(least.candidate, least.assembled, least.found.choice)
     choice = quicker(

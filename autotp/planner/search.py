@@ -339,7 +339,7 @@ def _begin(captured: Captured, topology: Topology, options: Options, deadline: D
     bound = topology.device.memory if options.memory is None else options.memory
     model = prepare(captured, options.asked, resting=options.resting)
     together = model.parameter_bytes if options.hides else 0.0
-    return Contest(Candidates(model, topology, options, together), bound, bound, deadline)
+    return Contest(Candidates(model, topology, options, together), bound, deadline)
 
 
 def _meshes(topology: Topology, options: Options) -> list[tuple[int, ...]]:

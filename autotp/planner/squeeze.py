@@ -255,7 +255,7 @@ class _Squeeze:
         """Of every pass of a step the programs that say how long each of what may limit it takes."""
         options, depth = self.contest.candidates.options, self.contest.candidates.model.depth
         if not options.hides:
-            return [[self.contest.anew(math.inf).assemble(candidate).problem]]
+            return [[self.contest.anew().assemble(candidate).problem]]
         passes, sides = 2 if options.accumulate == 1 else 3, 1 + len(self.contest.candidates.topology.levels)
         found = []
         for one in range(passes):
@@ -264,7 +264,7 @@ class _Squeeze:
                 shares = [np.eye(sides)[side] * (other == one) for other in range(passes)]
                 shares.append(np.full(1, float(one == 0)))  # the optimizer, whatever limits the pass
                 weights.append(overlap.weights(shares, depth, options.accumulate, chunks))
-            found.append([self.contest.anew(math.inf, weight).assemble(candidate).problem for weight in weights])
+            found.append([self.contest.anew(weight).assemble(candidate).problem for weight in weights])
         return found
 
     def solve(
@@ -292,7 +292,7 @@ class _Squeeze:
         options, depth = self.contest.candidates.options, self.contest.candidates.model.depth
         shares = point.shares or first_shares(options.accumulate)
         weights = overlap.weights(shares, depth, options.accumulate, chunks) if options.hides else None
-        self.contest = self.contest.anew(math.inf, weights)
+        self.contest = self.contest.anew(weights)
         return self.contest
 
     def moments(self, candidate: Candidate, assembled: Assembled) -> Moments:
@@ -302,7 +302,7 @@ class _Squeeze:
 
     def weighed(self, assembled: Assembled, point: _Point, moments: Moments, surely: bool) -> Problem:
         """The sum (1), but for the bounds."""
-        return dearer(replace(assembled.problem, memory_bound=math.inf), moments.program(point.prices, surely), 1.0)
+        return dearer(assembled.problem, moments.program(point.prices, surely), 1.0)
 
     def offer(self, found: Found) -> Met:
         one = self.met(found)

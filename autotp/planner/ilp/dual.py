@@ -12,9 +12,7 @@ and pair tables; moving cost between a node and its pairs (messages) leaves ever
 
 rises. The sweeps are the sequential tree-reweighted ones (Kolmogorov, "Convergent tree-reweighted message
 passing", PAMI 2006), exact on trees; :meth:`Dual.rebalance` moves shares from where they are slack to where
-they are tight. With a price per byte, node and column costs include their bytes' price and ``price * bound``
-is taken off: Lagrangian duality of the memory bound. A strategy whose cheapest completion by the same bound
-exceeds a known assignment is ruled out.
+they are tight. A strategy whose cheapest completion by the same bound exceeds a known assignment is ruled out.
 """
 
 from __future__ import annotations
@@ -89,29 +87,24 @@ def _port_of(data: bytes, dtype: np.dtype) -> tuple[_Port, np.ndarray]:
 
 
 class Dual:
-    """The dual of a problem at one price of memory.
+    """The dual of a problem.
 
     Args:
-        problem: the problem; its bound counts only when ``price`` is positive.
-        cap: seconds of a known assignment (priced), or anything above the optimum: larger costs are cut to
-            twice this.
-        price: seconds per byte.
+        problem: the problem.
+        cap: seconds of a known assignment, or anything above the optimum: larger costs are cut to twice this.
     """
 
-    def __init__(self, problem: Problem, cap: float, *, price: float = 0.0) -> None:
+    def __init__(self, problem: Problem, cap: float) -> None:
         self.problem = problem
-        self.price = price
-        self.offset = -price * problem.memory_bound if price > 0 else 0.0
+        self.offset = 0.0
         self.theta: list[np.ndarray] = []
         for node in problem.nodes:
-            theta = node.cost + price * node.memory
-            least = float(theta.min())
+            least = float(node.cost.min())
             self.offset += least
-            self.theta.append(theta - least)
+            self.theta.append(node.cost - least)
         self.big = 2.0 * max(cap - self.offset, 0.0) + 1e-300
         # Rounding must never turn into a false proof: what sums of numbers this large may lose is taken off.
-        room = price * problem.memory_bound if price > 0 else 0.0
-        self.error = _ROUNDING * (abs(room) + abs(self.offset) + self.big)
+        self.error = _ROUNDING * (abs(self.offset) + self.big)
         self.theta = [np.minimum(theta, self.big) for theta in self.theta]
         self.pairs: list[_Pair] = []
         self.parts: list[list[_Part]] = []
@@ -127,7 +120,7 @@ class Dual:
             self.before[pair.nodes[1 - low]].append((pair, 1 - low))
 
     def _split(self, tensor: Tensor) -> None:
-        cost = np.minimum(tensor.cost + self.price * tensor.memory, self.big)
+        cost = np.minimum(tensor.cost, self.big)
         wanted = np.zeros(cost.shape[1])
         for use in tensor.uses:
             wanted[np.unique(use.want[use.want >= 0])] += 1.0

@@ -1,10 +1,8 @@
-"""Settle what pruning leaves exactly: elimination with memory, by labels pruned with reduced costs.
+"""Settle what pruning leaves exactly: elimination by labels, pruned with reduced costs.
 
-A label is a partial choice that matters only through the nodes it still shares with the rest: (their
-strategies; bytes, largest temporary, seconds). Tables of labels are joined on a node, the node is dropped,
-and of the labels that agree in what is left, only those stay that no other beats in both bytes and seconds.
-That is bucket elimination over the bi-objective problem (Rollon and Larrosa, "Bucket elimination for
-multiobjective optimization problems", 2006).
+A label is a partial choice that matters only through the nodes it still shares with the rest: (their strategies; seconds).
+Tables of labels are joined on a node, the node is dropped, and of the labels that agree in what is left, the cheapest
+stays. That is bucket elimination (Dechter, "Bucket elimination: a unifying framework for reasoning", 1999).
 
 What keeps the tables small is duality: after :class:`autotp.planner.ilp.dual.Dual` has converged, every part of the
 objective has a reduced cost of at least 0, and the parts sum to what an assignment exceeds the bound by. A
@@ -35,10 +33,8 @@ class _Table:
 
     nodes: tuple[int, ...]
     at: np.ndarray
-    memory: np.ndarray
     seconds: np.ndarray
     reduced: np.ndarray
-    largest: np.ndarray
     parents: list[tuple[_Table, np.ndarray]] = field(default_factory=list)
 
     def rows(self, index: np.ndarray, parents: list[tuple[_Table, np.ndarray]]) -> _Table:
@@ -51,23 +47,18 @@ class _Table:
         index: np.ndarray,
         parents: list[tuple[_Table, np.ndarray]],
     ) -> _Table:
-        memory, seconds = self.memory[index], self.seconds[index]
-        return _Table(nodes, at, memory, seconds, self.reduced[index], self.largest[index], parents)
+        return _Table(nodes, at, self.seconds[index], self.reduced[index], parents)
 
 
 @dataclass(slots=True)
 class _Labels:
     problem: Problem
     gap: float
-    room: float
-    price: float
     limit: int
     deadline: Deadline
 
     def allowed(self, table: _Table) -> np.ndarray:
-        extra = self.price * table.largest
-        fits = table.memory + table.largest <= self.room * (1 + 1e-12)
-        return (table.reduced + extra < self.gap) & fits & np.isfinite(table.seconds)
+        return (table.reduced < self.gap) & np.isfinite(table.seconds)
 
     def kept(self, table: _Table) -> _Table:
         index = np.flatnonzero(self.allowed(table))
@@ -96,27 +87,19 @@ class _Labels:
         table = _Table(
             (*a.nodes, *(b.nodes[k] for k in rest)),
             np.hstack([a.at[one], b.at[two][:, rest]]),
-            a.memory[one] + b.memory[two],
             a.seconds[one] + b.seconds[two],
             a.reduced[one] + b.reduced[two],
-            np.maximum(a.largest[one], b.largest[two]),
             [(a, one), (b, two)],
         )
         return self.kept(table)
 
     def drop(self, table: _Table, node: int) -> _Table:
-        """Forget the strategy of ``node``; of the labels that then look the same keep the undominated ones."""
+        """Forget the strategy of ``node``; of the labels that then look the same keep the cheapest."""
         rest = tuple(n for n in table.nodes if n != node)
-        _, rank = np.unique(table.largest, return_inverse=True)
-        key = self.key(table, rest) * (int(rank.max(initial=0)) + 1) + rank
-        order = np.lexsort((table.seconds, table.memory, key))
-        _, group = np.unique(key[order], return_inverse=True)
-        _, cost = np.unique(table.seconds[order], return_inverse=True)
-        # Ranks sink from group to group, so that one running minimum starts afresh in each of them.
-        value = cost.astype(np.int64) - group.astype(np.int64) * (len(order) + 1)
-        running = np.minimum.accumulate(value) if len(value) else value
+        key = self.key(table, rest)
+        order = np.lexsort((table.seconds, key))
         best = np.ones(len(order), dtype=bool)
-        best[1:] = value[1:] < running[:-1]
+        best[1:] = key[order][1:] != key[order][:-1]
         index = order[best]
         columns = [k for k, n in enumerate(table.nodes) if n != node]
         return table.relabelled(rest, table.at[index][:, columns], index, [(table, index)])
@@ -129,14 +112,14 @@ def _tables(labels: _Labels, dual: Dual) -> list[_Table]:
         size = len(node.cost)
         reduced = dual.theta[number] - dual.theta[number].min()
         at = np.arange(size)[:, None]
-        tables.append(labels.kept(_Table((number,), at, node.memory, node.cost, reduced, np.zeros(size))))
+        tables.append(labels.kept(_Table((number,), at, node.cost, reduced)))
     for number, tensor in enumerate(problem.tensors):
         if not tensor.uses:
             continue
         nodes = [tensor.producer]
         at = np.arange(len(tensor.have))[:, None]
         zero = np.zeros(len(at))
-        table = _Table((tensor.producer,), at, zero, zero, zero, zero)
+        table = _Table((tensor.producer,), at, zero, zero)
         shares = zero
         wanted: list[np.ndarray] = []
         for use, part in zip(tensor.uses, dual.parts[number], strict=True):
@@ -162,16 +145,14 @@ def _tables(labels: _Labels, dual: Dual) -> list[_Table]:
             table = _Table(
                 table.nodes,
                 table.at,
-                table.memory + np.where(counted, tensor.memory[row, column], 0.0),
                 table.seconds + np.where(counted, tensor.cost[row, column], 0.0),
                 table.reduced + excess,
-                np.maximum(table.largest, np.where(counted, tensor.temporary[row, column], 0.0)),
             )
             index = np.flatnonzero(labels.allowed(table))
             table, shares = table.rows(index, []), shares[index]
             wanted = [earlier[index] for earlier in wanted]
         # What the split of shared costs among the uses leaves out is reduced cost too.
-        missing = table.seconds + dual.price * table.memory - shares
+        missing = table.seconds - shares
         table.reduced = table.reduced + np.maximum(missing, 0.0)
         tables.append(labels.kept(table))
     return tables
@@ -182,17 +163,15 @@ def settle(
     dual: Dual,
     *,
     target: float,
-    largest_cost: float = 0.0,
     limit: int,
     deadline: Deadline,
 ) -> tuple[bool, tuple[int, ...] | None]:
     """The cheapest choice below ``target``, or the proof that there is none.
 
     Args:
-        problem: its memory bound is respected.
+        problem: what to choose.
         dual: of the same problem, converged.
         target: objective value to beat.
-        largest_cost: what each byte of the largest temporary adds to the objective.
         limit: most labels in a table.
         deadline: when to give up.
 
@@ -200,7 +179,7 @@ def settle(
         whether it was settled (False: a table outgrew the limit, or the time was over), and the best choice.
     """
     gap = target - dual.bound()
-    labels = _Labels(problem, gap, problem.memory_bound, dual.price + largest_cost, limit, deadline)
+    labels = _Labels(problem, gap, limit, deadline)
     try:
         tables = _tables(labels, dual)
         left = set(range(len(problem.nodes)))
@@ -220,7 +199,7 @@ def settle(
         return False, None
     if not len(final.at):
         return True, None
-    best = int(np.argmin(final.seconds + largest_cost * final.largest))
+    best = int(np.argmin(final.seconds))
     choice = [0] * len(problem.nodes)
     _trace(final, best, choice)
     return True, tuple(choice)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from autotp.planner.ilp.deadline import NEVER, Deadline
-from autotp.planner.ilp.problem import Problem, distinct_wants, evaluate
+from autotp.planner.ilp.problem import Problem, distinct_wants
 
 __all__ = ["improve"]
 
 _SWEEPS = 10
-_ROUNDING = 1e-9
 
 
 class _Neighbourhood:
@@ -57,18 +54,9 @@ class _Neighbourhood:
         row = int(tensor.have[choice[tensor.producer]])
         return float(sum(tensor.cost[row, column] for column in distinct_wants(tensor, choice)))
 
-    def bytes(self, node: int, choice: list[int]) -> float:
-        """Resting bytes of a node and of the tensors around it."""
-        found = float(self.problem.nodes[node].memory[choice[node]])
-        for number in self.incident[node]:
-            tensor = self.problem.tensors[number]
-            row = int(tensor.have[choice[tensor.producer]])
-            found += float(sum(tensor.memory[row, column] for column in distinct_wants(tensor, choice)))
-        return found
-
 
 def improve(problem: Problem, start: tuple[int, ...], deadline: Deadline = NEVER) -> tuple[int, ...]:
-    """Descend from ``start``; the result costs no more, and meets the memory bound if ``start`` does.
+    """Descend from ``start``; the result costs no more.
 
     Args:
         problem: what to choose.
@@ -77,33 +65,15 @@ def improve(problem: Problem, start: tuple[int, ...], deadline: Deadline = NEVER
     """
     around = _Neighbourhood(problem)
     choice = list(start)
-    bounded = math.isfinite(problem.memory_bound)
-    # Measuring a whole choice takes long: what rests shows of most that they do not fit.
-    room = problem.memory_bound * (1 + _ROUNDING)
-    resting = _resting(problem, choice) if bounded else 0.0
     for _ in range(_SWEEPS):
         moved = False
         for node in range(len(choice)):
             if deadline.over:
                 return tuple(choice)
             seconds = around.seconds(node, choice)
-            now = seconds[choice[node]]
-            for strategy in np.argsort(seconds, kind="stable")[:8].tolist():
-                if not seconds[strategy] < now:
-                    break
-                before = choice[node]
-                left = resting - around.bytes(node, choice) if bounded else 0.0
-                choice[node] = strategy
-                rests = left + around.bytes(node, choice) if bounded else 0.0
-                if not bounded or (rests <= room and evaluate(problem, choice).memory <= problem.memory_bound):
-                    moved, resting = True, rests
-                    break
-                choice[node] = before
+            best = int(np.argmin(seconds))
+            if seconds[best] < seconds[choice[node]]:
+                choice[node], moved = best, True
         if not moved:
             break
     return tuple(choice)
-
-
-def _resting(problem: Problem, choice: list[int]) -> float:
-    found = evaluate(problem, choice)
-    return found.memory - found.temporary

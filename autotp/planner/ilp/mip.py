@@ -8,15 +8,11 @@ With ``x[o,s]`` binary, ``X_i[t,l] = sum of x[o_i,s] over s wanting column l`` (
               w[t,l] >= X_i[t,l]                                          for every use i          (3) shared
               sum_h y[t,h,l] = w[t,l],   y[t,h,l] <= P[t,h]               for every t, h, l        (4) cells
               sum_l y[t,h,l] = P[t,h] (<= if a use may want none), sum_h y[t,h,l] = X[t,l]  one use (5) paired
-              z[v] >= sum_{h: temporary_t[h,l] >= v} y[t,h,l]             for every t, l, v      (6) temporary
-              sum memory_o[s] x[o,s] + sum memory_t[h,l] y[t,h,l] + T <= bound                     (7) build
-                  with  T = sum_k (v_k - v_{k-1}) z[v_k],  z[v_k] <= z[v_{k-1}]                    (8) largest
 
 (4) is the facility-location form of the reshard: the product ``P w`` relaxed as tightly as two-index
 constraints allow; (5) is the transportation polytope, the convex hull for two nodes. ``y`` of an impossible
-reshard does not exist, and cells of one column of a shared tensor with the same cost and bytes are one
-variable, which loses nothing in (4). The largest temporary, a maximum, has no good linear relaxation; one binary variable
-for each of its few values, (8), gives the solver something to branch on.
+reshard does not exist, and cells of one column of a shared tensor with the same cost are one variable, which loses nothing
+in (4).
 """
 
 from __future__ import annotations
@@ -117,49 +113,20 @@ class Model:
 
 
 class _Builder:
-    def __init__(self, problem: Problem, unit: float, largest_cost: float) -> None:
+    def __init__(self, problem: Problem, unit: float) -> None:
         self.problem = problem
         self.unit = unit
         self.rows = _Rows()
         self.x: list[tuple[int, ...]] = []
-        self.bounded = math.isfinite(problem.memory_bound)
-        # A bound of 0 bytes still needs a scale in which bytes are compared.
-        self.byte = 1e3 / problem.memory_bound if self.bounded and problem.memory_bound > 0 else 1.0
-        self.memory: list[tuple[int, float]] = []
-        self.largest_cost = largest_cost / unit
-        self.above = self.largest()
-
-    def largest(self) -> dict[float, int]:
-        """A variable per value that the largest temporary may have, 1 when it is at least that."""
-        if not (self.bounded or self.largest_cost):
-            return {}
-        found: dict[float, int] = {}
-        before, variable = 0.0, -1
-        temporaries = [t.temporary[np.isfinite(t.cost)] for t in self.problem.tensors if t.uses]
-        for value in np.unique(np.concatenate([np.zeros(0), *temporaries])).tolist():
-            if value <= 0:
-                continue
-            found[value] = self.rows.variable((value - before) * self.largest_cost, integer=True)
-            self.remember(found[value], value - before)
-            if before:
-                self.rows.constraint([(variable, 1.0), (found[value], -1.0)], 0.0, math.inf)
-            before, variable = value, found[value]
-        return found
 
     def nodes(self) -> None:
         for node in self.problem.nodes:
             xs = []
-            for cost, memory in zip(node.cost.tolist(), node.memory.tolist(), strict=True):
+            for cost in node.cost.tolist():
                 possible = math.isfinite(cost)
-                x = self.rows.variable(cost / self.unit if possible else 0.0, integer=True, upper=float(possible))
-                self.remember(x, memory)
-                xs.append(x)
+                xs.append(self.rows.variable(cost / self.unit if possible else 0.0, integer=True, upper=float(possible)))
             self.rows.constraint([(x, 1.0) for x in xs], 1.0, 1.0)
             self.x.append(tuple(xs))
-
-    def remember(self, variable: int, memory: float) -> None:
-        if self.bounded and memory > 0:
-            self.memory.append((variable, memory * self.byte))
 
     def indicator(self, node: int, index: np.ndarray) -> dict[int, int]:
         """A variable per value of ``index`` that is 1 when the node's strategy has it (``x`` itself where
@@ -178,20 +145,6 @@ class _Builder:
                 self.rows.constraint([(found[value], -1.0), *((x, 1.0) for x in xs)], 0.0, 0.0)
         return found
 
-    def temporary(self, terms: list[tuple[int, float]]) -> None:
-        for value in sorted({value for _, value in terms if value in self.above}):
-            reached = [(y, 1.0) for y, other in terms if other >= value]
-            self.rows.constraint([(self.above[value], -1.0), *reached], -math.inf, 0.0)
-
-    def held(self, tensor: Tensor, column: int, w: int) -> np.ndarray:
-        """Counts the bytes that a column holds whatever the row; what rows hold beside that, ``[H]``."""
-        memory = np.where(np.isfinite(tensor.cost[:, column]), tensor.memory[:, column], np.inf)
-        least = float(memory.min(initial=np.inf))
-        if not self.bounded or not math.isfinite(least):
-            return np.zeros(len(memory))
-        self.remember(w, least)
-        return np.where(np.isfinite(memory), memory - least, 0.0)
-
     def tensor(self, tensor: Tensor) -> None:
         if not tensor.uses:
             return
@@ -205,9 +158,7 @@ class _Builder:
         use = tensor.uses[0]
         wanted = self.indicator(use.node, use.want)
         by_row: dict[int, list[int]] = {row: [] for row in have}
-        temporary = []
         for column, w in wanted.items():
-            apart = self.held(tensor, column, w)
             ys = []
             for row in have:
                 cost = float(tensor.cost[row, column])
@@ -215,13 +166,10 @@ class _Builder:
                     y = self.rows.variable(cost / self.unit)
                     ys.append(y)
                     by_row[row].append(y)
-                    temporary.append((y, float(tensor.temporary[row, column])))
-                    self.remember(y, float(apart[row]))
             self.rows.constraint([(w, -1.0), *((y, 1.0) for y in ys)], 0.0, 0.0)
         least = -math.inf if (use.want < 0).any() else 0.0
         for row, ys in by_row.items():
             self.rows.constraint([(have[row], -1.0), *((y, 1.0) for y in ys)], least, 0.0)
-        self.temporary(temporary)
 
     def shared(self, tensor: Tensor, have: dict[int, int]) -> None:
         wanted: dict[int, list[int]] = {}
@@ -237,37 +185,31 @@ class _Builder:
             self.cells(tensor, column, w, have)
 
     def cells(self, tensor: Tensor, column: int, w: int, have: dict[int, int]) -> None:
-        groups: dict[tuple[float, float, float], list[int]] = {}
-        apart = self.held(tensor, column, w)
+        groups: dict[float, list[int]] = {}
         for row, p in have.items():
             cost = float(tensor.cost[row, column])
             if math.isfinite(cost):
-                bytes_ = float(tensor.temporary[row, column]) if self.bounded or self.largest_cost else 0.0
-                groups.setdefault((cost, bytes_, float(apart[row])), []).append(p)
+                groups.setdefault(cost, []).append(p)
         ys = []
-        for (cost, _, held), ps in groups.items():
+        for cost, ps in groups.items():
             y = self.rows.variable(cost / self.unit)
-            self.remember(y, held)
             self.rows.constraint([(y, 1.0), *((p, -1.0) for p in ps)], -math.inf, 0.0)
             ys.append(y)
         self.rows.constraint([(w, -1.0), *((y, 1.0) for y in ys)], 0.0, 0.0)
-        self.temporary([(y, bytes_) for y, (_, bytes_, _) in zip(ys, groups, strict=True)])
 
 
 def build(
     problem: Problem,
     reference: float,
     *,
-    largest_cost: float = 0.0,
     excluded: Sequence[Sequence[int]] = (),
     deadline: Deadline = NEVER,
 ) -> Model:
-    """State ``problem`` as a mixed-integer program, constraints (1)-(7) of the module.
+    """State ``problem`` as a mixed-integer program, constraints (1)-(5) of the module.
 
     Args:
-        problem: the problem; the memory bound is left out when it is ``inf``.
+        problem: the problem.
         reference: seconds of about the size of the optimum, for scaling.
-        largest_cost: what each byte of the largest temporary adds to the objective.
         excluded: choices that are not allowed.
         deadline: see Raises.
 
@@ -275,13 +217,11 @@ def build(
         Expired: the deadline passed before it was stated.
     """
     unit = reference / _SCALE if reference > 0 and math.isfinite(reference) else 1.0
-    builder = _Builder(problem, unit, largest_cost)
+    builder = _Builder(problem, unit)
     builder.nodes()
     for tensor in problem.tensors:
         deadline.check()
         builder.tensor(tensor)
-    if builder.bounded:
-        builder.rows.constraint(builder.memory, -math.inf, problem.memory_bound * builder.byte)
     for choice in excluded:
         xs = [(x[s], 1.0) for x, s in zip(builder.x, choice, strict=True)]
         builder.rows.constraint(xs, -math.inf, len(xs) - 1.0)

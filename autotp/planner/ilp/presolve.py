@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,11 +65,11 @@ def _relabel(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return first, same.reshape(-1)
 
 
-def compact(problem: Problem, alive: Alive, *, bounded: bool) -> Reduced:
-    """The problem restricted to ``alive``; without a bound all bytes are left out of it."""
+def compact(problem: Problem, alive: Alive, *, sized: bool = False) -> Reduced:
+    """The problem restricted to ``alive``; unless ``sized``, all bytes are left out of it."""
     kept = tuple(np.flatnonzero(mask) for mask in alive)
     nodes = tuple(
-        Node(node.name, node.cost[k], node.memory[k] if bounded else np.zeros(len(k)))
+        Node(node.name, node.cost[k], node.memory[k] if sized else np.zeros(len(k)))
         for node, k in zip(problem.nodes, kept, strict=True)
     )
     tensors = []
@@ -84,7 +83,7 @@ def compact(problem: Problem, alive: Alive, *, bounded: bool) -> Reduced:
         cost = tensor.cost[np.ix_(rows, columns)]
         temporary = np.where(np.isfinite(cost), tensor.temporary[np.ix_(rows, columns)], 0.0)
         memory = np.where(np.isfinite(cost), tensor.memory[np.ix_(rows, columns)], 0.0)
-        if not bounded:
+        if not sized:
             temporary, memory = np.zeros_like(temporary), np.zeros_like(memory)
         if not (cost.any() or temporary.any() or memory.any()):
             continue
@@ -102,4 +101,4 @@ def compact(problem: Problem, alive: Alive, *, bounded: bool) -> Reduced:
             for use, want in zip(tensor.uses, wants, strict=True)
         )
         tensors.append(Tensor(tensor.name, tensor.producer, have, uses, cost, memory, temporary))
-    return Reduced(Problem(nodes, tuple(tensors), problem.memory_bound if bounded else math.inf), kept)
+    return Reduced(Problem(nodes, tuple(tensors)), kept)

@@ -77,24 +77,18 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """Nodes, the tensors between them and the bytes that each device has (``inf`` = no bound)."""
+    """Nodes, and the tensors between them."""
 
     nodes: tuple[Node, ...]
     tensors: tuple[Tensor, ...]
-    memory_bound: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a full assignment costs: seconds (``inf`` when a chosen reshard is impossible) and bytes per
-    device.
-
-    ``temporary`` is the part of ``memory`` that the largest temporary accounts for.
-    """
+    """What a full assignment costs: seconds (``inf`` when a chosen reshard is impossible) and bytes per device."""
 
     seconds: float
     memory: float
-    temporary: float = 0.0
 
 
 def distinct_wants(tensor: Tensor, choice: Sequence[int]) -> list[int]:
@@ -103,7 +97,7 @@ def distinct_wants(tensor: Tensor, choice: Sequence[int]) -> list[int]:
 
 
 def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
-    """The true objective (1) and memory (2) of a full assignment, whether or not it meets the memory bound.
+    """The true objective (1) and memory (2) of a full assignment.
 
     Args:
         problem: the problem.
@@ -129,7 +123,7 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
             resting.append(float(tensor.memory[row, column]))
             largest = max(largest, float(tensor.temporary[row, column]))
     total = math.fsum(seconds) if all(map(math.isfinite, seconds)) else math.inf
-    return Evaluation(total, math.fsum([*resting, largest]), largest)
+    return Evaluation(total, math.fsum([*resting, largest]))
 
 
 def validate(problem: Problem) -> None:
@@ -139,8 +133,6 @@ def validate(problem: Problem) -> None:
         ValueError: naming the node or tensor, the field and what is wrong with it.
     """
     count = len(problem.nodes)
-    if math.isnan(problem.memory_bound):
-        raise ValueError("problem: memory_bound is NaN; give bytes, or inf for no bound")
     for node in problem.nodes:
         size = len(node.cost)
         if size == 0:

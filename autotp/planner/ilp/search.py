@@ -1,21 +1,15 @@
 """Prove an optimum: bounds by duality, pruning, and a mixed-integer program for what they leave.
 
-The bound is
-
-    seconds >= max_{price >= 0} min_choices  seconds + price * (resting bytes - bound)               (1) _climb
-
-where the inner minimum is bounded by :class:`autotp.planner.ilp.dual.Dual` and the price is found by cutting planes
-in one dimension: every choice met is a line in the price, and the next price is where the lowest two lines
-cross. Strategies whose own bound exceeds the best choice known go, and the rest is settled by labels
-(:mod:`autotp.planner.ilp.labels`) where they stay few, and as one mixed-integer program (:mod:`autotp.planner.ilp.mip`)
-where they do not.
+Strategies whose own bound (:class:`autotp.planner.ilp.dual.Dual`) exceeds the best choice known go, and the rest is settled
+by labels (:mod:`autotp.planner.ilp.labels`) where they stay few, by elimination where that is cheap, and as one
+mixed-integer program (:mod:`autotp.planner.ilp.mip`) otherwise.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,7 +20,6 @@ from autotp.planner.ilp.eliminate import eliminate_all
 from autotp.planner.ilp.labels import settle
 from autotp.planner.ilp.local import improve
 from autotp.planner.ilp.presolve import Reduced, compact, consistent
-from autotp.planner.ilp.prices import next_price, priced
 from autotp.planner.ilp.problem import Problem, evaluate
 
 __all__ = ["CLOSEST", "Search", "Settings"]
@@ -51,7 +44,6 @@ class Settings:
         tolerance: relative; the search is over when its bound is this close to the best value.
         labels: most labels in a table, see :mod:`autotp.planner.ilp.labels`.
         work: most entries that exact elimination may visit before a solver is the better bet.
-        enough: stop as soon as a choice of at most this value is found.
     """
 
     deadline: Deadline
@@ -59,17 +51,15 @@ class Settings:
     tolerance: float = 2e-10
     labels: int = 2_000_000
     work: float = 2e9
-    enough: float = -math.inf
 
 
 @dataclass(slots=True)
 class Space:
-    """The strategies that are left, bounds of the choices with each of them, and a bound of all, with its price."""
+    """The strategies that are left, bounds of the choices with each of them, and a bound of all."""
 
     alive: list[np.ndarray]
     floors: list[np.ndarray]
     bound: float
-    price: float = 0.0
 
     def copy(self) -> Space:
         """The same with arrays of its own."""
@@ -79,41 +69,32 @@ class Space:
 
 @dataclass(slots=True)
 class Search:
-    """Bounds, pruning and a solver for one problem and one objective.
+    """Bounds, pruning and a solver for one problem.
 
     Attributes:
         problem: the problem, in full.
         settings: knobs.
-        largest_cost: what each byte of the largest temporary adds to the objective.
-        value: the best objective value found.
-        choice: the choice that has it.
+        value: seconds of the best choice found.
+        choice: it.
         bound: proven lower bound (after :meth:`run`).
         variables: of the largest program handed to a solver.
         method: the heaviest means that was needed: duality, labels, elimination or mip.
-        price: seconds per byte to begin with, and afterwards that at which the bound at the root was best.
-        prices: how many prices to try each time.
+        limit: seconds from which on a choice is of no interest for now.
     """
 
     problem: Problem
     settings: Settings
-    largest_cost: float = 0.0
     value: float = math.inf
     choice: tuple[int, ...] | None = None
     bound: float = -math.inf
     variables: int = 0
     method: str = "duality"
     limit: float = math.inf
-    price: float = 0.0
-    prices: int = 12
-    lines: list[tuple[float, float]] = field(default_factory=list)
 
     def offer(self, choice: Sequence[int]) -> None:
-        """Take ``choice`` if it is allowed and better than the best so far."""
-        found = evaluate(self.problem, choice)
-        value = found.seconds + self.largest_cost * found.temporary
-        if math.isfinite(found.seconds):
-            self.lines.append((found.seconds, found.memory - found.temporary))
-        if found.memory <= self.problem.memory_bound and value < self.value:
+        """Take ``choice`` if it is better than the best so far."""
+        value = evaluate(self.problem, choice).seconds
+        if value < self.value:
             self.value, self.choice = value, tuple(choice)
 
     def target(self) -> float:
@@ -130,22 +111,21 @@ class Search:
     def run(self, *, floor: float = -math.inf) -> None:
         """Search until everything is settled or time is over; ``floor`` is a bound known beforehand."""
         masks = [np.isfinite(node.cost) for node in self.problem.nodes]
-        root = Space(masks, [np.full(len(m), -math.inf) for m in masks], floor, self.price)
+        root = Space(masks, [np.full(len(m), -math.inf) for m in masks], floor)
         reduced = self._tighten(root)
-        self.price = root.price
-        if reduced is not None and not self._over() and not self._label(root, reduced, _QUICK):
+        if reduced is not None and not self.settings.deadline.over and not self._label(root, reduced, _QUICK):
             self._rounds(root)
         self.bound = min(self.value, max(self.bound, root.bound))
 
     def _rounds(self, root: Space) -> None:
         """Settle what is cheaper than rising limits, until something is found, and in the end without a limit."""
         for part in _PARTS:
-            if self._over():
+            if self.settings.deadline.over:
                 return
             self.limit = root.bound + part * (self.target() - root.bound) if part < 1 else math.inf
             space = root.copy()
             reduced = self._tighten(space)
-            if reduced is not None and not self._over():
+            if reduced is not None and not self.settings.deadline.over:
                 self._close(space, reduced)
             # What the limit has pruned may cost just as much as the limit, whatever the rest is bounded by.
             self.bound = max(self.bound, min(space.bound, self.limit, self.value))
@@ -157,19 +137,6 @@ class Search:
         best = min(self.value, self.settings.cutoff)
         return math.isfinite(best) and best - bound <= CLOSEST * abs(best)
 
-    def _over(self) -> bool:
-        return self.value <= self.settings.enough or self.settings.deadline.over
-
-    def _restricted(self, space: Space) -> Reduced | None:
-        tensors = self.problem.tensors
-        room = self.problem.memory_bound
-        if math.isfinite(room):
-            tensors = tuple(replace(t, cost=np.where(t.temporary > room, math.inf, t.cost)) for t in tensors)
-        limited = replace(self.problem, tensors=tensors)
-        if not consistent(limited, space.alive):
-            return None
-        return compact(limited, space.alive, bounded=True)
-
     def _tighten(self, space: Space) -> Reduced | None:
         """Bound and prune until neither helps much; None when the space is settled, its bound then saying
         at what.
@@ -178,43 +145,19 @@ class Search:
         for mask, floor in zip(space.alive, space.floors, strict=True):
             mask &= floor < self.target()
         while True:
-            reduced = self._restricted(space)
-            if reduced is None:
+            if not consistent(self.problem, space.alive):
                 space.bound = self.target()
                 return None
+            reduced = compact(self.problem, space.alive)
             before, size = size, sum(len(k) for k in reduced.kept)
-            if size > 0.9 * before or (math.isfinite(before) and self._over()):
+            if size > 0.9 * before or (math.isfinite(before) and self.settings.deadline.over):
                 return reduced
-            self._climb(space, reduced)
+            self._ascend(space, reduced, Dual(reduced.problem, self._cap(reduced.problem)))
             if space.bound >= self.target():
                 return None
 
-    def _climb(self, space: Space, reduced: Reduced) -> None:
-        """Raise the bound by (1) and prune strategies, better choices being offered on the
-        way.
-        """
-        small = reduced.problem
-        room = self.problem.memory_bound
-        price: float | None = space.price
-        for _ in range(self.prices):
-            assert price is not None
-            dual = Dual(small, self._cap(small), price=price)
-            self._ascend(space, reduced, dual)
-            if space.bound >= self.target() or math.isinf(room) or self._over():
-                return
-            following = next_price([(seconds, resting - room) for seconds, resting in self.lines], price)
-            if following is None and price == 0:
-                following = 0.1 * abs(space.bound) / max(room, 1.0)
-            if (
-                following is None
-                or following * room > 1e3 * self._cap(small)
-                or abs(following - price) <= 1e-6 * max(following, price)
-            ):
-                return
-            price = following
-
     def _ascend(self, space: Space, reduced: Reduced, dual: Dual) -> None:
-        """Sweep at one price until the bound reaches the target or hardly rises, and read choices off the
+        """Sweep until the bound reaches the target or hardly rises, and read choices off the
         messages.
         """
         last = -math.inf
@@ -223,8 +166,7 @@ class Search:
             bound = dual.bound()
             done, over = bound >= self.target(), self.settings.deadline.over
             if done or over or number % 5 == 0:
-                if bound > space.bound:
-                    space.bound, space.price = bound, dual.price
+                space.bound = max(space.bound, bound)
                 self._prune(space, reduced, through)
                 slow = bound - last < 0.02 * (min(self.target(), self._cap(reduced.problem)) - bound)
                 if done or over or (slow and number > 5):
@@ -237,12 +179,7 @@ class Search:
             self._read(reduced, dual)
 
     def _read(self, reduced: Reduced, dual: Dual) -> None:
-        small = reduced.problem
-        deadline = self.settings.deadline
-        choice = improve(replace(priced(small, dual.price), memory_bound=math.inf), dual.decode(), deadline)
-        self.offer(reduced.restore(choice))
-        if math.isfinite(small.memory_bound) and evaluate(small, choice).memory <= small.memory_bound:
-            self.offer(reduced.restore(improve(small, choice, deadline)))
+        self.offer(reduced.restore(improve(reduced.problem, dual.decode(), self.settings.deadline)))
 
     def _cap(self, small: Problem) -> float:
         best = min(self.value, self.settings.cutoff)
@@ -267,9 +204,9 @@ class Search:
         small, target = reduced.problem, self.target()
         if not math.isfinite(target):
             return False
-        dual = Dual(small, self._cap(small), price=space.price if math.isfinite(small.memory_bound) else 0.0)
+        dual = Dual(small, self._cap(small))
         for _ in range(_SWEEPS):
-            if self._over():
+            if self.settings.deadline.over:
                 return False
             dual.sweep()
             dual.rebalance()
@@ -277,7 +214,6 @@ class Search:
             small,
             dual,
             target=target,
-            largest_cost=self.largest_cost,
             limit=min(most, self.settings.labels),
             deadline=self.settings.deadline,
         )
@@ -293,13 +229,12 @@ class Search:
         """Hand the rest to the solver, which has tolerances: every choice it finds is priced exactly and
         excluded.
         """
-        if math.isinf(self.problem.memory_bound) and not self.largest_cost:
-            choice = eliminate_all(reduced.problem, budget=self.settings.work, deadline=self.settings.deadline)
-            if choice is not None:
-                self.method = "elimination"
-                self.offer(reduced.restore(choice))
-                space.bound = max(space.bound, self.target())
-                return
+        choice = eliminate_all(reduced.problem, budget=self.settings.work, deadline=self.settings.deadline)
+        if choice is not None:
+            self.method = "elimination"
+            self.offer(reduced.restore(choice))
+            space.bound = max(space.bound, self.target())
+            return
         if self._closest(space.bound):
             return
         self.method = "mip"
@@ -307,13 +242,7 @@ class Search:
         for _ in range(30):
             small = self._trimmed(reduced.problem)
             try:
-                model = mip.build(
-                    small,
-                    self._cap(small),
-                    largest_cost=self.largest_cost,
-                    excluded=found,
-                    deadline=self.settings.deadline,
-                )
+                model = mip.build(small, self._cap(small), excluded=found, deadline=self.settings.deadline)
                 result = mip.run(model, deadline=self.settings.deadline)
             except Expired:
                 break

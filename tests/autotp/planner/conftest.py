@@ -25,7 +25,7 @@ MOST = 20_000
 
 
 class SmallProblem(NamedTuple):
-    """A random graph on a mesh, and its integer program without a memory bound."""
+    """A random graph on a mesh, and its integer program."""
 
     seed: int
     model: Model
@@ -62,10 +62,10 @@ class RandomGraph(nn.Module):
 
 @pytest.fixture(scope="session")
 def problem_of():
-    """Builds the integer program of a model, for a mesh, a family, prices and a memory bound."""
+    """Builds the integer program of a model, for a mesh, a family and prices."""
 
-    def build(model, mesh, name, prices, bound):
-        return assemble(structure(model, family(name).restrictions(len(mesh))[0], len(mesh)), prices, bound).problem
+    def build(model, mesh, name, prices):
+        return assemble(structure(model, family(name).restrictions(len(mesh))[0], len(mesh)), prices).problem
 
     return build
 
@@ -81,7 +81,7 @@ def small_problems(problem_of):
         captured = prepare(capture(model, (x,)))
         mesh = [(2,), (2, 2)][seed % 2]
         prices = Prices(autotp.Topology.flat(math.prod(mesh), bandwidth=1e6, latency=1e-5, device=SMALL), mesh)
-        problem = problem_of(captured, mesh, "auto", prices, math.inf)
+        problem = problem_of(captured, mesh, "auto", prices)
         if math.prod(len(n.cost) for n in problem.nodes) <= MOST:
             problems.append(SmallProblem(seed, captured, mesh, prices, problem))
         if len(problems) == 24:

@@ -43,7 +43,7 @@ def test_the_step_equals_exhaustive_search_where_it_is_proven(small_problems):
         prices = Prices(flat.topology, mesh, together=model.parameter_bytes, accumulate=MICRO)
         built = structure(model, family("auto").restrictions(len(mesh))[0], len(mesh))
         pure = [
-            [assemble(built, prices, math.inf, weights=weights).problem for weights in each]
+            [assemble(built, prices, weights=weights).problem for weights in each]
             for each in (
                 [Weights(kind, nothing, nothing, 0.0) for kind in kinds],
                 [Weights(nothing, kind, nothing, 0.0) for kind in kinds],

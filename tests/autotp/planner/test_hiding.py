@@ -108,9 +108,7 @@ def test_the_step_equals_exhaustive_search_where_it_is_proven(small_problems):
         pure_weights = [Weights(kind, nothing, update=0.0) for kind in every]
         pure_weights += [Weights(nothing, kind, update=0.0) for kind in every] + [Weights(nothing, nothing, update=1.0)]
         pure = [
-            assemble(
-                structure(model, family("auto").restrictions(len(mesh))[0], len(mesh)), prices, math.inf, weights=weights
-            )
+            assemble(structure(model, family("auto").restrictions(len(mesh))[0], len(mesh)), prices, weights=weights)
             for weights in pure_weights
         ]
         plan = plan_captured(
@@ -146,7 +144,7 @@ def made(way, count, strategy="megatron-1d", bandwidth=1e9):
     analysed = prepare(capture(model, (x,)))
     topology = autotp.Topology.flat(2, bandwidth=bandwidth, latency=1e-5, device=SMALL)
     prices = Prices(topology, (2,))
-    assembled = assemble(structure(analysed, family(strategy).restrictions(1)[0], 1), prices, math.inf)
+    assembled = assemble(structure(analysed, family(strategy).restrictions(1)[0], 1), prices)
     one = Found(assembled, solve(assembled.problem), prices).priced
     return one.sums, chunked(one, in_parts(one, {way: count}))
 
@@ -174,7 +172,7 @@ def test_what_cannot_be_cut_hides_nothing(way):
     model, x = Transformer(2, 64, 4), torch.randn(1, 7, 64)
     analysed = prepare(capture(model, (x,)))
     prices = Prices(autotp.Topology.flat(2, bandwidth=1e5, latency=1e-5, device=SMALL), (2,))
-    assembled = assemble(structure(analysed, family("megatron-1d").restrictions(1)[0], 1), prices, math.inf)
+    assembled = assemble(structure(analysed, family("megatron-1d").restrictions(1)[0], 1), prices)
     one = Found(assembled, solve(assembled.problem), prices).priced
     whole, cut = one.sums, chunked(one, in_parts(one, {way: 2}))
     assert whole.activations > 0 and cut.hidden == 0 and cut.step(hides=True) == pytest.approx(whole.step(hides=True))

@@ -25,7 +25,7 @@ def test_the_program_counts_what_the_plan_costs(precision, name):
     analysed = prepare(captured)
     prices = Prices(autotp.Topology.flat(4, bandwidth=1e9, latency=1e-6, device=_DEVICE), (2, 2))
     built = structure(analysed, family(name).restrictions(2)[0], 2)
-    assembled = assemble(built, prices, 1e12)
+    assembled = assemble(built, prices)
     choice = cheapest(assembled.problem, Deadline())
 
     def chosen(node):

@@ -71,7 +71,7 @@ def everything(captured, topology, options, sharded=False):
     model, mesh = prepare(captured), (topology.devices,)
     candidates = Candidates(model, topology, options, model.parameter_bytes if options.hides else 0.0)
     (restriction,) = candidates.options.family.restrictions(1)
-    assembled = candidates.assemble(Candidate(mesh, restriction, 1), math.inf)
+    assembled = candidates.assemble(Candidate(mesh, restriction, 1))
     pairs = zip(assembled.structure.nodes, assembled.problem.nodes, strict=True)
     rows = {node: int(np.isfinite(one.cost).argmax()) for (node, *_), one in pairs}
     strategies = {node.name: assembled.chosen(model.stands[node], rows[model.stands[node]]) for node in model.operators}
@@ -140,7 +140,7 @@ def test_a_bound_counts_no_more_than_what_is_held(name):
     for mesh in ((4,), (2, 2)):
         (restriction,) = candidates.options.family.restrictions(len(mesh))
         candidate = Candidate(mesh, restriction, 1)
-        assembled = candidates.assemble(candidate, math.inf)
+        assembled = candidates.assemble(candidate)
         moments = Moments(assembled, candidates.prices(mesh), False, Deadline())
         for _ in range(3):
             nodes = tuple(
@@ -209,7 +209,7 @@ def test_the_first_of_identical_layers_may_keep_less():
     candidates = Candidates(prepared, topology, Options(schedule="none"), 0.0)
     (restriction,) = candidates.options.family.restrictions(1)
     candidate = Candidate((4,), restriction, 1)
-    assembled = candidates.assemble(candidate, math.inf)
+    assembled = candidates.assemble(candidate)
     kept = cheapest(assembled.problem, Deadline())
     recomputing = tuple(
         row + len(made.space.serves) if isinstance(made, Choice) and made.undecided else row
