@@ -174,8 +174,12 @@ def in_haste(
     return best
 
 
-def check_batch(assembled: Assembled) -> None:
+def check_batch(assembled: Assembled, admits: bool = True) -> None:
     """A family whose axes split the batch needs a batch that they divide.
+
+    Args:
+        assembled: the integer program.
+        admits: whether layouts admit a choice, as far as is known; then one operator that the axes divide will do.
 
     Raises:
         BatchError: they do not.
@@ -186,7 +190,7 @@ def check_batch(assembled: Assembled) -> None:
         return
     axes = [a for a, role in enumerate(chosen.roles) if role == "b" and mesh[a] > 1]
     for (_, choice, _), node in zip(built.nodes, assembled.problem.nodes, strict=True):
-        if isinstance(choice, Choice):
+        if admits and isinstance(choice, Choice):
             batch = frozenset(f.name for f in choice.space.operator.factors.values() if f.role == "batch")
             if (choice.twice(np.asarray(choice.space.axes_of(batch)[:, axes].all(axis=-1))) & np.isfinite(node.cost)).any():
                 return

@@ -244,6 +244,7 @@ class Contest:
             return assembled, ask(assembled)
         except Infeasible:
             if assembled.structure.chosen.family.scatters or candidate in self.loosened:
+                check_batch(assembled, admits=False)
                 return assembled, None
         finally:
             self.solving += self.deadline.clock() - begun

@@ -134,14 +134,14 @@ def _generated(side: Side) -> float | str:
     )  # fmt: skip
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).double().eval()
-    prompt = torch.randint(3, 64, (2, 5))
+    prompt = torch.randint(3, 64, (4, 5))
     asked = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(prompt, **asked)
     if side.ours:
         from autotp.integrations import WithCache, generate
 
-        example = (prompt, torch.tensor(0), torch.ones(2, 12, dtype=torch.int64))
-        module = side.distribute(WithCache(model, 2, 12).eval(), example, mode="inference")
+        example = (prompt, torch.tensor(0), torch.ones(4, 12, dtype=torch.int64))
+        module = side.distribute(WithCache(model, 4, 12).eval(), example, mode="inference")
         tokens = generate(module, model, prompt, **asked)
     else:
         module = side.distribute(copy.deepcopy(model))

@@ -66,3 +66,9 @@ def test_what_the_cache_has_no_room_for():
         generate(other, model, prompt)
     with pytest.raises(autotp.AutotpError, match="MambaForCausalLM: layer 0 keeps"):
         WithCache(MambaForCausalLM(MambaConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1)), 1, 8)
+
+
+@pytest.mark.parametrize("strategy", ["data", "zero3"])
+def test_sequences_that_the_devices_do_not_divide_are_named(strategy):
+    with pytest.raises(autotp.BatchError, match=r"splits the batch 4 ways .* choose a batch that is a multiple of 4"):
+        distributed(GPT2LMHeadModel(GPT2).eval(), strategy, (4,))
