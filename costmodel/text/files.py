@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-__all__ = ["check_writable", "move_atomically", "read_text", "write_atomically"]
+__all__ = ["check_writable", "move_atomically", "read_text", "regular_target", "write_atomically"]
 
 
 def read_text(path: str | os.PathLike[str], most: int) -> str:
@@ -44,6 +44,8 @@ def read_text(path: str | os.PathLike[str], most: int) -> str:
 def _name(path: str | os.PathLike[str]) -> str:
     """A path as text that the system takes."""
     name = os.fspath(path)
+    if not name:
+        raise OSError(errno.EINVAL, "the name is empty")
     if "\0" in name:
         raise OSError(errno.EINVAL, "the name contains a NUL character", name)
     return name
@@ -83,20 +85,26 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
         _write_to(_opened(path, before), data)
 
 
-def move_atomically(file: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Moves a complete file to where a path leads, which may be another file system; links are followed.
-
-    Args:
-        file: a regular file; keeps its permissions.
-        path: a regular file, which is replaced, or nothing yet.
+def regular_target(path: str | os.PathLike[str]) -> Path:
+    """Where a path leads: a regular file, or nothing yet, in a directory that is there.
 
     Raises:
-        OSError: there is something else than a regular file, or the file cannot be written.
+        OSError: it leads elsewhere.
     """
     before, target = _status(path), Path(os.path.realpath(path))
     if before is not None and not stat.S_ISREG(before.st_mode):
         kind = "a directory" if stat.S_ISDIR(before.st_mode) else _kind(before.st_mode)
         raise OSError(errno.EINVAL, f"it is {kind}", os.fspath(path))
+    _require_folder(target, path)
+    return target
+
+
+def move_atomically(file: Path, target: Path) -> None:
+    """Moves a complete file, with its permissions, to a `regular_target`, which may be on another file system.
+
+    Raises:
+        OSError: the target cannot be written.
+    """
     try:
         os.replace(file, target)
     except OSError as error:
@@ -122,11 +130,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     """
     before = _status(path)
     if before is None or stat.S_ISREG(before.st_mode):
-        folder = os.path.dirname(os.path.realpath(path))
-        if not os.path.isdir(folder):
-            raise FileNotFoundError(errno.ENOENT, f"there is no directory {folder}", os.fspath(path))
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, f"the directory {folder} cannot be written to", os.fspath(path))
+        _require_folder(Path(os.path.realpath(path)), path)
     elif _own_output(before) is None:
         os.close(_opened(path, before))
 
@@ -137,6 +141,13 @@ def _status(path: str | os.PathLike[str]) -> os.stat_result | None:
         return os.stat(_name(path))
     except FileNotFoundError:
         return None
+
+
+def _require_folder(target: Path, path: str | os.PathLike[str]) -> None:
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, f"there is no directory {target.parent}", os.fspath(path))
+    if not os.access(target.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, f"the directory {target.parent} cannot be written to", os.fspath(path))
 
 
 def _own_output(status: os.stat_result) -> int | None:

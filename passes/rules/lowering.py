@@ -164,22 +164,22 @@ def _track(running: Tensor, batch: Tensor, momentum: float, unbias: float) -> Te
     return ((1 - momentum) * running.to(batch.dtype) + momentum * unbias * batch).to(running.dtype)
 
 
-def softmax(at: At, x: Any, dim: int, dtype: Any = None, *_: Any) -> Any:
+def softmax(at: At, x: Any, dim: int, *_: Any) -> Any:
     """softmax along a sharded dim."""
-    shifted, axes = _shift(at, x, dim, dtype)
+    shifted, axes = _shift(at, x, dim)
     weights = torch.exp(shifted)
     return at.rounded(weights / at.sum(weights.sum(dim, keepdim=True), axes))
 
 
-def log_softmax(at: At, x: Any, dim: int, dtype: Any = None, *_: Any) -> Any:
+def log_softmax(at: At, x: Any, dim: int, *_: Any) -> Any:
     """log_softmax along a sharded dim."""
-    shifted, axes = _shift(at, x, dim, dtype)
+    shifted, axes = _shift(at, x, dim)
     return at.rounded(shifted - torch.log(at.sum(torch.exp(shifted).sum(dim, keepdim=True), axes)))
 
 
-def _shift(at: At, x: Any, dim: int, dtype: Any) -> tuple[Any, tuple[int, ...]]:
+def _shift(at: At, x: Any, dim: int) -> tuple[Any, tuple[int, ...]]:
     axes = at.axes(f"v{dim % len(at.whole(0))}")
-    x = at.wide(x.to(dtype) if isinstance(dtype, torch.dtype) else x)
+    x = at.wide(x)
     return x - at.max(x.amax(dim, keepdim=True), axes), axes
 
 
@@ -278,13 +278,13 @@ def mean(at: At, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any =
     shape = at.whole(0)
     chosen = range(len(shape)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
     count = math.prod(shape[d] for d in {d % len(shape) for d in chosen})
-    x = at.wide(x.to(dtype) if isinstance(dtype, torch.dtype) else x)
+    x = at.wide(x)
     return at.partial((x.sum() if dim is None else x.sum(list(chosen), keepdim=keepdim)) / count)
 
 
 def total(at: At, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """sum over a sharded dim, left partial."""
-    x = at.wide(x.to(dtype) if isinstance(dtype, torch.dtype) else x)
+    x = at.wide(x)
     return at.partial(x.sum() if dim is None else x.sum([dim] if isinstance(dim, int) else list(dim), keepdim=keepdim))
 
 

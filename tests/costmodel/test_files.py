@@ -21,7 +21,7 @@ from autotp.analysis.report import save_report
 from autotp.analysis.trace import save_trace
 from autotp.cli.sweep_output import write_file
 from benchmarks import tables
-from costmodel.text.files import check_writable, move_atomically, write_atomically
+from costmodel.text.files import check_writable, move_atomically, regular_target, write_atomically
 
 ROOT = Path(__file__).parents[2]
 MODEL = "from torch import nn, zeros\n\ndef build():\n    return nn.Linear(4, 4), (zeros(4, 4),)\n"
@@ -217,12 +217,14 @@ def test_a_file_moves_to_where_a_link_leads(tmp_path, root, device):
         link.symlink_to(kept)
         made.write_text("new")
         made.chmod(0o640)
-        move_atomically(made, link)
+        move_atomically(made, regular_target(link))
         assert link.is_symlink() and not made.exists() and names(Path(folder)) == ["kept"]
         assert kept.read_text() == "new" and stat.S_IMODE(kept.stat().st_mode) == 0o640
-    made.write_text("new")
-    full = device(7)
-    for taken in (full, tmp_path):
+    for taken in (device(7), tmp_path):
         with pytest.raises(OSError, match="it is a d"):
-            move_atomically(made, taken)
-    assert stat.S_ISCHR(os.lstat(full).st_mode) and made.read_text() == "new"
+            regular_target(taken)
+    for nowhere in (tmp_path / "nowhere" / "made", link):
+        with pytest.raises(FileNotFoundError, match="there is no directory"):
+            regular_target(nowhere)
+    with pytest.raises(OSError, match="the name is empty"):
+        check_writable("")

@@ -213,6 +213,28 @@ def test_halves_are_as_precise_as_in_the_plain_model(name, dtype):
         assert mine <= allowed, f"{part}: {mine:.3g} beside {its:.3g}"
 
 
+class Narrowed(nn.Module):
+    """A result of another dtype than the operand's."""
+
+    def __init__(self, function, dtype):
+        super().__init__()
+        self.function, self.dtype = function, dtype
+
+    def forward(self, x):
+        return self.function(x, 0, dtype=self.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("function", [torch.mean, torch.sum, torch.softmax, torch.log_softmax], ids=lambda f: f.__name__)
+def test_results_in_halves_of_wider_operands_are_rounded_once(function, dtype):
+    """Tests of halves had operands in halves alone, and those of ``dtype`` asked for wider results."""
+    torch.manual_seed(0)
+    model, x = Narrowed(function, dtype), torch.randn(512, 16) + (3000 if function is torch.mean else 3)
+    found, plain, want = run(model, (x,), planned(model, (x,), "data", (2,))), run(model, (x,)), function(x.double(), 0)
+    mine, its = ((each["output"].double() - want).norm() / want.norm() for each in (found, plain))
+    assert found["output"].dtype == dtype and mine <= 1.1 * its + 0.5 * torch.finfo(dtype).eps, (mine, its)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strategy", ["data", "megatron-1d"])
 def test_running_statistics_of_halves_are_as_precise_as_in_the_plain_model(strategy, dtype):

@@ -22,7 +22,7 @@ from autotp.runtime.agreement import everywhere
 from autotp.runtime.checkpoint.entries import Entry, entries_of
 from autotp.runtime.checkpoint.files import INDEX, WHOLE, safetensors_library
 from costmodel import parse_quantity
-from costmodel.text.files import move_atomically
+from costmodel.text.files import move_atomically, regular_target
 
 __all__ = ["save_pretrained"]
 
@@ -147,10 +147,10 @@ def _publish(staging: Path, target: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
     made = sorted(staging.iterdir(), key=lambda file: (file.name == INDEX, file.name))
-    for file in made:
+    for file, place in [(file, regular_target(target / file.name)) for file in made]:
         if file.suffix == ".safetensors":
             file.chmod(0o666 & ~mask)  # safetensors writes files that others cannot read
-        move_atomically(file, target / file.name)
+        move_atomically(file, place)
     staging.rmdir()
     for file in sorted(target.iterdir()):
         if _WEIGHTS.fullmatch(file.name) and file.name not in {each.name for each in made}:

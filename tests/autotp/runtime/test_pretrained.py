@@ -296,6 +296,19 @@ def test_what_is_written_is_read_again(parallel, tmp_path):
     require_same(values(other), {name: value for name, value in before.items() if name != "offset"})
 
 
+def test_nothing_is_replaced_where_one_file_cannot_be(parallel, tmp_path):
+    autotp.save_pretrained(parallel, tmp_path, max_shard_size=60)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    last = tmp_path / "model.safetensors.index.json"
+    last.unlink()
+    last.mkdir()
+    with pytest.raises(autotp.AutotpError, match="it is a directory"):
+        autotp.save_pretrained(parallel, tmp_path, max_shard_size=61, config=transformers.LlamaConfig())
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file != last} == {
+        name: data for name, data in before.items() if name != last.name
+    }
+
+
 def test_the_configuration_has_the_dtype_of_the_parameters(parallel, tmp_path):
     config = transformers.LlamaConfig(dtype="bfloat16")
     autotp.save_pretrained(parallel, tmp_path, config=config)
