@@ -83,9 +83,10 @@ def parallelize(
         inputs: what each call is given: ``global``, the whole batch on every rank, ``local``, this rank's part of it (dim
             0, split by the mesh axes that the plan splits the batch over), or ``uneven``, a part that may have another
             number of rows on each rank, or none: every call then begins with an exchange of sizes, and where these differ,
-            the ranks are given all rows and run the program of the whole batch. With parts, outputs whose dim 0 is the
-            batch come back as this rank's rows, and what ranks compute from theirs is averaged in the backward pass, as
-            FSDP2 does; all other outputs, such as a loss, are those of the whole batch.
+            the ranks are given all rows and run the program of the whole batch. Tensors whose dim 0 is not as long as
+            that of the first one, nor a multiple of it, are no parts: all ranks give the same. With parts, outputs whose
+            dim 0 is the batch come back as this rank's rows, and what ranks compute from theirs is averaged in the backward
+            pass, as FSDP2 does; all other outputs, such as a loss, are those of the whole batch.
         schedule: ``overlap`` runs scheduled forward and backward graphs, whose collectives are under way while something is
             computed; ``none`` runs the sharded graph as autograd does. Left out, it is the one that ``plan`` was made for;
             without a plan, ``overlap``.

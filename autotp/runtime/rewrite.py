@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from passes.sharding.unroll import unroll
 from passes.strategies.space import strategies
 from passes.strategies.strategy import LINEAR_PREFIX, Strategy, whole_layout
 
-__all__ = ["Rewritten", "apply", "checked", "panelled", "rewrite"]
+__all__ = ["Rewritten", "apply", "checked", "panelled", "parts_of", "rewrite"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,13 @@ def rewrite(model: nn.Module, plan: Plan, args: Sequence[Any] = (), kwargs: Mapp
 
 
 def apply(
-    captured: Captured, plan: Plan, split: Sequence[int] | None = (), *, kept: bool = False, joined: bool = False
+    captured: Captured,
+    plan: Plan,
+    split: Sequence[int] | None = (),
+    *,
+    parts: Sequence[bool] | None = None,
+    kept: bool = False,
+    joined: bool = False,
 ) -> Rewritten:
     """Shards a captured graph by ``plan``.
 
@@ -102,6 +109,7 @@ def apply(
         plan: a plan for it.
         split: the mesh axes that split dim 0 of what each device is given as inputs, and of the outputs whose dim 0 is the
             batch; None: as the plan splits the batch.
+        parts: for every input whether devices are given parts of it; left out, as `parts_of` says.
         kept: whether outputs that may stay in the plan's layouts do so; all are brought whole to every device otherwise.
         joined: whether ranks have joined their parts of the batch, and take theirs of outputs whose dim 0 is the batch.
     """
@@ -110,10 +118,12 @@ def apply(
     if panels and any(count > 1 for count in plan.chunks.values()):
         raise AutotpError(f"the plan has panels and chunks ({dict(plan.chunks)}); plan with panels=1, or without chunks")
     split = tuple(map(plan.mesh_axes.index, plan.batch_axes)) if split is None else tuple(split)
-    resting |= _input_layouts(captured, split, plan.mesh_shape)
+    shapes = [tuple(captured.placeholders[name].shape) for name in captured.inputs]
+    cut = list(itertools.compress(captured.inputs, parts_of(shapes) if parts is None else parts))
+    resting |= _input_layouts(captured, cut, split, plan.mesh_shape)
     once = frozenset(name for name, fqn in captured.parameters.items() if fqn in plan.gathered_once)
     apart = joined or math.prod(plan.mesh_shape[axis] for axis in split) > 1
-    rows = _rows(captured, operators) if apart else frozenset()
+    rows = _rows(captured, cut, operators) if apart else frozenset()
     sharding = Sharding(
         plan.mesh_shape,
         chosen,
@@ -192,27 +202,34 @@ def _sharded(
     return sharded, virtual
 
 
-def _input_layouts(captured: Captured, axes: Sequence[int], mesh: tuple[int, ...]) -> dict[str, Layout]:
-    """Dim 0 of every input, split by some axes."""
+def parts_of(shapes: Sequence[tuple[int, ...]]) -> tuple[bool, ...]:
+    """For every input whether it is a part of a batch: one that is as long as the first, or several times as long."""
+    batch = next((shape[0] for shape in shapes if shape), 0)
+    return tuple(bool(shape) and (shape[0] == batch or 0 < batch < shape[0] and shape[0] % batch == 0) for shape in shapes)
+
+
+def _input_layouts(
+    captured: Captured, parts: Sequence[str], axes: Sequence[int], mesh: tuple[int, ...]
+) -> dict[str, Layout]:
+    """Dim 0 of the inputs that are parts of a batch, split by some axes."""
     layout = tuple(place(0) if axis in axes else Replicate() for axis in range(len(mesh)))
     ways = math.prod(mesh[axis] for axis in axes)
     if ways == 1:
         return {}
-    given = captured.placeholders
-    for name in captured.inputs:
-        shape = tuple(given[name].shape)
-        if not shape or shape[0] % ways:
+    for name in parts:
+        shape = tuple(captured.placeholders[name].shape)
+        if shape[0] % ways:
             raise AutotpError(
                 f"inputs='local': dim 0 of input {name!r} of shape {shape} is not divisible by the {ways} ways "
                 "in which the plan splits the batch; use inputs='global'"
             )
-    return dict.fromkeys(captured.inputs, layout)
+    return dict.fromkeys(parts, layout)
 
 
-def _rows(captured: Captured, operators: Mapping[fx.Node, Operator]) -> frozenset[int]:
+def _rows(captured: Captured, parts: Sequence[str], operators: Mapping[fx.Node, Operator]) -> frozenset[int]:
     """Numbers of the outputs whose dim 0 is the batch, as far as rules follow it from dim 0 of the inputs."""
     given, found = captured.placeholders, set()
-    sizes = {given[name].shape[0] for name in captured.inputs}
+    sizes = {given[name].shape[0] for name in parts}
     leaves: Any = captured.graph_module.graph.output_node().args[0]
     for number, leaf in enumerate(leaves[: captured.outputs]):
         if not isinstance(leaf, fx.Node) or stays(leaf) or not isinstance(leaf.meta.get("val"), Tensor):
@@ -221,7 +238,7 @@ def _rows(captured: Captured, operators: Mapping[fx.Node, Operator]) -> frozense
         operator, size = operators.get(node), (*leaf.meta["val"].shape, 1)[0]
         dims = operator.rule.results[index] if operator is not None and operator.rule is not None else ()
         leading = operator.factors[dims[0][0]].role if operator is not None and dims and dims[0] else ""
-        if node.name in captured.inputs or (leading == "batch" and any(size % whole == 0 for whole in sizes)):
+        if node.name in parts or (leading == "batch" and any(size % whole == 0 for whole in sizes)):
             found.add(number)
     return frozenset(found)
 

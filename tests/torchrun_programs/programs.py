@@ -143,6 +143,45 @@ def parts_of_other_sizes():
             parallel(torch.randn(2, 8 + 8 * (dist.get_rank() == ranks - 1), 8, dtype=torch.float64))
 
 
+class Compared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x, others, offset, scale):
+        return (self.inner(x) + offset) @ others.T * scale
+
+
+def inputs_that_are_no_part_of_a_batch():
+    """Every rank gives them whole, beside its own rows, and has to give the same."""
+    torch.manual_seed(0)
+    plain, ranks, rank = Compared().double(), dist.get_world_size(), dist.get_rank()
+    x, scale = torch.randn(2 * ranks, 8, dtype=torch.float64), torch.tensor(2.0, dtype=torch.float64)
+    others, offset = (torch.randn(rows, 8, dtype=torch.float64) for rows in (2 * ranks + 1, 1))
+    whole = {"others": others, "offset": offset, "scale": scale}
+    for inputs in ("local", "uneven"):
+        parallel = autotp.parallelize(copy.deepcopy(plain), None, (x,), whole, strategy="data", inputs=inputs)
+        for rows in (2, 1, 3, 2 * ranks + 1):
+            x = torch.randn(rows * ranks, 8, dtype=torch.float64)
+            plain.zero_grad()
+            parallel.zero_grad()
+            found, expected = parallel(x[rows * rank :][:rows], **whole), plain(x, **whole)
+            torch.testing.assert_close(found, expected[rows * rank :][:rows], rtol=1e-9, atol=1e-12)
+            found.square().mean().backward()
+            expected.square().mean().backward()
+            for name, parameter in plain.named_parameters():
+                mine = parallel.get_parameter(name).grad.full_tensor()
+                torch.testing.assert_close(mine, parameter.grad, rtol=1e-9, atol=1e-12)
+        with pytest.raises(autotp.PlanMismatchError, match="argument others differs .* its dim 0 is not the batch"):
+            parallel(x[:4], **whole | {"others": others + rank})
+    twice = {**whole, "others": torch.randn(4 * ranks, 8, dtype=torch.float64)}
+    parallel = autotp.parallelize(plain, None, (x[: 2 * ranks],), twice, strategy="data", inputs="local")
+    with pytest.raises(
+        autotp.PlanMismatchError, match="others of shape .* is the same on all ranks, but is taken for a part"
+    ):
+        parallel(x[:2] + rank, **twice)
+
+
 def ranks_disagree():
     """About weights, inputs, modes and kinds of calls; every rank raises, and the module works on."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -334,6 +373,7 @@ def main():
     parts_of_the_batch()
     rows_of_the_batch()
     parts_of_other_sizes()
+    inputs_that_are_no_part_of_a_batch()
     ranks_disagree()
     losses_outside()
     inputs_that_are_distributed()

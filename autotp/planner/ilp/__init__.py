@@ -2,7 +2,7 @@
 
 Input: a `problem`, whose nodes have choices and whose tensors link them, with seconds; output: a `Solution` with its proof,
 or bounds. `solve` calls `presolve`, then `eliminate` where that is cheap, else `search`, which bounds by `dual`, improves
-by `local`, and settles the rest by `labels` or `mip`, until the `deadline`. `Hasty` gives choices without proof, and
+by `local`, and settles the rest by `labels` or `mip`, until the `deadline`. `hasty` gives choices without proof, and
 `minimax` solves a small model under several limits at once. Where memory is short, seconds for every byte are part of what
 strategies cost (*priced*): how many, is found outside (`autotp.planner.squeeze`).
 

@@ -8,9 +8,9 @@ graph; `programmed` is what modules offer of it, `rows` are the ranks' parts of 
 """
 
 from autotp.runtime.programs.observed import show, unobserved
-from autotp.runtime.programs.program import Key, Program
+from autotp.runtime.programs.program import Key, Program, blueprint
 from autotp.runtime.programs.programmed import Programmed
-from autotp.runtime.programs.programs import MOST, Programs, blueprint
+from autotp.runtime.programs.programs import MOST, Programs
 from autotp.runtime.programs.rows import Joined, own_rows
 
 __all__ = ["MOST", "Joined", "Key", "Program", "Programmed", "Programs", "blueprint", "own_rows", "show", "unobserved"]

@@ -1,21 +1,25 @@
-"""One program, and what tells it from the others."""
+"""One program, what tells it from the others, and what others are made from."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
+from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
 from autotp.runtime.accumulation import Accumulation
 from autotp.runtime.rewrite import Rewritten
 from autotp.runtime.schedules import Schedules
 from passes.capture import Captured
+from passes.capture.signature import path_of
 
-__all__ = ["Key", "Program"]
+__all__ = ["Key", "Program", "blueprint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,14 @@ class Key:
     leaves: tuple[tuple[Any, Any], ...]
     structure: Hashable
     whole: bool = False
+
+    @property
+    def tensors(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The name and the shape of every tensor, in the order of the graph's inputs."""
+        spec: Any = self.structure
+        paths, _ = tree_flatten_with_path(tree_unflatten(list(range(len(self.leaves))), spec))
+        named = zip(paths, self.leaves, strict=True)
+        return [(path_of(path), shape) for (path, _), (kind, shape) in named if isinstance(kind, torch.dtype)]
 
     def __str__(self) -> str:
         mode = "training" if all(self.training) else "training in part" if any(self.training) else "evaluation"
@@ -94,3 +106,21 @@ class Program:
             if outputs is not None:
                 return outputs, True
         return accumulation.eager(values(False), parameters, syncing=syncing), False
+
+
+def blueprint(model: nn.Module) -> nn.Module | AutotpError:
+    """A copy of a model to capture, whose parameters and buffers take no memory; or why there is none."""
+    tensors: dict[int, Tensor] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        if not bare.is_meta:
+            bare.untyped_storage().resize_(0)
+        learned = isinstance(tensor, nn.Parameter)
+        tensors[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if learned else bare
+    try:
+        return copy.deepcopy(model, dict(tensors))
+    except Exception as error:  # noqa: BLE001 - what a model holds besides tensors is its own
+        return AutotpError(
+            f"this call needs a program of its own, and {type(model).__name__} cannot be copied to make one "
+            f"({type(error).__name__}: {error}); distribute the model again in that mode and with such inputs"
+        )

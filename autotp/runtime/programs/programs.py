@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
-from autotp.errors import AutotpError, PlanMismatchError
+from autotp.errors import AutotpError
 from autotp.planner import plan_captured
 from autotp.plans.families import FAMILIES
 from autotp.plans.options import Options
@@ -26,20 +26,20 @@ from autotp.runtime.compiled import Overlap
 from autotp.runtime.output_guard import made_of
 from autotp.runtime.programs.monitor import Monitor
 from autotp.runtime.programs.program import Key, Program
-from autotp.runtime.programs.rows import Joined, joined
-from autotp.runtime.rewrite import Rewritten, apply
+from autotp.runtime.programs.rows import Joined, joined, require_same_inputs
+from autotp.runtime.rewrite import Rewritten, apply, parts_of
 from autotp.runtime.schedules import Schedules
 from autotp.runtime.state import checksum
 from costmodel.memory import state_bytes
 from passes.capture import Captured, capture
-from passes.capture.signature import bind, path_of
+from passes.capture.signature import bind
 from passes.graph import cast_of
-from passes.layouts.layout import Layout, local_shape
+from passes.layouts.layout import Layout, is_shard, local_shape
 from passes.sharding.shard import draws_of, place_constants, used_groups
 from passes.strategies.strategy import whole_layout
 from passes.world.world import World
 
-__all__ = ["MOST", "Programs", "blueprint"]
+__all__ = ["MOST", "Programs"]
 
 _log = logging.getLogger("autotp.programs")
 
@@ -99,6 +99,8 @@ class Programs:
         leaves = [(x.dtype, next(shapes)) if x.shape is not None else _described(x.value) for x in self.signature.leaves]
         first = Key(tuple(training), plan.mode == "train", tuple(leaves), self.signature.in_spec)
         self.known = {first: self._program(first, plan, rewritten)}
+        cut = [any(map(is_shard, rewritten.resting(name))) for name in rewritten.captured.inputs]
+        self.cut = dict(zip((name for name, _ in first.tensors), cut, strict=True)) if self.split else {}
 
     @property
     def first(self) -> Program:
@@ -161,6 +163,12 @@ class Programs:
         tensors = [leaf.resolve_conj().resolve_neg() for leaf in leaves if isinstance(leaf, Tensor)]
         return Key(training, gradients, tuple(map(_described, leaves)), structure), tensors
 
+    def parts(self, key: Key) -> tuple[bool, ...]:
+        """For every tensor of a call whether it is a part of the batch: as in the first program, else as lengths say."""
+        tensors = key.tensors
+        lengths = parts_of([shape for _, shape in tensors])
+        return tuple(self.cut.get(name, part) for (name, _), part in zip(tensors, lengths, strict=True))
+
     def joined(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]) -> Joined | None:
         """The call with the rows of all ranks, where these may differ in number and do.
 
@@ -176,7 +184,7 @@ class Programs:
         part = tuple(at[axis] for axis in self.split)
         first = sum(at) == sum(part)
         bound = functools.partial(bind, self.signature.parameters)
-        return joined(self.agreement, part, first, key, (args, kwargs), bound, inputs)
+        return joined(self.agreement, part, first, key, self.parts(key), (args, kwargs), bound, inputs)
 
     def of(
         self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor] | None = None
@@ -198,7 +206,7 @@ class Programs:
         if checked or inputs is not None:
             self.agreement.whereabouts.called(key, checked=checked)
         if checked:
-            self._check(key, args, kwargs, inputs or ())
+            self._check(key, inputs or ())
             self.agreement.whereabouts.agreed()
         if inputs is not None:
             self.checked.add(key)
@@ -207,28 +215,13 @@ class Programs:
                 self._make(key, args, kwargs)
         return self.known[key]
 
-    def _check(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]) -> None:
+    def _check(self, key: Key, inputs: Sequence[Tensor]) -> None:
         if self.agreement.processes == 1:
             return
         (at,) = self.world.hosted
         part = () if key.whole else tuple(at[axis] for axis in self.split)
         every = self.agreement.gathered((part, str(key), [checksum(tensor) for tensor in inputs]))
-        first: dict[tuple[int, ...], int] = {}
-        for rank, (part, call, sums) in enumerate(every):
-            one = first.setdefault(part, rank)
-            if call != every[0][1]:
-                raise PlanMismatchError(
-                    f"the ranks made different calls: rank 0 one for {every[0][1]}, rank {rank} one for {call}; call the "
-                    "module alike on all ranks (parts of the batch of different sizes are for inputs='uneven')"
-                )
-            if different := [n for n, (a, b) in enumerate(zip(sums, every[one][2], strict=True)) if a != b]:
-                bound, _ = tree_flatten_with_path(bind(self.signature.parameters, args, kwargs))
-                names = [path_of(path) for path, leaf in bound if isinstance(leaf, Tensor)]
-                given = "the same part of the batch" if self.split else "the whole batch (inputs='global')"
-                raise PlanMismatchError(
-                    f"argument {names[different[0]]} differs between ranks {one} and {rank}, and both are given "
-                    f"{given}: draw and shuffle with one seed; to give each rank its own part, use inputs='local'"
-                )
+        require_same_inputs(key, self.parts(key), every)
 
     def _make(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if len(self.known) >= self.most:
@@ -237,11 +230,12 @@ class Programs:
                 f"this call, for {key}, needs one more program than max_programs={self.most} allows. There are programs "
                 f"for {have}. Pad inputs to fewer shapes, or give autotp.parallelize a larger max_programs"
             )
+        split, parts = () if key.whole else self.split, self.parts(key)
         plan, rewritten = agreed(
             self.agreement,
             lambda: self._captured(key, args, kwargs),
             lambda captured: self._planned(key, captured),
-            lambda captured, plan: apply(captured, plan, () if key.whole else self.split, kept=self.kept, joined=key.whole),
+            lambda captured, plan: apply(captured, plan, split, parts=parts, kept=self.kept, joined=key.whole),
         )
         kind = (plan.hash, key.gradients, key.whole)
         same = [p for k, p in self.known.items() if (p.plan.hash, k.gradients, k.whole) == kind]
@@ -254,12 +248,15 @@ class Programs:
         for module, training in zip(self.model.modules(), key.training, strict=True):
             module.training = training
         ways = 1 if key.whole else self.ways
+        leaves, _ = tree_flatten(bind(self.signature.parameters, args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        cut = {id(leaf) for leaf, part in zip(tensors, self.parts(key), strict=True) if part and ways > 1}
 
         def whole(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            leaf = leaf.detach().clone().requires_grad_(leaf.requires_grad)  # no inference tensor
-            return leaf if ways == 1 or not leaf.dim() else torch.empty_like(leaf).repeat_interleave(ways, 0)
+            made = leaf.detach().clone().requires_grad_(leaf.requires_grad)  # no inference tensor
+            return torch.empty_like(made).repeat_interleave(ways, 0) if id(leaf) in cut else made
 
         example, named = tree_map(whole, (tuple(args), dict(kwargs)))
         return capture(self.model, example, named, self.plan.precision, self.plan.outputs, self.plan.observe)
@@ -329,21 +326,3 @@ def _described(leaf: Any) -> tuple[Any, Any]:
     if isinstance(leaf, Tensor):
         return leaf.dtype, tuple(leaf.shape)
     return type(leaf), leaf if isinstance(leaf, Hashable) else repr(leaf)
-
-
-def blueprint(model: nn.Module) -> nn.Module | AutotpError:
-    """A copy of a model to capture, whose parameters and buffers take no memory; or why there is none."""
-    tensors: dict[int, Tensor] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        if not bare.is_meta:
-            bare.untyped_storage().resize_(0)
-        learned = isinstance(tensor, nn.Parameter)
-        tensors[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if learned else bare
-    try:
-        return copy.deepcopy(model, dict(tensors))
-    except Exception as error:  # noqa: BLE001 - what a model holds besides tensors is its own
-        return AutotpError(
-            f"this call needs a program of its own, and {type(model).__name__} cannot be copied to make one "
-            f"({type(error).__name__}: {error}); distribute the model again in that mode and with such inputs"
-        )

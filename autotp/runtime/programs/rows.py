@@ -23,7 +23,7 @@ from passes.layouts.reshard import Step
 from passes.world import ops
 from passes.world.world import World
 
-__all__ = ["Joined", "joined", "own_rows"]
+__all__ = ["Joined", "joined", "own_rows", "require_same_inputs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,7 @@ def joined(
     part: tuple[int, ...] | None,
     first: bool,
     key: Key,
+    parts: Sequence[bool],
     call: tuple[Sequence[Any], Mapping[str, Any]],
     bound: Callable[..., Mapping[str, Any]],
     inputs: Sequence[Tensor],
@@ -62,7 +63,7 @@ def joined(
         agreement: of the processes.
         part: which part of the batch is this rank's.
         first: whether it is the one that sends its rows, of all ranks that are given this part.
-        key, call, inputs: what this rank was called for.
+        key, call, inputs: what this rank was called for; ``parts``, which of the inputs are parts of the batch.
         bound: gives a call's arguments by name.
 
     Raises:
@@ -71,7 +72,9 @@ def joined(
     """
     if agreement.alike(zlib.crc32(str(key).encode())):
         return None
-    rest = str(replace(key, leaves=tuple((kind, _less(kind, each)) for kind, each in key.leaves)))
+    cut = iter(parts)
+    less = [_less(each) if isinstance(kind, torch.dtype) and next(cut) else each for kind, each in key.leaves]
+    rest = str(replace(key, leaves=tuple((kind, each) for (kind, _), each in zip(key.leaves, less, strict=True))))
     mine = [tensor.detach().cpu().clone() for tensor in inputs] if first else None
     every = agreement.gathered((part, str(key), rest, mine))
     lead = {at: rank for rank, (at, *_, sent) in enumerate(every) if sent is not None}
@@ -82,17 +85,17 @@ def joined(
                     f"the ranks made different calls: rank {other} one for {every[other][1]}, rank {rank} one for {said}; "
                     "with inputs='uneven', only the rows (dim 0) of different parts of the batch may differ in number"
                 )
-    parts = [every[lead[at]][3] for at in sorted(lead)]
+    brought = [every[lead[at]][3] for at in sorted(lead)]
     place = sorted(lead).index(part)
     whole, rows = [], []
     for number, tensor in enumerate(inputs):
-        if not tensor.dim():
+        if not parts[number]:
             whole.append(tensor)
             continue
-        sizes = [each[number].shape[0] for each in parts]
+        sizes = [each[number].shape[0] for each in brought]
         begin = sum(sizes[:place])
         rows.append((begin, begin + sizes[place], sum(sizes)))
-        found = torch.cat([each[number] for each in parts]).to(tensor.device)
+        found = torch.cat([each[number] for each in brought]).to(tensor.device)
         whole.append(_Brought.apply(tensor, found, begin) if tensor.requires_grad else found)
     args, kwargs = call
     leaves = [leaf for leaf in tree_flatten(bound(args, kwargs))[0] if isinstance(leaf, Tensor)]
@@ -103,9 +106,48 @@ def joined(
     return Joined(replace(key, leaves=described, whole=True), args, kwargs, whole, rows)
 
 
-def _less(kind: Any, value: Any) -> Any:
-    """What a leaf of a call is, but for how many rows it has."""
-    return (len(value), *value[1:]) if isinstance(kind, torch.dtype) else value
+def require_same_inputs(
+    key: Key, parts: Sequence[bool], every: Sequence[tuple[tuple[int, ...], str, Sequence[Any]]]
+) -> None:
+    """Checks what all ranks were called for.
+
+    Args:
+        key, parts: of the call; which of its tensors are parts of the batch.
+        every: of every rank which part of the batch is its own, its call, and a checksum of each tensor.
+
+    Raises:
+        PlanMismatchError: ranks made different calls, or have different values of what should be the same, or the same of
+            what is taken for parts of a batch and may be none.
+    """
+    first: dict[tuple[int, ...], int] = {}
+    for rank, (part, call, sums) in enumerate(every):
+        lead = first.setdefault(part, rank)
+        if call != every[0][1]:
+            raise PlanMismatchError(
+                f"the ranks made different calls: rank 0 one for {every[0][1]}, rank {rank} one for {call}; call the "
+                "module alike on all ranks (parts of the batch of different sizes are for inputs='uneven')"
+            )
+        for (name, _), cut, mine, leads, zeros in zip(key.tensors, parts, sums, every[lead][2], every[0][2], strict=True):
+            if mine != (leads if cut else zeros):
+                what = "the whole batch (inputs='global')"
+                if part:
+                    what = "the same part of the batch" if cut else "all of it, as its dim 0 is not the batch"
+                raise PlanMismatchError(
+                    f"argument {name} differs between ranks {lead if cut else 0} and {rank}, and both are given {what}: "
+                    "draw and shuffle with one seed; to give each rank its own part, use inputs='local'"
+                )
+    batch = next((shape[0] for _, shape in key.tensors if shape), 0)
+    for (name, shape), cut, *sums in zip(key.tensors, parts, *(each[2] for each in every), strict=True):
+        if len(first) > 1 and cut and shape[0] != batch and len(set(sums)) == 1:
+            raise PlanMismatchError(
+                f"argument {name} of shape {shape} is the same on all ranks, but is taken for a part of the batch, as its "
+                f"dim 0 is a multiple of {batch}: use inputs='global'"
+            )
+
+
+def _less(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape, but for the number of rows."""
+    return (len(shape), *shape[1:])
 
 
 def own_rows(value: Tensor, ways: int, call: Joined | None, world: World, axes: tuple[int, ...]) -> Tensor:
