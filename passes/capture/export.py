@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import logging
+import random
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from costmodel.errors import AutotpError
@@ -34,6 +39,8 @@ from passes.capture.writes import functionalise
 from passes.graph import Cast, annotate
 
 __all__ = ["CallSignature", "CaptureError", "Captured", "capture"]
+
+_log = logging.getLogger("autotp.capture")
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +223,26 @@ def _export(
 ) -> tuple[torch.export.ExportedProgram, list[Moment]]:
     bind(inspect.signature(model.forward), args, kwargs)
     observed = matching(model, observe)
+    before, after = _in_python(model), dict[str, Any]()
+
+    def look(module: nn.Module, *_: Any) -> None:  # export puts attributes back
+        if module is model:
+            after.update(_in_python(model))
+
     try:
-        with torch.enable_grad(), marked() as regions, kept_whole(regions), observing(model, observed) as moments:
-            return torch.export.export(model, args, kwargs, strict=False), moments
+        with (
+            torch.enable_grad(), marked() as regions, kept_whole(regions), observing(model, observed) as moments,
+            register_module_forward_hook(look),
+        ):  # fmt: skip
+            exported = torch.export.export(model, args, kwargs, strict=False)
+        if changed := [name for name, value in before.items() if after.get(name, value) != value]:
+            _log.warning(
+                "%s: forward changes %s, of which the graph keeps the value that it had when it was captured: make it a "
+                "buffer, an argument, or a draw of torch's",
+                type(model).__name__,
+                ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else ""),
+            )
+        return exported, moments
     except Lost as error:
         raise CaptureError(f"{type(model).__name__}: {error}") from error
     except CaptureError:
@@ -232,6 +256,20 @@ def _export(
             "mixtures of experts; no Python control flow that depends on tensor values; parameters, buffers "
             "and inputs on one device; under a precision, no two dtypes in one operator."
         ) from error
+
+
+def _in_python(model: nn.Module) -> dict[str, Any]:
+    """What a forward pass may read and change that no graph has: plain attributes, other libraries' random numbers."""
+    found: dict[str, Any] = {"the random numbers of Python's random": random.getstate()}
+    _, words, place, *_ = np.random.get_state()
+    found["the random numbers of numpy"] = zlib.crc32(np.asarray(words).tobytes()), place
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, (bool, int, float, complex, str)) and not key.startswith("_"):
+                found[f"{name}.{key}".lstrip(".")] = value
+            elif isinstance(value, (list, dict, set)) and not key.startswith("_"):
+                found[f"the length of {name}.{key}".replace(" .", " ")] = len(value)
+    return found
 
 
 class _Names:

@@ -228,7 +228,8 @@ class Programs:
             have = "; ".join(map(str, self.known))
             raise AutotpError(
                 f"this call, for {key}, needs one more program than max_programs={self.most} allows. There are programs "
-                f"for {have}. Pad inputs to fewer shapes, or give autotp.parallelize a larger max_programs"
+                f"for {have}. Pad inputs to fewer shapes, pass a number that changes as a tensor, or give "
+                "autotp.parallelize a larger max_programs"
             )
         split, parts = () if key.whole else self.split, self.parts(key)
         plan, rewritten = agreed(

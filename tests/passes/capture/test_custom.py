@@ -1,5 +1,8 @@
 """Functions with gradients of their own, and hooks on gradients: what a captured graph holds, and what it refuses."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -270,3 +273,38 @@ def test_a_checkpoint_in_a_model_is_what_it_runs(reentrant):
 def test_a_message_names_the_model():
     with pytest.raises(AutotpError, match="Calls: "):
         capture(Calls(Noisy.apply), (torch.randn(4, 8),))
+
+
+class Counts(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.inner, self.way = nn.Linear(4, 4), way
+        self.step, self.seen = 0, []
+
+    def forward(self, x):
+        if self.way == "step":
+            self.step += 1
+        elif self.way == "seen":
+            self.seen.append(1)
+        elif self.way == "random":
+            return self.inner(x) * random.random()
+        elif self.way == "numpy":
+            return self.inner(x) * float(np.random.rand())
+        return self.inner(x) / (1 + self.step)
+
+
+@pytest.mark.parametrize(
+    ("way", "named"),
+    [
+        ("step", "Counts: forward changes step, of which the graph keeps the value"),
+        ("seen", "Counts: forward changes the length of seen,"),
+        ("random", "Counts: forward changes the random numbers of Python's random,"),
+        ("numpy", "Counts: forward changes the random numbers of numpy,"),
+        ("", None),
+    ],
+)
+def test_what_changes_in_python_is_warned_of(way, named, caplog):
+    """The graph has one value of it, and torch.export says nothing."""
+    with caplog.at_level("WARNING", "autotp.capture"):
+        capture(Counts(way), (torch.randn(2, 4),))
+    assert [record.getMessage().startswith(named) for record in caplog.records] == [True] * (named is not None)
