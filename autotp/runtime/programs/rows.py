@@ -120,13 +120,14 @@ def require_same_inputs(
             what is taken for parts of a batch and may be none.
     """
     first: dict[tuple[int, ...], int] = {}
-    for rank, (part, call, sums) in enumerate(every):
-        lead = first.setdefault(part, rank)
+    for rank, (_, call, _) in enumerate(every):
         if call != every[0][1]:
             raise PlanMismatchError(
                 f"the ranks made different calls: rank 0 one for {every[0][1]}, rank {rank} one for {call}; call the "
                 "module alike on all ranks (parts of the batch of different sizes are for inputs='uneven')"
             )
+    for rank, (part, _, sums) in enumerate(every):
+        lead = first.setdefault(part, rank)
         for (name, _), cut, mine, leads, zeros in zip(key.tensors, parts, sums, every[lead][2], every[0][2], strict=True):
             if mine != (leads if cut else zeros):
                 what = "the whole batch (inputs='global')"

@@ -302,8 +302,8 @@ CASES = {
 #: Operators that draw anew whenever they are called: see test_random.
 RANDOM = {"aten.rand_like.default", "aten.randn_like.default"}
 
-#: Operators that torch computes in float32 and float64 alone; others of them have complex operands, which no half has. And one
-#: whose gradient in bfloat16 torch reads from memory that nobody wrote; see docs/upstream.md.
+#: Operators that torch computes in float32 and float64 alone; others of them have complex operands, which no half has. And
+#: one whose gradient in bfloat16 torch reads from memory that nobody wrote; see docs/upstream.md.
 SINGLE = {
     *(
         f"aten.fft_{name}.default"
