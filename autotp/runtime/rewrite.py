@@ -28,7 +28,7 @@ from passes.sharding.unroll import unroll
 from passes.strategies.space import strategies
 from passes.strategies.strategy import LINEAR_PREFIX, Strategy, whole_layout
 
-__all__ = ["Rewritten", "apply", "checked", "panelled", "parts_of", "rewrite"]
+__all__ = ["Rewritten", "apply", "batch_of", "checked", "panelled", "parts_of", "rewrite"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +202,14 @@ def _sharded(
     return sharded, virtual
 
 
+def batch_of(shapes: Sequence[tuple[int, ...]]) -> int:
+    """How long the batch is: as dim 0 of the first input that has one."""
+    return next((shape[0] for shape in shapes if shape), 0)
+
+
 def parts_of(shapes: Sequence[tuple[int, ...]]) -> tuple[bool, ...]:
     """For every input whether it is a part of a batch: one that is as long as the first, or several times as long."""
-    batch = next((shape[0] for shape in shapes if shape), 0)
+    batch = batch_of(shapes)
     return tuple(bool(shape) and (shape[0] == batch or 0 < batch < shape[0] and shape[0] % batch == 0) for shape in shapes)
 
 

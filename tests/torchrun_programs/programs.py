@@ -172,6 +172,12 @@ def inputs_that_are_no_part_of_a_batch():
             for name, parameter in plain.named_parameters():
                 mine = parallel.get_parameter(name).grad.full_tensor()
                 torch.testing.assert_close(mine, parameter.grad, rtol=1e-9, atol=1e-12)
+        prepared = parallel.prepare((x[:5],), whole, mode="inference")
+        parallel.eval()
+        with torch.no_grad():
+            assert parallel(x[:5], **whole).shape == (5, len(others))
+        assert prepared is parallel.programs[-1]
+        parallel.train()
         with pytest.raises(autotp.PlanMismatchError, match="argument others differs .* its dim 0 is not the batch"):
             parallel(x[:4], **whole | {"others": others + rank})
     twice = {**whole, "others": torch.randn(4 * ranks, 8, dtype=torch.float64)}

@@ -7,7 +7,6 @@ the rows that it brought.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from autotp.errors import PlanMismatchError
 from autotp.runtime.agreement import Agreement
 from autotp.runtime.programs.program import Key
+from autotp.runtime.rewrite import batch_of
 from passes.layouts.reshard import Step
 from passes.world import ops
 from passes.world.world import World
@@ -56,8 +56,8 @@ def joined(
     call: tuple[Sequence[Any], Mapping[str, Any]],
     bound: Callable[..., Mapping[str, Any]],
     inputs: Sequence[Tensor],
-) -> Joined | None:
-    """A call with the rows of all ranks, where they brought different numbers; None where all brought the same.
+) -> Joined:
+    """A call with the rows of all ranks, which brought different numbers.
 
     Args:
         agreement: of the processes.
@@ -70,8 +70,6 @@ def joined(
         PlanMismatchError: on every rank, where their calls differ in more than numbers of rows, or ranks that are given
             the same part of the batch have different ones.
     """
-    if agreement.alike(zlib.crc32(str(key).encode())):
-        return None
     cut = iter(parts)
     less = [_less(each) if isinstance(kind, torch.dtype) and next(cut) else each for kind, each in key.leaves]
     rest = str(replace(key, leaves=tuple((kind, each) for (kind, _), each in zip(key.leaves, less, strict=True))))
@@ -113,22 +111,25 @@ def require_same_inputs(
 
     Args:
         key, parts: of the call; which of its tensors are parts of the batch.
-        every: of every rank which part of the batch is its own, its call, and a checksum of each tensor.
+        every: of every rank which part of the batch is its own, its call, and a checksum of each tensor; of none where
+            nothing is computed.
 
     Raises:
         PlanMismatchError: ranks made different calls, or have different values of what should be the same, or the same of
             what is taken for parts of a batch and may be none.
     """
-    first: dict[tuple[int, ...], int] = {}
     for rank, (_, call, _) in enumerate(every):
         if call != every[0][1]:
             raise PlanMismatchError(
                 f"the ranks made different calls: rank 0 one for {every[0][1]}, rank {rank} one for {call}; call the "
                 "module alike on all ranks (parts of the batch of different sizes are for inputs='uneven')"
             )
+    if not every[0][2]:
+        return
+    tensors, first = key.tensors, dict[tuple[int, ...], int]()
     for rank, (part, _, sums) in enumerate(every):
         lead = first.setdefault(part, rank)
-        for (name, _), cut, mine, leads, zeros in zip(key.tensors, parts, sums, every[lead][2], every[0][2], strict=True):
+        for (name, _), cut, mine, leads, zeros in zip(tensors, parts, sums, every[lead][2], every[0][2], strict=True):
             if mine != (leads if cut else zeros):
                 what = "the whole batch (inputs='global')"
                 if part:
@@ -137,8 +138,8 @@ def require_same_inputs(
                     f"argument {name} differs between ranks {lead if cut else 0} and {rank}, and both are given {what}: "
                     "draw and shuffle with one seed; to give each rank its own part, use inputs='local'"
                 )
-    batch = next((shape[0] for _, shape in key.tensors if shape), 0)
-    for (name, shape), cut, *sums in zip(key.tensors, parts, *(each[2] for each in every), strict=True):
+    batch = batch_of([shape for _, shape in tensors])
+    for (name, shape), cut, *sums in zip(tensors, parts, *(each[2] for each in every), strict=True):
         if len(first) > 1 and cut and shape[0] != batch and len(set(sums)) == 1:
             raise PlanMismatchError(
                 f"argument {name} of shape {shape} is the same on all ranks, but is taken for a part of the batch, as its "
