@@ -189,8 +189,8 @@ def check_batch(assembled: Assembled, admits: bool = True) -> None:
     if chosen.roles is None:
         return
     axes = [a for a, role in enumerate(chosen.roles) if role == "b" and mesh[a] > 1]
-    for (_, choice, _), node in zip(built.nodes, assembled.problem.nodes, strict=True):
-        if admits and isinstance(choice, Choice):
+    for (_, choice, _), node in zip(built.nodes, assembled.problem.nodes, strict=True) if admits else ():
+        if isinstance(choice, Choice):
             batch = frozenset(f.name for f in choice.space.operator.factors.values() if f.role == "batch")
             if (choice.twice(np.asarray(choice.space.axes_of(batch)[:, axes].all(axis=-1))) & np.isfinite(node.cost)).any():
                 return

@@ -52,7 +52,13 @@ def _name(path: str | os.PathLike[str]) -> str:
 
 
 def _kind(mode: int) -> str:
-    kinds = {stat.S_IFBLK: "a block device", stat.S_IFCHR: "a device", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    kinds = {
+        stat.S_IFBLK: "a block device",
+        stat.S_IFCHR: "a device",
+        stat.S_IFDIR: "a directory",
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFSOCK: "a socket",
+    }
     return kinds.get(stat.S_IFMT(mode), "no file")
 
 
@@ -93,8 +99,7 @@ def regular_target(path: str | os.PathLike[str]) -> Path:
     """
     before, target = _status(path), Path(os.path.realpath(path))
     if before is not None and not stat.S_ISREG(before.st_mode):
-        kind = "a directory" if stat.S_ISDIR(before.st_mode) else _kind(before.st_mode)
-        raise OSError(errno.EINVAL, f"it is {kind}", os.fspath(path))
+        raise OSError(errno.EINVAL, f"it is {_kind(before.st_mode)}", os.fspath(path))
     _require_folder(target, path)
     return target
 

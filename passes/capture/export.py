@@ -9,7 +9,6 @@ import builtins
 import inspect
 import logging
 import random
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -262,11 +261,11 @@ def _in_python(model: nn.Module) -> dict[str, Any]:
     """What a forward pass may read and change that no graph has: plain attributes, other libraries' random numbers."""
     found: dict[str, Any] = {"the random numbers of Python's random": random.getstate()}
     _, words, place, *_ = np.random.get_state()
-    found["the random numbers of numpy"] = zlib.crc32(np.asarray(words).tobytes()), place
+    found["the random numbers of numpy"] = np.asarray(words).tobytes(), place
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if isinstance(value, (bool, int, float, complex, str)) and not key.startswith("_"):
-                found[f"{name}.{key}".lstrip(".")] = value
+                found[f"{name}.{key}".lstrip(".")] = repr(value)  # NaN is as it was
             elif isinstance(value, (list, dict, set)) and not key.startswith("_"):
                 found[f"the length of {name}.{key}".replace(" .", " ")] = len(value)
     return found

@@ -108,10 +108,10 @@ class Search:
         self.method = method
         self.bound = self.value
 
-    def run(self, *, floor: float = -math.inf) -> None:
-        """Search until everything is settled or time is over; ``floor`` is a bound known beforehand."""
+    def run(self) -> None:
+        """Search until everything is settled or time is over."""
         masks = [np.isfinite(node.cost) for node in self.problem.nodes]
-        root = Space(masks, [np.full(len(m), -math.inf) for m in masks], floor)
+        root = Space(masks, [np.full(len(m), -math.inf) for m in masks], -math.inf)
         reduced = self._tighten(root)
         if reduced is not None and not self.settings.deadline.over and not self._label(root, reduced, _QUICK):
             self._rounds(root)
