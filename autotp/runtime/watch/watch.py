@@ -87,13 +87,12 @@ class Watch:
 
     def look(self) -> None:
         """Leaves a record, and reads what concerns this rank."""
-        key, back, frames = self._key("failed"), self.whereabouts.back, sys._current_frames()
-        if back is not None and not any(map(_in_backward, frames.values())) and back == self.whereabouts.back:
+        key = self._key("failed")
+        ended, waited, place = self._seen()
+        if ended:
             self._tell(self._said(*ENDED_EARLY), key)
-        frame = frames.get(self.observed)
-        waited = self._waited(frame)
         self.beat += 1
-        self.store.set(f"rank {self.rank}", json.dumps(self._record(frame, waited)))
+        self.store.set(f"rank {self.rank}", json.dumps(self._record(place)))
         neighbour = (self.rank - 1) % self.ranks
         if (theirs := self._of(neighbour)) is not None and (found := self._difference(neighbour, theirs)):
             self.store.set("problem", found)
@@ -108,7 +107,6 @@ class Watch:
         self.whereabouts.others = self._others()
         if waited >= self._report:
             self._report = 4 * waited
-            place = self._place(frame, waited)
             _log.warning("rank %d %s for %.0f s. %s", self.rank, place, waited, self.whereabouts.others)
 
     def failed(self, error: BaseException, operator: str) -> CollectiveError | None:
@@ -177,6 +175,20 @@ class Watch:
             group._set_group_desc(f"{group.group_desc}{_MARK}{first['told']}")
         return _refusal(first["rank"], first["operator"], first["told"])
 
+    def _seen(self) -> tuple[bool, float, str]:
+        """Whether a backward pass ended early, for how many seconds the process has been waiting, and where it is.
+
+        No frame outlives this, and so none of this thread is among them, which would have all of them, in a cycle. What a
+        function had, when it returns meanwhile, would end with its frame, late: `torch.export` then takes tensors that it
+        made itself for constants of the model.
+        """
+        own, back = threading.get_ident(), self.whereabouts.back
+        frames = {thread: frame for thread, frame in sys._current_frames().items() if thread != own}
+        ended = back is not None and not any(map(_in_backward, frames.values())) and back == self.whereabouts.back
+        frame = frames.get(self.observed)
+        waited = self._waited(frame)
+        return ended, waited, self._place(frame, waited)
+
     def _waited(self, frame: FrameType | None) -> float:
         """For how many seconds the process has been waiting for one collective, autotp's or another."""
         doing: Any = None
@@ -189,11 +201,11 @@ class Watch:
             self._doing = doing, now
         return now - self._doing[1]
 
-    def _record(self, frame: FrameType | None, waited: float) -> dict[str, Any]:
+    def _record(self, place: str) -> dict[str, Any]:
         calls = [(number, str(call), checking) for number, (call, checking) in list(self._calls().items())[-_CALLS:]]
         texts = {_digest(text): text for _, text, _ in calls}
         trail = [(number, _digest(text), checking) for number, text, checking in calls]
-        return {"beat": self.beat, "place": self._place(frame, waited), "trail": trail, "texts": texts}
+        return {"beat": self.beat, "place": place, "trail": trail, "texts": texts}
 
     def _calls(self) -> dict[int, tuple[Any, bool]]:
         """The last calls, by number, and whether the ranks are comparing them."""

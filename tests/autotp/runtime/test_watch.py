@@ -1,7 +1,9 @@
 """What ranks learn of each other while they wait: by records in a store."""
 
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 import torch.distributed as dist
@@ -116,3 +118,20 @@ def test_the_thread_ends_when_it_is_told_to():
     watch.start()
     watch.stop()
     assert threading.active_count() == before
+
+
+def test_what_a_function_made_ends_with_it_though_it_was_watched():
+    (one,) = watches(1)
+
+    def watched():
+        made = What()
+        thread = threading.Thread(target=one.look)
+        thread.start()
+        thread.join()
+        return weakref.ref(made)
+
+    gc.disable()
+    try:
+        assert watched()() is None
+    finally:
+        gc.enable()
