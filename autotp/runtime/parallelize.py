@@ -222,9 +222,22 @@ def _join() -> None:
 
 
 def _kind_of_device(model: nn.Module) -> str:
-    """Where the module runs: on GPUs if the processes' library is for these, or if it knows both and the model is there."""
+    """Where the module runs: on GPUs if the processes' library is for these, or if the model is there.
+
+    Raises:
+        AutotpError: several processes would exchange what is on GPUs by gloo, most of whose collectives do not check where
+            a tensor is, and end the process.
+    """
     there = any(tensor.device.type == "cuda" for tensor in itertools.chain(model.parameters(), model.buffers()))
-    return "cuda" if torch.cuda.is_available() and (there or "nccl" in str(dist.get_backend())) else "cpu"
+    backend = str(dist.get_backend())
+    if not torch.cuda.is_available() or not (there or "nccl" in backend):
+        return "cpu"
+    if backend == "gloo" and dist.get_world_size() > 1:
+        raise AutotpError(
+            "the model is on a GPU, but the process group's backend is gloo, which exchanges tensors of CPUs: "
+            "call torch.distributed.init_process_group('nccl'), or move the model with .cpu()"
+        )
+    return "cuda"
 
 
 def _refuse_hooks(model: nn.Module) -> None:

@@ -191,6 +191,15 @@ def _instance_norm(build: Builder, node: fx.Node, given: Arguments) -> Any:
     return build.emit(aten.batch_norm.default, (x, weight, bias, *running, False, 0.0, eps, False), like=node)
 
 
+def _cdist(build: Builder, node: fx.Node, given: Arguments) -> Any:
+    """With the kernel that torch chooses by the numbers of rows, which are others on a device: not each has all dtypes."""
+    if given["p"] != 2 or given.get("compute_mode"):
+        return None
+    one, other = given["x1"], given["x2"]
+    kernel = 1 if max(one.meta["val"].shape[-2], other.meta["val"].shape[-2]) > _FEW_ROWS else 2
+    return build.emit(aten.cdist.default, (one, other, 2.0, kernel), like=node)
+
+
 def _cat(build: Builder, node: fx.Node, given: Arguments) -> Any:
     """Without vectors of nothing, which torch takes beside tensors of any rank."""
     value, tensors = node.meta["val"], given["tensors"]
@@ -201,6 +210,8 @@ def _cat(build: Builder, node: fx.Node, given: Arguments) -> Any:
     return build.emit(aten.cat.default, (some, given["dim"]), like=node) if alike and 0 < len(some) < len(tensors) else None
 
 
+#: Up to so many rows, torch takes differences of coordinates; from more on, a product.
+_FEW_ROWS = 25
 #: What always makes a tensor of its own, though its numbers may be another's.
 _COPIES = frozenset(
     f"aten::{name}" for name in ("clone", "lift_fresh_copy", "_to_copy", "add", "sub", "mul", "div", "true_divide", "cat")
@@ -216,6 +227,7 @@ _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("aten::add", "aten::sub"), _neutral(0)),
     **dict.fromkeys(("aten::mul", "aten::div", "aten::true_divide"), _neutral(1)),
     "aten::cat": _cat,
+    "aten::cdist": _cdist,
     "aten::embedding": _embedding,
     "aten::embedding_bag": _embedding_bag,
     "aten::instance_norm": _instance_norm,
