@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from autotp.costs.model import Fused, Model
+from autotp.costs.model import Model
 from autotp.costs.prices import Prices
 from passes.graph import cast_of
 from passes.rules.factors import Value, value_of
@@ -106,7 +106,8 @@ def least_seconds(model: Model, prices: Prices, longer: float = 1.0) -> float:
 def kernels(model: Model, prices: Prices, node: fx.Node) -> float:
     """How many kernels an operator and its gradients are; none, if it is a view or part of another one's."""
     rule = rule_of(node)
-    if (rule is not None and rule.view) or prices.fused.get(node, Fused()).results:
+    fused = prices.fused.get(node)
+    if (rule is not None and rule.view) or (fused is not None and not fused.ends):
         return 0.0
     return prices.passes(node, node in model.differentiated)
 

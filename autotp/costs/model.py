@@ -26,19 +26,35 @@ __all__ = ["Fused", "Model", "shown_by", "trained_values"]
 T = TypeVar("T")
 
 #: Kinds of operators that a compiler makes one kernel of, where one reads what another gives.
-_FUSING = frozenset({"pointwise", "norm", "softmax"})
+_FUSING = frozenset({"pointwise", "norm", "softmax", "copy"})
 
 
 class Fused(NamedTuple):
-    """What stays inside one kernel where an operator is compiled together with those beside it.
+    """How often what an operator reads and makes goes through memory where it is compiled with the operators beside it.
+
+    In the forward pass a kernel reads what is made outside it, once, and writes what is read outside it, or in the
+    backward pass. There it reads the gradients of what is read outside, and what was kept, once, and writes the gradients
+    of what was made outside.
 
     Attributes:
-        operands: positions of those that it need not read from memory.
-        results: whether it need not write its results, and has no kernel of its own.
+        operands: for each operand, times in the forward pass, and in the backward pass its gradient included.
+        results: the same for each result.
+        besides: what is written for the backward pass and read there: (an operand, or -1 for the first result; how many
+            times as large it is).
+        ends: whether something is read outside the kernel that it is in; kernels are counted where they end.
     """
 
-    operands: frozenset[int] = frozenset()
-    results: bool = False
+    operands: tuple[tuple[int, int], ...]
+    results: tuple[int, int]
+    besides: tuple[tuple[int, float], ...] = ()
+    ends: bool = True
+
+    def moved(self, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, Any]:
+        """Bytes in the forward and in the backward pass, given those of every operand and result."""
+        tensors = [*zip(operands, self.operands, strict=True), *((each, self.results) for each in results)]
+        kept = sum([*operands, *results[:1]][position] * larger for position, larger in self.besides)
+        ahead, behind = (sum(each * times[i] for each, times in tensors) for i in (0, 1))
+        return ahead + kept, behind + kept
 
 
 def _of_graph(make: Callable[[Model], T]) -> Any:
@@ -193,10 +209,10 @@ class Model:
         return any(value_of(operands[position]) == value for position in positions)
 
     def fused(self, *, train: bool) -> Mapping[fx.Node, Fused]:
-        """Operator -> what a compiler keeps inside kernels, wherever collectives are.
+        """Operator of a kind that a compiler fuses -> what goes through memory for it, wherever collectives are.
 
-        Operators of some kinds are fused along an edge, unless something that is not fused lies on another way from one to
-        the other. A result is written nevertheless if the model returns it, or the backward pass reads it.
+        Two of them are in one kernel if one reads what the other makes, or both read the same, unless something that is
+        not fused lies on another way from one to the other.
 
         Args:
             train: whether there is a backward pass.
@@ -204,24 +220,40 @@ class Model:
         depth: dict[fx.Node, int] = {}  # how many changes between what is fused and what is not lie before an operator
         fusing = {node for node in self.operators if (rule := rule_of(node)) is not None and rule.kind in _FUSING}
         fusing -= self.shown.keys()
-        written = {self.root(value_of(leaf)) for leaf in self.returned}
-        for node, operands in self.operands.items():
-            sources = [self.root(value_of(n))[0] for n in operands]
-            depth[node] = max((depth.get(n, 0) + (not {n, node} <= fusing) for n in sources), default=0)
-            if train:
-                written |= {self.root(value_of(operands[position])) for position in self.kept(node).operands}
-            if train and self.kept(node).results:
-                written.add((node, 0))
-        inside: dict[fx.Node, frozenset[int]] = {}
-        for node, operands in self.operands.items():
-            shown = [self.root(value_of(n)) for n in operands]
-            fuses = [{made, node} <= fusing and depth[made] == depth[node] for made, _ in shown]
-            inside[node] = frozenset(position for position, yes in enumerate(fuses) if yes)
+        shown = {node: [self.root(value_of(n)) for n in operands] for node, operands in self.operands.items()}
+        inside: dict[fx.Node, list[bool]] = {}
+        leaves = {self.root(value_of(leaf)) for leaf in self.returned}
+        held: set[Value] = set()  # for the backward pass
+        for node, values in shown.items():
+            depth[node] = max((depth.get(n, 0) + (not {n, node} <= fusing) for n, _ in values), default=0)
+            inside[node] = [{made, node} <= fusing and depth[made] == depth[node] for made, _ in values]
             if node not in self.shown:
-                written |= {value for value, yes in zip(shown, fuses, strict=True) if not yes}
-        read = {self.root(value) for value in self.readers}
-        found = {n: Fused(inside[n], n in fusing and (n, 0) in read and (n, 0) not in written) for n in self.operators}
-        return {node: found[self.stands.get(node, node)] for node in found}
+                leaves |= {value for value, within in zip(values, inside[node], strict=True) if not within}
+            kept = self.kept(node) if train and node not in self.recomputed else NOTHING
+            held |= {values[position] for position in kept.operands} | ({(node, 0)} if kept.results else set())
+        once: set[tuple[str, int, Value]] = set()
+
+        def first(what: str, node: fx.Node, value: Value) -> bool:
+            known = len(once)
+            once.add((what, depth[node], value))
+            return len(once) > known
+
+        found = {}
+        for node in shown:
+            if node not in fusing:
+                continue
+            back, operands = self.kept(node) if train else NOTHING, []
+            for position, (value, within) in enumerate(zip(shown[node], inside[node], strict=True)):
+                ahead = not within and first("read", node, value)
+                again = position in back.operands and (not within or value in held) and first("kept", node, value)
+                returns = train and not within and value in self.trained and first("gradient", node, value)
+                operands.append((int(ahead), again + returns))
+            own, ends = (node, 0), (node, 0) in leaves or (node, 0) not in self.readers
+            again = back.results and own in held and first("kept", node, own)
+            tensors = [*(n.meta["val"] for n in self.operands[node]), *results_of(node)[:1]]
+            besides = tuple((position, size / tensors[position].element_size()) for position, size in back.besides)
+            found[node] = Fused(tuple(operands), (int(ends or own in held), (train and ends) + again), besides, ends)
+        return {node: found[stand] for node in self.operators if (stand := self.stands.get(node, node)) in found}
 
     def kept(self, node: fx.Node) -> Kept:
         """What the gradients of an operator's operands are made of, where nothing inside it is sharded."""

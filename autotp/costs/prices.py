@@ -50,7 +50,7 @@ class Prices:
             travels alone.
         accumulate: how many micro-batches a step has. What ``reshard`` gives is for a whole step, of which gradients of
             parameters are reduced once; all else here is for one micro-batch.
-        fused: operator -> what is neither read nor written where what lies between collectives is compiled.
+        fused: operator -> what goes through memory for it where what lies between collectives is compiled.
     """
 
     def __init__(
@@ -165,8 +165,8 @@ class Prices:
 
     def faster_staged(self, axes: tuple[int, ...], volume: float) -> bool:
         """Whether an all_reduce of so many bytes goes over the last of the axes first; see `passes.overlap.stage`."""
-        volumes = np.array([volume])
-        return bool(self.in_stages(axes, volumes)[0, 0] < _STAGED * self.alone("all_reduce", axes, volumes)[0])
+        one = np.array([volume])
+        return bool(self.in_stages(axes, one)[0, 0] < _STAGED * self.alone("all_reduce", axes, one)[0])
 
     def _moving(
         self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout, parameter: bool = False
@@ -267,25 +267,23 @@ class Prices:
         operands, results = [n.meta["val"] for n in operands_of(node)], results_of(node)
         if (not operands and not results) or (table is not None and table.view):
             return None
-        moved, fused = np.zeros(len(space.serves)), self.fused.get(node, Fused())
-        read = [each for i, each in enumerate(zip(operands, space.wants, strict=True)) if i not in fused.operands]
-        written = [] if fused.results else zip(results, space.results, strict=True)
-        for tensor, rows in (*read, *written):
-            moved += local_elements(tuple(tensor.shape), rows, self.mesh) * tensor.element_size()
+        read, written = (
+            [local_elements(tuple(t.shape), rows, self.mesh) * t.element_size() for t, rows in zip(*each, strict=True)]
+            for each in ((operands, space.wants), (results, space.results))
+        )
         dtype = str((results or operands)[0].dtype).removeprefix("torch.")
         dims: Any = None
         if kind_of(node) == "product" and space.operator.factors:
             factors = space.operator.factors.values()
-            made = [frozenset(f.name for f in factors if f.kind == kind) for kind in "mkn"]
-            sizes = (math.prod(f.size for f in factors if f.kind == kind) for kind in "mkn")
-            dims = tuple(size / self._ways(space.axes_of(names)) for size, names in zip(sizes, made, strict=True))
-        passes = self.passes(node, gradient)
-        share = flop / self._ways(space.factors())
-        return compute.Work(passes * share, passes * moved, dtype, kind_of(node), dims, 0.0 if fused.results else passes)
-
-    def _ways(self, axes: np.ndarray) -> np.ndarray:
-        """``[S]`` among how many devices so marked axes, ``[S, axes]``, divide something."""
-        return np.asarray(np.where(axes, np.array(self.mesh), 1).prod(axis=-1))
+            made = [[f for f in factors if f.kind == kind] for kind in "mkn"]
+            dims = tuple(math.prod(f.size for f in fs) / space.ways(self.mesh, *(f.name for f in fs)) for fs in made)
+        passes, fused = self.passes(node, gradient), self.fused.get(node)
+        share = passes * flop / space.ways(self.mesh, *space.operator.factors)
+        if fused is None:
+            return compute.Work(share, passes * sum((*read, *written)), dtype, kind_of(node), dims, passes)
+        moved = sum(fused.moved(read, written)[: 2 if self.train and gradient else 1])
+        # Whatever it computes, it is a loop that the compiler wrote.
+        return compute.Work(share, moved, dtype, "pointwise", dims, passes if fused.ends else 0.0)
 
     def computing(self, space: Space, flop: float, *, gradient: bool) -> np.ndarray:
         """Seconds of computing for all strategies at once, ``[S]``."""
@@ -299,10 +297,13 @@ class Prices:
 
     def behind(self, node: fx.Node, *, gradient: bool) -> tuple[float, float]:
         """Which shares of an operator's computing, and of the collectives inside it, belong to the backward pass."""
-        table = rule_of(node)
+        table, fused = rule_of(node), self.fused.get(node)
         forward, backward = table.statistics if table is not None else (1, 0)
-        inner = backward / (forward + backward) if self.train and gradient and backward else 0.0
-        return 1 - 1 / self.passes(node, gradient), inner
+        if not (self.train and gradient):
+            return 0.0, 0.0
+        sizes = [n.meta["val"].nbytes for n in operands_of(node)], [t.nbytes for t in results_of(node)]
+        ahead, late = (1.0, self.passes(node, gradient) - 1) if fused is None else fused.moved(*sizes)
+        return late / max(ahead + late, 1.0), backward / max(forward + backward, 1)
 
     def inside(self, space: Space, *, gradient: bool) -> tuple[np.ndarray, np.ndarray]:
         """Of collectives inside the operator for all strategies at once: bytes received, ``[S]``, and `spent`."""
@@ -313,7 +314,7 @@ class Prices:
         operand = operands_of(space.operator.node)[0].meta["val"]
         rows = local_elements(tuple(operand.shape), space.wants[0], self.mesh) * operand.element_size()
         for name in rule.inner:
-            rows = rows / np.maximum(1, -(-rule.sizes[name] // self._ways(space.axes_of(frozenset({name})))))
+            rows = rows / np.maximum(1, -(-rule.sizes[name] // space.ways(self.mesh, name)))
         forward, backward = table.statistics
         times = forward + (backward if self.train and gradient else 0)
         groups = (space.axes_of(rule.inner) * (1 << np.arange(len(self.mesh)))).sum(axis=-1)

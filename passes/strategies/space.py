@@ -75,9 +75,9 @@ class Space:
         chosen = np.array([name in names for name in self.names])
         return chosen[self.serves]
 
-    def factors(self) -> np.ndarray:
-        """``[S, axes]``: whether the axis serves a factor at all."""
-        return np.array([name in self.operator.factors for name in self.names])[self.serves]
+    def ways(self, mesh: Sequence[int], *names: str) -> np.ndarray:
+        """``[S]``: into how many parts devices divide what these factors count together."""
+        return np.asarray(np.where(self.axes_of(frozenset(names)), np.array(mesh), 1).prod(axis=-1))
 
     def valid(self, mesh: tuple[int, ...]) -> np.ndarray:
         """``[S]``: which strategies exist on a mesh."""
