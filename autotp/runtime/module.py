@@ -25,7 +25,7 @@ from autotp.runtime.programs import MOST, Joined, Program, Programmed, Programs,
 from autotp.runtime.recording import Event, recorded
 from autotp.runtime.rewrite import Rewritten
 from autotp.runtime.state import distribute, held_part, local_part, local_parts, of_rank_0, state_of
-from autotp.runtime.submodule import Sealed, plain_attributes
+from autotp.runtime.submodule import Sealed
 from passes.capture import matching
 from passes.layouts.layout import Layout, describe, is_shard, place, take
 from passes.world.process import ProcessWorld
@@ -119,7 +119,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
         # Finding each by its path at every step would take longer than all that is done with them.
         names = {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers(remove_duplicate=False))}
         self._owners = {name: self._owner(name) for name in names}
-        self._plain = plain_attributes(model)
+        self._stand_for(model)
         self._seal()
         observed = {id(module) for module in matching(model, plan.observe).values()}
         for module, each in zip(list(model.modules())[1:], modules[1:], strict=True):

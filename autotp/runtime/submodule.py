@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import enum
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Set
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
@@ -14,31 +17,60 @@ from torch.utils.hooks import RemovableHandle
 from autotp.errors import AutotpError
 from autotp.runtime.programs.observed import unobserved
 
-__all__ = ["Sealed", "Submodule", "plain_attributes"]
+__all__ = ["Sealed", "Submodule"]
 
-_PLAIN = (bool, int, float, str, tuple, type(None))
+_DATA = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
+#: What a model of transformers does by methods, and autotp otherwise.
+_INSTEAD = {
+    "generate": "autotp.integrations.generate",
+    "save_pretrained": "autotp.save_pretrained",
+    "from_pretrained": "autotp.load_pretrained",
+}
 #: torch's own modules that only hold others, or parameters.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 #: Their methods that change what they hold, past a module's own methods or together with what they know besides.
 _CHANGING = ("append", "extend", "insert", "pop", "popitem", "clear", "update", "setdefault", "__delitem__")
-#: What containers of parameters know besides.
-_KNOWN = ("_size", "_keys")
 _GONE = object()
+_UNCHANGED = "the graph cannot follow a change. Change it on the model, and distribute the model again"
 
 
-def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's own public attributes that are numbers, text and the like."""
-    own = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
-    return {name: value for name, value in own.items() if isinstance(value, _PLAIN)}
+def _is_data(value: Any, depth: int = 4) -> bool:
+    """Whether it holds numbers, text and the like alone, as a configuration does, and no tensors or modules."""
+    if isinstance(value, _DATA):
+        return True
+    held: Any = value if isinstance(value, (dict, list, tuple, set, frozenset)) else getattr(value, "__dict__", None)
+    if not depth or held is None or callable(value) or isinstance(value, Tensor):
+        return False
+    return all(_is_data(each, depth - 1) for each in (held.values() if hasattr(held, "values") else held))
+
+
+@functools.cache
+def _read_only(kind: Any) -> Any:
+    def refuse(_: Any, name: str, *__: Any) -> NoReturn:
+        raise AutotpError(f"{kind.__name__}.{name} of a distributed module: {_UNCHANGED}")
+
+    def copied(self: Any, _: Any) -> Any:
+        return object.__new__, (kind,), vars(self).copy()
+
+    own = {"__setattr__": refuse, "__delattr__": refuse, "__reduce_ex__": copied, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), own)
+
+
+def _as_it_was(value: Any) -> Any:
+    """Data that cannot be changed where it is read; copies of it can."""
+    if isinstance(value, (*_DATA, tuple, frozenset)):
+        return value
+    if isinstance(value, (list, set)):
+        return tuple(value) if isinstance(value, list) else frozenset(value)
+    if isinstance(value, dict):
+        return _Fixed(value, _UNCHANGED)
+    made: Any = copy.copy(value)
+    made.__class__ = _read_only(made.__class__)
+    return made
 
 
 class _Fixed(dict[Any, Any]):
-    """What a module holds, or its hooks, as they were when the model was captured: writes past the module are refused.
-
-    Args:
-        given: it.
-        why: says why it cannot change.
-    """
+    """What a module holds, or its hooks, as they were when the model was captured; ``why`` says why that cannot change."""
 
     def __init__(self, given: Mapping[Any, Any], why: str) -> None:
         super().__init__(given)
@@ -58,24 +90,51 @@ class _Fixed(dict[Any, Any]):
 
 
 class Sealed(nn.Module):
-    """A module that stands for one that was captured: what its graph cannot follow is refused."""
+    """A module that stands for one that was captured: what its graph cannot follow is refused.
+
+    It has what that module has beside its parts: its data, to be read; and the methods and properties of its class, which
+    act on this one. A method that would compute with parts of the model is refused by them.
+    """
 
     _path = ""
-    _plain: Mapping[str, Any] = {}  # what `plain_attributes` found
+    _kind: Any = nn.Module  # the class of the model's module
+    _data: Mapping[str, Any] = {}  # its attributes that are numbers, text and the like, or hold such alone
     _fixed: Set[str] = frozenset()  # names of methods that the graph does the work of
     _sealed = False  # whether it has all its parameters and modules
 
+    def _stand_for(self, module: nn.Module) -> None:
+        """Takes what a module of the model has beside its parts."""
+        base = vars(nn.Module())
+        self._kind = type(module)
+        self._data = {name: value for name, value in vars(module).items() if name not in base and _is_data(value)}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in self._data:
+                return _as_it_was(self._data[name])
+            own = inspect.getattr_static(self._kind, name, _GONE)
+            if own is _GONE or name.startswith("__"):
+                raise
+        code = getattr(own, "__code__", None)
+        if name in _INSTEAD or (code is not None and "__class__" in code.co_freevars):  # it calls super()
+            instead = _INSTEAD.get(name, f"the model's own {name}, before it is distributed")
+            raise AttributeError(f"a distributed module has no {self._kind.__name__}.{name}: use {instead}")
+        return own.__get__(self, self._kind) if hasattr(own, "__get__") else _as_it_was(own) if _is_data(own) else own
+
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._plain and not (type(value) is type(self._plain[name]) and value == self._plain[name]):
+        own = _GONE if name.startswith("_") else self._data.get(name, _GONE)
+        if own is not _GONE and not (type(value) is type(own) and value == own):
             raise AutotpError(
-                f"{self._path or type(self).__name__}.{name} was {self._plain[name]!r} when the model was captured, and "
-                f"the graph cannot follow a change to {value!r}. Set it on the model, and distribute the model again"
+                f"{self._path or type(self).__name__}.{name} was {own!r} when the model was captured, and is set to "
+                f"{value!r}: {_UNCHANGED}"
             )
         self._require_followed(name, value, isinstance(value, (nn.Module, nn.Parameter)) or name in self._fixed)
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        self._require_followed(name, _GONE, name in self._plain)
+        self._require_followed(name, _GONE, name in self._data)
         super().__delattr__(name)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
@@ -166,12 +225,7 @@ class Submodule(Sealed):
 
     @staticmethod
     def like(path: str, module: nn.Module) -> Submodule:
-        """An empty one for a module of the model, as that was when it was captured.
-
-        Args:
-            path: the module's.
-            module: it.
-        """
+        """An empty one for a module of the model, at its path, as that was when it was captured."""
         found: Any = type(module)
         own = found.__module__.startswith("torch.nn.modules.")
         # What has several layers, and recurrent ones, do more with their parts than hold them.
@@ -183,9 +237,23 @@ class Submodule(Sealed):
         for table in ("_parameters", "_buffers", "_modules"):
             getattr(made, table).update({name: None for name, value in getattr(module, table).items() if value is None})
         made._shown = module.extra_repr()
-        made._plain = plain_attributes(module)
-        made.__dict__ |= made._plain | {name: vars(module)[name] for name in _KNOWN if name in vars(module)}
+        made._stand_for(module)
         return made
+
+    def train(self, mode: bool = True) -> Submodule:
+        """As a module's own.
+
+        Raises:
+            AutotpError: a class of the model, here or below, has another ``train``.
+        """
+        own = next(
+            (m._path for m in self.modules() if isinstance(m, Sealed) and m._kind.train is not nn.Module.train), None
+        )
+        if own is not None:
+            raise AutotpError(
+                f"{own}.train is the model's own: call train or eval of the distributed module, which call it"
+            )
+        return super().train(mode)
 
     def extra_repr(self) -> str:
         """What the model's module shows of itself."""
@@ -225,11 +293,7 @@ class Submodule(Sealed):
             raise unobserved(self._path)
 
     def _refuse_hook(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuses.
-
-        Raises:
-            AutotpError: always; nothing would call the hook.
-        """
+        """Refuses: nothing would call the hook."""
         raise AutotpError(self._uncalled())
 
     def _uncalled(self) -> str:

@@ -63,6 +63,19 @@ class Programmed(nn.Module):
         with self._programs.not_syncing():
             yield
 
+    def train(self, mode: bool = True) -> Programmed:
+        """As the model's own, which may leave some modules as they are."""
+        model = self._programs.model
+        if not isinstance(model, nn.Module):  # which cannot be copied
+            return super().train(mode)
+        pairs = [*zip(self._moded, model.modules(), strict=True)]
+        for mine, its in pairs:
+            its.training = mine.training
+        model.train(mode)
+        for mine, its in pairs:
+            mine.training = its.training
+        return self
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As a module's own; gradients that wait to be reduced are dropped too."""
         for program in self._programs.waiting:

@@ -1,0 +1,109 @@
+"""What a distributed module has beside its parts, in a process group of one: data, methods, modes of the model's own."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+import autotp
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm, self.head = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+        self.names, self.options, self.modules_too = ["a", "b"], {"size": 1}, [self.head]
+
+    def forward(self, x):
+        return self.head(self.norm(self.inner(x)))
+
+    def train(self, mode=True):
+        """Normalisation stays in evaluation."""
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def encode(self, x):
+        return self.inner(x)
+
+    def freeze(self):
+        self.inner.requires_grad_(False)
+
+    @property
+    def width(self):
+        return self.inner.in_features
+
+    @staticmethod
+    def error(found, wanted):
+        return (found - wanted).square().mean()
+
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+def test_a_models_own_methods_act_on_the_distributed_module():
+    parallel = autotp.parallelize(Net(), None, (X,), strategy="data")
+    assert parallel.width == 4 and parallel.error(torch.ones(2), 0) == 1
+    parallel.freeze()
+    assert [name for name, p in parallel.named_parameters() if not p.requires_grad] == ["inner.weight", "inner.bias"]
+    with pytest.raises(autotp.AutotpError, match="inner is a part of a distributed module, and holds state alone"):
+        parallel.encode(X)
+    with pytest.raises(AttributeError, match="no attribute 'decode'"):
+        parallel.decode(X)
+
+
+def test_data_is_read_and_not_changed():
+    parallel = autotp.parallelize(Net(), None, (X,), strategy="data")
+    assert parallel.names == ("a", "b") and parallel.options == {"size": 1} and not hasattr(parallel, "modules_too")
+    for wrong in (
+        lambda: parallel.options.update(size=2),
+        lambda: setattr(parallel, "options", {}),
+        lambda: setattr(parallel.inner, "in_features", 5),
+    ):
+        with pytest.raises(autotp.AutotpError, match="the graph cannot follow a change"):
+            wrong()
+    assert copy.deepcopy(parallel).options == {"size": 1}
+
+
+def test_modes_are_those_that_the_models_own_train_gives():
+    model = Net().train()
+    parallel = autotp.parallelize(copy.deepcopy(model), None, (X,), strategy="data")
+    for switch in (lambda m: m.eval(), lambda m: m.train()):
+        for each in (model, parallel):
+            switch(each)
+        assert not parallel.norm.training and parallel.head.training == model.head.training
+        torch.testing.assert_close(parallel(X), model(X))
+    torch.testing.assert_close(parallel.norm.running_mean, model.norm.running_mean)
+    nested = autotp.parallelize(nn.Sequential(Net()), None, (X,), strategy="data")
+    assert not nested.train().get_submodule("0").norm.training
+    with pytest.raises(autotp.AutotpError, match=r"0.train is the model's own: call train or eval of the distributed"):
+        nested.get_submodule("0").eval()
+
+
+def test_a_language_model_has_its_configuration():
+    sizes = {"n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 16, "bos_token_id": None, "eos_token_id": None}
+    config = transformers.GPT2Config(**sizes, use_cache=False)
+    parallel = autotp.parallelize(transformers.GPT2LMHeadModel(config), None, (torch.zeros(2, 4, dtype=torch.long),))
+    assert isinstance(parallel.config, transformers.GPT2Config) and parallel.config.to_dict() == config.to_dict()
+    assert parallel.dtype == torch.float32 and parallel.num_parameters() == sum(p.numel() for p in parallel.parameters())
+    assert parallel.get_input_embeddings() is parallel.transformer.wte
+    with pytest.raises(autotp.AutotpError, match=r"GPT2Config.use_cache of a distributed module"):
+        parallel.config.use_cache = False
+    for copied in (copy.deepcopy(parallel.config), pickle.loads(pickle.dumps(parallel.config))):
+        copied.use_cache = not config.use_cache
+        assert type(copied) is transformers.GPT2Config
+    with pytest.raises(AttributeError, match=r"has no GPT2LMHeadModel.generate: use autotp.integrations.generate"):
+        parallel.generate(torch.zeros(2, 4, dtype=torch.long))
+    with pytest.raises(autotp.AutotpError, match="gradient_checkpointing was False when the model was captured"):
+        parallel.gradient_checkpointing_enable()
