@@ -153,7 +153,9 @@ class DistributedModule(Programmed, Sealed, Untraced):
             key, inputs = programs.key(self._moded, args, kwargs)
         if (whole := programs.joined(key, args, kwargs, inputs)) is not None:
             key, args, kwargs, inputs = whole.key, whole.args, whole.kwargs, whole.inputs
-        program = programs.of(key, args, kwargs, inputs)
+        held = ((name, owner._parameters.get(own)) for name, (owner, own) in self._owners.items())
+        frozen = [name for name, each in held if each is not None and not each.requires_grad] if key.gradients else ()
+        program = programs.of(key, args, kwargs, inputs, tuple(frozen))
         captured, parameters = program.captured, self._own_parameters(program)
         for other in programs.waiting:
             other.accumulation.check(self._own_parameters(other))

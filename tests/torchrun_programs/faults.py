@@ -69,6 +69,17 @@ def known_call():
     parallel(x)
 
 
+def freezes():
+    """One rank freezes a parameter."""
+    parallel, x = made()
+    parallel(x).backward()
+    if rank == 1:
+        next(parallel.parameters()).requires_grad_(False)
+    parallel(x).backward()
+    time.sleep(LIMIT)
+    parallel(x)
+
+
 def stopped():
     """A rank stops."""
     parallel, x = made()

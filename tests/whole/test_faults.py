@@ -34,6 +34,12 @@ def test_ranks_that_make_different_calls_are_told(torchrun, how):
         assert "training with gradients" in line and "evaluation without gradients" in line
 
 
+@pytest.mark.distributed
+def test_ranks_that_froze_other_parameters_are_told(torchrun):
+    for line in found(torchrun(2, "faults.py", "freezes")):
+        assert "the ranks made different calls" in line and ", frozen " in line and " on rank 0" in line, line
+
+
 @pytest.mark.exact
 @pytest.mark.distributed
 def test_a_rank_that_comes_late_is_waited_for(torchrun):

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from autotp.runtime.schedules import Schedules
 from passes.capture import Captured
 from passes.capture.signature import path_of
 
-__all__ = ["Key", "Program", "blueprint"]
+__all__ = ["Call", "Key", "Program", "blueprint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,21 @@ class Key:
         wanted = "with gradients" if self.gradients else "without gradients"
         joined = " of all ranks" if self.whole else ""
         return f"{mode} {wanted}, inputs{joined} {', '.join(given + others) or 'none'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a call is for, as ranks tell each other: its key, and the names of the parameters that are frozen."""
+
+    key: Key
+    frozen: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if not self.frozen:
+            return str(self.key)
+        some, rest = ", ".join(self.frozen[:3]), self.frozen[3:]
+        others = f" and {len(rest)} more ({crc32(' '.join(rest).encode()):08x})" if rest else ""
+        return f"{self.key}, frozen {some}{others}"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -26,7 +26,7 @@ from autotp.runtime.agreement import Agreement, agreed
 from autotp.runtime.compiled import Overlap
 from autotp.runtime.output_guard import made_of
 from autotp.runtime.programs.monitor import Monitor
-from autotp.runtime.programs.program import Key, Program
+from autotp.runtime.programs.program import Call, Key, Program
 from autotp.runtime.programs.rows import Joined, joined, require_same_inputs
 from autotp.runtime.rewrite import Rewritten, apply, parts_of
 from autotp.runtime.schedules import Schedules
@@ -188,7 +188,12 @@ class Programs:
         return joined(self.agreement, part, first, key, self.parts(key), (args, kwargs), bound, inputs)
 
     def of(
-        self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor] | None = None
+        self,
+        key: Key,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        inputs: Sequence[Tensor] | None = None,
+        frozen: tuple[str, ...] = (),
     ) -> Program:
         """The program of a call; it is made, on all processes alike, where there is none yet.
 
@@ -196,6 +201,7 @@ class Programs:
             key: the call's.
             args, kwargs: of the call.
             inputs: its tensors, whose values are checked in the first call of every kind; None: nothing is computed.
+            frozen: names of the parameters that have no gradients, which has to be so on all processes.
 
         Raises:
             AutotpError: there are as many programs as there may be, or none can be made.
@@ -203,11 +209,11 @@ class Programs:
                 have not.
         """
         unseen = inputs is not None and (key not in self.checked or self.debug)
-        checked = unseen or key not in self.known
+        checked, call = unseen or key not in self.known, Call(key, frozen)
         if checked or inputs is not None:
-            self.agreement.whereabouts.called(key, checked=checked)
+            self.agreement.whereabouts.called(call, checked=checked)
         if checked:
-            self._check(key, inputs or ())
+            self._check(call, inputs or ())
             self.agreement.whereabouts.agreed()
         if inputs is not None:
             self.checked.add(key)
@@ -216,12 +222,12 @@ class Programs:
                 self._make(key, args, kwargs)
         return self.known[key]
 
-    def _check(self, key: Key, inputs: Sequence[Tensor]) -> None:
+    def _check(self, call: Call, inputs: Sequence[Tensor]) -> None:
         if self.agreement.processes == 1:
             return
-        (at,) = self.world.hosted
+        (at,), key = self.world.hosted, call.key
         part = () if key.whole else tuple(at[axis] for axis in self.split)
-        every = self.agreement.gathered((part, str(key), [checksum(tensor) for tensor in inputs]))
+        every = self.agreement.gathered((part, str(call), [checksum(tensor) for tensor in inputs]))
         require_same_inputs(key, self.parts(key), every)
 
     def _make(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
