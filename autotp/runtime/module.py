@@ -21,7 +21,7 @@ from autotp.runtime.agreement import JobAgreement
 from autotp.runtime.anatomy import CONSTANTS, WORLD, Untraced, attach, bound, carrying, find, hierarchy
 from autotp.runtime.compiled import Overlap
 from autotp.runtime.output_guard import guard
-from autotp.runtime.programs import MOST, Joined, Program, Programmed, Programs, blueprint, own_rows, show
+from autotp.runtime.programs import MOST, Joined, Program, Programmed, Programs, blueprint, own_inputs, own_rows, show
 from autotp.runtime.recording import Event, recorded
 from autotp.runtime.rewrite import Rewritten
 from autotp.runtime.state import distribute, held_part, local_part, local_parts, of_rank_0, state_of
@@ -148,9 +148,13 @@ class DistributedModule(Programmed, Sealed, Untraced):
         """One forward pass of the model, with the model's own arguments and output structure."""
         programs = self._programs
         key, inputs = programs.key(self._moded, args, kwargs)
-        if any(isinstance(each, DTensor) for each in inputs):
+        plain = [not isinstance(each, DTensor) for each in inputs]
+        if not all(plain):
             args, kwargs = tree_map(self._given, (args, kwargs))
             key, inputs = programs.key(self._moded, args, kwargs)
+        own: Sequence[bool] = ()
+        if programs.ways > 1 and torch.is_grad_enabled() and any(each.requires_grad for each in inputs):
+            own = [part and each for part, each in zip(programs.parts(key), plain, strict=True)]
         if (whole := programs.joined(key, args, kwargs, inputs)) is not None:
             key, args, kwargs, inputs = whole.key, whole.args, whole.kwargs, whole.inputs
         held = ((name, owner._parameters.get(own)) for name, (owner, own) in self._owners.items())
@@ -159,6 +163,8 @@ class DistributedModule(Programmed, Sealed, Untraced):
         captured, parameters = program.captured, self._own_parameters(program)
         for other in programs.waiting:
             other.accumulation.check(self._own_parameters(other))
+        if own:
+            inputs = own_inputs(inputs, own, programs.ways)
         with programs.agreement.whereabouts.passing():
             results, scheduled = program.run(
                 lambda scheduled: self._values(program, parameters, inputs, scheduled=scheduled),

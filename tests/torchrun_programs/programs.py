@@ -105,6 +105,31 @@ def rows_of_the_batch():
         made["loss"].backward()
 
 
+def through_several_modules():
+    """A rank's rows come from a layer that DDP would average, through two modules, one of them again and again."""
+    torch.manual_seed(0)
+    ranks = dist.get_world_size()
+    x = torch.randn(8, 8, dtype=torch.float64)
+    layers = [nn.Linear(8, 8).double() for _ in range(3)]
+    part = slice(8 // ranks * dist.get_rank(), 8 // ranks * (dist.get_rank() + 1))
+    for inputs in ("local", "uneven"):
+        front, *others = (copy.deepcopy(layer) for layer in layers)
+        step, last = (autotp.parallelize(each, None, (x,), strategy="zero3", inputs=inputs) for each in others)
+        plain = copy.deepcopy(layers)
+        for own, (first, carried, end) in ((x[part], (front, step, last)), (x, plain)):
+            state = first(own)
+            for _ in range(3):
+                state = carried(state).tanh()
+            end(state).square().mean().backward()
+        for parameter in front.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= ranks
+        for mine, theirs in zip((front, step, last), plain, strict=True):
+            for own, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+                found = own.grad.full_tensor() if isinstance(own.grad, DTensor) else own.grad
+                torch.testing.assert_close(found, other.grad, **SIX, msg=inputs)
+
+
 def parts_of_other_sizes():
     """Each rank brings as many rows as it has, or none: all is as of the whole batch, and each has its own rows back."""
     torch.manual_seed(0)
@@ -134,7 +159,7 @@ def parts_of_other_sizes():
                     terms.append(found)
             sum(terms).backward()
             (sum(theirs[name].sin().sum() for name in ("rows", "tokens", "firsts")) + theirs["loss"]).backward()
-            expected = whole.grad.split(sizes)[rank]
+            expected = ways * whole.grad.split(sizes)[rank]  # which what made it will average
             torch.testing.assert_close(own.grad, expected, **SIX, msg=f"{strategy} {outputs} {sizes} the input")
         assert sum(each.key.whole for each in parallel.programs) == 2, parallel.programs
         for (name, own), other in zip(parallel.named_parameters(), plain.parameters(), strict=True):
@@ -378,6 +403,7 @@ def main():
     dist.init_process_group("gloo")
     parts_of_the_batch()
     rows_of_the_batch()
+    through_several_modules()
     parts_of_other_sizes()
     inputs_that_are_no_part_of_a_batch()
     ranks_disagree()

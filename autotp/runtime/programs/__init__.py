@@ -11,6 +11,18 @@ from autotp.runtime.programs.observed import show, unobserved
 from autotp.runtime.programs.program import Key, Program, blueprint
 from autotp.runtime.programs.programmed import Programmed
 from autotp.runtime.programs.programs import MOST, Programs
-from autotp.runtime.programs.rows import Joined, own_rows
+from autotp.runtime.programs.rows import Joined, own_inputs, own_rows
 
-__all__ = ["MOST", "Joined", "Key", "Program", "Programmed", "Programs", "blueprint", "own_rows", "show", "unobserved"]
+__all__ = [
+    "MOST",
+    "Joined",
+    "Key",
+    "Program",
+    "Programmed",
+    "Programs",
+    "blueprint",
+    "own_inputs",
+    "own_rows",
+    "show",
+    "unobserved",
+]

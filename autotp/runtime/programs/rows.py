@@ -23,7 +23,7 @@ from passes.layouts.reshard import Step
 from passes.world import ops
 from passes.world.world import World
 
-__all__ = ["Joined", "joined", "own_rows", "require_same_inputs"]
+__all__ = ["Joined", "joined", "own_inputs", "own_rows", "require_same_inputs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,18 +166,30 @@ def own_rows(value: Tensor, ways: int, call: Joined | None, world: World, axes: 
         if value.requires_grad:
             value = ops.reshard(world, value, (), (Step("all_reduce", axes),), at="an output's rows")
         value = value[call.own(value.shape[0])]
-    return _Averaged.apply(value, ways) if value.requires_grad else value
+    return _Divided.apply(value, ways) if value.requires_grad else value
 
 
-class _Averaged(torch.autograd.Function):
+def own_inputs(inputs: Sequence[Tensor], parts: Sequence[bool], ways: int) -> list[Tensor]:
+    """Inputs whose gradients are of what this rank computes, as with FSDP2 and DDP, and not of the mean over ranks.
+
+    Args:
+        inputs: of a call.
+        parts: which of them are this rank's rows, and no ``DTensor``.
+        ways: in how many parts the ranks have the batch.
+    """
+    pairs = zip(inputs, parts, strict=True)
+    return [_Divided.apply(value, 1 / ways) if part and value.requires_grad else value for value, part in pairs]
+
+
+class _Divided(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, ways: int) -> Tensor:  # type: ignore[override]
-        ctx.ways = ways
+    def forward(ctx: Any, value: Tensor, divisor: float) -> Tensor:  # type: ignore[override]
+        ctx.divisor = divisor
         return value.detach()  # a view made in here could not be changed in place outside
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return gradient / ctx.ways, None
+        return gradient / ctx.divisor, None
 
 
 class _Brought(torch.autograd.Function):
