@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from autotp.runtime.schedules import Schedules
 from passes.capture import Captured
 from passes.capture.signature import path_of
 
-__all__ = ["Call", "Key", "Program", "blueprint"]
+__all__ = ["Call", "Key", "Program", "blueprint", "named_state", "without_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Key:
             and value.
         structure: of the arguments.
         whole: whether ranks that hold parts of the batch have joined them for the call.
+        cast: names and dtypes of the parameters and buffers that have another dtype than the model's.
     """
 
     training: tuple[bool, ...]
@@ -41,6 +43,7 @@ class Key:
     leaves: tuple[tuple[Any, Any], ...]
     structure: Hashable
     whole: bool = False
+    cast: tuple[tuple[str, torch.dtype], ...] = ()
 
     @property
     def tensors(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -56,7 +59,9 @@ class Key:
         others = [repr(value) for kind, value in self.leaves if isinstance(kind, type) and value is not None]
         wanted = "with gradients" if self.gradients else "without gradients"
         joined = " of all ranks" if self.whole else ""
-        return f"{mode} {wanted}, inputs{joined} {', '.join(given + others) or 'none'}"
+        to = sorted({str(dtype)[6:] for _, dtype in self.cast})
+        cast = f", {len(self.cast)} parameters and buffers cast to {' and '.join(to)}" if to else ""
+        return f"{mode} {wanted}, inputs{joined} {', '.join(given + others) or 'none'}{cast}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +129,27 @@ class Program:
         return accumulation.eager(values(False), parameters, syncing=syncing), False
 
 
+def named_state(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by all their names."""
+    return dict(
+        itertools.chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    )
+
+
+def without_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of the same shape and strides whose elements take no memory."""
+    bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device)
+    if not bare.is_meta:
+        bare.untyped_storage().resize_(0)
+    return bare
+
+
 def blueprint(model: nn.Module) -> nn.Module | AutotpError:
     """A copy of a model to capture, whose parameters and buffers take no memory; or why there is none."""
     tensors: dict[int, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        if not bare.is_meta:
-            bare.untyped_storage().resize_(0)
-        learned = isinstance(tensor, nn.Parameter)
-        tensors[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if learned else bare
+        bare = without_memory(tensor, tensor.dtype)
+        tensors[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
     try:
         return copy.deepcopy(model, dict(tensors))
     except Exception as error:  # noqa: BLE001 - what a model holds besides tensors is its own

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from autotp.runtime.programs.program import Program
@@ -62,6 +62,12 @@ class Programmed(nn.Module):
         """
         with self._programs.not_syncing():
             yield
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Programmed:
+        """As a module's own, which ``to``, ``half`` and others call; calls then run programs for the new dtypes."""
+        super()._apply(fn, recurse)
+        self._programs.keep_dtypes(self)
+        return self
 
     def train(self, mode: bool = True) -> Programmed:
         """As the model's own, which may leave some modules as they are."""

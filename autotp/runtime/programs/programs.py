@@ -26,7 +26,7 @@ from autotp.runtime.agreement import Agreement, agreed
 from autotp.runtime.compiled import Overlap
 from autotp.runtime.output_guard import made_of
 from autotp.runtime.programs.monitor import Monitor
-from autotp.runtime.programs.program import Call, Key, Program
+from autotp.runtime.programs.program import Call, Key, Program, named_state, without_memory
 from autotp.runtime.programs.rows import Joined, joined, require_same_inputs
 from autotp.runtime.rewrite import Rewritten, apply, parts_of
 from autotp.runtime.schedules import Schedules
@@ -100,6 +100,8 @@ class Programs:
         leaves = [(x.dtype, next(shapes)) if x.shape is not None else _described(x.value) for x in self.signature.leaves]
         first = Key(tuple(training), plan.mode == "train", tuple(leaves), self.signature.in_spec)
         self.known = {first: self._program(first, plan, rewritten)}
+        self.cast: tuple[tuple[str, torch.dtype], ...] = ()
+        self.dtypes = {name: t.dtype for name, t in named_state(model).items()} if isinstance(model, nn.Module) else {}
         cut = [any(map(is_shard, rewritten.resting(name))) for name in rewritten.captured.inputs]
         self.cut = dict(zip((name for name, _ in first.tensors), cut, strict=True)) if self.split else {}
 
@@ -162,7 +164,12 @@ class Programs:
         leaves, structure = tree_flatten(bind(self.signature.parameters, args, kwargs))
         # As the example's: kernels that read real parts see no others.
         tensors = [leaf.resolve_conj().resolve_neg() for leaf in leaves if isinstance(leaf, Tensor)]
-        return Key(training, gradients, tuple(map(_described, leaves)), structure), tensors
+        return Key(training, gradients, tuple(map(_described, leaves)), structure, cast=self.cast), tensors
+
+    def keep_dtypes(self, module: nn.Module) -> None:
+        """Makes programs from now on for the dtypes that a module's parameters and buffers have now."""
+        have = {name: tensor.dtype for name, tensor in named_state(module).items()}
+        self.cast = tuple((name, dtype) for name, dtype in have.items() if self.dtypes.get(name, dtype) != dtype)
 
     def parts(self, key: Key) -> tuple[bool, ...]:
         """For every tensor of a call whether it is a part of the batch: as in the first program, else as lengths say."""
@@ -255,6 +262,10 @@ class Programs:
             raise self.model
         for module, training in zip(self.model.modules(), key.training, strict=True):
             module.training = training
+        have = self.dtypes | dict(key.cast)
+        for name, tensor in named_state(self.model).items():
+            if tensor.dtype != have[name]:
+                tensor.data = without_memory(tensor, have[name])
         ways = 1 if key.whole else self.ways
         leaves, _ = tree_flatten(bind(self.signature.parameters, args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

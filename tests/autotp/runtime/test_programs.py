@@ -77,6 +77,40 @@ def test_training_with_evaluation_in_between(strategy, mesh, schedule):
     assert [each.plan.mode for each in ours.programs] == ["train", "train", "inference", "inference"]
 
 
+class Widened(nn.Module):
+    """Norms in float32, as Llama's: the graph of a dtype has casts that another dtype's has not."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.weight = nn.Linear(8, 8), nn.Parameter(torch.rand(8))
+
+    def forward(self, x):
+        y = self.inner(x)
+        wide = y.to(torch.float32)
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(y.dtype)
+
+
+def test_programs_follow_the_dtypes_of_parameters():
+    """The tests before cast there and back alone, after which the first graph is right again."""
+    torch.manual_seed(0)
+    model, x = Widened(), torch.randn(8, 8)
+    plain, ours = copy.deepcopy(model), distributed(model, (x,), "data")
+    for dtype in (torch.bfloat16, torch.float64, torch.float32, torch.bfloat16):
+        found = []
+        for each in (ours, plain):
+            each.to(dtype)
+            each.zero_grad()
+            found.append(each(x.to(dtype)))
+            found[-1].sum().backward()
+        assert found[0].dtype == dtype and {p.grad.dtype for p in model.parameters()} == {dtype}
+        bound = {torch.bfloat16: 0.02, torch.float32: 1e-5, torch.float64: 1e-6}[dtype]
+        torch.testing.assert_close(*found, rtol=bound, atol=bound)
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=bound, atol=bound)
+    assert [len(each.key.cast) for each in ours.programs] == [0, 3, 3]
+    assert "3 parameters and buffers cast to float64" in str(ours.programs[2].key)
+
+
 def test_evaluation_with_gradients_is_a_program_of_its_own():
     model, (x, y) = net()
     plain = copy.deepcopy(model).eval()
