@@ -35,8 +35,8 @@ _UNCHANGED = "the graph cannot follow a change. Change it on the model, and dist
 
 
 def _is_data(value: Any, depth: int = 4) -> bool:
-    """Whether it holds numbers, text and the like alone, as a configuration does, and no tensors or modules."""
-    if isinstance(value, _DATA):
+    """Whether it holds numbers, text, functions and the like alone, as a configuration does, and no tensors or modules."""
+    if isinstance(value, (*_DATA, type)) or (inspect.isroutine(value) and not getattr(value, "__closure__", None)):
         return True
     held: Any = value if isinstance(value, (dict, list, tuple, set, frozenset)) else getattr(value, "__dict__", None)
     if not depth or held is None or callable(value) or isinstance(value, Tensor):
@@ -58,7 +58,7 @@ def _read_only(kind: Any) -> Any:
 
 def _as_it_was(value: Any) -> Any:
     """Data that cannot be changed where it is read; copies of it can."""
-    if isinstance(value, (*_DATA, tuple, frozenset)):
+    if isinstance(value, (*_DATA, tuple, frozenset)) or callable(value):
         return value
     if isinstance(value, (list, set)):
         return tuple(value) if isinstance(value, list) else frozenset(value)
@@ -98,15 +98,17 @@ class Sealed(nn.Module):
 
     _path = ""
     _kind: Any = nn.Module  # the class of the model's module
-    _data: Mapping[str, Any] = {}  # its attributes that are numbers, text and the like, or hold such alone
+    _attributes: Set[str] = frozenset()  # its public ones that are no parts
+    _data: Mapping[str, Any] = {}  # those that `_is_data`, private ones too
     _fixed: Set[str] = frozenset()  # names of methods that the graph does the work of
     _sealed = False  # whether it has all its parameters and modules
 
     def _stand_for(self, module: nn.Module) -> None:
         """Takes what a module of the model has beside its parts."""
         base = vars(nn.Module())
-        self._kind = type(module)
-        self._data = {name: value for name, value in vars(module).items() if name not in base and _is_data(value)}
+        own = {name: value for name, value in vars(module).items() if name not in base}
+        self._kind, self._attributes = type(module), frozenset(name for name in own if not name.startswith("_"))
+        self._data = {name: value for name, value in own.items() if _is_data(value)}
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -124,17 +126,15 @@ class Sealed(nn.Module):
         return own.__get__(self, self._kind) if hasattr(own, "__get__") else _as_it_was(own) if _is_data(own) else own
 
     def __setattr__(self, name: str, value: Any) -> None:
-        own = _GONE if name.startswith("_") else self._data.get(name, _GONE)
-        if own is not _GONE and not (type(value) is type(own) and value == own):
-            raise AutotpError(
-                f"{self._path or type(self).__name__}.{name} was {own!r} when the model was captured, and is set to "
-                f"{value!r}: {_UNCHANGED}"
-            )
+        own = self._data.get(name, _GONE)
+        if name in self._attributes and not (type(value) is type(own) and value == own):
+            path, was = self._path or type(self).__name__, "something else" if own is _GONE else repr(own)
+            raise AutotpError(f"{path}.{name} was {was} when the model was captured, and is set to {value!r}: {_UNCHANGED}")
         self._require_followed(name, value, isinstance(value, (nn.Module, nn.Parameter)) or name in self._fixed)
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        self._require_followed(name, _GONE, name in self._data)
+        self._require_followed(name, _GONE, name in self._attributes)
         super().__delattr__(name)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
@@ -211,13 +211,14 @@ def _unfollowed(name: str, kind: str, change: str) -> str:
 class Submodule(Sealed):
     """A module of the model's hierarchy, with its parameters and buffers; the graph does what it did.
 
-    What stands for one of torch's own layers is an instance of that layer's class too, so what goes by types finds it; a
-    container can be indexed, iterated and measured as the model's.
+    It is an instance of the class of the model's module too, so what goes by types finds it; its methods act on this one,
+    and containers can be indexed, iterated and measured as the model's.
 
     Attributes:
         training: as the model's module was; which program a call runs depends on it.
     """
 
+    __repr__ = nn.Module.__repr__
     _fixed = frozenset(("forward",))
     _name = ""
     _observed = False
@@ -227,10 +228,11 @@ class Submodule(Sealed):
     def like(path: str, module: nn.Module) -> Submodule:
         """An empty one for a module of the model, at its path, as that was when it was captured."""
         found: Any = type(module)
-        own = found.__module__.startswith("torch.nn.modules.")
-        # What has several layers, and recurrent ones, do more with their parts than hold them.
-        layer = own and not issubclass(found, nn.RNNBase) and not any(True for _ in module.children())
-        kind: Any = _of_kind(found) if layer or found in _CONTAINERS else Submodule
+        own = found.__module__.startswith("torch.nn.modules.") and found not in _CONTAINERS
+        # Those of torch's that have several layers, and recurrent ones, do more with their parts than hold them.
+        does_more = own and (issubclass(found, nn.RNNBase) or any(True for _ in module.children()))
+        does_more |= found.__getattr__ is not nn.Module.__getattr__
+        kind: Any = Submodule if does_more else _of_kind(found)
         made: Submodule = kind.__new__(kind)
         nn.Module.__init__(made)
         made._path, made._name, made.training = path, module._get_name(), module.training
@@ -327,7 +329,10 @@ def _of_kind(layer: Any) -> Any:
         name: _refusing(getattr(layer, name)) for name in _CHANGING if layer in _CONTAINERS and hasattr(layer, name)
     }
     own = {"__doc__": Submodule.__doc__, "__module__": __name__}
-    return type(layer.__name__, (Submodule, layer), own | changing)
+    try:
+        return type(layer.__name__, (Submodule, layer), own | changing)
+    except Exception:  # noqa: BLE001 - whatever a class asks of those that inherit from it
+        return Submodule
 
 
 def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:

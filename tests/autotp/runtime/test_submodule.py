@@ -24,9 +24,10 @@ class Net(nn.Module):
         super().__init__()
         self.inner, self.norm, self.head = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
         self.names, self.options, self.modules_too = ["a", "b"], {"size": 1}, [self.head]
+        self.act, self.closed = torch.tanh, lambda x: x + self.head.bias.sum()
 
     def forward(self, x):
-        return self.head(self.norm(self.inner(x)))
+        return self.head(self.act(self.norm(self.inner(x))))
 
     def train(self, mode=True):
         """Normalisation stays in evaluation."""
@@ -70,10 +71,45 @@ def test_data_is_read_and_not_changed():
         lambda: parallel.options.update(size=2),
         lambda: setattr(parallel, "options", {}),
         lambda: setattr(parallel.inner, "in_features", 5),
+        lambda: setattr(parallel, "act", torch.relu),
+        lambda: setattr(parallel, "closed", torch.relu),
     ):
         with pytest.raises(autotp.AutotpError, match="the graph cannot follow a change"):
             wrong()
-    assert copy.deepcopy(parallel).options == {"size": 1}
+    assert parallel.act is torch.tanh and copy.deepcopy(parallel).options == {"size": 1}
+    parallel.tag = torch.zeros(2)  # one of the user's own
+
+
+class Scaled(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        return x * self.weight
+
+    def __repr__(self):
+        return f"Scaled({self.size})"  # which it has not
+
+
+class Strict(nn.Module):
+    """A class that none may inherit from."""
+
+    def __init_subclass__(cls):
+        raise TypeError
+
+    def forward(self, x):
+        return x + 1
+
+
+def test_submodules_are_of_the_models_classes():
+    model = nn.Sequential(nn.Linear(4, 4), Scaled(4), Strict())
+    parallel = autotp.parallelize(model, None, (X,), strategy="data")
+    decayed = [name for name, module in parallel.named_modules() if isinstance(module, (Scaled, nn.Linear))]
+    assert decayed == ["0", "1"] and "Scaled()" in str(parallel)
+    torch.testing.assert_close(copy.deepcopy(parallel)(X), model(X))
+    with pytest.raises(autotp.AutotpError, match="1 is a part of a distributed module"):
+        parallel.get_submodule("1")(X)
 
 
 def test_modes_are_those_that_the_models_own_train_gives():
