@@ -17,8 +17,8 @@ export OMP_NUM_THREADS := 1
 
 help:
 	@echo "make demo    train a small GPT, then a small U-Net, on 4 processes; compare with one process"
-	@echo "make test    the tests (minutes)"
-	@echo "make exact   the whole exactness matrix: model x strategy x mesh (long)"
+	@echo "make test    tests that meet every rule, family and command once (at most 8 minutes on 2 free cores)"
+	@echo "make exact   all other tests: the whole matrix of models, strategies and meshes, and what is slow (hours)"
 	@echo "make tables  write the tables in docs/ that need no cluster anew (minutes)"
 	@echo "make predictions  measure steps on emulated clusters, as root (half an hour)"
 	@echo "make overlap  measure overlap, and autotp beside DDP, FSDP2 and tensor parallel, as root (two hours)"
@@ -41,7 +41,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest
 
 exact: $(STAMP)
-	$(BIN)/python -m pytest -m exact
+	$(BIN)/python -m pytest -m exact --timeout 1200
 
 tables: $(STAMP)
 	for name in volumes rediscovery lower_bound trends memory planning_time planning_scale canonical walkthrough; do $(BIN)/python -m benchmarks.$$name --write || exit 1; done

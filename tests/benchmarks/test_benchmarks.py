@@ -9,7 +9,7 @@ from autotp import FAMILIES
 from benchmarks.rediscovery import SETTINGS, outcome
 
 DOCS = Path(__file__).parents[2] / "docs"
-QUICK = ("data", "megatron-sp", "atp", "summa-2d", "3d")
+QUICK = ("megatron-sp",)
 
 
 def test_every_family_has_a_setting():

@@ -13,6 +13,7 @@ TINY = Job("tiny", 4, batch=2, sequence=16, sizes=SIZES)
 PUBLISHED = {"Llama-3-8B": 8.03, "Llama-3-70B": 70.55, "Llama-3-405B": 405.85, "Llama-2-13B": 13.02, "MPT-1B": 1.32}
 
 
+@pytest.mark.exact
 def test_a_job_is_planned_in_a_process_of_its_own():
     found = alone(TINY)
     here = planned(TINY)
@@ -22,6 +23,7 @@ def test_a_job_is_planned_in_a_process_of_its_own():
     assert 0 < found["memory"] < 80e9 and 0 < found["seconds"] < 60 and found["peak"] > 1e8
 
 
+@pytest.mark.exact
 def test_a_job_that_does_not_fit_is_reported():
     job = dataclasses.replace(TINY, batch=2**20, sequence=512, recompute="none", fits=False)
     found = planned(job)

@@ -170,6 +170,7 @@ def test_all_reduce_keeps_to_the_rate(host, program):
         assert 0.5 < MEGABYTES * 8e6 / float(seconds) / 200e6 < 1.1
 
 
+@pytest.mark.exact
 @pytest.mark.distributed
 def test_a_job_answers_requests_while_its_links_change(host, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -209,6 +210,7 @@ def test_a_job_answers_requests_while_its_links_change(host, tmp_path, monkeypat
         one.limit(1e6)
 
 
+@pytest.mark.exact
 @pytest.mark.distributed
 def test_failure_ends_the_other_node_and_cleans_up(host, tmp_path):
     text = "import os, time\nif os.environ['RANK'] == '1':\n    raise RuntimeError('broken on purpose')\ntime.sleep(100)"
@@ -220,6 +222,7 @@ def test_failure_ends_the_other_node_and_cleans_up(host, tmp_path):
     assert not netns.namespaces(cluster.prefix)
 
 
+@pytest.mark.exact
 def test_time_out_kills_and_the_cluster_can_be_used_again(host, tmp_path, monkeypatch):
     sleeper = (
         "import os, sys, time\nprint('alive', file=sys.stderr, flush=True)\ntime.sleep(float(sys.argv[1]))\nprint('done')"

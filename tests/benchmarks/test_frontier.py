@@ -21,6 +21,7 @@ def plans():
     return free, *planned(captured, ALONE, (1.0, 0.9, 0.5, 0.01))
 
 
+@pytest.mark.exact
 def test_less_memory_takes_more_time(plans):
     free, found, least = plans
     whole = free.predicted.memory_bytes
@@ -39,12 +40,14 @@ def frontier(plans, measured):
     return Frontier("unet", 1, tuple(some(plans[1], 2)), plans[2], measured)
 
 
+@pytest.mark.exact
 def test_the_first_and_the_last_plan_are_measured(plans):
     points = some(plans[1], 2)
     named = [place for place, point in enumerate(points) if point.name]
     assert named == [0, len(points) - 1]
 
 
+@pytest.mark.exact
 def test_ways_that_are_better_are_reported(plans):
     first, *_, last = (point.name for point in some(plans[1], 2))
     measured = {first: (100e6, 1.0), last: (60e6, 1.2)}

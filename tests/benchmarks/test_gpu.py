@@ -19,6 +19,7 @@ def one_rank(monkeypatch):
     dist.destroy_process_group()
 
 
+@pytest.mark.exact
 def test_steps_are_measured_once_and_reported(one_rank, tmp_path):
     known, settings = tmp_path / "steps.jsonl", gpu_steps.QUICK[1:2]
     topology = Topology.load("h200").resized(1)
@@ -30,6 +31,7 @@ def test_steps_are_measured_once_and_reported(one_rank, tmp_path):
     assert eager[6:8] == ["", ""] and autotp[6] == autotp[7] and float(autotp[6]) > 0
 
 
+@pytest.mark.exact
 def test_exactness_is_relative_to_what_is_not_rounding(one_rank):
     rows = gpu_steps.exactness(("unet",), one_rank)
     assert [row[1] for row in rows] == ["one rank, three steps", "zero3 on 2×2 simulated ranks"]

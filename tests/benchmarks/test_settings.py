@@ -11,6 +11,7 @@ from passes.capture import capture
 QUICK = (("GPT 4 × 1024", "8 × dgx-h100"), ("perceptron 4096, 16384", "4 × ethernet-25g"))
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize(("model", "machine"), QUICK)
 def test_every_family_is_inside_auto(model, machine):
     """Pinned to a family's choices, `auto` finds the same step: the family's plan is one of its own."""
@@ -31,6 +32,7 @@ def test_every_family_is_inside_auto(model, machine):
     assert found.auto <= found.best[1] * (1 + found.plans["auto"].gap + 1e-9)
 
 
+@pytest.mark.exact
 def test_what_is_slower_is_reported():
     found = outcomes("perceptron 4096, 16384", "4 × ethernet-25g", ["ample", "short"], ["data", "zero3"])
     assert [one.memory for one in found] == ["ample", "short"]

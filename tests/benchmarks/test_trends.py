@@ -4,6 +4,7 @@ import math
 
 import pytest
 import sympy
+from thinned import thinned
 
 from benchmarks import trends_mesh, trends_scaling, trends_tesseract
 from benchmarks.tables import DOCS
@@ -21,7 +22,7 @@ OPTIMA = {
 TESSERACT, SCALING = trends_tesseract.Assumed(), trends_scaling.Assumed()
 
 
-@pytest.mark.parametrize("devices", OPTIMA)
+@pytest.mark.parametrize("devices", thinned(OPTIMA, first=1, whole=True))
 def test_tensor3d_has_the_derived_optimum_and_plans_move_what_the_closed_form_says(devices):
     found = trends_mesh.tensor3d(devices)
     for (q, p), volume in found.items():
@@ -39,6 +40,7 @@ def test_tensor3d_continuous_optimum():
     assert around[1] < min(around[0], around[2])
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize("name", ["flat", "tpu-v4-torus"])
 def test_atp_overhead_falls_with_scale_where_devices_have_their_own_links(name):
     found = {devices: trends_mesh.atp(name, devices) for devices in (8, 16, 32)}
@@ -48,11 +50,13 @@ def test_atp_overhead_falls_with_scale_where_devices_have_their_own_links(name):
     assert found[8][0].seconds < found[32][0].seconds  # Megatron's does not fall
 
 
+@pytest.mark.exact
 def test_atp_overhead_on_boxes_rises_at_their_boundary_and_falls_far_beyond():
     best = {devices: trends_mesh.least(trends_mesh.atp("dgx-a100", devices)) for devices in (8, 16, 64)}
     assert best[8].seconds < best[64].seconds < best[16].seconds
 
 
+@pytest.mark.exact
 def test_atp_the_interconnect_decides_the_mesh():
     winners = {name: trends_mesh.least(trends_mesh.atp(name, 16)) for name in ("flat", "dgx-a100", "pcie-a100-nvlink")}
     meshes = {name: (best.d1, best.d2, best.mesh) for name, best in winners.items()}
@@ -93,7 +97,7 @@ def test_fsdp_loses_what_was_fitted_steadily_and_energy_per_token_rises_by_half(
     assert steps[-1].device_power / steps[0].device_power == pytest.approx(0.94, abs=0.01)
 
 
-@pytest.mark.parametrize("name", trends_scaling.VARIANTS)
+@pytest.mark.parametrize("name", thinned(trends_scaling.VARIANTS, first=1, whole=True))
 def test_tensor_parallelism_overtakes_fsdp_between_128_and_2048_devices(name):
     assumed = trends_scaling.VARIANTS[name]
 

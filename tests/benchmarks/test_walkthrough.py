@@ -24,6 +24,7 @@ def time_of(seconds):
     return format_quantity(seconds, "time")
 
 
+@pytest.mark.exact
 def test_the_story():
     """One test, so that the commands run once and in order."""
     with scratch() as folder:

@@ -26,7 +26,6 @@ class Small(nn.Module):
 
 
 def main():
-    dist.init_process_group("gloo")
     ranks = dist.get_world_size()
     torch.manual_seed(0)
     plain = Small().double()
@@ -58,10 +57,3 @@ def main():
                 many(batches[0]).backward()
             want = one(batches[1])
             torch.testing.assert_close(other(batches[1]), want, rtol=1e-9, atol=1e-12)
-    if dist.get_rank() == 0:
-        print("passed")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

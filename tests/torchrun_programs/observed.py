@@ -184,14 +184,6 @@ def _asking(module, given, made):
 
 
 def main():
-    dist.init_process_group("gloo")
     hooks_see_what_plain_ones_see()
     layouts_are_the_plans()
     mistakes()
-    if dist.get_rank() == 0:
-        print("passed")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

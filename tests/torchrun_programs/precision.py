@@ -27,7 +27,6 @@ def error(found, exact):
 
 
 def main():
-    dist.init_process_group("gloo")
     count = dist.get_world_size()
     topology = autotp.Topology.flat(count, bandwidth=1e9, latency=1e-9, device=DEVICE)
     model, args, kwargs = llama()
@@ -57,10 +56,3 @@ def main():
         same = all(torch.equal(a, p.full_tensor()) for a, p in zip(before, mine.parameters(), strict=True))
         assert same == (step == 1), step
     assert scaler.get_scale() == 2.0**9
-    if dist.get_rank() == 0:
-        print("passed")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -400,7 +400,6 @@ def as_with_other_modules():
 
 
 def main():
-    dist.init_process_group("gloo")
     parts_of_the_batch()
     rows_of_the_batch()
     through_several_modules()
@@ -411,10 +410,3 @@ def main():
     inputs_that_are_distributed()
     a_cache_in_parts()
     as_with_other_modules()
-    if dist.get_rank() == 0:
-        print("passed")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,6 @@ import copy
 import itertools
 import math
 import os
-import sys
 import tempfile
 import weakref
 
@@ -407,11 +406,3 @@ def resting():
         assert torch.equal(mine.full_tensor(), parameter), name
         assert torch.allclose(mine.grad.full_tensor(), parameter.grad, rtol=1e-9, atol=1e-12), name
         assert dist.get_rank() or torch.equal(state[name], parameter), name
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    globals()[sys.argv[1]]()
-    if dist.get_rank() == 0:
-        print("passed")
-    dist.destroy_process_group()

@@ -1,15 +1,14 @@
 """Two nodes of two: gradients are summed within nodes first, then between them, by groups of their own."""
 
 import torch
-import torch.distributed as dist
 from overlapping import tokens
 
 import autotp
 from costmodel import Level, Topology
 from passes.overlap.launch import launch
 
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
+
+def main():
     model, args = tokens()
     levels = Level("node", 2, 1e9, 1e-9), Level("network", 2, 1e6, 1e-9)
     topology = Topology("two levels", Topology.load("cpu").device, levels)
@@ -29,6 +28,3 @@ if __name__ == "__main__":
     launched = [(n.args[1], n.args[3]) for n in made.backward.module.graph.nodes if n.target is launch]
     assert {("reduce_scatter", 1), ("all_gather", 1)} <= set(launched), launched
     assert all(kind != "all_reduce" or tuple(axes) == (0,) for kind, axes in launched), launched
-    if dist.get_rank() == 0:
-        print("passed")
-    dist.destroy_process_group()

@@ -235,15 +235,8 @@ def accelerated():
     torch.testing.assert_close(found, torch.tensor(second, dtype=torch.float64), rtol=1e-9, atol=0)
 
 
-if __name__ == "__main__":
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-        globals()[sys.argv[1]]()
-        if dist.get_rank() == 0:
-            print("passed")
-        dist.destroy_process_group()
-    else:
-        made, into = globals()[sys.argv[1]](), Path(sys.argv[2])
-        alone = trained(transformers.Trainer, made, arguments(into), rows=int(sys.argv[3]))
-        alone.save_model(str(into / "plain"))
-        (into / "log.json").write_text(json.dumps(logged(alone)))
+if __name__ == "__main__":  # the plain model, alone
+    made, into = globals()[sys.argv[1]](), Path(sys.argv[2])
+    alone = trained(transformers.Trainer, made, arguments(into), rows=int(sys.argv[3]))
+    alone.save_model(str(into / "plain"))
+    (into / "log.json").write_text(json.dumps(logged(alone)))

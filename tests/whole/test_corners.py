@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from devices import slow_machine
+from thinned import thinned
 from torch import nn
 from torch.nn import functional as F
 
@@ -94,8 +95,8 @@ def test_verify_does_not_blame_a_plan_for_what_a_kernel_misreads(strategy):
     assert autotp.verify(model, plan, args).departure is None
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
-@pytest.mark.parametrize("strategy", ["auto", "data", "megatron-1d", "tensor3d", "zero3"])
+@pytest.mark.parametrize("schedule", thinned(["overlap", "none"], whole=True))
+@pytest.mark.parametrize("strategy", thinned(["auto", "data", "megatron-1d", "tensor3d", "zero3"], whole=True))
 @pytest.mark.parametrize(
     ("factory", "shape", "mesh"),
     [
@@ -138,7 +139,7 @@ class Bags(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["none", "overlap"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", thinned([torch.float64, torch.float32, torch.float16, torch.bfloat16], 3, whole=True))
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("copied", [True, False])
 def test_results_of_bags_do_not_depend_on_where_a_reshard_puts_the_weight(copied, weighted, dtype, schedule):

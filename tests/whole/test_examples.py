@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from thinned import thinned
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[2]
@@ -82,11 +83,13 @@ def test_the_unet_keeps_shapes_and_uses_every_parameter() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("script", ["train_gpt.py", "train_unet.py"])
-def test_four_processes_train_as_one(script: str) -> None:
+@pytest.mark.parametrize(
+    ("script", "processes"), thinned([("train_gpt.py", 2), ("train_gpt.py", 4), ("train_unet.py", 4)], first=1)
+)
+def test_processes_train_as_one(script: str, processes: int) -> None:
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)),
             *(str(EXAMPLES / script), "--steps", "3"),
         ],
         capture_output=True,
@@ -114,6 +117,7 @@ def on_two_processes(script: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.exact
 @pytest.mark.distributed
 def test_trainer_trains_on_two_processes() -> None:
     (loss,) = re.findall(r"evaluation: ([\d.]+)", on_two_processes("trainer.py"))
@@ -149,11 +153,10 @@ def uninterrupted(folder: Path, steps: int, monkeypatch: pytest.MonkeyPatch, cap
     return [float(loss) for loss in re.findall(r"step \d+: (\S+)", capsys.readouterr().out)]
 
 
+@pytest.mark.exact
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "runs", [[(2, "megatron-1d"), (0,)], pytest.param([(4, "tensor3d"), (2, "zero3"), (0,)], marks=pytest.mark.exact)]
-)
+@pytest.mark.parametrize("runs", [[(2, "megatron-1d"), (0,)], [(4, "tensor3d"), (2, "zero3"), (0,)]])
 def test_a_resumed_run_drops_what_the_uninterrupted_one_drops(tmp_path, runs, monkeypatch, capsys) -> None:
     losses = resumed(tmp_path, *runs)
     assert len(losses) == 4 * len(runs)
@@ -169,6 +172,7 @@ def test_a_run_that_is_resumed_with_its_own_plan_has_the_same_bits(tmp_path) -> 
     assert parts == resumed(tmp_path, (2, "zero3", "4"))
 
 
+@pytest.mark.exact
 @pytest.mark.distributed
 def test_lora_is_trained_and_merged(tmp_path: Path) -> None:
     printed = on_two_processes("finetune_lora.py", str(tmp_path))
@@ -180,6 +184,7 @@ def test_lora_is_trained_and_merged(tmp_path: Path) -> None:
     assert loss_of(merged, VALIDATION.split(BATCH)) == pytest.approx(losses[-1], abs=2e-4)
 
 
+@pytest.mark.exact
 @pytest.mark.distributed
 def test_a_model_without_memory_is_loaded_trained_and_saved(tmp_path: Path) -> None:
     printed = on_two_processes("train_from_meta.py", str(tmp_path))
@@ -195,6 +200,7 @@ def test_a_model_without_memory_is_loaded_trained_and_saved(tmp_path: Path) -> N
     assert len(losses) == 6 and loss_of(after, ROWS.split(BATCH)) < losses[-1] < losses[0]
 
 
+@pytest.mark.exact
 @pytest.mark.distributed
 def test_text_is_generated_as_on_one_device() -> None:
     printed = on_two_processes("generate.py")

@@ -3,6 +3,7 @@
 import pytest
 
 
+@pytest.mark.exact
 @pytest.mark.distributed
 def test_debug_names_the_first_operator_that_goes_wrong(torchrun):
     done = torchrun(2, "monitors.py")
@@ -78,6 +79,7 @@ def test_what_fails_alike_on_all_ranks_ends_nothing(torchrun, strategy, schedule
         assert each["next"] == "True", each
 
 
+@pytest.mark.exact
 @pytest.mark.distributed
 @pytest.mark.parametrize("schedule", ["overlap", "none"])
 def test_a_backward_pass_that_ends_early_is_told(torchrun, schedule):

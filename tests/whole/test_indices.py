@@ -103,6 +103,7 @@ def test_what_a_kernel_refuses_is_refused(schedule):
             simulated(changed(args[0], wrong), args[1])
 
 
+@pytest.mark.exact
 @pytest.mark.distributed
 def test_all_ranks_raise(torchrun):
     """Also where each has its own part of the batch, and the index is in one of them."""

@@ -13,22 +13,28 @@ from autotp.runtime.parallelize import _kind_of_device
 pytestmark = pytest.mark.distributed
 
 
+def passes(done, said="passed"):
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert said in done.stdout
+
+
 @pytest.mark.parametrize(
-    ("processes", "model", "strategy", "mesh", "recompute"),
+    ("processes", "arguments"),
     thinned(
         [
-            (2, "llama", "zero3", "2", "full"),
-            (2, "unet", "megatron-1d", "2", "selective"),
-            (4, "unet", "tensor3d", "2x2", "none"),
-            (4, "llama", "megatron-sp", "2x2", "full"),
-            (8, "llama", "3d", "2x2x2", "none"),
-        ]
+            (2, "llama zero3 2 --recompute full"),
+            (2, "llama zero3 2 2 --recompute full"),  # in two panels
+            (2, "unet megatron-1d 2 --recompute selective"),
+            (4, "unet tensor3d 2x2"),
+            (4, "llama megatron-sp 2x2 --recompute full"),
+            (4, "llama summa-2d 2x2 2"),
+            (8, "llama 3d 2x2x2"),
+        ],
+        first=1,
     ),
 )
-def test_three_steps_equal_one_device(torchrun, processes, model, strategy, mesh, recompute):
-    done = torchrun(processes, "train.py", model, strategy, mesh, "--recompute", recompute)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "exact" in done.stdout
+def test_three_steps_equal_one_device(torchrun, processes, arguments):
+    passes(torchrun(processes, "train.py", *arguments.split()), "exact")
 
 
 @pytest.mark.parametrize(
@@ -51,106 +57,65 @@ def test_a_module_runs_on_gpus_if_its_processes_do_or_the_model_is_there(backend
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize(("model", "strategy"), [("llama", "zero3"), ("unet", "megatron-1d")])
 def test_three_steps_on_a_gpu(torchrun, model, strategy):
-    done = torchrun(1, "train.py", model, strategy, "1", "--backend", "nccl", "--device", "cuda", gpus=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "exact" in done.stdout
+    passes(torchrun(1, "train.py", model, strategy, "1", "--backend", "nccl", "--device", "cuda", gpus=True), "exact")
 
 
 @pytest.mark.parametrize(
-    ("processes", "program"),
-    [
-        *((2, program) for program in ("own_gradients.py", "as_eager.py")),
-        (4, "staged.py"),
-        (2, "uneven_chunks.py"),
-        (2, "precision.py"),
-        (2, "accumulate.py"),
-        (2, "checkpoints.py"),
-        (2, "programs.py"),
-        (2, "observed.py"),
-        *(pytest.param(4, program, marks=pytest.mark.exact) for program in ("programs.py", "observed.py")),
-        *(pytest.param(1, program, marks=pytest.mark.exact) for program in ("own_gradients.py", "as_eager.py")),
-    ],
+    ("processes", "cases"),
+    thinned(
+        [
+            (2, "accumulate checkpoints own_gradients uneven_chunks observed"),
+            (2, "as_eager:overlapped programs"),
+            (2, "special:dropout,local_inputs,orders,hooks,state"),
+            (2, "special:destroyed"),  # looks at how the process ends
+            (2, "pretrained:round_trip,errors"),
+            (2, "trainer:losses,resume"),
+            (4, "staged special:collectives,resting"),
+            (1, "as_eager own_gradients"),
+            (2, "as_eager"),
+            (2, "precision"),
+            (2, "special:meta,twice"),
+            (2, "pretrained:heads"),
+            (2, "trainer:resume_with_another_plan,adapters,accelerated"),
+            (4, "programs"),
+            (4, "observed"),
+            (8, "special:short_dims"),
+        ],
+        first=7,
+    ),
 )
-def test_training_scripts_mean_what_they_mean_with_eager_modules(torchrun, processes, program):
-    done = torchrun(processes, program)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "passed" in done.stdout
+def test_a_distributed_module_does_what_the_model_does(torchrun, processes, cases):
+    """In scripts, with hooks and states, and inside loops of others: see the programs."""
+    passes(torchrun(processes, "together.py", *cases.split(), timeout=290))
 
 
 def test_compiled_regions_equal_one_device(torchrun):
-    done = torchrun(2, "compiled.py", timeout=400)  # what is compiled is in torch's cache the next time
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "passed" in done.stdout
+    passes(torchrun(2, "compiled.py", timeout=400))  # what is compiled is in torch's cache the next time
 
 
-@pytest.mark.parametrize("case", ["round_trip", pytest.param("heads", marks=pytest.mark.exact), "errors"])
-def test_directories_of_hugging_face(torchrun, case):
-    done = torchrun(2, "pretrained.py", case)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "passed" in done.stdout
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        *("losses", "resume"),
-        *(pytest.param(case, marks=pytest.mark.exact) for case in ("resume_with_another_plan", "adapters", "accelerated")),
-    ],
-)
-def test_loops_of_transformers_and_accelerate(torchrun, case):
-    done = torchrun(2, "trainer.py", case)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "passed" in done.stdout
-
-
-@pytest.mark.parametrize(
-    "case",
-    ["by_norm", *(pytest.param(case, marks=pytest.mark.exact) for case in ("by_value", "resumes", "resumes_with_dropout"))],
-)
+@pytest.mark.parametrize("case", thinned(["by_norm", "by_value", "resumes", "resumes_with_dropout"], first=1, whole=True))
 def test_loops_of_lightning(torchrun, case):
-    done = torchrun(2, "lightning_fit.py", case, timeout=290)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "passed" in done.stdout
+    passes(torchrun(2, "lightning_fit.py", case, timeout=290))
 
 
-def test_panels_equal_one_device(torchrun):
-    done = torchrun(4, "train.py", "llama", "summa-2d", "2x2", "2")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "exact" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("processes", "case"),
-    [
-        *((2, case) for case in ("meta", "dropout", "local_inputs", "destroyed", "twice", "orders")),
-        *((2, case) for case in ("hooks", "state")),
-        *((4, case) for case in ("collectives", "resting")),
-        (8, "short_dims"),
-    ],
-)
-def test_special_cases(torchrun, processes, case):
-    done = torchrun(processes, "special.py", case)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "passed" in done.stdout
-
-
-@pytest.mark.parametrize("adamw", ["fused", pytest.param("foreach", marks=pytest.mark.exact)])
+@pytest.mark.exact
+@pytest.mark.parametrize("adamw", ["fused", "foreach"])
 def test_what_four_processes_save_others_load(torchrun, adamw):
-    done = torchrun(4, "resuming.py", adamw)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "passed" in done.stdout
+    passes(torchrun(4, "resuming.py", adamw))
 
 
 @pytest.mark.parametrize(
     ("case", "message"),
-    [
-        ("mismatch", "the plan is for 4 devices (mesh (4,)), but 2 processes run"),
-        ("refused", "choose a batch that is a multiple of 2"),
-    ],
+    thinned(
+        [
+            ("refused", "choose a batch that is a multiple of 2"),
+            ("mismatch", "the plan is for 4 devices (mesh (4,)), but 2 processes run"),
+        ]
+    ),
 )
 def test_errors_reach_every_rank_and_end_the_job(torchrun, case, message):
     begun = time.monotonic()
-    done = torchrun(2, "special.py", case)
+    done = torchrun(2, "together.py", f"special:{case}")
     assert done.returncode != 0
     assert message in done.stderr, done.stderr[-3000:]
     assert time.monotonic() - begun < 90

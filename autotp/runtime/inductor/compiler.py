@@ -1,4 +1,7 @@
-"""One graph of torch's operators, compiled by Inductor."""
+"""One graph of torch's operators, compiled by Inductor.
+
+Inductor is imported where it is used: that takes a fifth of the seconds in which a process imports autotp.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
-from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner, record_original_output_strides
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.runtime.runtime_utils import cache_dir
-from torch._inductor.utils import BoxedBool
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._filelock import FileLock
@@ -28,6 +26,8 @@ def unavailable(device: torch.device) -> str:
     """Why nothing can be compiled for a device; empty if it can."""
     if device.type != "cpu":
         return "" if has_triton() else "triton is not installed, or does not know this device"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
     try:
         get_cpp_compiler()
     except RuntimeError as error:
@@ -45,6 +45,11 @@ def compiled(graph: fx.Graph, lock: str) -> Callable[[list[Any]], Sequence[Any]]
     Returns:
         A function of a list of the operands, which it empties.
     """
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner, record_original_output_strides
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.runtime.runtime_utils import cache_dir
+    from torch._inductor.utils import BoxedBool
+
     operands = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
     device = next((each.device for each in operands if each.device.type != "cpu"), torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from devices import SMALL
 from models import MODELS
+from thinned import thinned
 from torch.utils._pytree import tree_leaves
 
 import autotp
@@ -91,7 +92,7 @@ def test_the_expression_gives_the_seconds(explained):
 
 
 @pytest.mark.parametrize("most", [4, pytest.param(None, marks=[pytest.mark.exact, pytest.mark.timeout(1200)])])
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", thinned(["none", "overlap"], whole=True))
 def test_forcing_the_next_best_gives_the_cost_that_is_claimed(explained, schedule, most):
     """For the dearest operators, and in `make exact` for every one."""
     captured, plans = explained

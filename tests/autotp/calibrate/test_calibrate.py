@@ -53,6 +53,7 @@ def calibrated(tmp_path_factory):
     return folder, done
 
 
+@pytest.mark.exact
 @pytest.mark.distributed
 def test_writes_a_topology_that_loads(calibrated):
     folder, done = calibrated
@@ -76,6 +77,7 @@ def test_writes_a_topology_that_loads(calibrated):
     assert [path.name for path in folder.iterdir()] == ["box.toml"]
 
 
+@pytest.mark.exact
 @pytest.mark.distributed
 def test_the_fit_goes_to_stdout_and_progress_to_stderr(calibrated):
     folder, done = calibrated
@@ -89,6 +91,7 @@ def test_the_fit_goes_to_stdout_and_progress_to_stderr(calibrated):
     assert text.count("error ") >= len(KINDS) + 2
 
 
+@pytest.mark.exact
 @pytest.mark.distributed
 def test_refuses_to_overwrite_before_measuring(tmp_path):
     (tmp_path / "there.toml").write_text("mine")
@@ -111,6 +114,7 @@ def test_one_process_measures_its_device(tmp_path):
     assert topology.devices == 1 and set(topology.device.slowdown) == set(OPERATOR_KINDS)
 
 
+@pytest.mark.exact
 @pytest.mark.distributed
 def test_one_failing_rank_ends_the_job(tmp_path):
     program = tmp_path / "failing.py"

@@ -34,6 +34,7 @@ def test_what_is_asked_for_is_said():
     assert any("scheduled" in stage for stage in stages) and "def forward" in text
 
 
+@pytest.mark.exact
 def test_an_unknown_name_is_reported():
     assert "'plans' is unknown; choose of plan, passes, schedule" in said("plans")
 

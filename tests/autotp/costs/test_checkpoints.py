@@ -7,6 +7,7 @@ import torch
 import transformers
 from comparing import close
 from float64 import double, float64_mode
+from thinned import thinned
 from torch import nn
 from torch.distributed._composable import checkpoint as checkpoint_in_place
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
@@ -94,7 +95,7 @@ def gradients(model, run):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", thinned(["overlap", "none"], whole=True))
 @pytest.mark.parametrize("form", FORMS)
 def test_a_checkpoint_is_recomputed(form, schedule):
     model, args = made(form)
@@ -108,7 +109,7 @@ def test_a_checkpoint_is_recomputed(form, schedule):
         close(got[name], gradient, gradient.abs().max().item(), name)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", thinned(FORMS, 3, whole=True))
 def test_something_else_may_be_asked_for(form):
     model, args = made(form)
     none, auto, named = (planned(model, args, way) for way in ("none", "auto", ["last"]))
@@ -117,7 +118,7 @@ def test_something_else_may_be_asked_for(form):
     assert auto.predicted.memory_bytes < none.predicted.memory_bytes
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", thinned(["overlap", "none"], whole=True))
 @pytest.mark.parametrize("form", ["call", "reentrant"])
 def test_a_checkpoint_repeats_its_masks(form, schedule):
     model, args = made(form, drop=0.5)
@@ -183,6 +184,7 @@ def test_a_reentrant_checkpoint_of_what_has_no_gradient_has_none():
     assert model.last.weight.grad.any()
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_transformers_checkpoints_its_layers(reentrant):
     def llama():

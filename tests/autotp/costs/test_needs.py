@@ -6,6 +6,7 @@ import math
 
 import pytest
 from overlapping import traced
+from thinned import thinned
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import autotp
@@ -66,13 +67,16 @@ def test_gradients_share_memory_until_one_is_added_to():
 
 @pytest.mark.parametrize(
     ("name", "family", "mesh", "recompute"),
-    [
-        ("gpt", "megatron-sp", (2, 2), "none"),
-        ("gpt", "zero3", (4,), "full"),
-        ("gpt", "summa-2d", (2, 2), "selective"),
-        ("unet", "tensor3d", (2, 2), "selective"),
-        ("vit", "megatron-1d", (2, 2), "none"),
-    ],
+    thinned(
+        [
+            ("gpt", "megatron-sp", (2, 2), "none"),
+            ("gpt", "zero3", (4,), "full"),
+            ("gpt", "summa-2d", (2, 2), "selective"),
+            ("unet", "tensor3d", (2, 2), "selective"),
+            ("vit", "megatron-1d", (2, 2), "none"),
+        ],
+        3,
+    ),
 )
 def test_what_is_kept_is_what_the_traced_graphs_hand_over(name, family, mesh, recompute):
     model, args = trained(name)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from thinned import thinned
 from torch import nn
 from torch.nn import functional as F
 
@@ -107,12 +108,15 @@ def test_a_layer_keeps_what_the_formula_says(baseline):
 
 @pytest.mark.parametrize(
     ("share", "options"),
-    [
-        (66.84, SEQUENCES),
-        (49.42, {**TENSOR, "cores": True}),
-        (16.18, {**SEQUENCES, "cores": True}),
-        (7.64, {**TENSOR, "recompute": "full"}),
-    ],
+    thinned(
+        [
+            (66.84, SEQUENCES),
+            (49.42, {**TENSOR, "cores": True}),
+            (16.18, {**SEQUENCES, "cores": True}),
+            (7.64, {**TENSOR, "recompute": "full"}),
+        ],
+        first=1,
+    ),
     ids=["sequence parallel", "selective", "both", "full"],
 )
 def test_shares_of_the_baseline_are_those_of_the_paper(baseline, share, options):

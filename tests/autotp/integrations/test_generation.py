@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from thinned import thinned
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 import autotp
@@ -32,7 +33,7 @@ def distributed(model, strategy, mesh, batch=2):
 
 @pytest.mark.parametrize(
     ("kind", "config", "strategy", "mesh"),
-    [(LlamaForCausalLM, LLAMA, "auto", (2, 2)), (GPT2LMHeadModel, GPT2, "megatron-1d", (2,))],
+    thinned([(LlamaForCausalLM, LLAMA, "auto", (2, 2)), (GPT2LMHeadModel, GPT2, "megatron-1d", (2,))]),
 )
 def test_tokens_are_those_of_the_model(kind, config, strategy, mesh):
     torch.manual_seed(0)

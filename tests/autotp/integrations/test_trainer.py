@@ -7,6 +7,7 @@ import peft
 import pytest
 import torch
 import transformers
+from thinned import thinned
 
 import autotp
 from autotp.integrations.accelerator import Accelerator
@@ -51,7 +52,8 @@ def test_one_adapter_is_trained_at_a_time():
 
 
 @pytest.mark.parametrize(
-    ("module", "absent"), [("trainer", "transformers"), ("accelerator", "accelerate"), ("lightning", "lightning")]
+    ("module", "absent"),
+    thinned([("trainer", "transformers"), ("accelerator", "accelerate"), ("lightning", "lightning")], 3),
 )
 def test_without_a_framework_autotp_is_there_and_says_what_to_install(module, absent):
     program = f"""

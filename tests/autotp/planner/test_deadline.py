@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from thinned import thinned
 from torch import nn
 from torch.nn import functional as F
 
@@ -89,6 +90,7 @@ def tangle(steps, seed):
 TOPOLOGY = autotp.Topology.load("dgx-h100")
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize(("schedule", "seed"), [("none", 0), ("overlap", 2)])
 def test_whenever_the_time_is_over_the_gap_is_true(schedule, seed):
     captured, topology = tangle(10, seed), TOPOLOGY.resized(4)
@@ -108,8 +110,8 @@ def test_whenever_the_time_is_over_the_gap_is_true(schedule, seed):
             assert plan.predicted.step_seconds == pytest.approx(step, rel=1e-9)
 
 
-@pytest.mark.parametrize("short", [False, True])
-@pytest.mark.parametrize("limit", [0.0, 2.0, 6.0])
+@pytest.mark.parametrize("short", thinned([True, False], whole=True))
+@pytest.mark.parametrize("limit", thinned([0.0, 2.0, 6.0], first=2, whole=True))
 def test_a_limit_is_kept_to_within_a_second(large, limit, short):
     captured, memory = large
     with Work() as work:

@@ -93,6 +93,7 @@ def test_what_travels_together_costs_a_message_at_least_and_no_more_than_alone(m
     assert all(one <= (latency + alone) * (1 + 1e-9) for one, alone in zip(found, moving, strict=True))
 
 
+@pytest.mark.exact
 def test_the_step_equals_exhaustive_search_where_it_is_proven(small_problems):
     proven = 0
     nothing, kinds = Weight(0, 0, 0), (Weight(1, 0, 0), Weight(0, 1, 0), Weight(0, 0, 1))

@@ -13,6 +13,7 @@ import torch
 from devices import SMALL
 from ilp_instances import brute_force
 from models import MODELS
+from thinned import thinned
 from torch import nn
 
 import autotp
@@ -36,6 +37,7 @@ def test_optimum_equals_exhaustive_search(small_problems):
         assert solution.seconds == pytest.approx(best, rel=1e-9), seed
 
 
+@pytest.mark.exact
 def test_what_fits_is_that_of_an_exhaustive_search(small_problems):
     """Of the worst moment of every choice, whatever the program counts; where it is not met, the gap says so."""
     met = asked = 0
@@ -64,7 +66,7 @@ def test_what_fits_is_that_of_an_exhaustive_search(small_problems):
     assert asked >= 12 and met >= 0.9 * asked, (met, asked)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "zero3", "megatron-sp", "tensor3d"])
+@pytest.mark.parametrize("strategy", thinned(["auto", "zero3", "megatron-sp", "tensor3d"], whole=True))
 def test_predicted_seconds_equal_the_objective(strategy, problem_of):
     """``Plan.predicted`` is added up operator by operator over the unfolded graph; the solver saw the folded one."""
     model, args, kwargs = MODELS["gpt2"]()
@@ -157,7 +159,10 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_one_price_for_one_reshard_and_for_the_matrix_of_all():
+@pytest.mark.parametrize(
+    ("mesh", "shape"), thinned([((4,), (8, 12)), ((2, 2), (8, 7)), ((2, 3), (12, 18, 5)), ((2, 2, 2), (16, 8))], first=2)
+)
+def test_one_price_for_one_reshard_and_for_the_matrix_of_all(mesh, shape):
     """The planner prices all reshards of a tensor at once; one by one they cost the same."""
     from torch.distributed.tensor import Partial, Replicate
 
@@ -167,30 +172,29 @@ def test_one_price_for_one_reshard_and_for_the_matrix_of_all():
     from passes.strategies.strategy import Want, whole_layout
 
     draw = random.Random(0)
-    for mesh, shape in [((4,), (8, 12)), ((2, 2), (8, 7)), ((2, 3), (12, 18, 5)), ((2, 2, 2), (16, 8))]:
-        prices = Prices(autotp.Topology.flat(math.prod(mesh)), mesh)
-        options = [Replicate(), Partial(), *(place(d, b) for d in range(len(shape)) for b in (1, 1, 2))]
-        layouts = set()
-        for _ in range(60):
-            layout = tuple(draw.choice(options) for _ in mesh)
-            if fits(shape, layout, mesh):
-                layouts.add(layout)
-        rows = sorted(layouts, key=str)
-        value = torch.empty(shape)
-        wants = [Want(layout, whole_layout(len(mesh))) for layout in rows]
-        coded = codes(rows)
+    prices = Prices(autotp.Topology.flat(math.prod(mesh)), mesh)
+    options = [Replicate(), Partial(), *(place(d, b) for d in range(len(shape)) for b in (1, 1, 2))]
+    layouts = set()
+    for _ in range(60):
+        layout = tuple(draw.choice(options) for _ in mesh)
+        if fits(shape, layout, mesh):
+            layouts.add(layout)
+    rows = sorted(layouts, key=str)
+    value = torch.empty(shape)
+    wants = [Want(layout, whole_layout(len(mesh))) for layout in rows]
+    coded = codes(rows)
 
-        def seconds(kind, axes, volumes, prices=prices):
-            return prices.spent(kind, axes, volumes)[0]
+    def seconds(kind, axes, volumes):
+        return prices.spent(kind, axes, volumes)[0]
 
-        (tariff,) = Tariff.of([value.nbytes], mesh, seconds)
-        even = is_even(shape, coded, mesh)
-        assert even.sum() >= 5
-        every = ReshardPricer().seconds(shape, value.element_size(), coded, coded, mesh, tariff, seconds)
-        for i, have in enumerate(rows):
-            for j, want in enumerate(wants):
-                one = prices.reshard(value, have, want, gradient=False, regather=False).seconds
-                assert every[i, j] == pytest.approx(one, rel=1e-9, abs=1e-15), (mesh, have, want)
+    (tariff,) = Tariff.of([value.nbytes], mesh, seconds)
+    even = is_even(shape, coded, mesh)
+    assert even.sum() >= 5
+    every = ReshardPricer().seconds(shape, value.element_size(), coded, coded, mesh, tariff, seconds)
+    for i, have in enumerate(rows):
+        for j, want in enumerate(wants):
+            one = prices.reshard(value, have, want, gradient=False, regather=False).seconds
+            assert every[i, j] == pytest.approx(one, rel=1e-9, abs=1e-15), (mesh, have, want)
 
 
 def test_simulated_parameters_are_the_models_own():
@@ -207,7 +211,7 @@ def test_simulated_parameters_are_the_models_own():
 
 @pytest.mark.parametrize(
     ("strategy", "mesh"),
-    [("summa-2d", (2, 2)), ("3d", (2, 2, 1)), ("tesseract-2.5d", (2, 2, 2)), ("megatron-1d", (2, 2, 2))],
+    thinned([("summa-2d", (2, 2)), ("3d", (2, 2, 1)), ("tesseract-2.5d", (2, 2, 2)), ("megatron-1d", (2, 2, 2))], 3),
 )
 def test_parameters_rest_as_torch_can_put_them_together(strategy, mesh):
     """The bias of a fused projection has blocks, and more than one axis would split it."""
@@ -229,9 +233,10 @@ def memory_models():
     yield "images", nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1)), torch.randn(8, 3, 8, 8)
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize(
     ("name", "model", "x"),
-    [pytest.param(*e, id=e[0], marks=[] if e[0] in ("result", "images") else [pytest.mark.exact]) for e in memory_models()],
+    [pytest.param(*e, id=e[0]) for e in memory_models()],
 )
 def test_what_is_needed_is_what_the_plan_with_the_least_memory_takes(name, model, x, monkeypatch):
     """Refused with a figure, no plan that is known takes less; and with that figure, that plan is found, on every mesh.
@@ -285,16 +290,16 @@ def test_a_large_model_needs_less_than_was_said(devices, said):
     assert refused.value.needed < 80e9 < said
 
 
-def test_what_a_family_needs_is_found():
+@pytest.mark.parametrize("strategy", thinned(["zero3", "megatron-1d", "summa-2d"], 3, whole=True))
+def test_what_a_family_needs_is_found(strategy):
     """With families, too, whose plans may be none of the program's cheapest in bytes."""
     topology = autotp.Topology.load("dgx-h100").resized(4)
-    for strategy in ("zero3", "megatron-1d", "summa-2d"):
-        with pytest.raises(autotp.MemoryBoundError) as refused:
-            autotp.plan(Deep(2), topology, (torch.randn(64, 16),), strategy=strategy, memory=1.0)
-        needed = refused.value.needed
-        plan = autotp.plan(Deep(2), topology, (torch.randn(64, 16),), strategy=strategy, memory=needed)
-        assert 0.99 * needed <= plan.predicted.memory_bytes <= needed
-        assert not plan.optimal or plan.gap == 0
+    with pytest.raises(autotp.MemoryBoundError) as refused:
+        autotp.plan(Deep(2), topology, (torch.randn(64, 16),), strategy=strategy, memory=1.0)
+    needed = refused.value.needed
+    plan = autotp.plan(Deep(2), topology, (torch.randn(64, 16),), strategy=strategy, memory=needed)
+    assert 0.99 * needed <= plan.predicted.memory_bytes <= needed
+    assert not plan.optimal or plan.gap == 0
 
 
 def test_gathered_parameters_are_kept_while_memory_allows():

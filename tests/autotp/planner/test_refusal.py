@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from thinned import thinned
 from torch import nn
 
 import autotp
@@ -39,6 +40,7 @@ def needed(model, x, **asked):
     return refused(model, x, memory=1.0, **asked).needed
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize("rows", [16, 2048], ids=["parameters", "activations"])
 def test_every_change_does_what_is_said_of_it(rows, recompute="none"):
     """Planned with the change, the job fits where it is said to, and is refused where it is not."""
@@ -103,7 +105,7 @@ def test_a_mesh_that_is_given_and_inference_leave_fewer_changes():
     assert "parameter" in error.consists
 
 
-@pytest.mark.parametrize("way", ["auto", "none", "selective", "full"])
+@pytest.mark.parametrize("way", thinned(["auto", "none", "selective", "full"], 3, whole=True))
 def test_no_plan_takes_less_than_the_floor(way):
     model, x = Layers(), torch.randn(512, 64)
     captured = capture(model, (x,))

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from overlapping import planned, same
+from thinned import thinned
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -26,7 +27,7 @@ class Permuted(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "mesh"), [("data", (2,)), ("zero3", (2,)), ("megatron-1d", (2,)), ("tensor3d", (2, 2))]
+    ("strategy", "mesh"), thinned([("data", (2,)), ("zero3", (2,)), ("megatron-1d", (2,)), ("tensor3d", (2, 2))])
 )
 @pytest.mark.parametrize("chunks", [{}, {"batch": 2}])
 def test_gradients_where_a_kernel_lays_out_its_result_otherwise_than_its_fake_one(strategy, mesh, chunks):

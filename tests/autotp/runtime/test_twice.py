@@ -6,6 +6,7 @@ import pytest
 import torch
 from overlapping import planned, tokens
 from second_order import agree, critic, penalised, slopes
+from thinned import thinned
 from torch import nn
 
 import autotp
@@ -14,9 +15,10 @@ F64 = {"dtype": torch.float64}
 
 
 @pytest.mark.parametrize("schedule", ["none", "overlap"])
-@pytest.mark.parametrize("chunks", [{}, {"batch": 2}], ids=str)
+@pytest.mark.parametrize("chunks", thinned([{}, {"batch": 2}], whole=True), ids=str)
 @pytest.mark.parametrize(
-    ("strategy", "mesh"), [("data", (2,)), ("zero3", (2,)), ("megatron-1d", (2,)), ("tensor3d", (2, 2)), ("auto", (2, 2))]
+    ("strategy", "mesh"),
+    thinned([("data", (2,)), ("zero3", (2,)), ("megatron-1d", (2,)), ("tensor3d", (2, 2)), ("auto", (2, 2))], 4),
 )
 def test_a_penalty_on_the_slope_of_the_inputs(strategy, mesh, chunks, schedule):
     model, x = critic()

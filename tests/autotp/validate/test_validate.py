@@ -158,6 +158,7 @@ def test_devices_are_known_by_their_names(tmp_path, name, device):
         assert [level.size for level in run.topology.levels] == [4, 4]
 
 
+@pytest.mark.exact
 def test_a_fit_finds_the_device_that_made_the_figures(tmp_path):
     sizes = [(256, 64), (512, 128), (1024, 512), (2048, 1024), (4096, 512), (512, 2048), (1024, 256), (2048, 256)]
     runs, _ = runs_of(
@@ -183,6 +184,7 @@ def test_statistics():
     assert kendall([1, 2, 3], [1, 3, 2]) == pytest.approx(1 / 3)
 
 
+@pytest.mark.exact
 def test_degrees_alone_are_ranked(tmp_path):
     degrees = [(8, 1), (4, 2), (2, 4)]
     changes = [
@@ -225,6 +227,7 @@ def test_the_shipped_table_is_read():
     assert all(run.source and run.topology.devices == run.data * run.tensor for run in runs)
 
 
+@pytest.mark.exact
 def test_published_runs_are_predicted_well():
     """Runs that no figure was fitted to: another cluster, another program, another kind of H100."""
     runs, _ = read_runs(Path(__file__).parents[3] / "benchmarks" / "published.toml")

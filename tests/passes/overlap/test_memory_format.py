@@ -6,6 +6,7 @@ import pytest
 import torch
 from float64 import float64_mode
 from models import resnet, unet
+from thinned import thinned
 from torch import nn
 
 import autotp
@@ -55,13 +56,16 @@ def total(outputs):
 
 @pytest.mark.parametrize(
     ("made", "strategy", "mesh"),
-    [
-        (mixed, "data", (2,)),
-        (mixed, "tensor3d", (2, 2)),
-        (unet, "auto", (2, 2)),
-        (unet, "tensor3d", (2, 2)),
-        (resnet, "tensor3d", (2, 2)),  # three channels of an image on two devices
-    ],
+    thinned(
+        [
+            (mixed, "data", (2,)),
+            (mixed, "tensor3d", (2, 2)),
+            (unet, "auto", (2, 2)),
+            (unet, "tensor3d", (2, 2)),
+            (resnet, "tensor3d", (2, 2)),  # three channels of an image on two devices
+        ],
+        first=3,
+    ),
 )
 def test_the_same_numbers(made, strategy, mesh):
     torch.manual_seed(0)

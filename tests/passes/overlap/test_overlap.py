@@ -19,6 +19,7 @@ from passes.overlap.schedule import Limits
 from passes.world.world import LocalWorld
 
 
+@pytest.mark.exact
 @settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 2**32),

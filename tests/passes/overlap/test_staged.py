@@ -35,6 +35,7 @@ def planned(model, args, mesh, slower=100.0):
     return autotp.plan(model, levels(mesh, slower), args, strategy="data", mesh=mesh, panels=1, chunks={})
 
 
+@pytest.mark.exact
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(
     mesh=st.sampled_from([(2, 2), (2, 4), (4, 2), (2, 2, 2)]),

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memory_formats import FORMATS, scatter_formats
 from rule_cases import CASES as FURTHER
+from thinned import thinned
 from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import Partial
@@ -591,14 +592,14 @@ def check_formats(name, data):
     check(name, data.draw, mesh, data.draw(st.integers(0, 10**6)), formats=True)
 
 
-@pytest.mark.parametrize("name", sorted(name for name in set(RULES) - RANDOM if not misread(name)))
+@pytest.mark.parametrize("name", thinned(sorted(name for name in set(RULES) - RANDOM if not misread(name)), 8, whole=True))
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
 def test_rule_takes_operands_and_gradients_in_any_memory_format(name, data):
     check_formats(name, data)
 
 
-@pytest.mark.parametrize("name", sorted(filter(misread, RULES)))
+@pytest.mark.parametrize("name", thinned(sorted(filter(misread, RULES)), first=1, whole=True))
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
 def test_a_kernel_that_misreads_some_formats_is_not_handed_them(name, data):
@@ -620,7 +621,7 @@ UNSPLIT = {
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-@pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", thinned([(2,), (2, 2)], whole=True), ids=str)
 def test_every_strategy_of_a_rule_is_reachable_and_exact(name, mesh):
     """All strategies of one fixed, divisible instance."""
     torch.manual_seed(0)
@@ -677,7 +678,7 @@ def summed(layout):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", sorted(set(RULES) - RANDOM - SINGLE))
+@pytest.mark.parametrize("name", thinned(sorted(set(RULES) - RANDOM - SINGLE), 16, whole=True))
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
 def test_rule_is_as_precise_as_the_plain_operator_in_halves(name, dtype, data):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from overlapping import gradients, planned, tokens
+from thinned import thinned
 from torch import nn
 
 import autotp
@@ -77,12 +78,15 @@ def images(layer):
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize(
     ("strategy", "mesh", "chunks", "schedule"),
-    [
-        ("data", (2,), {}, "none"),
-        ("data", (2,), {"batch": 2}, "overlap"),
-        ("megatron-1d", (2,), {"batch": 2, "rows": 2}, "overlap"),
-        ("tensor3d", (2, 2), {"batch": 2}, "overlap"),
-    ],
+    thinned(
+        [
+            ("data", (2,), {}, "none"),
+            ("data", (2,), {"batch": 2}, "overlap"),
+            ("megatron-1d", (2,), {"batch": 2, "rows": 2}, "overlap"),
+            ("tensor3d", (2, 2), {"batch": 2}, "overlap"),
+        ],
+        first=2,
+    ),
 )
 def test_layers_that_look_at_the_whole_batch_or_at_groups(layer, strategy, mesh, chunks, schedule):
     model, args = images(layer)

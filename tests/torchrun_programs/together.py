@@ -1,0 +1,23 @@
+"""Cases of other programs, one after the other in one job: to start processes takes longer than most cases.
+
+A case is a program, of which ``main`` is called, or ``program:function,function``.
+"""
+
+import importlib
+import sys
+
+import torch.distributed as dist
+
+if __name__ == "__main__":
+    # Imported first: modules of torch that are imported later have the process group as a default of arguments, to the end.
+    cases = [
+        getattr(importlib.import_module(program), function)
+        for program, _, functions in (case.partition(":") for case in sys.argv[1:])
+        for function in (functions or "main").split(",")
+    ]
+    dist.init_process_group("gloo")
+    for case in cases:
+        case()
+    if dist.get_rank() == 0:
+        print("passed")
+    dist.destroy_process_group()
