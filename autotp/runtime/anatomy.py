@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Set
+from collections import OrderedDict
+from collections.abc import Callable, Set
 from functools import partial
 from typing import Any, NoReturn
 
@@ -16,7 +17,7 @@ from autotp.runtime.rewrite import Rewritten
 from autotp.runtime.state import held_part, local_part
 from autotp.runtime.submodule import Submodule
 
-__all__ = ["CONSTANTS", "WORLD", "Untraced", "attach", "bound", "carrying", "find", "hierarchy"]
+__all__ = ["CONSTANTS", "WORLD", "Untraced", "attach", "bound", "carrying", "find", "hierarchy", "index_as"]
 
 #: Names of the module's own parts, beside the model's.
 WORLD, CONSTANTS = "autotp_world", "autotp_constants"
@@ -108,6 +109,27 @@ def hierarchy(root: nn.Module, model: nn.Module, taken: Set[str]) -> list[Any]:
         if parent or name not in taken or any(True for _ in (*module.parameters(), *module.buffers())):
             root.get_submodule(parent)._modules[name] = stands
     return list(made.values())
+
+
+def index_as(module: nn.Module, kind: type) -> None:
+    """Lets a module be indexed, iterated and measured as the model, if that is one of torch's containers itself.
+
+    Args:
+        module: the only instance of its class.
+        kind: the model's class.
+    """
+
+    def asked(container: Any, name: str) -> Callable[..., Any]:
+        def answer(own: nn.Module, *args: Any) -> Any:
+            children = OrderedDict((n, child) for n, child in own._modules.items() if n not in (WORLD, CONSTANTS))
+            return getattr(container(children.values() if container is nn.ModuleList else children), name)(*args)
+
+        return answer
+
+    for container in (nn.Sequential, nn.ModuleList, nn.ModuleDict):
+        for name in ("__len__", "__iter__", "__getitem__", "__contains__"):
+            if issubclass(kind, container) and hasattr(container, name):
+                setattr(type(module), name, asked(container, name))
 
 
 def attach(root: nn.Module, path: str, value: Tensor, persistent: bool = True) -> None:

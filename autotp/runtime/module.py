@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
 from autotp.runtime.agreement import JobAgreement
-from autotp.runtime.anatomy import CONSTANTS, WORLD, Untraced, attach, bound, carrying, find, hierarchy
+from autotp.runtime.anatomy import CONSTANTS, WORLD, Untraced, attach, bound, carrying, find, hierarchy, index_as
 from autotp.runtime.compiled import Overlap
 from autotp.runtime.output_guard import guard
 from autotp.runtime.programs import MOST, Joined, Program, Programmed, Programs, blueprint, own_inputs, own_rows, show
@@ -120,6 +120,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
         names = {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers(remove_duplicate=False))}
         self._owners = {name: self._owner(name) for name in names}
         self._stand_for(model)
+        index_as(self, self._kind)
         self._seal()
         observed = {id(module) for module in matching(model, plan.observe).values()}
         for module, each in zip(list(model.modules())[1:], modules[1:], strict=True):
@@ -221,6 +222,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
             memo[id(parameter)] = carrying(parameter, parameter.detach().clone())
         made.__dict__ |= {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
         made.recompile()
+        index_as(made, made._kind)
         return made
 
     def __copy__(self) -> DistributedModule:

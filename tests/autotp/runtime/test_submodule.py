@@ -108,8 +108,11 @@ def test_submodules_are_of_the_models_classes():
     decayed = [name for name, module in parallel.named_modules() if isinstance(module, (Scaled, nn.Linear))]
     assert decayed == ["0", "1"] and "Scaled()" in str(parallel)
     torch.testing.assert_close(copy.deepcopy(parallel)(X), model(X))
+    for each in (parallel, copy.deepcopy(parallel)):
+        assert len(each) == 3 and [type(part).__name__ for part in each] == ["Linear", "Scaled", "Submodule"]
+        assert each[1] is each.get_submodule("1") and each[-1] is each[2] and len(each[:2]) == 2
     with pytest.raises(autotp.AutotpError, match="1 is a part of a distributed module"):
-        parallel.get_submodule("1")(X)
+        parallel[1](X)
 
 
 def test_modes_are_those_that_the_models_own_train_gives():
@@ -122,9 +125,9 @@ def test_modes_are_those_that_the_models_own_train_gives():
         torch.testing.assert_close(parallel(X), model(X))
     torch.testing.assert_close(parallel.norm.running_mean, model.norm.running_mean)
     nested = autotp.parallelize(nn.Sequential(Net()), None, (X,), strategy="data")
-    assert not nested.train().get_submodule("0").norm.training
+    assert not nested.train()[0].norm.training
     with pytest.raises(autotp.AutotpError, match=r"0.train is the model's own: call train or eval of the distributed"):
-        nested.get_submodule("0").eval()
+        nested[0].eval()
 
 
 def test_a_language_model_has_its_configuration():
