@@ -1,20 +1,27 @@
-"""Checks of a model to capture; what it and ``torch.export`` assert of values is left out, and what only that reads."""
+"""Checks of a model to capture; what it and ``torch.export`` assert of values is left out, and what only that reads.
+
+Also what its forward pass changes in Python, which no graph does.
+"""
 
 from __future__ import annotations
 
 import itertools
+import random
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from torch import SymBool, SymFloat, SymInt, fx, nn
 from torch._dynamo import OptimizedModule
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils._pytree import tree_flatten
 
 from costmodel.errors import AutotpError
 from passes.capture.builder import CaptureError, operator_name
 
-__all__ = ["check_tying", "drop_checks", "refuse_hooks", "require_plain"]
+__all__ = ["changed", "check_tying", "drop_checks", "forget", "in_python", "refuse_hooks", "require_plain"]
 
 _WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 
@@ -79,3 +86,51 @@ def refuse_hooks(model: nn.Module) -> None:
                 "captured graph does not call; remove it, and register it at the distributed module"
                 + (f", for a forward hook with observe=[{name!r}]" if name else "")
             )
+
+
+_DATA = (bool, int, float, complex, str, bytes)
+#: What torch's modules have for themselves; recurrent ones have lists of their parameters.
+_STANDARD = frozenset((*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"))
+
+
+def in_python(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """What a forward pass may read and change that no graph has, and what is in it, now.
+
+    Returns:
+        Path of an attribute that is no parameter, buffer or module -> what it holds, inside lists, dicts and the like
+        too; modes of modules, and other libraries' random numbers, under names with blanks.
+    """
+    _, words, place, *_ = np.random.get_state()
+    found: dict[str, tuple[Any, ...]] = {
+        "the random numbers of Python's random": (str(random.getstate()),),
+        "the random numbers of numpy": (np.asarray(words).tobytes(), place),
+    }
+    for name, module in model.named_modules():
+        found[f"the mode of {name or 'the model'}"] = (module.training,)
+        hooks = module._forward_pre_hooks.values()  # those of torch that compute a weight anew at each call
+        weights = {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks}
+        for key, value in vars(module).items():
+            if key not in _STANDARD and key not in weights:
+                leaves, structure = tree_flatten(value)
+                held = (len(leaf) if isinstance(leaf, set) else leaf for leaf in leaves)
+                found[f"{name}.{key}".lstrip(".")] = (str(structure), *held)
+    return found
+
+
+def changed(before: Mapping[str, tuple[Any, ...]], after: Mapping[str, tuple[Any, ...]]) -> list[str]:
+    """Names of what `in_python` found changed, or new."""
+
+    def same(one: Any, other: Any) -> bool:  # NaN is as it was
+        return one is other or (type(one) is type(other) and isinstance(one, _DATA) and repr(one) == repr(other))
+
+    def alike(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+        return len(one) == len(other) and all(map(same, one, other))
+
+    return [name for name, held in after.items() if not alike(before.get(name, ()), held)]
+
+
+def forget(model: nn.Module, before: Mapping[str, tuple[Any, ...]]) -> None:
+    """Takes away attributes that a forward pass on fake tensors has added since; export puts back only what there was."""
+    for path in in_python(model).keys() - before.keys():
+        owner, _, name = path.rpartition(".")
+        vars(model.get_submodule(owner)).pop(name)

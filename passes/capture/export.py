@@ -8,17 +8,15 @@ from __future__ import annotations
 import builtins
 import inspect
 import logging
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
-from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.export.graph_signature import InputKind
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -27,7 +25,7 @@ from passes.capture.autograd_functions import Lost, kept_whole
 from passes.capture.builder import CaptureError
 from passes.capture.canonical import normalise
 from passes.capture.checkpoints import marked
-from passes.capture.checks import check_tying, drop_checks, refuse_hooks, require_plain
+from passes.capture.checks import changed, check_tying, drop_checks, forget, in_python, refuse_hooks, require_plain
 from passes.capture.masks import recognise_masks
 from passes.capture.observed import Moment, Place, apart, matching, numbered, observing
 from passes.capture.precision import Precision, cast_parameters, check_dtypes, policy_of, precision_name, under
@@ -66,6 +64,7 @@ class Captured:
         observed: when hooks of observed modules run, in order.
         precision: under which it was captured, as `passes.capture.precision.precision_name` has it. Placeholders of
             parameters have the dtypes in which they are used; in which they rest, their notes say (`passes.graph.Cast`).
+        changed: paths of attributes that the forward pass sets or changes in Python, which the graph does not.
     """
 
     graph_module: fx.GraphModule
@@ -82,6 +81,7 @@ class Captured:
     signature: CallSignature
     observed: tuple[Moment, ...] = ()
     precision: str | None = None
+    changed: frozenset[str] = frozenset()
 
     @property
     def placeholders(self) -> dict[str, Tensor]:
@@ -134,11 +134,11 @@ def capture(
     casts: Mapping[str, Cast] = {}
     refuse_hooks(model)
     if policy is None:
-        program, moments = _export(model, args, kwargs, observe)
+        program, moments, anew = _export(model, args, kwargs, observe)
     else:
         casts = cast_parameters(model, policy)
         with under(model, policy, casts):
-            program, moments = _export(model, args, kwargs, observe)
+            program, moments, anew = _export(model, args, kwargs, observe)
     out_spec = program.call_spec.out_spec.child(0) if observe else program.call_spec.out_spec
     exported = program.graph_module
     values = {n.name: n.meta.get("val") for n in exported.graph.nodes if n.op == "placeholder"}
@@ -182,6 +182,7 @@ def capture(
         signature=signature,
         observed=numbered(moments, numbers),
         precision=precision_name(precision),
+        changed=anew,
     )
 
 
@@ -219,14 +220,14 @@ def _as_it_lies(tensor: Tensor) -> Tensor:
 
 def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], observe: Sequence[str]
-) -> tuple[torch.export.ExportedProgram, list[Moment]]:
+) -> tuple[torch.export.ExportedProgram, list[Moment], frozenset[str]]:
     bind(inspect.signature(model.forward), args, kwargs)
     observed = matching(model, observe)
-    before, after = _in_python(model), dict[str, Any]()
+    before, after = in_python(model), dict[str, Any]()
 
     def look(module: nn.Module, *_: Any) -> None:  # export puts attributes back
         if module is model:
-            after.update(_in_python(model))
+            after.update(in_python(model))
 
     try:
         with (
@@ -234,14 +235,14 @@ def _export(
             register_module_forward_hook(look),
         ):  # fmt: skip
             exported = torch.export.export(model, args, kwargs, strict=False)
-        if changed := [name for name, value in before.items() if after.get(name, value) != value]:
+        if anew := changed(before, after):
             _log.warning(
-                "%s: forward changes %s, of which the graph keeps the value that it had when it was captured: make it a "
-                "buffer, an argument, or a draw of torch's",
+                "%s: forward changes %s, which the graph does not: every call begins with what was there when it was "
+                "captured, and leaves nothing there. Return it, or make it a buffer, an argument, or a draw of torch's",
                 type(model).__name__,
-                ", ".join(changed[:5]) + (f" and {len(changed) - 5} more" if len(changed) > 5 else ""),
+                ", ".join(anew[:5]) + (f" and {len(anew) - 5} more" if len(anew) > 5 else ""),
             )
-        return exported, moments
+        return exported, moments, frozenset(anew)
     except Lost as error:
         raise CaptureError(f"{type(model).__name__}: {error}") from error
     except CaptureError:
@@ -255,20 +256,8 @@ def _export(
             "mixtures of experts; no Python control flow that depends on tensor values; parameters, buffers "
             "and inputs on one device; under a precision, no two dtypes in one operator."
         ) from error
-
-
-def _in_python(model: nn.Module) -> dict[str, Any]:
-    """What a forward pass may read and change that no graph has: plain attributes, other libraries' random numbers."""
-    found: dict[str, Any] = {"the random numbers of Python's random": random.getstate()}
-    _, words, place, *_ = np.random.get_state()
-    found["the random numbers of numpy"] = np.asarray(words).tobytes(), place
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, (bool, int, float, complex, str)) and not key.startswith("_"):
-                found[f"{name}.{key}".lstrip(".")] = repr(value)  # NaN is as it was
-            elif isinstance(value, (list, dict, set)) and not key.startswith("_"):
-                found[f"the length of {name}.{key}".replace(" .", " ")] = len(value)
-    return found
+    finally:
+        forget(model, before)
 
 
 class _Names:
@@ -296,10 +285,10 @@ class _Names:
         for spec in program.graph_signature.input_specs:
             name = spec.arg.name
             if spec.kind is InputKind.USER_INPUT:
-                constant = isinstance(spec.arg, ConstantArgument)
+                constant = not isinstance(values[name], Tensor)  # a member of an enumeration too
                 values = {**values, _unreserved(name): values[name]}
                 user.append(None if constant else _unreserved(name))
-                self.renamed[name] = (spec.arg.value,) if constant else _unreserved(name)
+                self.renamed[name] = (values[name],) if constant else _unreserved(name)
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
                 held = self.parameters if spec.kind is InputKind.PARAMETER else self.buffers
                 fqn = canonical[spec.target]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from thinned import thinned
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import autotp
@@ -283,11 +284,17 @@ class Counts(nn.Module):
     def __init__(self, way):
         super().__init__()
         self.inner, self.way = nn.Linear(4, 4), way
-        self.step, self.seen = 0, []
+        self.step, self.seen, self.aux, self.inner.kept = 0, [], 0.0, {"last": None}
 
     def forward(self, x):
         if self.way == "step":
             self.step += 1
+        elif self.way == "aux":
+            self.aux = self.inner(x).square().mean()
+        elif self.way == "kept":
+            self.inner.kept["last"] = x
+        elif self.way == "new":
+            self._new = x
         elif self.way == "seen":
             self.seen.append(1)
         elif self.way == "random":
@@ -300,15 +307,30 @@ class Counts(nn.Module):
 @pytest.mark.parametrize(
     ("way", "named"),
     [
-        ("step", "Counts: forward changes step, of which the graph keeps the value"),
-        ("seen", "Counts: forward changes the length of seen,"),
+        ("step", "Counts: forward changes step, which the graph does not: every call"),
+        ("seen", "Counts: forward changes seen,"),
+        ("aux", "Counts: forward changes aux,"),
+        ("kept", "Counts: forward changes inner.kept,"),
+        ("new", "Counts: forward changes _new,"),
         ("random", "Counts: forward changes the random numbers of Python's random,"),
         ("numpy", "Counts: forward changes the random numbers of numpy,"),
         ("", None),
     ],
 )
+@pytest.mark.filterwarnings("ignore:The tensor attribute")
 def test_what_changes_in_python_is_warned_of(way, named, caplog):
-    """The graph has one value of it, and torch.export says nothing."""
+    """The graph has one value of it, and the model is left as it was."""
+    model = Counts(way)
     with caplog.at_level("WARNING", "autotp.capture"):
-        capture(Counts(way), (torch.randn(2, 4),))
+        capture(model, (torch.randn(2, 4),))
+    assert (model.step, model.seen, model.aux, model.inner.kept) == (0, [], 0.0, {"last": None})
+    assert not hasattr(model, "_new")
     assert [record.getMessage().startswith(named) for record in caplog.records] == [True] * (named is not None)
+
+
+def test_what_torch_changes_for_itself_is_not_warned_of(caplog):
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.utils.weight_norm(nn.Linear(4, 4)), nn.GRU(4, 4))
+    prune.random_unstructured(model[0], "bias", 0.5)
+    with caplog.at_level("WARNING", "autotp.capture"):
+        captured = capture(model, (torch.randn(2, 4),))
+    assert not captured.changed and not caplog.records
