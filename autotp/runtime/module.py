@@ -121,10 +121,11 @@ class DistributedModule(Programmed, Sealed, Untraced):
         self._owners = {name: self._owner(name) for name in names}
         self._stand_for(model)
         index_as(self, self._kind)
+        self._changed = programs.changed
         self._seal()
         observed = {id(module) for module in matching(model, plan.observe).values()}
         for module, each in zip(list(model.modules())[1:], modules[1:], strict=True):
-            each._observed = id(module) in observed
+            each._observed, each._changed = id(module) in observed, programs.changed
             each._seal()
 
     @property
@@ -216,7 +217,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
         """A module of the same plan with parameters and buffers of its own; it shares the groups and the schedules."""
         made: Any = DistributedModule.__new__(DistributedModule)
         memo[id(self._programs)] = self._programs.anew()
-        shared = (self.get_submodule(WORLD), self.plan)
+        shared = (self.get_submodule(WORLD), self.plan, self._changed)
         memo |= {id(each): each for each in shared} | {id(self): made}
         for parameter in self.parameters():  # without its gradient, as torch copies a parameter
             memo[id(parameter)] = carrying(parameter, parameter.detach().clone())

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from autotp.errors import AutotpError
-from autotp.runtime.programs.observed import unobserved
+from autotp.runtime.programs import Unkept, unobserved
 
 __all__ = ["Sealed", "Submodule"]
 
@@ -101,6 +101,7 @@ class Sealed(nn.Module):
     _attributes: Set[str] = frozenset()  # its public ones that are no parts
     _data: Mapping[str, Any] = {}  # those that `_is_data`, private ones too
     _fixed: Set[str] = frozenset()  # names of methods that the graph does the work of
+    _changed = Unkept()
     _sealed = False  # whether it has all its parameters and modules
 
     def _stand_for(self, module: nn.Module) -> None:
@@ -114,6 +115,7 @@ class Sealed(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            self._changed.require(self._path, name, AttributeError)
             if name in self._data:
                 return _as_it_was(self._data[name])
             own = inspect.getattr_static(self._kind, name, _GONE)
@@ -126,6 +128,7 @@ class Sealed(nn.Module):
         return own.__get__(self, self._kind) if hasattr(own, "__get__") else _as_it_was(own) if _is_data(own) else own
 
     def __setattr__(self, name: str, value: Any) -> None:
+        self._changed.require(self._path, name, AutotpError)
         own = self._data.get(name, _GONE)
         if name in self._attributes and not (type(value) is type(own) and value == own):
             path, was = self._path or type(self).__name__, "something else" if own is _GONE else repr(own)
@@ -220,9 +223,8 @@ class Submodule(Sealed):
 
     __repr__ = nn.Module.__repr__
     _fixed = frozenset(("forward",))
-    _name = ""
+    _name = _shown = ""
     _observed = False
-    _shown = ""
 
     @staticmethod
     def like(path: str, module: nn.Module) -> Submodule:
@@ -306,11 +308,9 @@ class Submodule(Sealed):
 
     def _seal(self) -> None:
         super()._seal()
-        forward = (
-            {} if self._observed else dict.fromkeys(("_forward_hooks", "_forward_pre_hooks"), str(unobserved(self._path)))
-        )
+        own = {} if self._observed else dict.fromkeys(("_forward_hooks", "_forward_pre_hooks"), str(unobserved(self._path)))
         for table, why in {
-            **forward,
+            **own,
             **dict.fromkeys(("_backward_hooks", "_backward_pre_hooks"), self._uncalled()),
         }.items():
             self.__dict__[table] = _Fixed({}, why)

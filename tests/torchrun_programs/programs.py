@@ -257,6 +257,27 @@ def ranks_disagree():
     usual(x, y)
 
 
+def arguments_that_are_no_tensors():
+    """Functions, objects and sets have other addresses, and other orders, on every rank; the call is the same."""
+
+    class Held:
+        scale = 2.0
+
+    def triple(x):
+        return 3 * x
+
+    class Choosing(Classifier):
+        def forward(self, x, act=torch.relu, then=triple, held=Held(), draws=torch.Generator(), names=frozenset("abcdef")):  # noqa: B008
+            return then(act(super().forward(x))) * held.scale * len(names)
+
+    torch.manual_seed(0)
+    model, (x, _) = Choosing().double(), data()[:8]
+    plain = copy.deepcopy(model)
+    parallel = autotp.parallelize(model, None, (x,), strategy="zero3", mesh=(dist.get_world_size(),), debug=True)
+    for rows in (8, 4):
+        torch.testing.assert_close(parallel(x[:rows]), plain(x[:rows]), **SIX)
+
+
 def losses_outside():
     """Outputs stay where the plan has them, and a loss of a part of the logits gives the gradients of the whole one."""
     torch.manual_seed(0)
@@ -406,6 +427,7 @@ def main():
     parts_of_other_sizes()
     inputs_that_are_no_part_of_a_batch()
     ranks_disagree()
+    arguments_that_are_no_tensors()
     losses_outside()
     inputs_that_are_distributed()
     a_cache_in_parts()

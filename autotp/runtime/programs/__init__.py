@@ -8,7 +8,7 @@ graph; `programmed` is what modules offer of it, `rows` are the ranks' parts of 
 """
 
 from autotp.runtime.programs.observed import show, unobserved
-from autotp.runtime.programs.program import Key, Program, blueprint
+from autotp.runtime.programs.program import Key, Program, Unkept, blueprint
 from autotp.runtime.programs.programmed import Programmed
 from autotp.runtime.programs.programs import MOST, Programs
 from autotp.runtime.programs.rows import Joined, own_inputs, own_rows
@@ -20,6 +20,7 @@ __all__ = [
     "Program",
     "Programmed",
     "Programs",
+    "Unkept",
     "blueprint",
     "own_inputs",
     "own_rows",

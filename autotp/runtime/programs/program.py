@@ -1,11 +1,13 @@
-"""One program, what tells it from the others, and what others are made from."""
+"""One program, what tells it from the others, what others are made from, and what programs leave undone."""
 
 from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 from zlib import crc32
 
@@ -21,7 +23,7 @@ from autotp.runtime.schedules import Schedules
 from passes.capture import Captured
 from passes.capture.signature import path_of
 
-__all__ = ["Call", "Key", "Program", "blueprint", "named_state", "without_memory"]
+__all__ = ["Call", "Key", "Program", "Unkept", "blueprint", "named_state", "without_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +56,24 @@ class Key:
         return [(path_of(path), shape) for (path, _), (kind, shape) in named if isinstance(kind, torch.dtype)]
 
     def __str__(self) -> str:
+        """What ranks compare: the same for the same call on all of them."""
         mode = "training" if all(self.training) else "training in part" if any(self.training) else "evaluation"
         given = [f"{str(kind)[6:]}{list(shape)}" for kind, shape in self.leaves if isinstance(kind, torch.dtype)]
-        others = [repr(value) for kind, value in self.leaves if isinstance(kind, type) and value is not None]
+        others = [_text(kind, value) for kind, value in self.leaves if isinstance(kind, type) and value is not None]
         wanted = "with gradients" if self.gradients else "without gradients"
         joined = " of all ranks" if self.whole else ""
         to = sorted({str(dtype)[6:] for _, dtype in self.cast})
         cast = f", {len(self.cast)} parameters and buffers cast to {' and '.join(to)}" if to else ""
         return f"{mode} {wanted}, inputs{joined} {', '.join(given + others) or 'none'}{cast}"
+
+
+def _text(kind: type, value: Any) -> str:
+    """A value that is no tensor, as every process writes it: without addresses, and sets in order."""
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(_text(type(each), each) for each in value))}}}"
+    if isinstance(value, FunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    return repr(value) if issubclass(kind, str) else re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,3 +169,21 @@ def blueprint(model: nn.Module) -> nn.Module | AutotpError:
             f"this call needs a program of its own, and {type(model).__name__} cannot be copied to make one "
             f"({type(error).__name__}: {error}); distribute the model again in that mode and with such inputs"
         )
+
+
+class Unkept(set[str]):
+    """Paths of attributes that the model's forward sets, and no program does: what is read there would be out of date."""
+
+    def require(self, path: str, name: str, error: type[Exception]) -> None:
+        """Refuses one of them.
+
+        Args:
+            path: of a module.
+            name: of an attribute of it.
+            error: what to raise.
+        """
+        if (whole := f"{path}.{name}".lstrip(".")) in self:
+            raise error(
+                f"{whole}: the model's forward sets it, and a distributed module, which runs a graph, does not. Let "
+                "forward return it"
+            ) from None

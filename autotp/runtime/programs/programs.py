@@ -26,7 +26,7 @@ from autotp.runtime.agreement import Agreement, agreed
 from autotp.runtime.compiled import Overlap
 from autotp.runtime.output_guard import made_of
 from autotp.runtime.programs.monitor import Monitor
-from autotp.runtime.programs.program import Call, Key, Program, named_state, without_memory
+from autotp.runtime.programs.program import Call, Key, Program, Unkept, named_state, without_memory
 from autotp.runtime.programs.rows import Joined, joined, require_same_inputs
 from autotp.runtime.rewrite import Rewritten, apply, parts_of
 from autotp.runtime.schedules import Schedules
@@ -89,7 +89,7 @@ class Programs:
     ) -> None:
         self.model, self.plan, self.world, self.agreement, self.how = model, plan, world, agreement, how
         self.most, self.device, self.layouts, self.even, self.syncing = most, device, layouts, even, True
-        self.debug, self.checked = debug, set[Key]()
+        self.debug, self.checked, self.changed = debug, set[Key](), Unkept(rewritten.captured.changed)
         self.monitor = Monitor(world, agreement) if debug and agreement.processes > 1 else None
         self.split, self.ways, self.kept = rewritten.sharding.split, rewritten.ways, rewritten.sharding.kept > 0
         self.varying = varying and self.ways > 1
@@ -252,6 +252,7 @@ class Programs:
             lambda captured: self._planned(key, captured),
             lambda captured, plan: apply(captured, plan, split, parts=parts, kept=self.kept, joined=key.whole),
         )
+        self.changed |= rewritten.captured.changed
         kind = (plan.hash, key.gradients, key.whole)
         same = [p for k, p in self.known.items() if (p.plan.hash, k.gradients, k.whole) == kind]
         self.known[key] = same[0] if same else self._program(key, plan, rewritten)
@@ -344,4 +345,6 @@ def _described(leaf: Any) -> tuple[Any, Any]:
     """A leaf of a call as keys have it."""
     if isinstance(leaf, Tensor):
         return leaf.dtype, tuple(leaf.shape)
+    if isinstance(leaf, set):  # whose text depends on how it was filled
+        leaf = frozenset(leaf)
     return type(leaf), leaf if isinstance(leaf, Hashable) else repr(leaf)

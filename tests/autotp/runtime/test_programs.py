@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import enum
+import functools
 import math
 import threading
 
@@ -14,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import autotp
-from autotp.runtime.programs import blueprint
+from autotp.runtime.programs import Key, blueprint
 
 F64 = {"dtype": torch.float64}
 SIX = {"rtol": 1e-9, "atol": 1e-12}
@@ -121,6 +123,51 @@ def test_evaluation_with_gradients_is_a_program_of_its_own():
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, **SIX)
     assert str(ours.programs[1]) == repr(ours.programs[1]) == "evaluation with gradients, inputs float64[8, 8], int64[8], 1"
+
+
+class Way(enum.Enum):
+    PLAIN = 1
+    TWICE = 2
+
+
+def test_members_of_an_enumeration_are_arguments():
+    class Choosing(Net):
+        def forward(self, x, way=Way.PLAIN, more=None):
+            ways = [way, *(more or {}).get("ways", ())]
+            return super().forward(x, times=1 + ways.count(Way.TWICE))
+
+    torch.manual_seed(0)
+    model, x = Choosing().double(), torch.randn(8, 8, **F64)
+    plain = copy.deepcopy(model)
+    ours = distributed(model, (x, Way.TWICE))
+    for given in ((x, Way.TWICE), (x,), (x, Way.PLAIN, {"ways": [Way.TWICE, Way.TWICE]}), (x, Way.TWICE)):
+        torch.testing.assert_close(ours(*given), plain(*given), **SIX)
+    assert len(ours._programs.known) == 3
+
+
+def test_calls_are_told_apart_here_and_alike_on_all_ranks():
+    """Ranks compare texts, in which no address stands, nor the order in which a set was filled."""
+
+    def made():
+        class Held:
+            pass
+
+        def triple(x):
+            return 3 * x
+
+        return [triple, torch.relu, torch.nn.functional.gelu, Held(), torch.Generator(), functools.partial(triple, 2)]
+
+    def key(value):
+        return Key((True,), True, ((type(value), value),), None)
+
+    mine, theirs = made(), made()
+    for one, other in zip(mine, theirs, strict=True):
+        assert str(key(one)) == str(key(other)), "as another process has it"
+    assert [key(one) == key(other) for one, other in zip(mine, theirs, strict=True)] == [False, True, True, *[False] * 3]
+    assert len({str(key(one)) for one in mine}) == len(mine)
+    assert f"{__name__}.test_calls_are_told" in str(key(mine[0]))
+    assert str(key(frozenset("abc"))).endswith("{'a', 'b', 'c'}")
+    assert str(key("<A at 0x1>")) != str(key("<A at 0x2>"))
 
 
 @pytest.mark.parametrize("frozen", ["norm", "drop"])

@@ -115,6 +115,45 @@ def test_submodules_are_of_the_models_classes():
         parallel[1](X)
 
 
+class Leaving(Net):
+    """Its forward pass leaves things behind, in evaluation more of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.aux, self.inner.calls = 0.0, 0
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.inner.calls += 1
+        self.aux = y.square().mean()
+        if not self.training:
+            self.head.last = y
+        return y
+
+    @property
+    def penalty(self):
+        return 0.1 * self.aux
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attribute")
+def test_what_forward_would_leave_behind_cannot_be_read():
+    parallel = autotp.parallelize(Leaving(), None, (X,), strategy="data")
+    parallel(X)
+    for each in (parallel, copy.deepcopy(parallel)):
+        for path, read in (
+            ("aux", lambda module: module.aux),
+            ("aux", lambda module: module.penalty),
+            ("inner.calls", lambda module: module.inner.calls),
+        ):
+            with pytest.raises(AttributeError, match=f"^{path}: the model's forward sets it.* Let forward return it"):
+                read(each)
+    with pytest.raises(autotp.AutotpError, match="^aux: the model's forward sets it"):
+        parallel.aux = 0.0
+    parallel.eval()(X)
+    with pytest.raises(AttributeError, match=r"^head.last: the model's forward sets it"):
+        _ = parallel.head.last
+
+
 def test_modes_are_those_that_the_models_own_train_gives():
     model = Net().train()
     parallel = autotp.parallelize(copy.deepcopy(model), None, (X,), strategy="data")
