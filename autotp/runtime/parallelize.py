@@ -205,7 +205,7 @@ def parallelize(
         broadcast=broadcast,
         dropout=dropout,
         debug=debug,
-        varying=inputs == "uneven",
+        inputs=inputs,
         agreement=agreement,
     )
 
