@@ -67,8 +67,7 @@ class Programs:
         layouts: parameter name -> the layout in which it rests.
         even: whether devices whose parts have equal shapes have one graph, made once.
         debug: whether every call is checked (see ``of``), and the numbers of every pass (see ``Monitor``).
-        inputs: what every call is given (see `autotp.parallelize`). Where parts of the batch may differ in size, every call
-            finds that out (see ``joined``).
+        inputs: see `autotp.parallelize`; where parts of the batch may differ, every call finds out (see ``joined``).
     """
 
     def __init__(
