@@ -64,7 +64,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
         most: int = MOST,
         broadcast: bool = True,
         debug: bool = False,
-        varying: bool = False,
+        inputs: str = "global",
         agreement: JobAgreement | None = None,
     ) -> None:
         captured = rewritten.captured
@@ -99,7 +99,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
             device=device,
             layouts=layouts,
             debug=debug,
-            varying=varying,
+            inputs=inputs,
         )
         if programs.first.constants:
             root.add_module(CONSTANTS, nn.Module())

@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch._dynamo import OptimizedModule
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from autotp.errors import AutotpError, PlanMismatchError
 from autotp.planner import plan_captured
@@ -35,6 +37,8 @@ _log = logging.getLogger("autotp.compile")
 
 #: Arguments in which ranks may differ: rank 0 has the plan, and the rest is checked with the graphs.
 _OWN = ("model", "topology", "args", "kwargs", "plan", "initialise")
+#: Attribute of a parameter that a distributed module has another for: the parameter's id, which no copy of it has.
+_REPLACED = "_autotp_replaced"
 
 
 def parallelize(
@@ -193,7 +197,7 @@ def parallelize(
                     "torch.compile of %s changes nothing: give autotp.parallelize compile=True", name or "the model"
                 )
                 break
-    return DistributedModule(
+    made = DistributedModule(
         model,
         agreed_plan,
         rewritten,
@@ -205,9 +209,13 @@ def parallelize(
         broadcast=broadcast,
         dropout=dropout,
         debug=debug,
-        varying=inputs == "uneven",
+        inputs=inputs,
         agreement=agreement,
     )
+    for parameter in model.parameters():
+        setattr(parameter, _REPLACED, id(parameter))
+    _sound_optimizers().clear()
+    return made
 
 
 def _join() -> None:
@@ -247,6 +255,45 @@ def _refuse_hooks(model: nn.Module) -> None:
                 f"parameter {name} has a hook on its gradient, which the distributed module's would not have: register it "
                 "there, where gradients are DTensors, and remove it here"
             )
+
+
+@functools.cache
+def _sound_optimizers() -> weakref.WeakSet[Optimizer]:
+    """The optimizers of this process that need no further look; from the first call on, each has one in its step.
+
+    Those of parameters that a distributed module has others for would train nothing, in silence. Where the model is
+    trained too, on its own, they have gradients.
+    """
+    sound = weakref.WeakSet[Optimizer]()
+
+    def check(optimizer: Optimizer) -> None:
+        if optimizer in sound:
+            return
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        replaced = any(getattr(each, _REPLACED, None) == id(each) for each in held)
+        if replaced and all(each.grad is None for each in held):
+            raise AutotpError(
+                "the optimizer has the parameters of the model that was distributed, not those of the distributed module, "
+                "and no gradients: make it of the parameters() of what autotp.parallelize returned"
+            )
+        sound.add(optimizer)
+
+    def checked(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        loss = closure()  # makes the gradients
+        check(optimizer)
+        return loss
+
+    def look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling() or optimizer in sound:
+            return None
+        closure = args[1] if args[1:] else kwargs.get("closure")
+        if not callable(closure):
+            return check(optimizer)
+        closure = functools.partial(checked, optimizer, closure)
+        return ((optimizer, closure, *args[2:]), kwargs) if args[1:] else (args, kwargs | {"closure": closure})
+
+    register_optimizer_step_pre_hook(look)
+    return sound
 
 
 def _planned(captured: Captured, topology: Topology | str | None, options: Options) -> Plan:

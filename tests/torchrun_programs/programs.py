@@ -255,6 +255,14 @@ def ranks_disagree():
     with pytest.raises(autotp.PlanMismatchError, match="argument x differs between ranks 0 and 1"):
         usual(x + rank, y)  # the first call is checked always
     usual(x, y)
+    for inputs in ("local", "uneven"):
+        whole = autotp.parallelize(model, None, (x, y), strategy="megatron-1d", mesh=(1, ranks), inputs=inputs)
+        unsplit = r"this plan does not split the batch \(its batch_ways is 1\).*a strategy that splits the batch"
+        with pytest.raises(autotp.PlanMismatchError, match=f"argument x differs .* 0 and 1, and {unsplit}"):
+            whole(x + rank, y)
+        with pytest.raises(autotp.PlanMismatchError, match=f"ranks made different calls: .*{unsplit}"):
+            whole(x[rank:], y[rank:])
+        whole(x, y)
 
 
 def arguments_that_are_no_tensors():

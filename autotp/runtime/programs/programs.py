@@ -67,7 +67,7 @@ class Programs:
         layouts: parameter name -> the layout in which it rests.
         even: whether devices whose parts have equal shapes have one graph, made once.
         debug: whether every call is checked (see ``of``), and the numbers of every pass (see ``Monitor``).
-        varying: whether parts of the batch may differ in size, which every call then finds out (see ``joined``).
+        inputs: see `autotp.parallelize`; where parts of the batch may differ, every call finds out (see ``joined``).
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class Programs:
         layouts: Mapping[str, Layout],
         even: bool = False,
         debug: bool = False,
-        varying: bool = False,
+        inputs: str = "global",
     ) -> None:
         self.model, self.plan, self.world, self.agreement, self.how = model, plan, world, agreement, how
         self.most, self.device, self.layouts, self.even, self.syncing = most, device, layouts, even, True
         self.debug, self.checked, self.changed = debug, set[Key](), Unkept(rewritten.captured.changed)
         self.monitor = Monitor(world, agreement) if debug and agreement.processes > 1 else None
         self.split, self.ways, self.kept = rewritten.sharding.split, rewritten.ways, rewritten.sharding.kept > 0
-        self.varying = varying and self.ways > 1
+        self.inputs, self.varying = inputs, inputs == "uneven" and self.ways > 1
         if self.varying:
             world.join([self.split])
         self.signature = rewritten.captured.signature
@@ -235,7 +235,7 @@ class Programs:
         (at,), key = self.world.hosted, call.key
         part = () if key.whole else tuple(at[axis] for axis in self.split)
         every = self.agreement.gathered((part, str(call), [checksum(tensor) for tensor in inputs]))
-        require_same_inputs(key, self.parts(key), every)
+        require_same_inputs(key, self.parts(key), every, None if self.inputs == "global" else self.ways)
 
     def _make(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if len(self.known) >= self.most:

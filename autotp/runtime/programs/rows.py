@@ -25,6 +25,17 @@ from passes.world.world import World
 
 __all__ = ["Joined", "joined", "own_inputs", "own_rows", "require_same_inputs"]
 
+_SIZES = "parts of the batch of different sizes are for inputs='uneven'"
+_WHOLE = (
+    "both are given the whole batch (inputs='global'): draw and shuffle with one seed; to give each rank its own part, use "
+    "inputs='local'"
+)
+_UNSPLIT = (
+    "this plan does not split the batch (its batch_ways is 1), so that all ranks bring the same one: load it with the "
+    "module's sampler() or by its batch_rank; to give each rank its own part, use a strategy that splits the batch, such "
+    "as 'data'"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Joined:
@@ -105,7 +116,7 @@ def joined(
 
 
 def require_same_inputs(
-    key: Key, parts: Sequence[bool], every: Sequence[tuple[tuple[int, ...], str, Sequence[Any]]]
+    key: Key, parts: Sequence[bool], every: Sequence[tuple[tuple[int, ...], str, Sequence[Any]]], ways: int | None
 ) -> None:
     """Checks what all ranks were called for.
 
@@ -113,6 +124,7 @@ def require_same_inputs(
         key, parts: of the call; which of its tensors are parts of the batch.
         every: of every rank which part of the batch is its own, its call, and a checksum of each tensor; of none where
             nothing is computed.
+        ways: in how many parts the ranks are given the batch; None: each is given the whole one.
 
     Raises:
         PlanMismatchError: ranks made different calls, or have different values of what should be the same, or the same of
@@ -122,7 +134,7 @@ def require_same_inputs(
         if call != every[0][1]:
             raise PlanMismatchError(
                 f"the ranks made different calls: rank 0 one for {every[0][1]}, rank {rank} one for {call}; call the "
-                "module alike on all ranks (parts of the batch of different sizes are for inputs='uneven')"
+                f"module alike on all ranks ({_UNSPLIT if ways == 1 else _SIZES})"
             )
     if not every[0][2]:
         return
@@ -131,13 +143,13 @@ def require_same_inputs(
         lead = first.setdefault(part, rank)
         for (name, _), cut, mine, leads, zeros in zip(tensors, parts, sums, every[lead][2], every[0][2], strict=True):
             if mine != (leads if cut else zeros):
-                what = "the whole batch (inputs='global')"
-                if part:
-                    what = "the same part of the batch" if cut else "all of it, as its dim 0 is not the batch"
-                raise PlanMismatchError(
-                    f"argument {name} differs between ranks {lead if cut else 0} and {rank}, and both are given {what}: "
-                    "draw and shuffle with one seed; to give each rank its own part, use inputs='local'"
-                )
+                what = "the same part of the batch" if cut else "all of it, as its dim 0 is not the batch"
+                why = f"both are given {what}: draw and shuffle with one seed"
+                if ways is None:
+                    why = _WHOLE
+                elif ways == 1:
+                    why = _UNSPLIT
+                raise PlanMismatchError(f"argument {name} differs between ranks {lead if cut else 0} and {rank}, and {why}")
     batch = batch_of([shape for _, shape in tensors])
     for (name, shape), cut, *sums in zip(tensors, parts, *(each[2] for each in every), strict=True):
         if len(first) > 1 and cut and shape[0] != batch and len(set(sums)) == 1:

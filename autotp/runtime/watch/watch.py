@@ -73,9 +73,10 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread; Python must not end while it runs."""
+        """Ends the thread; Python must not end while it runs. The thread itself may call this: it collects garbage, too."""
         self._ended.set()
-        self._thread.join(timeout=5)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5)
 
     def _run(self) -> None:
         while not self._ended.wait(self.period) and dist.is_initialized():

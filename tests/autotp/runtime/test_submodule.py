@@ -1,6 +1,7 @@
 """What a distributed module has beside its parts, in a process group of one: data, methods, modes of the model's own."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -185,3 +186,42 @@ def test_a_language_model_has_its_configuration():
         parallel.generate(torch.zeros(2, 4, dtype=torch.long))
     with pytest.raises(autotp.AutotpError, match="gradient_checkpointing was False when the model was captured"):
         parallel.gradient_checkpointing_enable()
+
+
+def test_an_optimizer_of_the_models_own_parameters_is_an_error():
+    model, plain = Net(), Net()
+    before = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallel = autotp.parallelize(model, None, (X,), strategy="data")
+
+    def gradients(module, optimizer):
+        optimizer.zero_grad()
+        loss = module(X).square().mean()
+        loss.backward()
+        return loss
+
+    for wrong in (before, torch.optim.AdamW(model.parameters())):
+        closure = functools.partial(gradients, parallel, wrong)
+        for args, kwargs in (((), {}), ((None,), {}), ((closure,), {}), ((), {"closure": closure})):
+            gradients(parallel, wrong)
+            with pytest.raises(autotp.AutotpError, match="parameters of the model that was distributed, not those of the"):
+                wrong.step(*args, **kwargs)
+    again = autotp.parallelize(model, None, (X,), strategy="data")
+    for other in (again, copy.deepcopy(model), plain):  # as ever, without gradients
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+    for trained in (parallel, again, model, plain):
+        for made in (torch.optim.SGD(trained.parameters(), lr=0.1), torch.optim.LBFGS(trained.parameters(), max_iter=1)):
+            made.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
+            weight = trained.head.weight.detach().clone()
+            if isinstance(made, torch.optim.LBFGS):
+                made.step(functools.partial(gradients, trained, made))
+            else:
+                gradients(trained, made)
+                made.step()
+            assert not torch.equal(weight, trained.head.weight)
+    own = torch.optim.SGD(plain.parameters(), lr=0.1)
+    gradients(plain, own)
+    own.step()
+    own.zero_grad()
+    autotp.parallelize(plain, None, (X,), strategy="data")
+    with pytest.raises(autotp.AutotpError, match="make it of the parameters"):
+        own.step()

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from autotp.errors import PlanMismatchError
+from autotp.runtime.agreement import _ended
 from autotp.runtime.watch.watch import Watch
 from passes.world.whereabouts import CollectiveError, Whereabouts
 
@@ -118,6 +119,23 @@ def test_the_thread_ends_when_it_is_told_to():
     watch.start()
     watch.stop()
     assert threading.active_count() == before
+
+
+def test_garbage_that_the_thread_collects_ends_it(monkeypatch):
+    (watch,), groups = watches(1, patience=0.01), ["a process group"]
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    watch.look = gc.collect
+    owner = What()
+    owner.itself = owner
+    weakref.finalize(owner, _ended, watch, groups)
+    gc.disable()
+    try:
+        del owner
+        watch.start()
+        watch._thread.join(timeout=60)
+    finally:
+        gc.enable()
+    assert not watch._thread.is_alive() and not groups
 
 
 def test_what_a_function_made_ends_with_it_though_it_was_watched():
