@@ -17,6 +17,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
 
 import autotp
@@ -193,7 +194,7 @@ def curve_table(curve: Sequence[float], reference: Sequence[float], rows: int = 
         ours, theirs = curve[step], reference[step]
         bar = "█" * round(20 * abs(ours) / top) if math.isfinite(ours / top) else "?"
         difference = largest_difference([ours], [theirs])
-        table.add_row(str(step), f"{ours:.6f}", f"{theirs:.6f}", f"{difference:.1e}", f"[cyan]{bar}[/]")
+        table.add_row(str(step), f"{ours:.6f}", f"{theirs:.6f}", f"{difference:.1e}", Text(bar, "cyan"))
     return table
 
 
@@ -201,8 +202,9 @@ def compare(task: Task, curve: Sequence[float], reference: Sequence[float], cons
     """Print both loss curves and whether they agree; returns their largest relative difference."""
     difference = largest_difference(curve, reference)
     console.print(curve_table(curve, reference))
-    verdict = "[green]the same curve[/]" if difference <= TOLERANCE else "[red]NOT the same curve[/]"
-    console.print(f"{task.name}: {verdict}; largest relative difference {difference:.1e}, allowed {TOLERANCE:g}")
+    verdict = ("the same curve", "green") if difference <= TOLERANCE else ("NOT the same curve", "red")
+    figures = f"; largest relative difference {difference:.1e}, allowed {TOLERANCE:g}"
+    console.print(Text.assemble(f"{task.name}: ", verdict, figures))
     return difference
 
 
