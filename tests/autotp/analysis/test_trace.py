@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from overlapping import prepared
-from thinned import thinned
 
 import autotp
 from autotp.analysis.trace import events_of, predicted
@@ -110,8 +109,9 @@ def test_a_missing_folder_is_reported(planned, capsys):
     assert "there is no directory" in capsys.readouterr().err
 
 
+@pytest.mark.exact
 @pytest.mark.distributed
-@pytest.mark.parametrize("mode", thinned(["train", "inference"], whole=True))
+@pytest.mark.parametrize("mode", ["train", "inference"])
 def test_every_rank_is_a_process_of_the_trace(planned, mode):
     folder, model, args, plan = planned
     if mode == "inference":
