@@ -232,7 +232,7 @@ class Submodule(Sealed):
         found: Any = type(module)
         own = found.__module__.startswith("torch.nn.modules.") and found not in _CONTAINERS
         # Those of torch's that have several layers, and recurrent ones, do more with their parts than hold them.
-        does_more = own and (issubclass(found, nn.RNNBase) or any(True for _ in module.children()))
+        does_more = issubclass(found, nn.RNNBase) or (own and any(True for _ in module.children()))
         does_more |= found.__getattr__ is not nn.Module.__getattr__
         kind: Any = Submodule if does_more else _of_kind(found)
         made: Submodule = kind.__new__(kind)
