@@ -21,6 +21,14 @@ def run_cli():
     return run
 
 
+@pytest.fixture(scope="module")
+def one_rank():
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def leaves_no_job():
     """Frameworks set variables that make others believe in a job of several processes."""

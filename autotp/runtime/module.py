@@ -21,7 +21,18 @@ from autotp.runtime.agreement import JobAgreement
 from autotp.runtime.anatomy import CONSTANTS, WORLD, Untraced, attach, bound, carrying, find, hierarchy, index_as
 from autotp.runtime.compiled import Overlap
 from autotp.runtime.output_guard import guard
-from autotp.runtime.programs import MOST, Joined, Program, Programmed, Programs, blueprint, own_inputs, own_rows, show
+from autotp.runtime.programs import (
+    MOST,
+    Joined,
+    Program,
+    Programmed,
+    Programs,
+    blueprint,
+    named_state,
+    own_inputs,
+    own_rows,
+    show,
+)
 from autotp.runtime.recording import Event, recorded
 from autotp.runtime.rewrite import Rewritten
 from autotp.runtime.state import distribute, held_part, local_part, local_parts, of_rank_0, state_of
@@ -117,8 +128,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
         self._programs = programs
         self._moded = [self, *modules[1:]]
         # Finding each by its path at every step would take longer than all that is done with them.
-        names = {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers(remove_duplicate=False))}
-        self._owners = {name: self._owner(name) for name in names}
+        self._owners = {name: self._owner(name) for name in named_state(self)}
         self._stand_for(model)
         index_as(self, self._kind)
         self._changed = programs.changed

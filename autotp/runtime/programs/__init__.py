@@ -8,7 +8,7 @@ graph; `programmed` is what modules offer of it, `rows` are the ranks' parts of 
 """
 
 from autotp.runtime.programs.observed import show, unobserved
-from autotp.runtime.programs.program import Key, Program, Unkept, blueprint
+from autotp.runtime.programs.program import Key, Program, Unkept, blueprint, named_state
 from autotp.runtime.programs.programmed import Programmed
 from autotp.runtime.programs.programs import MOST, Programs
 from autotp.runtime.programs.rows import Joined, own_inputs, own_rows
@@ -22,6 +22,7 @@ __all__ = [
     "Programs",
     "Unkept",
     "blueprint",
+    "named_state",
     "own_inputs",
     "own_rows",
     "show",

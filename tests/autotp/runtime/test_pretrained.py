@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,12 +21,7 @@ from autotp.runtime.checkpoint.parts import parts_of
 from passes.layouts.codes import fits, restorable
 from passes.layouts.layout import place, take
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Net(nn.Module):

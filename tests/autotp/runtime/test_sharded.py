@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,10 +15,8 @@ WHOLE = torch.arange(48.0).view(12, 4)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+def mesh(one_rank):
+    return init_device_mesh("cpu", (1,))
 
 
 def test_a_block_is_a_chunk(mesh, tmp_path):

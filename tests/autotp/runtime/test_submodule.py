@@ -6,18 +6,12 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from torch import nn
 
 import autotp
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Net(nn.Module):
