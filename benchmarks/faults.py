@@ -24,8 +24,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "faults.md"
-PLACES = ("capture", "planning", "building", "load", "forward", "no_sync", "backward", "optimizer", "save", "evaluation")
-KINDS = ("exception", "kill", "stop", "exit")
+PLACES = (
+    "capture", "planning", "building", "compile", "load", "forward", "no_sync", "backward", "optimizer", "save",
+    "evaluation", "generation",
+)  # fmt: skip
+KINDS = ("exception", "memory", "kill", "stop", "exit")
 #: Seconds that a process group waits, and that a job may take; its steps.
 _TIMEOUT, _MOST, _STEPS = 10, 240, 3
 #: Steps in which a rank is killed once; how far losses may differ, relative.
@@ -60,14 +63,9 @@ def main() -> None:
         if processes not in losses:
             losses[processes] = _run(processes, "", "")["loss"]
         found = _run(processes, place, kind)
-        ends = "goes on, equal" if found["loss"] == losses[processes] else f"**differs: {found['loss'] or 'did not end'}**"
-        named = (
-            "rank and place"
-            if re.search(r"rank \d", found["said"]) and " for " in found["said"]
-            else "no"
-            if found["said"]
-            else "no message"
-        )
+        ends = "goes on, equal" if found["restarted"] else "did without, equal"
+        ends = ends if found["loss"] == losses[processes] else f"**differs: {found['loss'] or 'did not end'}**"
+        named = "rank and place" if _names(found["said"]) else "no" if found["said"] else "no message"
         seconds = f"{found['seconds']:.0f}" if found["seconds"] is not None else f"**over {_MOST}**"
         said = " ".join(found["said"].split()).replace("|", "\\|")
         rows[processes, place, kind] = f"| {place} | {kind} | {seconds} | {ends} | {named} | {said[:300]} |"
@@ -80,7 +78,7 @@ def main() -> None:
 
 def _run(processes: int, place: str, kind: str) -> dict[str, Any]:
     """What a job does and says, one rank of which has a fault in its first life, and none in its second."""
-    found: dict[str, Any] = {"seconds": None, "loss": "", "said": ""}
+    found: dict[str, Any] = {"seconds": None, "loss": "", "said": "", "restarted": False}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         command += ["--max-restarts", "1", "-m", "benchmarks.faults", "--worker", place, kind, folder]
@@ -106,8 +104,15 @@ def _run(processes: int, place: str, kind: str) -> dict[str, Any]:
         reader.join(5)
     said = [line.split(":", 1)[1] for line in lines if re.match(r"\[rank\d+\]: .*Error: ", line)]
     ours = [line for line in said if re.search(r"autotp|whereabouts|costmodel", line)] or said
+    ours.sort(key=_names)
     ends = [line.split()[1] for line in lines if line.startswith("ENDS")]
+    found["restarted"] = sum(line.startswith("BEGINS") for line in lines) > processes
     return found | {"loss": ends[0] if ends else "", "said": ours[-1].split("Error: ", 1)[1].strip() if ours else ""}
+
+
+def _names(said: str) -> bool:
+    """Whether a message names a rank, and what it was doing."""
+    return bool(re.search(r"rank \d.*( failed| for )", said, re.DOTALL))
 
 
 def _survive(kills: int) -> str:
@@ -160,7 +165,7 @@ class _Worker:
     def at(self, place: str) -> None:
         """Has the fault, if it is to be here: in the second step, when there is a checkpoint, or before all steps."""
         victim = 0 if place == "planning" else int(os.environ["WORLD_SIZE"]) - 1  # which rank 0 does, for all
-        early = place in ("capture", "planning", "building")
+        early = place in ("capture", "planning", "building", "compile")
         if place != self.place or int(os.environ["RANK"]) != victim or not (early or self.step == 1):
             return
         if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
@@ -168,6 +173,10 @@ class _Worker:
         print("FIRES", flush=True)
         if self.kind == "exception":
             raise RuntimeError("an injected fault")
+        if self.kind == "memory":
+            import torch
+
+            torch.empty(1 << 50)
         if self.kind == "exit":
             sys.exit(0)
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.kind])
@@ -195,16 +204,21 @@ class _Worker:
         from passes.world.process import ProcessWorld
 
         print("BEGINS", os.getpid(), flush=True)
-        dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT))
+        patience = 6 * _TIMEOUT if self.place == "compile" else _TIMEOUT  # Inductor takes its time
+        dist.init_process_group("gloo", timeout=timedelta(seconds=patience))
         entry = sys.modules["autotp.runtime.parallelize"]
         for place, name in (("capture", "capture"), ("planning", "plan_captured"), ("building", "apply")):
             self.before(place, entry, name)
+        self.before("compile", sys.modules["autotp.runtime.inductor.regions"], "compiled")
         self.before("", ProcessWorld, "_begun")
         self.before("save", dcp.FileSystemWriter, "write_data")
         self.before("load", dcp.FileSystemReader, "read_data")
         torch.manual_seed(0)
         shape = (dist.get_world_size(),)
-        parallel: Any = autotp.parallelize(Net().double(), args=batch(), strategy="megatron-1d", mesh=shape)
+        compile = self.place == "compile"
+        parallel: Any = autotp.parallelize(
+            Net().double(), args=batch(), strategy="megatron-1d", mesh=shape, compile=compile
+        )
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
 
         def load(step: int) -> None:
@@ -234,9 +248,29 @@ class _Worker:
             with torch.no_grad():
                 loss = parallel(*batch())
             parallel.train()
+            if self.place == "generation":
+                self.generate(shape)
         if dist.get_rank() == 0:
             print(f"ENDS {loss.item():.12g}", flush=True)
         dist.destroy_process_group()
+
+    def generate(self, shape: tuple[int, ...]) -> None:
+        """Tokens of a small Llama, whose decoding steps have the fault."""
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        import autotp
+        from autotp.integrations import WithCache, generate
+
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).double().eval()
+        prompt = torch.randint(3, 64, (4, 5))
+        example = prompt, torch.tensor(0), torch.ones(4, 12, dtype=torch.int64)
+        cached = autotp.parallelize(
+            WithCache(model, 4, 12).eval(), None, example, strategy="megatron-1d", mesh=shape, mode="inference"
+        )
+        self.now = "generation"
+        generate(cached, model, prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
 
 
 _ROW = re.compile(r"^\| (\w+) \| (\w+) \| .*\|$")
@@ -264,12 +298,14 @@ def _page(rows: dict[tuple[int, str, str], str], survived: str) -> str:
         "# Faults",
         "",
         "`python -m benchmarks.faults --write` starts a job for every row, under torchrun with `--max-restarts 1` and",
-        f"a process group whose timeout is {_TIMEOUT} s, and lets its last rank (in planning, rank 0) have a fault in",
+        f"a process group whose timeout is {_TIMEOUT} s ({6 * _TIMEOUT} where it compiles), and lets",
+        "its last rank (in planning, rank 0) have a fault in",
         "the second step, or before all steps. *Gone* is the number of seconds from the fault until all processes of",
         "the first start are gone, measured on a busy machine of two cores: an upper bound. torchrun waits for 30 of",
         "them before it kills a stopped process. Then the restarted job loads the last checkpoint and goes on; its",
         "last loss is compared with an undisturbed job's, to 12 digits. The message is the last error that a rank of",
-        "the first start ended with. `--only` runs some of the cells, and leaves the others as they are. Cells",
+        "the first start ended with, of those that name a rank and a place, if any does. `memory` asks for more",
+        "memory than there is. `--only` runs some of the cells, and leaves the others as they are. Cells",
         "that are not listed were not run.",
         "",
         "`python -m benchmarks.faults --write --kills 10` trains `examples/elastic.py` instead, kills its last rank once",

@@ -119,7 +119,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
         root.add_module(WORLD, world)
         _require_free_names(root)
         super().__init__(root, bound(rewritten), class_name="DistributedModule")
-        self._modules |= root._modules
+        self._modules = root._modules | {n: each for n, each in self._modules.items() if n not in root._modules}
         self._parameters |= root._parameters
         for name, buffer in root.named_buffers(recurse=False, remove_duplicate=False):
             self.register_buffer(name, buffer, name not in root._non_persistent_buffers_set)
@@ -193,7 +193,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
                 values = functools.partial(self._values, program, parameters, inputs, scheduled=scheduled)
                 programs.monitor.check(program, values, results, functools.partial(self._gradients, program))
             show(captured.observed, self._moded, outputs)
-            return captured.signature.unflatten(outputs[: captured.outputs])
+            return captured.answer(self._moded, outputs)
 
     def _given(self, leaf: Any) -> Any:
         """What a call passes, where that is a ``DTensor``: as this rank would pass it without."""

@@ -145,7 +145,7 @@ class Simulated(Programmed):
         guard(results, program.made_of, captured.said)
         self._programs.watch(results, lambda other: self._parameter_parts(other, state))
         show(captured.observed, self._moded, results, self._since)
-        return captured.signature.unflatten(results[: captured.outputs])
+        return captured.answer(self._moded, results)
 
     def _require_observed(self) -> None:
         """Refuses forward hooks that nothing calls."""

@@ -130,7 +130,7 @@ class Sealed(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         self._changed.require(self._path, name, AutotpError)
         own = self._data.get(name, _GONE)
-        if name in self._attributes and not (type(value) is type(own) and value == own):
+        if name in self._attributes - vars(self).keys() and not (type(value) is type(own) and value == own):
             path, was = self._path or type(self).__name__, "something else" if own is _GONE else repr(own)
             raise AutotpError(f"{path}.{name} was {was} when the model was captured, and is set to {value!r}: {_UNCHANGED}")
         self._require_followed(name, value, isinstance(value, (nn.Module, nn.Parameter)) or name in self._fixed)

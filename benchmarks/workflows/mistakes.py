@@ -62,6 +62,25 @@ def _frozen(side: Side) -> float | str:
     return "no error"
 
 
+@row(MISTAKES, "ranks that freeze other parameters after a step", mistake=True)
+def _frozen_later(side: Side) -> float | str:
+    model, plain = side.model()
+    module = side.distribute(model)
+    side.step(module, plain, [SGD(each.parameters()) for each in (module, plain)], batch())
+    module.norm.bias.requires_grad_(side.rank == 0)
+    module(*side.part(*batch())).backward()
+    return "no error"
+
+
+@row(MISTAKES, "an optimizer of the parameters that the model had before", mistake=True)
+def _old_parameters(side: Side) -> float | str:
+    model, plain = side.model()
+    optimizer, given = SGD(model.parameters()), model.head.weight
+    module = side.distribute(model)
+    found = side.step(module, plain, [optimizer, SGD(plain.parameters())], batch())
+    return "no error" if given is not module.head.weight else max(found, side.apart(module, plain))
+
+
 @row(MISTAKES, "ranks with other options", mistake=True)
 def _options(side: Side) -> float | str:
     option = {"inputs": "local"} if side.ours else {"reshard_after_forward": False}

@@ -141,6 +141,19 @@ def _uneven(side: Side) -> float:
     return side.apart(module, plain)
 
 
+@row(MODES, 'two modules in a chain, each rank with its own rows (autotp: `inputs="local"`)')
+def _chained(side: Side) -> float:
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double() for _ in range(2)]
+    plain, x = copy.deepcopy(models), torch.randn(8, 8).double()
+    options = {"inputs": "local"} if side.ours else {}
+    modules = [side.distribute(model, (x,), **options) for model in models]
+    own = x.tensor_split(side.ranks)[side.rank]
+    for (first, second), given in ((modules, own), (plain, x)):
+        second(first(second(first(given)))).square().mean().backward()
+    return max(side.apart(mine, theirs, gradients=True) for mine, theirs in zip(modules, plain, strict=True))
+
+
 ACCUMULATION = "Accumulation"
 
 
@@ -254,3 +267,15 @@ def _autocast(side: Side) -> float:
             loss = each(*given)
         loss.backward()
     return side.apart(module, plain, gradients=True)
+
+
+@row(PRECISION, "`module.to(torch.float32)` between steps", tolerance=1e-5)
+def _cast(side: Side) -> float:
+    model, plain = side.model()
+    module = side.distribute(model)
+    side.step(module, plain, [SGD(each.parameters()) for each in (module, plain)], batch())
+    for each in (module, plain):
+        each.to(torch.float32)
+    found = side.step(module, plain, [SGD(each.parameters()) for each in (module, plain)], batch(seed=1))
+    check(all(p.dtype == torch.float32 for p in module.parameters()))
+    return max(found, side.apart(module, plain))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import enum
 import functools
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autotp
 from benchmarks.workflows.rows import SGD, row
-from benchmarks.workflows.side import Side, batch, check, whole
+from benchmarks.workflows.side import Net, Side, batch, check, whole
 
 __all__ = ["ADAMW", "adapted"]
 
@@ -199,6 +200,91 @@ def _shown(side: Side) -> float:
     check("LayerNorm((16,)" in str(module) and len(module.blocks) == 2 and len([*module.blocks[0]]) == 5)
     check(module.head.bias is None and isinstance(module.blocks[1][1], nn.Linear))
     return 0.0
+
+
+class Scaled(Net):
+    """With data, a method, a property and a kind of argument of its own; ``train`` keeps its norms in ``eval()``."""
+
+    class Scale(enum.Enum):
+        ONE, TWO = 1.0, 2.0
+
+    factor = 3.0
+
+    @property
+    def words(self) -> int:
+        return self.embed.num_embeddings
+
+    def count(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    def train(self, mode: bool = True) -> Scaled:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, by: Scale = Scale.ONE) -> Tensor:
+        return super().forward(ids, labels, by.value * self.factor)
+
+
+@row(TOOLS, "data, methods, a property and an own `train()` of the model's class; an `Enum` as argument")
+def _own(side: Side) -> float:
+    torch.manual_seed(0)
+    model = Scaled().double()
+    plain = copy.deepcopy(model)
+    module = side.distribute(model)
+    found = side.step(module, plain, [SGD(each.parameters()) for each in (module, plain)], batch())
+    check((module.factor, module.words, module.count()) == (plain.factor, plain.words, plain.count()))
+    for each in (module, plain):
+        each.train()
+    check(module.blocks[0].training and not module.norm.training)
+    losses = [side.mean(module(*side.part(*batch()), by=Scaled.Scale.TWO)), plain(*batch(), by=Scaled.Scale.TWO)]
+    return max(found, float((losses[0] - losses[1]).abs()))
+
+
+class Noted(Net):
+    """Leaves tensors on itself and on a part of it, of which the loss takes some."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        self.logits = super().forward(ids)
+        self.norm.notes = {"penalty": self.logits.square().mean(), "entropy": [-self.logits.softmax(-1).log().mean()]}
+        return nn.functional.cross_entropy(self.logits.flatten(0, 1), labels.flatten())
+
+
+@row(TOOLS, "tensors that `forward` leaves on modules, in the loss and to be read")
+def _noted(side: Side) -> float:
+    torch.manual_seed(0)
+    model = Noted().double()
+    plain = copy.deepcopy(model)
+    module = side.distribute(model)
+    for each, given in ((module, side.part(*batch())), (plain, batch())):
+        loss = each(*given)
+        (loss + each.norm.notes["penalty"] + each.norm.notes["entropy"][0]).backward()
+    logits = side.logits(module.logits)
+    return max(float((logits - plain.logits).abs().max()), side.apart(module, plain, gradients=True))
+
+
+@row(TOOLS, "weight decay by the class of submodules (`isinstance`)")
+def _by_class(side: Side) -> float:
+    model, plain = side.model()
+    module, optimizers = side.distribute(model), []
+    for each in (module, plain):
+        norms = [p for m in each.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()]
+        rest = [p for p in each.parameters() if all(p is not norm for norm in norms)]
+        check(len(norms) == 6)
+        optimizers.append(SGD([{"params": rest, "weight_decay": 0.5}, {"params": norms}]))
+    return max(max(side.step(module, plain, optimizers, batch(seed=s)) for s in range(3)), side.apart(module, plain))
+
+
+@row(TOOLS, "a `Sequential` that is indexed")
+def _indexed(side: Side) -> float:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).double(), torch.randn(8, 8).double()
+    plain = copy.deepcopy(model)
+    module = side.distribute(model, (x,))
+    for each, given in ((module, side.part(x)), (plain, (x,))):
+        each(*given).square().mean().backward()
+    check(len(module) == 3 and isinstance(module[0], nn.Linear) and isinstance(module[-1], nn.Linear))
+    return max(side.apart(a, b, gradients=True) for a, b in ((module[0], plain[0]), (module[-1], plain[-1])))
 
 
 @row(TOOLS, "hooks of the module, and on gradients of parameters")

@@ -6,8 +6,9 @@ Also what its forward pass changes in Python, which no graph does.
 from __future__ import annotations
 
 import itertools
+import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,18 @@ from torch.utils._pytree import tree_flatten
 from costmodel.errors import AutotpError
 from passes.capture.builder import CaptureError, operator_name
 
-__all__ = ["changed", "check_tying", "drop_checks", "forget", "in_python", "refuse_hooks", "require_plain"]
+__all__ = [
+    "changed",
+    "check_tying",
+    "drop_checks",
+    "forget",
+    "in_python",
+    "refuse_hooks",
+    "require_plain",
+    "warn_of_changes",
+]
+
+_log = logging.getLogger("autotp.capture")
 
 _WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 
@@ -127,6 +139,17 @@ def changed(before: Mapping[str, tuple[Any, ...]], after: Mapping[str, tuple[Any
         return len(one) == len(other) and all(map(same, one, other))
 
     return [name for name, held in after.items() if not alike(before.get(name, ()), held)]
+
+
+def warn_of_changes(model: nn.Module, names: Sequence[str]) -> None:
+    """Says which changes of a forward pass the graph does not make."""
+    if names:
+        _log.warning(
+            "%s: forward changes %s, which the graph does not: every call begins with what was there when it was "
+            "captured, and leaves nothing there. Return it, or make it a buffer, an argument, or a draw of torch's",
+            type(model).__name__,
+            ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else ""),
+        )
 
 
 def forget(model: nn.Module, before: Mapping[str, tuple[Any, ...]]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import builtins
 import inspect
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +20,13 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from costmodel.errors import AutotpError
+from passes.capture import checks
 from passes.capture.autograd_functions import Lost, kept_whole
 from passes.capture.builder import CaptureError
 from passes.capture.canonical import normalise
 from passes.capture.checkpoints import marked
-from passes.capture.checks import changed, check_tying, drop_checks, forget, in_python, refuse_hooks, require_plain
 from passes.capture.masks import recognise_masks
-from passes.capture.observed import Moment, Place, apart, matching, numbered, observing
+from passes.capture.observed import Left, Moment, Place, apart, leaving, matching, numbered, observing, renewed
 from passes.capture.precision import Precision, cast_parameters, check_dtypes, policy_of, precision_name, under
 from passes.capture.regions import inline_regions
 from passes.capture.signature import CallSignature, bind
@@ -36,8 +35,6 @@ from passes.capture.writes import functionalise
 from passes.graph import Cast, annotate
 
 __all__ = ["CallSignature", "CaptureError", "Captured", "capture"]
-
-_log = logging.getLogger("autotp.capture")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +61,7 @@ class Captured:
         observed: when hooks of observed modules run, in order.
         precision: under which it was captured, as `passes.capture.precision.precision_name` has it. Placeholders of
             parameters have the dtypes in which they are used; in which they rest, their notes say (`passes.graph.Cast`).
+        left: attributes that the forward pass leaves, whose tensors follow the user's among ``outputs``.
         changed: paths of attributes that the forward pass sets or changes in Python, which the graph does not.
     """
 
@@ -81,6 +79,7 @@ class Captured:
     signature: CallSignature
     observed: tuple[Moment, ...] = ()
     precision: str | None = None
+    left: tuple[Left, ...] = ()
     changed: frozenset[str] = frozenset()
 
     @property
@@ -92,6 +91,21 @@ class Captured:
         """What an output of the graph is, for messages."""
         shown = [moment.module for moment in self.observed if Place(number) in moment.leaves]
         return f"output {number}" if number < self.outputs else f"what module {shown[0]!r} is given or returns"
+
+    def answer(self, modules: Sequence[nn.Module], outputs: Sequence[Any]) -> Any:
+        """What a call returns; leaves on modules, which are those of ``model.modules()``, what it leaves there.
+
+        Args:
+            modules: of the model, or of what stands for it.
+            outputs: of the graph.
+        """
+        found = self.signature.unflatten(outputs[: self.outputs])
+        if not self.left:
+            return found
+        made, values = found
+        for left, value in zip(self.left, values, strict=True):
+            modules[left.index].__dict__[left.name] = value
+        return made
 
     def values(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Placeholder name -> its value: a module's parameter or buffer, a constant, or one of a call's arguments."""
@@ -127,18 +141,18 @@ def capture(
         TypeError: the example arguments do not fit the model's ``forward``.
         ValueError: no example inputs, or a model whose tied weights came apart on the meta device.
     """
-    require_plain(model)
+    checks.require_plain(model)
     args, kwargs = _example(model, args, kwargs)
-    check_tying(model)
+    checks.check_tying(model)
     policy = policy_of(precision)
     casts: Mapping[str, Cast] = {}
-    refuse_hooks(model)
+    checks.refuse_hooks(model)
     if policy is None:
-        program, moments, anew = _export(model, args, kwargs, observe)
+        program, moments, left, anew = _export(model, args, kwargs, observe)
     else:
         casts = cast_parameters(model, policy)
         with under(model, policy, casts):
-            program, moments, anew = _export(model, args, kwargs, observe)
+            program, moments, left, anew = _export(model, args, kwargs, observe)
     out_spec = program.call_spec.out_spec.child(0) if observe else program.call_spec.out_spec
     exported = program.graph_module
     values = {n.name: n.meta.get("val") for n in exported.graph.nodes if n.op == "placeholder"}
@@ -147,7 +161,7 @@ def capture(
     mode = detect_fake_mode([n.meta.get("val") for n in exported.graph.nodes])
     if mode is None:
         raise CaptureError(f"{type(model).__name__}: the graph has no tensors; there is nothing to plan")
-    drop_checks(exported)
+    checks.drop_checks(exported)
     exported.graph = without_vmaps(exported.graph, mode)
     graph = inline_regions(exported, mode, names.placeholders, names.renamed)
     learned = {*names.parameters, *names.inputs}
@@ -182,6 +196,7 @@ def capture(
         signature=signature,
         observed=numbered(moments, numbers),
         precision=precision_name(precision),
+        left=left,
         changed=anew,
     )
 
@@ -219,30 +234,33 @@ def _as_it_lies(tensor: Tensor) -> Tensor:
 
 
 def _export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], observe: Sequence[str]
-) -> tuple[torch.export.ExportedProgram, list[Moment], frozenset[str]]:
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    observe: Sequence[str],
+    left: tuple[Left, ...] = (),
+) -> tuple[torch.export.ExportedProgram, list[Moment], tuple[Left, ...], frozenset[str]]:
+    """A model's program, its observed moments, what it leaves on itself, and what else it changes in Python."""
     bind(inspect.signature(model.forward), args, kwargs)
     observed = matching(model, observe)
-    before, after = in_python(model), dict[str, Any]()
+    before, after = checks.in_python(model), dict[str, Any]()
 
     def look(module: nn.Module, *_: Any) -> None:  # export puts attributes back
         if module is model:
-            after.update(in_python(model))
+            after.update(checks.in_python(model))
 
     try:
         with (
-            torch.enable_grad(), marked() as regions, kept_whole(regions), observing(model, observed) as moments,
-            register_module_forward_hook(look),
+            torch.enable_grad(), marked() as regions, kept_whole(regions), leaving(model, left),
+            observing(model, observed) as moments, register_module_forward_hook(look),
         ):  # fmt: skip
             exported = torch.export.export(model, args, kwargs, strict=False)
-        if anew := changed(before, after):
-            _log.warning(
-                "%s: forward changes %s, which the graph does not: every call begins with what was there when it was "
-                "captured, and leaves nothing there. Return it, or make it a buffer, an argument, or a draw of torch's",
-                type(model).__name__,
-                ", ".join(anew[:5]) + (f" and {len(anew) - 5} more" if len(anew) > 5 else ""),
-            )
-        return exported, moments, frozenset(anew)
+        anew = [path for path in checks.changed(before, after) if path not in {each.path for each in left}]
+        if not left and (found := renewed(model, args, kwargs, anew)):
+            checks.forget(model, before)
+            return _export(model, args, kwargs, observe, found)
+        checks.warn_of_changes(model, anew)
+        return exported, moments, left, frozenset(anew)
     except Lost as error:
         raise CaptureError(f"{type(model).__name__}: {error}") from error
     except CaptureError:
@@ -257,7 +275,7 @@ def _export(
             "and inputs on one device; under a precision, no two dtypes in one operator."
         ) from error
     finally:
-        forget(model, before)
+        checks.forget(model, before)
 
 
 class _Names:

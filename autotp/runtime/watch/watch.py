@@ -17,7 +17,7 @@ import sysconfig
 import threading
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -61,6 +61,7 @@ class Watch:
         self._report, self._alike = patience, 0
         self._beats: dict[int, tuple[int, float]] = {}
         self._ended = threading.Event()
+        self._asking: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name="autotp-watch", daemon=True)
 
     @property
@@ -113,34 +114,59 @@ class Watch:
     def failed(self, error: BaseException, operator: str) -> CollectiveError | None:
         """See `passes.world.whereabouts.Job`; waits until it is known whether the others fail alike."""
         mine = self._said(error, operator)
-        try:
+
+        def ask() -> CollectiveError | None:
             first = self._tell(mine, self._key("failed"))
             lone = isinstance(error, CollectiveError) or not isinstance(error, Exception)  # as an interrupt is
             if lone or first["where"] != mine["where"] or not self._all_alike():
                 return self._apart(first)
             self._alike += 1
             return None
-        except (RuntimeError, ValueError) as ended:  # of the store or the group, with the job
-            _log.debug("nobody hears that %s: %s", mine["told"], ended)
-            return _refusal(self.rank, operator, mine["told"])
+
+        return self._asked(ask, _refusal(self.rank, operator, mine["told"]))
 
     def told(self, waits: float) -> CollectiveError | None:
         """See `passes.world.whereabouts.Job`."""
-        try:
+
+        def ask() -> CollectiveError | None:
             if self.store.check([self._key("failed")]):
                 first = json.loads(self.store.get(self._key("failed")))
                 if first["where"][1] < waits:
                     return self._apart(first)
-        except RuntimeError as ended:
-            _log.debug("nothing is heard of the others: %s", ended)
-        return None
+            return None
+
+        return self._asked(ask, None)
 
     def refusal(self) -> CollectiveError | None:
         """See `passes.world.whereabouts.Job`."""
         if not (told := _mark()):
             return None
         mine = {"rank": self.rank, "operator": "", "told": told, "where": [0, -1]}
-        return self._apart(self._tell(mine, self._key("failed")))
+        return self._asked(lambda: self._apart(self._tell(mine, self._key("failed"))), _refusal(self.rank, "", told))
+
+    def _asked(self, ask: Callable[[], CollectiveError | None], unheard: CollectiveError | None) -> CollectiveError | None:
+        """What the store says, asked for by a thread that computes; ``unheard`` where it says nothing.
+
+        A store waits without end for a process that has it and is stopped: so must another thread, and not this one.
+        """
+        answer: list[CollectiveError | None] = []
+
+        def run() -> None:
+            try:
+                answer.append(ask())
+            except (RuntimeError, ValueError) as ended:  # of the store or the group, with the job
+                _log.debug("nothing is heard of the others: %s", ended)
+                answer.append(unheard)
+
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=run, name="autotp-asking", daemon=True)
+            self._asking.start()
+            self._asking.join(2 * self.patience)
+        if not answer:
+            self.whereabouts.others = (
+                "The job's store gives no answer: the process that has it, often rank 0, is stopped or lost."
+            )
+        return answer[0] if answer else unheard
 
     def _said(self, error: BaseException, operator: str) -> dict[str, Any]:
         """What is told of a failure; all that fail alike are in the same place."""

@@ -98,14 +98,15 @@ class Strict(nn.Module):
 
 
 def test_submodules_are_of_the_models_classes():
-    model = nn.Sequential(nn.Linear(4, 4), Scaled(4), Strict())
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Scaled(4), Strict())
     parallel = autotp.parallelize(model, None, (X,), strategy="data")
     decayed = [name for name, module in parallel.named_modules() if isinstance(module, (Scaled, nn.Linear))]
-    assert decayed == ["0", "1"] and "Scaled()" in str(parallel)
+    assert decayed == ["0", "2"] and "Scaled()" in str(parallel)
     torch.testing.assert_close(copy.deepcopy(parallel)(X), model(X))
     for each in (parallel, copy.deepcopy(parallel)):
-        assert len(each) == 3 and [type(part).__name__ for part in each] == ["Linear", "Scaled", "Submodule"]
-        assert each[1] is each.get_submodule("1") and each[-1] is each[2] and len(each[:2]) == 2
+        assert len(each) == 4 and [type(part).__name__ for part in each] == ["Linear", "ReLU", "Scaled", "Submodule"]
+        assert all(part is each.get_submodule(str(n)) for n, part in enumerate(each))
+        assert each[1] is each.get_submodule("1") and each[-1] is each[3] and len(each[:2]) == 2
     with pytest.raises(autotp.AutotpError, match="1 is a part of a distributed module"):
         parallel[1](X)
 
@@ -130,23 +131,28 @@ class Leaving(Net):
         return 0.1 * self.aux
 
 
-@pytest.mark.filterwarnings("ignore:The tensor attribute")
-def test_what_forward_would_leave_behind_cannot_be_read():
+def test_what_forward_leaves_behind_can_be_read():
+    model = Leaving()
+    parallel = autotp.parallelize(copy.deepcopy(model), None, (X,), strategy="data")
+    for each in (model, parallel):
+        (each(X).sum() + each.penalty).backward()
+    torch.testing.assert_close(parallel.aux, model.aux)
+    torch.testing.assert_close(parallel.head.weight.grad.full_tensor(), model.head.weight.grad)
+    for each in (model, parallel):
+        each.aux = None
+        each.eval()(X)
+    torch.testing.assert_close((parallel.head.last, parallel.aux), (model.head.last, model.aux))
+
+
+def test_what_forward_counts_cannot_be_read():
     parallel = autotp.parallelize(Leaving(), None, (X,), strategy="data")
+    copied = copy.deepcopy(parallel)
     parallel(X)
-    for each in (parallel, copy.deepcopy(parallel)):
-        for path, read in (
-            ("aux", lambda module: module.aux),
-            ("aux", lambda module: module.penalty),
-            ("inner.calls", lambda module: module.inner.calls),
-        ):
-            with pytest.raises(AttributeError, match=f"^{path}: the model's forward sets it.* Let forward return it"):
-                read(each)
-    with pytest.raises(autotp.AutotpError, match="^aux: the model's forward sets it"):
-        parallel.aux = 0.0
-    parallel.eval()(X)
-    with pytest.raises(AttributeError, match=r"^head.last: the model's forward sets it"):
-        _ = parallel.head.last
+    for each in (parallel, copied):
+        with pytest.raises(AttributeError, match="^inner.calls: the model's forward sets it.* Let forward return it"):
+            _ = each.inner.calls
+    with pytest.raises(autotp.AutotpError, match="^inner.calls: the model's forward sets it"):
+        parallel.inner.calls = 0
 
 
 def test_modes_are_those_that_the_models_own_train_gives():

@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -102,6 +103,22 @@ def test_a_rank_that_waits_long_says_where_the_others_are(caplog):
     ) as told:
         ranks[0].whereabouts.wait(Work(2, RuntimeError("reset\nby peer")), What(), sliced=True)
     assert told.value.rank == 0 and told.value.operator == What.operator and "rank 1 waits" in told.value.others
+
+
+def test_a_store_that_gives_no_answer_is_not_waited_for(monkeypatch):
+    """As that of a process which is stopped."""
+    (watch,), answers = watches(1, patience=0.1), threading.Event()
+    watch.whereabouts.job = watch
+    monkeypatch.setattr(watch, "store", SimpleNamespace(check=lambda _: answers.wait()))
+    for _ in range(3):
+        before = time.monotonic()
+        with pytest.raises(
+            CollectiveError, match="linear_1 in blocks.2 failed: too late. The job's store gives no"
+        ):
+            watch.whereabouts.wait(Work(1, RuntimeError("too late")), What(), sliced=True)
+    assert time.monotonic() - before < 0.1  # the others did not ask again
+    assert str(watch.failed(RuntimeError("lost"), "linear")).startswith("rank 0 failed at linear: RuntimeError: lost")
+    answers.set()
 
 
 def test_a_wait_in_slices_ends_as_the_collective_does():

@@ -1,5 +1,7 @@
 """Functions with gradients of their own, and hooks on gradients: what a captured graph holds, and what it refuses."""
 
+import copy
+import operator
 import random
 
 import numpy as np
@@ -8,6 +10,7 @@ import torch
 from thinned import thinned
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import autotp
@@ -284,7 +287,7 @@ class Counts(nn.Module):
     def __init__(self, way):
         super().__init__()
         self.inner, self.way = nn.Linear(4, 4), way
-        self.step, self.seen, self.aux, self.inner.kept = 0, [], 0.0, {"last": None}
+        self.step, self.seen, self.aux, self.inner.kept, self._lazy = 0, [], 0.0, {"last": None}, None
 
     def forward(self, x):
         if self.way == "step":
@@ -295,6 +298,19 @@ class Counts(nn.Module):
             self.inner.kept["last"] = x
         elif self.way == "new":
             self._new = x
+        elif self.way == "fresh":
+            self.seen = []
+            self.seen.append(checkpoint(self.inner, x, use_reentrant=False).sum())
+        elif self.way == "summed":
+            self.aux = self.aux + x.mean()
+        elif self.way == "lazy" and self._lazy is None:
+            self._lazy = x.mean()
+        elif self.way == "grown":
+            self.seen.append(x.mean())
+        elif self.way == "shared":
+            self._new = [self.inner.weight]
+        elif self.way == "partly":
+            self._new = (x.mean(), 1)
         elif self.way == "seen":
             self.seen.append(1)
         elif self.way == "random":
@@ -309,15 +325,16 @@ class Counts(nn.Module):
     [
         ("step", "Counts: forward changes step, which the graph does not: every call"),
         ("seen", "Counts: forward changes seen,"),
-        ("aux", "Counts: forward changes aux,"),
-        ("kept", "Counts: forward changes inner.kept,"),
-        ("new", "Counts: forward changes _new,"),
+        ("summed", "Counts: forward changes aux,"),
+        ("lazy", "Counts: forward changes _lazy,"),
+        ("grown", "Counts: forward changes seen,"),
+        ("shared", "Counts: forward changes _new,"),
+        ("partly", "Counts: forward changes _new,"),
         ("random", "Counts: forward changes the random numbers of Python's random,"),
         ("numpy", "Counts: forward changes the random numbers of numpy,"),
         ("", None),
     ],
 )
-@pytest.mark.filterwarnings("ignore:The tensor attribute")
 def test_what_changes_in_python_is_warned_of(way, named, caplog):
     """The graph has one value of it, and the model is left as it was."""
     model = Counts(way)
@@ -326,6 +343,25 @@ def test_what_changes_in_python_is_warned_of(way, named, caplog):
     assert (model.step, model.seen, model.aux, model.inner.kept) == (0, [], 0.0, {"last": None})
     assert not hasattr(model, "_new")
     assert [record.getMessage().startswith(named) for record in caplog.records] == [True] * (named is not None)
+
+
+@pytest.mark.parametrize(("way", "path"), [("aux", "aux"), ("kept", "inner.kept"), ("new", "_new"), ("fresh", "seen")])
+@pytest.mark.parametrize("outputs", ["whole", "dtensor"])
+def test_tensors_that_forward_leaves_are_there(way, path, outputs, caplog):
+    torch.manual_seed(0)
+    model, x = Counts(way).double(), torch.randn(4, 4, dtype=torch.float64)
+    options = {"outputs": outputs} if outputs == "whole" or way != "new" else {"observe": ["inner"]}
+    with caplog.at_level("WARNING", "autotp.capture"):
+        captured = capture(model, (x,), **options)
+    assert [left.path for left in captured.left] == [path] and not captured.changed and not caplog.records
+    plan = autotp.plan(model, autotp.Topology.flat(2), (x,), strategy="megatron-1d", mesh=(2,))
+    gradients = []
+    for each in (autotp.simulate(copy.deepcopy(model), plan, (x,)), model):
+        for factor in (1, 2):
+            loss = each(factor * x).sum()
+        (left,) = tree_leaves(operator.attrgetter(path)(each))
+        gradients.append((left, *torch.autograd.grad(loss + left.sum(), each.inner.parameters())))
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
 
 
 def test_what_torch_changes_for_itself_is_not_warned_of(caplog):
