@@ -112,9 +112,7 @@ def test_a_store_that_gives_no_answer_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(watch, "store", SimpleNamespace(check=lambda _: answers.wait()))
     for _ in range(3):
         before = time.monotonic()
-        with pytest.raises(
-            CollectiveError, match="linear_1 in blocks.2 failed: too late. The job's store gives no"
-        ):
+        with pytest.raises(CollectiveError, match="linear_1 in blocks.2 failed: too late. The job's store gives no"):
             watch.whereabouts.wait(Work(1, RuntimeError("too late")), What(), sliced=True)
     assert time.monotonic() - before < 0.1  # the others did not ask again
     assert str(watch.failed(RuntimeError("lost"), "linear")).startswith("rank 0 failed at linear: RuntimeError: lost")
