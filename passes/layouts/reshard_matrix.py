@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -116,9 +116,106 @@ class _Sequences:
     sequences: np.ndarray
     index: np.ndarray
 
-    def price(self, tariff: Tariff, where: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """Seconds of each pair, or of some."""
-        return np.asarray(tariff.seconds[self.sequences].sum(axis=-1)[self.index[where]])
+    def price(self, tariff: Tariff) -> np.ndarray:
+        """Seconds of each pair."""
+        return np.asarray(tariff.seconds[self.sequences].sum(axis=-1)[self.index])
+
+
+@dataclass(slots=True, eq=False)
+class _Depending:
+    """Pairs of layouts whose collectives depend on the mesh, and these, by what about it they depend on."""
+
+    source: np.ndarray
+    goal: np.ndarray
+    conflicts: AxisConflicts
+    found: dict[Hashable, np.ndarray] = field(default_factory=dict)
+
+
+class _Pairs:
+    """The collectives between layouts over so many axes, found once for every pair that somebody asks for.
+
+    Tensors of a model have few layouts that no other has, so that most pairs are met again and again.
+
+    Attributes:
+        sequences: of features, ``[sequences, steps]``, in any order; the others speak of their numbers.
+        usual: of every pair of layouts, if cuts that differ are apart; -1: not known yet.
+        depending: which pair it is of those for which it depends on the mesh; -1: it does not.
+    """
+
+    def __init__(self, axes: int) -> None:
+        self.rows = np.zeros((0, axes), np.int64)
+        self.numbers: dict[bytes, int] = {}
+        self.sequences, self.known = np.zeros((0, 1), np.int16), dict[bytes, int]()
+        self.usual, self.depending = np.full((2, 0, 0), -1, np.int32)
+        self.special: list[_Depending] = []
+        self.under: dict[tuple[int, ...], np.ndarray] = {}
+
+    def of(self, rows: np.ndarray) -> np.ndarray:
+        """The layouts' numbers."""
+        new = {row.tobytes(): row for row in rows if row.tobytes() not in self.numbers}
+        if new:
+            self.numbers |= {key: len(self.rows) + number for number, key in enumerate(new)}
+            self.rows = np.concatenate([self.rows, *(row[None] for row in new.values())])
+            more = len(self.rows) if len(self.rows) > len(self.usual) else 0  # twice as many, at least
+            self.usual, self.depending = (
+                np.pad(table, (0, more), constant_values=-1) for table in (self.usual, self.depending)
+            )
+        return np.array([self.numbers[row.tobytes()] for row in rows], np.int64)
+
+    def find(self, have: np.ndarray, want: np.ndarray) -> None:
+        """Finds what is not known of pairs of layouts, by their numbers."""
+        missing = np.argwhere(self.usual[np.ix_(have, want)] < 0)
+        if not len(missing):
+            return
+        at = have[missing[:, 0]], want[missing[:, 1]]
+        source, goal = (self.rows[numbers] for numbers in at)
+        conflicts = AxisConflicts(source, goal, np.ones(len(source), bool))
+        self.usual[at] = self._numbers_of(_sequences_of(source, goal, conflicts.masks(None)))
+        if len(pairs := conflicts.depending):
+            count = sum(len(each.source) for each in self.special)
+            self.depending[at[0][pairs], at[1][pairs]] = np.arange(count, count + len(pairs))
+            some = source[pairs], goal[pairs]
+            self.special.append(_Depending(*some, AxisConflicts(*some, np.ones(len(pairs), bool))))
+
+    def on(self, mesh: tuple[int, ...]) -> np.ndarray:
+        """On a mesh, of all pairs that depend on it."""
+        known = self.under.get(mesh, np.zeros(0, np.int32))
+        if len(known) < sum(len(each.source) for each in self.special):
+            known = self.under[mesh] = np.concatenate([self._on(each, mesh) for each in self.special])
+        return known
+
+    def _on(self, some: _Depending, mesh: tuple[int, ...]) -> np.ndarray:
+        signature = _cuts_apart(np.concatenate([some.source, some.goal]), mesh)
+        if signature not in some.found:
+            masks = some.conflicts.masks(mesh)
+            found = np.empty(len(masks), np.int32)
+            for mask in np.flatnonzero(np.bincount(masks)).tolist():
+                where = np.flatnonzero(masks == mask)
+                found[where] = self._numbers_of(_sequences_of(some.source[where], some.goal[where], masks[where]))
+            some.found[signature] = found
+        return some.found[signature]
+
+    def _numbers_of(self, found: _Sequences) -> np.ndarray:
+        ordered, fresh = -np.sort(-found.sequences, axis=1), list[np.ndarray]()
+        numbers = np.empty(len(ordered), np.int32)
+        for place, row in enumerate(ordered):
+            key = row[row > 0].tobytes()
+            if key not in self.known:
+                self.known[key] = len(self.known)
+                fresh.append(row)
+            numbers[place] = self.known[key]
+        width = max(self.sequences.shape[1], ordered.shape[1])
+        every = self.sequences, *(row[None] for row in fresh)
+        self.sequences = np.concatenate([np.pad(each, ((0, 0), (0, width - each.shape[1]))) for each in every])
+        return numbers[found.index]
+
+    def some(self, numbers: np.ndarray) -> _Sequences:
+        """The sequences with these numbers, and no others."""
+        met = np.zeros(len(self.sequences), bool)
+        met[numbers] = True
+        place = np.cumsum(met, dtype=np.int32) - 1
+        sequences = self.sequences[met]
+        return _Sequences(sequences[:, : max(1, int((sequences > 0).sum(axis=1).max(initial=0)))], place[numbers])
 
 
 class _Routes:
@@ -129,16 +226,16 @@ class _Routes:
         pairs: flat numbers of the pairs with such cuts, for which it depends on the mesh.
     """
 
-    def __init__(self, have: np.ndarray, want: np.ndarray) -> None:
+    def __init__(self, known: _Pairs, have: np.ndarray, want: np.ndarray) -> None:
         axes = have.shape[1]
-        every = have.repeat(len(want), axis=0), np.tile(want, (len(have), 1))
-        conflicts = AxisConflicts(*every, np.ones(len(every[0]), bool))
-        self.usual = _sequences_of(*every, conflicts.masks(None))
-        self.pairs = conflicts.depending
-        self.source, self.goal = (rows[self.pairs] for rows in every)
-        self.conflicts = AxisConflicts(self.source, self.goal, np.ones(len(self.pairs), bool))
-        self.special: dict[int, _Sequences] = {}
-        self.masks: dict[Hashable, np.ndarray] = {}
+        mine, theirs = known.of(have), known.of(want)
+        known.find(mine, theirs)
+        self.known, cells = known, np.ix_(mine, theirs)
+        self.usual = known.some(known.usual[cells].ravel())
+        depending = known.depending[cells].ravel()
+        self.pairs = np.flatnonzero(depending >= 0)
+        self.depending = depending[self.pairs]
+        self.special: dict[Hashable, _Sequences] = {}
         rows = np.concatenate([have, want])
         dims, bits = dims_of(rows), 1 << np.arange(axes)
         self.shards = [((dims == d) * bits).sum(axis=1) for d in range(int(dims.max(initial=-1)) + 1)]
@@ -149,16 +246,9 @@ class _Routes:
         seconds = self.usual.price(tariff)
         if len(self.pairs):
             signature = _cuts_apart(self.rows, mesh)
-            if signature not in self.masks:
-                self.masks[signature] = self.conflicts.masks(mesh)
-            masks = self.masks[signature]
-            special = np.empty(len(masks))
-            for mask in np.flatnonzero(np.bincount(masks)).tolist():
-                if mask not in self.special:
-                    self.special[mask] = _sequences_of(self.source, self.goal, np.full(len(masks), mask, np.int8))
-                where = np.flatnonzero(masks == mask)
-                special[where] = self.special[mask].price(tariff, where)
-            seconds[self.pairs] = special
+            if signature not in self.special:
+                self.special[signature] = self.known.some(self.known.on(mesh)[self.depending])
+            seconds[self.pairs] = self.special[signature].price(tariff)
         return seconds
 
     def uneven(self, shape: tuple[int, ...], mesh: tuple[int, ...]) -> np.ndarray:
@@ -177,6 +267,7 @@ class ReshardPricer:
     """The collectives between layouts, found once and priced on many meshes."""
 
     def __init__(self) -> None:
+        self._pairs: dict[int, _Pairs] = {}
         self._routes: dict[Hashable, _Routes] = {}
         self._uneven: dict[Hashable, _Uneven] = {}
 
@@ -202,7 +293,8 @@ class ReshardPricer:
         """
         key = have.tobytes(), want.tobytes()
         if key not in self._routes:
-            self._routes[key] = _Routes(have, want)
+            known = self._pairs.setdefault(len(mesh), _Pairs(len(mesh)))
+            self._routes[key] = _Routes(known, have, want)
         routes = self._routes[key]
         seconds = routes.price(mesh, tariff)
         odd = routes.uneven(shape, mesh)
