@@ -37,6 +37,8 @@ __all__ = ["Contest"]
 T = TypeVar("T")
 _log = logging.getLogger("autotp.plan")
 _LOOK = 1 / 8  # of the time that is left, at least, for the first look at one of several meshes
+_NEAR = 0.8  # of the room: by a sum over tensors, which costs nothing, what takes less takes less at all moments
+_AXES = 2  # of a mesh: few
 _CLOSE = 1e-4  # of the bytes that no plan takes less than: what is so close to them is not improved
 
 
@@ -116,16 +118,26 @@ class Contest:
             return self.some_fits(meshes)
         return True
 
-    def run(self, meshes: Sequence[tuple[int, ...]]) -> None:
+    def run(self, meshes: Sequence[tuple[int, ...]], room: float = math.inf) -> None:
         """Looks at every mesh, balanced ones first, then settles what is open, by rising bound, until it cannot win.
+
+        Args:
+            meshes: to look at.
+            room: bytes. If the first choice takes more, memory is short, and what wins however much there is matters little:
+                then only meshes of few axes, whose programs are small, are looked at.
 
         Raises:
             Expired: when the time passed before any choice was found.
         """
         pairs = sorted(self.candidates.restrictions(meshes), key=lambda pair: max(pair[0]))
         share = max(_LOOK, 1 / max(1, len(pairs)))
-        for mesh, restriction in pairs:
+        for number, (mesh, restriction) in enumerate(pairs):
             candidate = Candidate(mesh, restriction, self.candidates.panels[0])
+            if number == 1 and self.best is not None and self.best.solution.memory > _NEAR * room:
+                self.short = self.short or self.best.memory > room
+            if self.short and len(mesh) > _AXES:
+                self.open.append(Open(0.0, candidate))
+                continue
             try:
                 self.deadline.check()
                 self._settle(Open(0.0, candidate), self.deadline.part(share))
@@ -135,7 +147,7 @@ class Contest:
         self.open.sort(key=lambda entry: entry.bound)
         looked, self.open = self.open, []
         for number, entry in enumerate(looked):
-            if entry.bound >= self.cutoff * (1 - CLOSEST) or self.deadline.over:
+            if self.short or entry.bound >= self.cutoff * (1 - CLOSEST) or self.deadline.over:
                 late += looked[number:]
                 break
             try:

@@ -226,11 +226,13 @@ def _refused(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome | N
 def _searched(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
     """The best plan over meshes, if it fits."""
     deadline = contest.deadline
+    # Without chunks, what is open would be bounded by what no plan is below, whatever it takes.
+    room = contest.allowed if most_chunks(contest.candidates.options) > 1 else math.inf
 
     def search(weights: Weights) -> Searched:
         nonlocal contest
         contest = replace(contest, deadline=deadline.part(_ROUND)).anew(weights)
-        contest.run(meshes)
+        contest.run(meshes, room)
         best = contest.best
         contest.short |= best is None or best.memory > contest.allowed
         return Searched(None if contest.short else best, contest.bound, 0.0)
