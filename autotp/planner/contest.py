@@ -123,7 +123,7 @@ class Contest:
 
         Args:
             meshes: to look at.
-            room: bytes. If the first choice takes more, memory is short, and what wins however much there is matters little:
+            room: bytes. If the first choice takes more, memory is short, and what wins if it is not matters little:
                 then only meshes of few axes, whose programs are small, are looked at.
 
         Raises:
