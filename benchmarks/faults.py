@@ -107,7 +107,9 @@ def _run(processes: int, place: str, kind: str) -> dict[str, Any]:
     ours.sort(key=_names)
     ends = [line.split()[1] for line in lines if line.startswith("ENDS")]
     found["restarted"] = sum(line.startswith("BEGINS") for line in lines) > processes
-    return found | {"loss": ends[0] if ends else "", "said": ours[-1].split("Error: ", 1)[1].strip() if ours else ""}
+    noted = next((line.split(": ", 1)[1] for line in lines if "which decides for all ranks" in line), "")
+    words = f"{ours[-1].split('Error: ', 1)[1].strip()} {noted}" if ours else ""
+    return found | {"loss": ends[0] if ends else "", "said": words}
 
 
 def _names(said: str) -> bool:

@@ -62,7 +62,7 @@ def _frozen(side: Side) -> float | str:
     return "no error"
 
 
-@row(MISTAKES, "ranks that freeze other parameters after a step", mistake=True)
+@row(MISTAKES, "ranks that freeze other parameters after a step", mistake=True, ends=True)
 def _frozen_later(side: Side) -> float | str:
     model, plain = side.model()
     module = side.distribute(model)

@@ -29,6 +29,7 @@ class Row:
         run: does it on one side; gives the largest difference from the plain model, or what there is to say.
         mistake: it should be an error.
         tolerance: up to which a difference counts as none.
+        ends: the ranks' collectives do not match afterwards, so that the processes have to end.
     """
 
     group: str
@@ -36,6 +37,7 @@ class Row:
     run: Callable[[Side], float | str]
     mistake: bool = False
     tolerance: float = 1e-9
+    ends: bool = False
 
 
 ROWS: list[Row] = []
