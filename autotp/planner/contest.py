@@ -37,7 +37,7 @@ __all__ = ["Contest"]
 T = TypeVar("T")
 _log = logging.getLogger("autotp.plan")
 _LOOK = 1 / 8  # of the time that is left, at least, for the first look at one of several meshes
-_NEAR = 0.8  # of the room: where a sum over tensors, which costs nothing and may be too low, is less, no moment is looked at
+_NEAR = 0.8  # of the room: where a sum over tensors, which costs nothing and may be too low, is less, no moment counts
 _AXES = 2  # of a mesh: few
 _CLOSE = 1e-4  # of the bytes that no plan takes less than: what is so close to them is not improved
 
