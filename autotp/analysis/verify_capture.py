@@ -43,7 +43,8 @@ def compared_with_model(
     state = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
     own = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, (tuple(args), kwargs or {}))
-    results = tree_leaves(torch.func.functional_call(model, {**state, **buffers}, *own))
+    returned, modules = torch.func.functional_call(model, {**state, **buffers}, *own), list(model.modules())
+    results = tree_leaves((returned, [left.of(modules) for left in captured.left]))
     *_, output = captured.graph_module.graph.nodes
     given: Any = output.args[0]
     loss: list[Tensor] = []

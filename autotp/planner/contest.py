@@ -37,7 +37,7 @@ __all__ = ["Contest"]
 T = TypeVar("T")
 _log = logging.getLogger("autotp.plan")
 _LOOK = 1 / 8  # of the time that is left, at least, for the first look at one of several meshes
-_NEAR = 0.8  # of the room: by a sum over tensors, which costs nothing, what takes less takes less at all moments
+_NEAR = 0.8  # of the room: where a sum over tensors, which costs nothing and may be too low, is less, no moment counts
 _AXES = 2  # of a mesh: few
 _CLOSE = 1e-4  # of the bytes that no plan takes less than: what is so close to them is not improved
 
@@ -134,7 +134,7 @@ class Contest:
         for number, (mesh, restriction) in enumerate(pairs):
             candidate = Candidate(mesh, restriction, self.candidates.panels[0])
             if number == 1 and self.best is not None and self.best.solution.memory > _NEAR * room:
-                self.short = self.short or self.best.memory > room
+                self.short |= self.best.memory > room
             if self.short and len(mesh) > _AXES:
                 self.open.append(Open(0.0, candidate))
                 continue

@@ -234,7 +234,8 @@ def _searched(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
         contest = replace(contest, deadline=deadline.part(_ROUND)).anew(weights)
         contest.run(meshes, room)
         best = contest.best
-        contest.short |= best is None or best.memory > contest.allowed
+        fits = best is not None and best.memory <= contest.allowed
+        contest.short = not fits or (contest.short and bool(contest.open))  # a best plan that fits needs nothing else
         return Searched(None if contest.short else best, contest.bound, 0.0)
 
     if not contest.candidates.options.hides:

@@ -117,7 +117,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
         for name, constant in programs.first.constants.items():
             root.get_submodule(CONSTANTS).register_buffer(name, constant, False)
         root.add_module(WORLD, world)
-        _require_free_names(root)
+        _require_free_names(root, *(each.path for each in rewritten.captured.left))
         super().__init__(root, bound(rewritten), class_name="DistributedModule")
         self._modules = root._modules | {n: each for n, each in self._modules.items() if n not in root._modules}
         self._parameters |= root._parameters
@@ -340,9 +340,9 @@ def _foreign(name: str, parameter: Any, layout: Layout, plan: Plan) -> str:
     )
 
 
-def _require_free_names(root: nn.Module) -> None:
-    """Refuses state whose name a graph module needs itself."""
-    names = {*root._modules, *root._parameters, *root._buffers}
+def _require_free_names(root: nn.Module, *left: str) -> None:
+    """Refuses state, and tensors that the forward pass leaves, whose name a graph module needs itself."""
+    names = {*root._modules, *root._parameters, *root._buffers, *left}
     if taken := sorted(names & _TAKEN):
         raise AutotpError(
             f"the model's {', '.join(taken)} cannot keep that name: a torch.fx.GraphModule, which the distributed module "

@@ -209,9 +209,9 @@ def renewed(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], pa
         return tree_leaves(left.of(modules))
 
     try:
-        for module in modules:  # lists and the like are filled in place
-            vars(module).update({name: tree_map(lambda leaf: leaf, value) for name, value in vars(module).items()})
-        with mode:
+        for module in modules:  # lists and the like are filled in place, and so are buffers
+            vars(module).update({name: tree_map(own, value) for name, value in vars(module).items()})
+        with mode, torch.enable_grad():
             model(*tree_map(own, tuple(args)), **tree_map(own, dict(kwargs)))
             first = {left: leaves(left) for left in found}
             with _Reads(leaf for each in first.values() for leaf in each if isinstance(leaf, Tensor)) as reads:

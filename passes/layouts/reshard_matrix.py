@@ -148,7 +148,7 @@ class _Pairs:
         self.sequences, self.known = np.zeros((0, 1), np.int16), dict[bytes, int]()
         self.usual, self.depending = np.full((2, 0, 0), -1, np.int32)
         self.special: list[_Depending] = []
-        self.under: dict[tuple[int, ...], np.ndarray] = {}
+        self.under: dict[tuple[int, ...], list[np.ndarray]] = {}
 
     def of(self, rows: np.ndarray) -> np.ndarray:
         """The layouts' numbers."""
@@ -179,10 +179,9 @@ class _Pairs:
 
     def on(self, mesh: tuple[int, ...]) -> np.ndarray:
         """On a mesh, of all pairs that depend on it."""
-        known = self.under.get(mesh, np.zeros(0, np.int32))
-        if len(known) < sum(len(each.source) for each in self.special):
-            known = self.under[mesh] = np.concatenate([self._on(each, mesh) for each in self.special])
-        return known
+        found = self.under.setdefault(mesh, [])
+        found += [self._on(each, mesh) for each in self.special[len(found) :]]
+        return np.concatenate(found)
 
     def _on(self, some: _Depending, mesh: tuple[int, ...]) -> np.ndarray:
         signature = _cuts_apart(np.concatenate([some.source, some.goal]), mesh)

@@ -102,7 +102,7 @@ class Watch:
             self.whereabouts.problem = PlanMismatchError(self.store.get("problem").decode())
             _log.error("%s", self.whereabouts.problem)
         if self.whereabouts.problem is None and self.store.check([self._key("apart")]):
-            self.whereabouts.problem = self.told(math.inf)
+            self.whereabouts.problem = self._first_failed(math.inf)
         if waited < self.patience / 2:
             self._beats, self._report, self.whereabouts.others = {}, self.patience, ""
             return
@@ -127,15 +127,7 @@ class Watch:
 
     def told(self, waits: float) -> CollectiveError | None:
         """See `passes.world.whereabouts.Job`."""
-
-        def ask() -> CollectiveError | None:
-            if self.store.check([self._key("failed")]):
-                first = json.loads(self.store.get(self._key("failed")))
-                if first["where"][1] < waits:
-                    return self._apart(first)
-            return None
-
-        return self._asked(ask, None)
+        return self._asked(lambda: self._first_failed(waits), None)
 
     def refusal(self) -> CollectiveError | None:
         """See `passes.world.whereabouts.Job`."""
@@ -149,24 +141,23 @@ class Watch:
 
         A store waits without end for a process that has it and is stopped: so must another thread, and not this one.
         """
-        answer: list[CollectiveError | None] = []
+        answer = [unheard]
 
         def run() -> None:
             try:
-                answer.append(ask())
+                answer[0] = ask()
             except (RuntimeError, ValueError) as ended:  # of the store or the group, with the job
                 _log.debug("nothing is heard of the others: %s", ended)
-                answer.append(unheard)
 
         if self._asking is None or not self._asking.is_alive():
             self._asking = threading.Thread(target=run, name="autotp-asking", daemon=True)
             self._asking.start()
             self._asking.join(2 * self.patience)
-        if not answer:
+        if self._asking.is_alive():
             self.whereabouts.others = (
                 "The job's store gives no answer: the process that has it, often rank 0, is stopped or lost."
             )
-        return answer[0] if answer else unheard
+        return answer[0]
 
     def _said(self, error: BaseException, operator: str) -> dict[str, Any]:
         """What is told of a failure; all that fail alike are in the same place."""
@@ -183,6 +174,14 @@ class Watch:
     def _tell(self, mine: Mapping[str, Any], key: str) -> Any:
         """Says that this rank failed, unless another has said so; what the first said."""
         return json.loads(self.store.compare_set(key, "", json.dumps(mine)))
+
+    def _first_failed(self, waits: float) -> CollectiveError | None:
+        """What is wrong, as in ``told``; this thread waits for the store."""
+        if self.store.check([self._key("failed")]):
+            first = json.loads(self.store.get(self._key("failed")))
+            if first["where"][1] < waits:
+                return self._apart(first)
+        return None
 
     def _all_alike(self) -> bool:
         """Whether all ranks fail as the first did; those that did not hear of it go on, and will."""

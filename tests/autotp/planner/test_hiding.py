@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import autotp
 from autotp.costs.prices import Prices
-from autotp.planner import fitting, plan_captured, prepare
+from autotp.planner import contest, fitting, plan_captured, prepare
 from autotp.planner.assemble import assemble
 from autotp.planner.describe import Found
 from autotp.planner.ilp import Deadline, evaluate, solve
@@ -214,3 +214,16 @@ def test_plans_in_chunks_are_searched_for_by_themselves(monkeypatch):
     topology = autotp.Topology.flat(4, bandwidth=1e9)
     autotp.plan(model, topology, args, strategy="megatron-1d", mesh=(4,), panels=1, schedule="overlap")
     assert len(searches) == 2
+
+
+def test_the_best_plan_is_that_if_it_fits_though_the_first_choice_does_not(monkeypatch):
+    monkeypatch.setattr(contest, "_NEAR", 0.0)
+    layers = [torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64)]
+    captured = capture(torch.nn.Sequential(*layers, *layers[1:2]), (torch.zeros(4096, 64),))
+    topology = autotp.Topology.flat(8, bandwidth=1e9, device=SMALL)
+    ample = plan_captured(captured, topology, Options(recompute="none"))
+    first = plan_captured(captured, topology, Options(recompute="none", mesh=(2, 2, 2)))
+    assert ample.predicted.memory_bytes < first.predicted.memory_bytes
+    bound = (ample.predicted.memory_bytes + first.predicted.memory_bytes) / 2
+    plan = plan_captured(captured, topology, Options(recompute="none", memory=bound))
+    assert (plan.mesh_shape, plan.gap) == (ample.mesh_shape, 0.0)

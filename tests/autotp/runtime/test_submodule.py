@@ -144,6 +144,17 @@ def test_what_forward_leaves_behind_can_be_read():
     torch.testing.assert_close((parallel.head.last, parallel.aux), (model.head.last, model.aux))
 
 
+class Planning(Net):
+    def forward(self, x):
+        self.plan = super().forward(x)
+        return self.plan
+
+
+def test_what_forward_leaves_does_not_replace_what_a_distributed_module_is():
+    with pytest.raises(autotp.AutotpError, match="^the model's plan cannot keep that name"):
+        autotp.parallelize(Planning(), None, (X,), strategy="data")
+
+
 def test_what_forward_counts_cannot_be_read():
     parallel = autotp.parallelize(Leaving(), None, (X,), strategy="data")
     copied = copy.deepcopy(parallel)

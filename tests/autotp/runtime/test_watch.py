@@ -119,6 +119,18 @@ def test_a_store_that_gives_no_answer_is_not_waited_for(monkeypatch):
     answers.set()
 
 
+def test_what_looks_is_told_while_the_process_asks(monkeypatch):
+    first, second = watches(2)
+    group, answered = SimpleNamespace(group_desc="", _set_group_desc=lambda _: None), threading.Event()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: group)
+    second.failed(CollectiveError("lost"), "linear")
+    first._asking = threading.Thread(target=answered.wait, daemon=True)
+    first._asking.start()
+    first.look()
+    assert str(first.whereabouts.problem).startswith("rank 1 failed at linear") and not first.whereabouts.others
+    answered.set()
+
+
 def test_a_wait_in_slices_ends_as_the_collective_does():
     mine = Whereabouts()
     work = Work(3)

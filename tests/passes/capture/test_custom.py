@@ -287,6 +287,7 @@ class Counts(nn.Module):
     def __init__(self, way):
         super().__init__()
         self.inner, self.way = nn.Linear(4, 4), way
+        self.register_buffer("calls", torch.tensor(0))
         self.step, self.seen, self.aux, self.inner.kept, self._lazy = 0, [], 0.0, {"last": None}, None
 
     def forward(self, x):
@@ -298,6 +299,7 @@ class Counts(nn.Module):
             self.inner.kept["last"] = x
         elif self.way == "new":
             self._new = x
+            self.calls += 1
         elif self.way == "fresh":
             self.seen = []
             self.seen.append(checkpoint(self.inner, x, use_reentrant=False).sum())
@@ -354,7 +356,9 @@ def test_tensors_that_forward_leaves_are_there(way, path, outputs, caplog):
     with caplog.at_level("WARNING", "autotp.capture"):
         captured = capture(model, (x,), **options)
     assert [left.path for left in captured.left] == [path] and not captured.changed and not caplog.records
+    assert not model.calls
     plan = autotp.plan(model, autotp.Topology.flat(2), (x,), strategy="megatron-1d", mesh=(2,))
+    assert autotp.verify(copy.deepcopy(model), plan, (x,)).departure is None
     gradients = []
     for each in (autotp.simulate(copy.deepcopy(model), plan, (x,)), model):
         for factor in (1, 2):
