@@ -89,7 +89,7 @@ class Programs:
     ) -> None:
         self.model, self.plan, self.world, self.agreement, self.how = model, plan, world, agreement, how
         self.most, self.device, self.layouts, self.even, self.syncing = most, device, layouts, even, True
-        self.debug, self.checked, self.changed = debug, set[Key](), Unkept(rewritten.captured.changed)
+        self.debug, self.checked, self.changed = debug, set[Key](), Unkept(each.path for each in rewritten.captured.changed)
         self.monitor = Monitor(world, agreement) if debug and agreement.processes > 1 else None
         self.split, self.ways, self.kept = rewritten.sharding.split, rewritten.ways, rewritten.sharding.kept > 0
         self.inputs, self.varying = inputs, inputs == "uneven" and self.ways > 1
@@ -252,9 +252,9 @@ class Programs:
             lambda captured: self._planned(key, captured),
             lambda captured, plan: apply(captured, plan, split, parts=parts, kept=self.kept, joined=key.whole),
         )
-        self.changed |= rewritten.captured.changed
-        kind = (plan.hash, key.gradients, key.whole)
-        same = [p for k, p in self.known.items() if (p.plan.hash, k.gradients, k.whole) == kind]
+        self.changed |= {each.path for each in rewritten.captured.changed}
+        kind = (plan.hash, key.gradients, key.whole, rewritten.captured.answered)
+        same = [p for k, p in self.known.items() if (p.plan.hash, k.gradients, k.whole, p.captured.answered) == kind]
         self.known[key] = same[0] if same else self._program(key, plan, rewritten)
         _log.info("program %d, for %s: step %.4g s", len(self.known), key, plan.predicted.step_seconds)
 
