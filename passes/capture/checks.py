@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from costmodel.errors import AutotpError
+from costmodel.errors import AutotpError, require
 from passes.capture.builder import CaptureError, operator_name
 
 __all__ = [
@@ -55,8 +55,11 @@ def drop_checks(module: fx.GraphModule) -> None:
                 graph.erase_node(node)
 
 
-def require_plain(model: nn.Module) -> None:
-    """Refuses what somebody has distributed, or wrapped so that its modules have other names."""
+def require_plain(model: nn.Module, args: Any = (), kwargs: Any = None) -> None:
+    """Refuses what is no module, or distributed, or wrapped so that modules have other names; and what is no call of it."""
+    require(model, nn.Module, "the model", "an instance of torch.nn.Module")
+    require(args, Sequence, "args", "a tuple of a call's positional arguments, such as (x,)")
+    require({} if kwargs is None else kwargs, Mapping, "kwargs", "a dict of a call's keyword arguments")
     given = "give the model that it was made of"
     if isinstance(model, OptimizedModule):
         raise AutotpError(f"the model is wrapped by torch.compile: {given}, and for compiled code compile=True")

@@ -146,7 +146,7 @@ def capture(
         TypeError: the example arguments do not fit the model's ``forward``.
         ValueError: no example inputs, or a model whose tied weights came apart on the meta device.
     """
-    checks.require_plain(model)
+    checks.require_plain(model, args, kwargs)
     args, kwargs = _example(model, args, kwargs)
     checks.check_tying(model)
     policy = policy_of(precision)

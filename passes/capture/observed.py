@@ -80,7 +80,8 @@ def matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     Raises:
         AutotpError: a pattern matches no name; says which are close.
     """
-    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+    listed = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+    if not listed or not all(isinstance(pattern, str) for pattern in patterns):
         raise AutotpError(f"observe={patterns!r}: give a list of modules' names, such as ['blocks.*']")
     names = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     found: dict[str, nn.Module] = {}
