@@ -29,7 +29,7 @@ from passes.capture.masks import recognise_masks
 from passes.capture.observed import Left, Moment, Place, apart, leaving, matching, numbered, observing, placed, renewed
 from passes.capture.precision import Precision, cast_parameters, check_dtypes, policy_of, precision_name, under
 from passes.capture.regions import inline_regions
-from passes.capture.signature import CallSignature, bind
+from passes.capture.signature import CallSignature, bind, dense
 from passes.capture.vmaps import without_vmaps
 from passes.capture.writes import functionalise
 from passes.graph import Cast, annotate
@@ -211,9 +211,8 @@ def _example(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Own copies of the example inputs: export silently merges a tensor given twice into one placeholder."""
     if not args and not kwargs:
-        kwargs = getattr(model, "dummy_inputs", None)
-        if not isinstance(kwargs, Mapping) or not kwargs:
-            kwargs = {}
+        dummy = getattr(model, "dummy_inputs", None)
+        kwargs = dummy if isinstance(dummy, Mapping) else {}
         if not kwargs and inspect.signature(model.forward).parameters:
             raise AutotpError(f"{type(model).__name__}: no example inputs; pass args=(...) or kwargs={{...}} as in a call")
     meta = any(p.is_meta for p in model.parameters())
@@ -223,6 +222,7 @@ def _example(
             return leaf
         if isinstance(leaf, DTensor):  # only its whole shape counts
             leaf = torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
+        leaf = dense(leaf)
         copy = leaf.detach().to("meta") if meta and not leaf.is_meta else _as_it_lies(leaf.detach())
         return copy.requires_grad_(leaf.requires_grad)
 

@@ -33,7 +33,7 @@ from autotp.runtime.schedules import Schedules
 from autotp.runtime.state import checksum
 from costmodel.memory import state_bytes
 from passes.capture import Captured, capture
-from passes.capture.signature import bind
+from passes.capture.signature import bind, dense
 from passes.graph import cast_of
 from passes.layouts.layout import Layout, is_shard, local_shape
 from passes.sharding.shard import draws_of, place_constants, used_groups
@@ -162,8 +162,7 @@ class Programs:
         # A plan for inference has counted no memory for gradients; they are right, when someone asks for them.
         gradients = self.plan.mode == "train" and (torch.is_grad_enabled() if mode is None else MODES[mode])
         leaves, structure = tree_flatten(bind(self.signature.parameters, args, kwargs))
-        # As the example's: kernels that read real parts see no others.
-        tensors = [leaf.resolve_conj().resolve_neg() for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [dense(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         return Key(training, gradients, tuple(map(_described, leaves)), structure, cast=self.cast), tensors
 
     def keep_dtypes(self, module: nn.Module) -> None:

@@ -58,6 +58,18 @@ def test_arguments_of_another_kind(wrong, said):
             use(job["model"], "plan.json", job["args"])
 
 
+@pytest.mark.parametrize("kind", ["to_sparse", "to_sparse_csr"])
+def test_inputs_that_are_not_dense(kind):
+    model, topology, x = nn.Linear(4, 4), autotp.Topology.flat(2), torch.ones(2, 4)
+    plan = autotp.plan(model, topology, (x,))
+    with pytest.raises(
+        autotp.AutotpError, match=r"layout torch.sparse_\w+, sparse or nested; graphs are planned for dense"
+    ):
+        autotp.plan(model, topology, (getattr(x, kind)(),))
+    with pytest.raises(autotp.AutotpError, match="layout torch.sparse_"):
+        autotp.simulate(model, plan, (x,))(getattr(x, kind)())
+
+
 def test_numbers_of_numpy_can_be_written():
     sizes = {
         "mesh": [np.int64(2), np.int64(2)],
