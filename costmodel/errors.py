@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["AutotpError", "TopologyError", "UnitError", "shown", "suggestion"]
+__all__ = ["AutotpError", "TopologyError", "UnitError", "require", "shown", "suggestion"]
 
 
 class AutotpError(ValueError):
@@ -43,6 +43,22 @@ class _Shown(reprlib.Repr):
 def shown(value: Any) -> str:
     """A value for a message: its ``repr``, shortened where that is long."""
     return _Shown().repr(value)
+
+
+def require(value: Any, kind: type, what: str, instead: str) -> None:
+    """Refuses an argument of another kind, and text, which is a sequence too.
+
+    Args:
+        value: what was given.
+        kind: its class.
+        what, instead: what it is, and what to give, for the message.
+
+    Raises:
+        AutotpError: it is another.
+    """
+    if not isinstance(value, kind) or isinstance(value, str):
+        found = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}, {shown(value)}"
+        raise AutotpError(f"{what} is {found}: give {instead}")
 
 
 def suggestion(wrong: str, allowed: Iterable[str]) -> str:

@@ -59,7 +59,7 @@ def predicted(
         PlanMismatchError: the plan is for another model or other inputs.
         AutotpError: the graph cannot be scheduled.
     """
-    captured = capture(model, tuple(args), kwargs, plan.precision, plan.outputs, plan.observe)
+    captured = capture(model, args, kwargs, plan.precision, plan.outputs, plan.observe)
     return predicted_events(scheduled(captured, plan, trainable(model)))
 
 

@@ -21,6 +21,7 @@ from autotp.analysis.conditioning import rounding
 from autotp.analysis.verify_capture import compared_with_model
 from autotp.analysis.verify_runs import Runs, gradient_of_name
 from autotp.errors import AutotpError
+from autotp.plans.options import require_plan
 from autotp.plans.plan import AXIS_NAMES, Plan
 from autotp.runtime.rewrite import Rewritten, rewrite
 from passes.graph import Note, note_of
@@ -107,6 +108,7 @@ def verify(
         PlanMismatchError: the plan is for another model or other inputs.
         AutotpError: the model draws random numbers, is on ``meta``, or is planned with a precision: it cannot be compared.
     """
+    require_plan(plan)
     if plan.precision is not None:
         raise AutotpError(f"precision {plan.precision!r} rounds where the model does not; verify a plan without precision")
     return verify_graph(model, rewrite(model, plan, args, kwargs), args, kwargs, tolerance=tolerance)

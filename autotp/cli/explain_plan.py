@@ -37,7 +37,7 @@ _KINDS = {
 def captured_for(plan: Plan, model: str) -> Captured:
     """The plan's model, captured anew."""
     module, args, kwargs = load_model(model, plan.devices)
-    return capture(module, tuple(args), kwargs, plan.precision, plan.outputs, plan.observe)
+    return capture(module, args, kwargs, plan.precision, plan.outputs, plan.observe)
 
 
 def explain_node(name: str, plan: Path, model: str, *, count: int, planned: int, as_json: bool) -> None:

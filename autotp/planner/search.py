@@ -26,7 +26,7 @@ from autotp.planner.least_step import best_chunks, chunked, in_parts, sharding_o
 from autotp.planner.refusal import Job, Recapture, nothing_fits, part_of
 from autotp.plans.constraints import Constraint, minimal, requirements
 from autotp.plans.families import Family
-from autotp.plans.options import Options
+from autotp.plans.options import Options, machine_of
 from autotp.plans.plan import Plan
 from costmodel import Topology
 from costmodel.overlap import hosted
@@ -121,10 +121,10 @@ def plan_model(
     options: Options,
 ) -> Plan:
     """``plan`` for options that are a record already."""
-    topology = Topology.load(topology) if isinstance(topology, str) else topology
+    topology = machine_of(topology)
     options.check(topology)
     started = time.perf_counter()
-    captured = capture(model, tuple(args), kwargs, options.precision, options.outputs, options.observe)
+    captured = capture(model, args, kwargs, options.precision, options.outputs, options.observe)
 
     def recapture(parts: int, precision: Precision) -> Captured:
         example = part_of(captured, (tuple(args), dict(kwargs or {})), parts)

@@ -11,13 +11,13 @@ from autotp.plans.constraints import Constraint, parse
 from autotp.plans.families import Family, family
 from autotp.plans.plan import AXIS_NAMES, Plan, check_accumulate, check_chunks, check_compile, overlapping
 from costmodel import Topology
-from costmodel.errors import shown
+from costmodel.errors import require, shown
 from costmodel.memory import OPTIMIZERS
 from costmodel.text.numbers import MOST_DEVICES, figure, whole
 from passes.capture import Precision, policy_of, precision_name
 from passes.layouts.layout import Layout
 
-__all__ = ["RECOMPUTE", "Options"]
+__all__ = ["RECOMPUTE", "Options", "machine_of", "require_plan"]
 
 #: What ``recompute`` may be, besides names of modules.
 RECOMPUTE = ("auto", "none", "selective", "full")
@@ -30,6 +30,22 @@ _OF_A_PLAN = (
     *("strategy", "mesh", "mode", "memory", "optimizer", "accumulate", "panels", "chunks", "constraints", "recompute"),
     "reshard_after_forward",
 )
+
+
+def machine_of(topology: Topology | str) -> Topology:
+    """A topology, or that of a name or a file.
+
+    Raises:
+        AutotpError: it is neither, or cannot be read.
+    """
+    found = Topology.load(topology) if isinstance(topology, str) else topology
+    require(found, Topology, "the topology", "an autotp.Topology, a preset's name or a TOML file")
+    return found
+
+
+def require_plan(plan: Plan) -> None:
+    """Refuses what is no plan, such as the name of a file."""
+    require(plan, Plan, "the plan", "an autotp.Plan, such as autotp.Plan.load('plan.json')")
 
 
 @dataclass(frozen=True)
@@ -130,6 +146,16 @@ class Options:
         if not isinstance(self.strategy, Family):
             family(self.strategy)
         parse(self.constraints or ())
+        self._write_plain()
+
+    def _write_plain(self) -> None:
+        """Takes the numbers out of numpy's, which no plan can be written with."""
+        plain = {name: getattr(self, name) for name in ("accumulate", "panels", "memory", "gap", "time_limit")}
+        plain = {name: value.item() if hasattr(value, "item") else value for name, value in plain.items()}
+        plain["mesh"] = None if self.mesh is None else tuple(map(int, self.mesh))
+        plain["chunks"] = None if self.chunks is None else {kind: int(count) for kind, count in self.chunks.items()}
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
 
     def _check_mesh(self) -> None:
         mesh = self.mesh

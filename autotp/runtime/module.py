@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -36,8 +36,8 @@ from autotp.runtime.programs import (
 from autotp.runtime.recording import Event, recorded
 from autotp.runtime.rewrite import Rewritten
 from autotp.runtime.state import distribute, held_part, local_part, local_parts, of_rank_0, state_of
-from autotp.runtime.submodule import Sealed
-from passes.capture import matching
+from autotp.runtime.submodule import Sealed, Submodule
+from passes.capture import Left, matching
 from passes.layouts.layout import Layout, describe, is_shard, place, take
 from passes.world.process import ProcessWorld
 from passes.world.seeds import ways_to_draw
@@ -117,7 +117,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
         for name, constant in programs.first.constants.items():
             root.get_submodule(CONSTANTS).register_buffer(name, constant, False)
         root.add_module(WORLD, world)
-        _require_free_names(root, *(each.path for each in rewritten.captured.left))
+        _require_free_names({*root._modules, *root._parameters, *root._buffers}, captured.left)
         super().__init__(root, bound(rewritten), class_name="DistributedModule")
         self._modules = root._modules | {n: each for n, each in self._modules.items() if n not in root._modules}
         self._parameters |= root._parameters
@@ -173,6 +173,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
         frozen = [name for name, each in held if each is not None and not each.requires_grad] if key.gradients else ()
         program = programs.of(key, args, kwargs, inputs, tuple(frozen))
         captured, parameters = program.captured, self._own_parameters(program)
+        _require_free_names((), captured.left)
         for other in programs.waiting:
             other.accumulation.check(self._own_parameters(other))
         if own:
@@ -193,6 +194,9 @@ class DistributedModule(Programmed, Sealed, Untraced):
                 values = functools.partial(self._values, program, parameters, inputs, scheduled=scheduled)
                 programs.monitor.check(program, values, results, functools.partial(self._gradients, program))
             show(captured.observed, self._moded, outputs)
+            for each in captured.changed:  # what another program has left there
+                if not _is_taken(each):
+                    vars(self._moded[each.index]).pop(each.name, None)
             return captured.answer(self._moded, outputs)
 
     def _given(self, leaf: Any) -> Any:
@@ -340,10 +344,13 @@ def _foreign(name: str, parameter: Any, layout: Layout, plan: Plan) -> str:
     )
 
 
-def _require_free_names(root: nn.Module, *left: str) -> None:
-    """Refuses state, and tensors that the forward pass leaves, whose name a graph module needs itself."""
-    names = {*root._modules, *root._parameters, *root._buffers, *left}
-    if taken := sorted(names & _TAKEN):
+def _is_taken(left: Left) -> bool:
+    return left.name in (_PRIVATE if left.index else _TAKEN)
+
+
+def _require_free_names(state: Iterable[str], left: Iterable[Left]) -> None:
+    """Refuses state, and attributes that a forward pass leaves, whose names a distributed module needs itself."""
+    if taken := sorted({*_TAKEN.intersection(state), *(each.path for each in left if _is_taken(each))}):
         raise AutotpError(
             f"the model's {', '.join(taken)} cannot keep that name: a torch.fx.GraphModule, which the distributed module "
             "is, has something else of the name. Rename it, or put the model inside another module"
@@ -351,3 +358,5 @@ def _require_free_names(root: nn.Module, *left: str) -> None:
 
 
 _TAKEN = frozenset((set(dir(DistributedModule)) - set(dir(nn.Module))) | set(_OWN))
+#: What its parts have for themselves.
+_PRIVATE = frozenset(name for name in set(dir(Submodule)) - set(dir(nn.Module)) if name.startswith("_"))

@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from autotp.errors import AutotpError, PlanMismatchError
 from autotp.planner import plan_captured
 from autotp.plans.families import Family
-from autotp.plans.options import Options
+from autotp.plans.options import Options, machine_of, require_plan
 from autotp.plans.plan import Plan, check_compile, overlapping
 from autotp.runtime.agreement import JobAgreement, agreed
 from autotp.runtime.durations import how_to_run
@@ -28,6 +28,7 @@ from autotp.runtime.module import DistributedModule
 from autotp.runtime.programs import MOST
 from autotp.runtime.rewrite import Rewritten, apply
 from costmodel import Topology
+from costmodel.errors import require
 from passes.capture import Captured, Precision, capture
 from passes.world.seeds import ways_to_draw
 
@@ -125,6 +126,9 @@ def parallelize(
             the model's parameters.
     """
     same = {name: value for name, value in locals().items() if name not in _OWN}
+    require(model, nn.Module, "the model", "an instance of torch.nn.Module")
+    if plan is not None:
+        require_plan(plan)
     same["strategy"] = strategy.name if isinstance(strategy, Family) else strategy
     same |= {f"requires_grad of {name}": parameter.requires_grad for name, parameter in model.named_parameters()}
     if inputs not in ("global", "local", "uneven"):
@@ -139,8 +143,8 @@ def parallelize(
     kept = outputs if plan is None else plan.outputs
     if outputs is not None and outputs != kept:
         raise AutotpError(f"outputs={outputs!r}, but the plan is for outputs={kept!r}: leave outputs out, or plan with it")
-    seen = observe or () if plan is None else plan.observe
-    if observe is not None and tuple(observe) != tuple(seen):
+    seen = (observe or ()) if plan is None else plan.observe
+    if plan is not None and observe is not None and tuple(observe) != tuple(seen):
         raise AutotpError(f"observe={observe!r}, but the plan is for observe={[*seen]}: leave observe out, or plan with it")
     options = Options(
         strategy,
@@ -170,7 +174,7 @@ def parallelize(
     def captured() -> Captured:
         _refuse_hooks(model)
         asked = precision if plan is None else plan.asked(precision)
-        return capture(model, tuple(args), kwargs, asked, Options.outputs if kept is None else kept, seen)
+        return capture(model, args, kwargs, asked, Options.outputs if kept is None else kept, seen)
 
     def decide(graph: Captured) -> Plan:
         if plan is not None:
@@ -297,8 +301,7 @@ def _sound_optimizers() -> weakref.WeakSet[Optimizer]:
 
 
 def _planned(captured: Captured, topology: Topology | str | None, options: Options) -> Plan:
-    machine = Topology.local() if topology is None else topology
-    machine = Topology.load(machine) if isinstance(machine, str) else machine
+    machine = Topology.local() if topology is None else machine_of(topology)
     devices = dist.get_world_size()
     if machine.devices != devices:
         raise PlanMismatchError(

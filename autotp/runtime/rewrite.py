@@ -90,7 +90,7 @@ def rewrite(model: nn.Module, plan: Plan, args: Sequence[Any] = (), kwargs: Mapp
     Raises:
         PlanMismatchError: when the plan was made for another model or other inputs.
     """
-    return apply(capture(model, tuple(args), kwargs, plan.precision, plan.outputs, plan.observe), plan)
+    return apply(capture(model, args, kwargs, plan.precision, plan.outputs, plan.observe), plan)
 
 
 def apply(

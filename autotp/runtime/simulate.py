@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from autotp.errors import AutotpError
+from autotp.plans.options import require_plan
 from autotp.plans.plan import Plan, overlapping
 from autotp.runtime.agreement import Agreement
 from autotp.runtime.compiled import Compiled, Overlap
@@ -59,12 +60,14 @@ def simulate(
         AutotpError: the plan is for too many devices; or, in the backward pass, devices that should hold equal gradients do
             not.
     """
+    require_plan(plan)
     plan.asked(precision)
     overlapping(schedule)
     how = functools.partial(how_to_run, schedule=schedule)
     world = world or LocalWorld(plan.mesh_shape)
+    rewritten = rewrite(model, plan, args, kwargs)
     world.seeds = ways_to_draw(dropout, _device_of(model))
-    return Simulated(model, plan, rewrite(model, plan, args, kwargs), world, how)
+    return Simulated(model, plan, rewritten, world, how)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -11,7 +11,7 @@ that these add are made by `builder`.
 
 from passes.capture.builder import CaptureError
 from passes.capture.export import Captured, capture
-from passes.capture.observed import Moment, matching
+from passes.capture.observed import Left, Moment, matching
 from passes.capture.precision import PRECISIONS, Precision, policy_of, precision_name
 from passes.capture.signature import CallSignature
 
@@ -20,6 +20,7 @@ __all__ = [
     "CallSignature",
     "CaptureError",
     "Captured",
+    "Left",
     "Moment",
     "Precision",
     "capture",

@@ -196,6 +196,8 @@ _LIBRARY.impl("function", lambda operands, name: _CALLS[name](operands), "Compos
 def kept_whole(regions: Regions) -> Iterator[None]:
     """Within it, functions with gradients of their own are one operator each, and hooks on gradients are refused.
 
+    What runs in ``torch.inference_mode``, of which export keeps no trace, runs without gradients instead.
+
     Args:
         regions: where reentrant checkpoints are noted.
 
@@ -203,7 +205,7 @@ def kept_whole(regions: Regions) -> Iterator[None]:
         Lost: within it, where a captured graph would lose something that changes gradients.
     """
     base: Any = torch.autograd.function._SingleLevelFunction
-    register = Tensor.register_hook
+    register, begin = Tensor.register_hook, torch.inference_mode.__enter__
 
     def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
         apply = super(base, cls).apply  # type: ignore[misc]
@@ -226,11 +228,17 @@ def kept_whole(regions: Regions) -> Iterator[None]:
     def refused(tensor: Tensor, hook: Any) -> Any:
         raise Lost(f"the model registers a hook on a tensor's gradient ({hook}), which a captured graph does not call")
 
+    def begun(self: Any) -> None:
+        self._inference_mode_context = torch.no_grad() if self.mode else torch._C._InferenceMode(False)
+        self._inference_mode_context.__enter__()
+
     # What ``Function.apply`` comes to, also where a model has taken ``apply`` from its function before.
     base.apply = classmethod(applied)
     Tensor.register_hook = refused  # type: ignore[assignment, method-assign]
+    torch.inference_mode.__enter__ = begun  # type: ignore[method-assign]
     try:
         yield
     finally:
         del base.apply
         Tensor.register_hook = register  # type: ignore[method-assign]
+        torch.inference_mode.__enter__ = begin  # type: ignore[method-assign]

@@ -5,30 +5,35 @@ Also what its forward pass changes in Python, which no graph does.
 
 from __future__ import annotations
 
+import copy
+import inspect
 import itertools
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import numpy as np
-from torch import SymBool, SymFloat, SymInt, fx, nn
+from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
 from torch._dynamo import OptimizedModule
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
-from costmodel.errors import AutotpError
+from costmodel.errors import AutotpError, require
 from passes.capture.builder import CaptureError, operator_name
 
 __all__ = [
     "changed",
     "check_tying",
     "drop_checks",
-    "forget",
     "in_python",
     "refuse_hooks",
+    "restored",
     "require_plain",
     "warn_of_changes",
 ]
@@ -50,8 +55,11 @@ def drop_checks(module: fx.GraphModule) -> None:
                 graph.erase_node(node)
 
 
-def require_plain(model: nn.Module) -> None:
-    """Refuses what somebody has distributed, or wrapped so that its modules have other names."""
+def require_plain(model: nn.Module, args: Any = (), kwargs: Any = None) -> None:
+    """Refuses what is no module, or distributed, or wrapped so that modules have other names; and what is no call of it."""
+    require(model, nn.Module, "the model", "an instance of torch.nn.Module")
+    require(args, Sequence, "args", "a tuple of a call's positional arguments, such as (x,)")
+    require({} if kwargs is None else kwargs, Mapping, "kwargs", "a dict of a call's keyword arguments")
     given = "give the model that it was made of"
     if isinstance(model, OptimizedModule):
         raise AutotpError(f"the model is wrapped by torch.compile: {given}, and for compiled code compile=True")
@@ -103,6 +111,7 @@ def refuse_hooks(model: nn.Module) -> None:
 _DATA = (bool, int, float, complex, str, bytes)
 #: What torch's modules have for themselves; recurrent ones have lists of their parameters.
 _STANDARD = frozenset((*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"))
+_HOLDERS = (list, deque, set, dict, OrderedDict, defaultdict)
 
 
 def in_python(model: nn.Module) -> dict[str, tuple[Any, ...]]:
@@ -110,7 +119,8 @@ def in_python(model: nn.Module) -> dict[str, tuple[Any, ...]]:
 
     Returns:
         Path of an attribute that is no parameter, buffer or module -> what it holds, inside lists, dicts and the like
-        too; modes of modules, and other libraries' random numbers, under names with blanks.
+        too, and which tensors an object has; modes and parts of modules, and other libraries' random numbers, under names
+        with blanks.
     """
     _, words, place, *_ = np.random.get_state()
     found: dict[str, tuple[Any, ...]] = {
@@ -119,13 +129,16 @@ def in_python(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     }
     for name, module in model.named_modules():
         found[f"the mode of {name or 'the model'}"] = (module.training,)
+        found[f"the modules of {name or 'the model'}"] = (*module._modules, *module._modules.values())
         hooks = module._forward_pre_hooks.values()  # those of torch that compute a weight anew at each call
         weights = {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks}
         for key, value in vars(module).items():
             if key not in _STANDARD and key not in weights:
                 leaves, structure = tree_flatten(value)
                 held = (len(leaf) if isinstance(leaf, set) else leaf for leaf in leaves)
-                found[f"{name}.{key}".lstrip(".")] = (str(structure), *held)
+                inside = (each for leaf in leaves for each in tree_leaves([*(_own(leaf) or {}).values()]))
+                tensors = (each for each in inside if isinstance(each, Tensor))
+                found[f"{name}.{key}".lstrip(".")] = (str(structure), *held, *tensors)
     return found
 
 
@@ -152,8 +165,38 @@ def warn_of_changes(model: nn.Module, names: Sequence[str]) -> None:
         )
 
 
-def forget(model: nn.Module, before: Mapping[str, tuple[Any, ...]]) -> None:
-    """Takes away attributes that a forward pass on fake tensors has added since; export puts back only what there was."""
-    for path in in_python(model).keys() - before.keys():
-        owner, _, name = path.rpartition(".")
-        vars(model.get_submodule(owner)).pop(name)
+def _own(value: Any) -> dict[str, Any] | None:
+    """Attributes of an object that is no data, tensor, module, class or function."""
+    other = isinstance(value, (*_DATA, Tensor, nn.Module, type, ModuleType)) or inspect.isroutine(value)
+    found = None if other else getattr(value, "__dict__", None)
+    return found if isinstance(found, dict) else None
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Afterwards modules hold what they hold now, in lists, dicts and objects too: what they share stays shared."""
+    held: dict[int, tuple[Any, Any]] = {}
+    todo: list[tuple[Any, bool]] = [(vars(module), True) for module in model.modules()]
+    while todo:
+        value, objects = todo.pop()
+        if type(value) not in _HOLDERS and not isinstance(value, tuple):
+            value, objects = (_own(value) if objects else None), False
+        if value is not None and id(value) not in held:
+            if not isinstance(value, tuple):
+                held[id(value)] = value, copy.copy(value)
+            parts = value.values() if isinstance(value, dict) else value
+            todo += [(part, objects) for part in parts if not isinstance(part, (*_DATA, Tensor))]
+
+    def same(now: Any, was: Any) -> bool:
+        if isinstance(now, set) or len(now) != len(was):
+            return bool(len(now) == len(was) and now == was)
+        pairs = zip(now, was, strict=True)
+        return all(one is other and (not isinstance(now, dict) or now[one] is was[one]) for one, other in pairs)
+
+    try:
+        yield
+    finally:
+        for now, was in held.values():
+            if not same(now, was):
+                now.clear()
+                (now.extend if hasattr(now, "extend") else now.update)(was)

@@ -26,10 +26,10 @@ from passes.capture.builder import CaptureError
 from passes.capture.canonical import normalise
 from passes.capture.checkpoints import marked
 from passes.capture.masks import recognise_masks
-from passes.capture.observed import Left, Moment, Place, apart, leaving, matching, numbered, observing, renewed
+from passes.capture.observed import Left, Moment, Place, apart, leaving, matching, numbered, observing, placed, renewed
 from passes.capture.precision import Precision, cast_parameters, check_dtypes, policy_of, precision_name, under
 from passes.capture.regions import inline_regions
-from passes.capture.signature import CallSignature, bind
+from passes.capture.signature import CallSignature, bind, dense
 from passes.capture.vmaps import without_vmaps
 from passes.capture.writes import functionalise
 from passes.graph import Cast, annotate
@@ -62,7 +62,7 @@ class Captured:
         precision: under which it was captured, as `passes.capture.precision.precision_name` has it. Placeholders of
             parameters have the dtypes in which they are used; in which they rest, their notes say (`passes.graph.Cast`).
         left: attributes that the forward pass leaves, whose tensors follow the user's among ``outputs``.
-        changed: paths of attributes that the forward pass sets or changes in Python, which the graph does not.
+        changed: attributes that the forward pass sets or changes in Python, which the graph does not.
     """
 
     graph_module: fx.GraphModule
@@ -80,12 +80,17 @@ class Captured:
     observed: tuple[Moment, ...] = ()
     precision: str | None = None
     left: tuple[Left, ...] = ()
-    changed: frozenset[str] = frozenset()
+    changed: tuple[Left, ...] = ()
 
     @property
     def placeholders(self) -> dict[str, Tensor]:
         """Placeholder name -> its fake value, in the graph's order."""
         return {node.name: node.meta["val"] for node in self.graph_module.graph.find_nodes(op="placeholder")}
+
+    @property
+    def answered(self) -> tuple[Any, ...]:
+        """What calls make of the graph's outputs."""
+        return self.signature.out_spec, self.observed, self.left
 
     def said(self, number: int) -> str:
         """What an output of the graph is, for messages."""
@@ -141,7 +146,7 @@ def capture(
         TypeError: the example arguments do not fit the model's ``forward``.
         ValueError: no example inputs, or a model whose tied weights came apart on the meta device.
     """
-    checks.require_plain(model)
+    checks.require_plain(model, args, kwargs)
     args, kwargs = _example(model, args, kwargs)
     checks.check_tying(model)
     policy = policy_of(precision)
@@ -206,9 +211,8 @@ def _example(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Own copies of the example inputs: export silently merges a tensor given twice into one placeholder."""
     if not args and not kwargs:
-        kwargs = getattr(model, "dummy_inputs", None)
-        if not isinstance(kwargs, Mapping) or not kwargs:
-            kwargs = {}
+        dummy = getattr(model, "dummy_inputs", None)
+        kwargs = dummy if isinstance(dummy, Mapping) else {}
         if not kwargs and inspect.signature(model.forward).parameters:
             raise AutotpError(f"{type(model).__name__}: no example inputs; pass args=(...) or kwargs={{...}} as in a call")
     meta = any(p.is_meta for p in model.parameters())
@@ -218,6 +222,7 @@ def _example(
             return leaf
         if isinstance(leaf, DTensor):  # only its whole shape counts
             leaf = torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
+        leaf = dense(leaf)
         copy = leaf.detach().to("meta") if meta and not leaf.is_meta else _as_it_lies(leaf.detach())
         return copy.requires_grad_(leaf.requires_grad)
 
@@ -239,28 +244,27 @@ def _export(
     kwargs: dict[str, Any],
     observe: Sequence[str],
     left: tuple[Left, ...] = (),
-) -> tuple[torch.export.ExportedProgram, list[Moment], tuple[Left, ...], frozenset[str]]:
+) -> tuple[torch.export.ExportedProgram, list[Moment], tuple[Left, ...], tuple[Left, ...]]:
     """A model's program, its observed moments, what it leaves on itself, and what else it changes in Python."""
     bind(inspect.signature(model.forward), args, kwargs)
     observed = matching(model, observe)
     before, after = checks.in_python(model), dict[str, Any]()
 
-    def look(module: nn.Module, *_: Any) -> None:  # export puts attributes back
-        if module is model:
+    def look(module: nn.Module, *_: Any) -> None:  # export puts attributes back, and may call a proxy of the model
+        if vars(module) is vars(model):
             after.update(checks.in_python(model))
 
     try:
         with (
-            torch.enable_grad(), marked() as regions, kept_whole(regions), leaving(model, left),
+            checks.restored(model), torch.enable_grad(), marked() as regions, kept_whole(regions), leaving(model, left),
             observing(model, observed) as moments, register_module_forward_hook(look),
         ):  # fmt: skip
             exported = torch.export.export(model, args, kwargs, strict=False)
         anew = [path for path in checks.changed(before, after) if path not in {each.path for each in left}]
         if not left and (found := renewed(model, args, kwargs, anew)):
-            checks.forget(model, before)
             return _export(model, args, kwargs, observe, found)
         checks.warn_of_changes(model, anew)
-        return exported, moments, left, frozenset(anew)
+        return exported, moments, left, placed(model, anew)
     except Lost as error:
         raise CaptureError(f"{type(model).__name__}: {error}") from error
     except CaptureError:
@@ -274,8 +278,6 @@ def _export(
             "mixtures of experts; no Python control flow that depends on tensor values; parameters, buffers "
             "and inputs on one device; under a precision, no two dtypes in one operator."
         ) from error
-    finally:
-        checks.forget(model, before)
 
 
 class _Names:

@@ -25,8 +25,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from costmodel.errors import AutotpError
 from passes.capture.builder import CaptureError
+from passes.capture.checks import restored
 
-__all__ = ["Left", "Moment", "Place", "apart", "leaving", "matching", "numbered", "observing", "renewed"]
+__all__ = ["Left", "Moment", "Place", "apart", "leaving", "matching", "numbered", "observing", "placed", "renewed"]
 
 #: What hooks can be shown besides tensors.
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
@@ -79,7 +80,8 @@ def matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     Raises:
         AutotpError: a pattern matches no name; says which are close.
     """
-    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+    listed = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+    if not listed or not all(isinstance(pattern, str) for pattern in patterns):
         raise AutotpError(f"observe={patterns!r}: give a list of modules' names, such as ['blocks.*']")
     names = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     found: dict[str, nn.Module] = {}
@@ -168,37 +170,41 @@ class Left:
 
 
 class _Reads(TorchDispatchMode):
-    """Notes which of some tensors operators read."""
+    """Notes which operators run, with what besides tensors, and which of some tensors they read."""
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Any] = ()) -> None:
         super().__init__()
-        self.among, self.read = {id(tensor) for tensor in tensors}, set[int]()
+        self.among, self.read, self.ran = {*map(id, tensors)}, set[int](), list[tuple[Any, str]]()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.read |= self.among.intersection(map(id, tree_leaves((args, kwargs))))
+        leaves = tree_leaves((args, kwargs))
+        self.read |= self.among.intersection(map(id, leaves))
+        self.ran.append((function, str([each for each in leaves if not isinstance(each, Tensor)])))
         return function(*args, **(kwargs or {}))
+
+
+def placed(model: nn.Module, paths: Iterable[str]) -> tuple[Left, ...]:
+    """The attributes among what a forward pass changes."""
+    names = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    found = [Left(path, names.get(path.rpartition(".")[0], -1)) for path in paths]
+    return tuple(left for left in found if left.index >= 0 and left.name.isidentifier())
 
 
 def renewed(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], paths: Iterable[str]) -> tuple[Left, ...]:
     """Attributes in which every call leaves tensors of its own, whatever earlier ones have left there.
 
     The model is called twice on fake tensors: what the second call reads, or does not make anew, carries something from
-    call to call, which no graph does.
+    call to call, which no graph does. So does all of a model whose second call runs other operators than the first one.
 
     Args:
         model: it.
         args, kwargs: of a call.
         paths: of attributes that a call changes.
     """
-    modules, found = list(model.modules()), list[Left]()
-    names = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    for path in paths:
-        if path.rpartition(".")[0] in names:
-            found.append(Left(path, names[path.rpartition(".")[0]]))
-    found = [left for left in found if left.name.isidentifier()]
+    modules, found = list(model.modules()), placed(model, paths)
     if not found:
         return ()
-    mode, held = FakeTensorMode(allow_non_fake_inputs=True), [dict(vars(module)) for module in modules]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -209,26 +215,24 @@ def renewed(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], pa
         return tree_leaves(left.of(modules))
 
     try:
-        for module in modules:  # lists and the like are filled in place, and so are buffers
-            vars(module).update({name: tree_map(own, value) for name, value in vars(module).items()})
-        with mode, torch.enable_grad():
-            model(*tree_map(own, tuple(args)), **tree_map(own, dict(kwargs)))
+        with restored(model), mode, torch.enable_grad():
+            for module in modules:  # what is written in place is a copy
+                for held in (module._buffers, vars(module)):
+                    held.update({name: own(value) for name, value in held.items() if isinstance(value, Tensor)})
+            with _Reads() as before:
+                model(*tree_map(own, tuple(args)), **tree_map(own, dict(kwargs)))
             first = {left: leaves(left) for left in found}
             with _Reads(leaf for each in first.values() for leaf in each if isinstance(leaf, Tensor)) as reads:
                 model(*tree_map(own, tuple(args)), **tree_map(own, dict(kwargs)))
             second = {left: leaves(left) for left in found}
     except Exception:  # noqa: BLE001 - of what cannot be called twice nothing is known
         return ()
-    finally:
-        for module, values in zip(modules, held, strict=True):
-            vars(module).clear()
-            vars(module).update(values)
 
     def anew(was: list[Any], now: list[Any]) -> bool:
         alone = all(isinstance(each, Tensor) and not isinstance(each, nn.Parameter) for each in now)
         return bool(now) and alone and not {*map(id, was)} & {*map(id, now), *reads.read}
 
-    return tuple(left for left in found if anew(first[left], second[left]))
+    return tuple(left for left in found if before.ran == reads.ran and anew(first[left], second[left]))
 
 
 @contextmanager

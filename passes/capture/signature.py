@@ -95,8 +95,7 @@ class CallSignature:
                     f"argument {leaf.path}: expected {list(leaf.shape)} of {leaf.dtype} as in the example "
                     f"call, got {list(value.shape)} of {value.dtype}; plan again with example inputs like these"
                 )
-            # as the example's: kernels that read real parts see no others
-            tensors.append(value.resolve_conj().resolve_neg())
+            tensors.append(dense(value))
         return tensors
 
     def unflatten(self, outputs: Sequence[Any]) -> Any:
@@ -117,6 +116,20 @@ class CallSignature:
                     f"got {new}; plan again with example inputs of this kind"
                 )
         return "the call's structure differs from the example call's; plan again with example inputs of this kind"
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """A tensor of a call as the example's: kernels that read real parts see no others.
+
+    Raises:
+        AutotpError: it is sparse or nested.
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise AutotpError(
+            f"a call has a tensor with layout {tensor.layout}, sparse or nested; graphs are planned for dense ones: pass "
+            "its parts, such as indices and values, or to_dense()"
+        )
+    return tensor.resolve_conj().resolve_neg()
 
 
 def bind(parameters: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

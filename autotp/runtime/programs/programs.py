@@ -33,7 +33,7 @@ from autotp.runtime.schedules import Schedules
 from autotp.runtime.state import checksum
 from costmodel.memory import state_bytes
 from passes.capture import Captured, capture
-from passes.capture.signature import bind
+from passes.capture.signature import bind, dense
 from passes.graph import cast_of
 from passes.layouts.layout import Layout, is_shard, local_shape
 from passes.sharding.shard import draws_of, place_constants, used_groups
@@ -89,7 +89,7 @@ class Programs:
     ) -> None:
         self.model, self.plan, self.world, self.agreement, self.how = model, plan, world, agreement, how
         self.most, self.device, self.layouts, self.even, self.syncing = most, device, layouts, even, True
-        self.debug, self.checked, self.changed = debug, set[Key](), Unkept(rewritten.captured.changed)
+        self.debug, self.checked, self.changed = debug, set[Key](), Unkept(each.path for each in rewritten.captured.changed)
         self.monitor = Monitor(world, agreement) if debug and agreement.processes > 1 else None
         self.split, self.ways, self.kept = rewritten.sharding.split, rewritten.ways, rewritten.sharding.kept > 0
         self.inputs, self.varying = inputs, inputs == "uneven" and self.ways > 1
@@ -162,8 +162,7 @@ class Programs:
         # A plan for inference has counted no memory for gradients; they are right, when someone asks for them.
         gradients = self.plan.mode == "train" and (torch.is_grad_enabled() if mode is None else MODES[mode])
         leaves, structure = tree_flatten(bind(self.signature.parameters, args, kwargs))
-        # As the example's: kernels that read real parts see no others.
-        tensors = [leaf.resolve_conj().resolve_neg() for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [dense(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         return Key(training, gradients, tuple(map(_described, leaves)), structure, cast=self.cast), tensors
 
     def keep_dtypes(self, module: nn.Module) -> None:
@@ -252,9 +251,9 @@ class Programs:
             lambda captured: self._planned(key, captured),
             lambda captured, plan: apply(captured, plan, split, parts=parts, kept=self.kept, joined=key.whole),
         )
-        self.changed |= rewritten.captured.changed
-        kind = (plan.hash, key.gradients, key.whole)
-        same = [p for k, p in self.known.items() if (p.plan.hash, k.gradients, k.whole) == kind]
+        self.changed |= {each.path for each in rewritten.captured.changed}
+        kind = (plan.hash, key.gradients, key.whole, rewritten.captured.answered)
+        same = [p for k, p in self.known.items() if (p.plan.hash, k.gradients, k.whole, p.captured.answered) == kind]
         self.known[key] = same[0] if same else self._program(key, plan, rewritten)
         _log.info("program %d, for %s: step %.4g s", len(self.known), key, plan.predicted.step_seconds)
 

@@ -4,6 +4,7 @@ import json
 import pickle
 from importlib import resources
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -28,6 +29,57 @@ def test_a_model_that_export_refuses():
     with pytest.raises(CaptureError) as error:
         autotp.plan(Branch(), autotp.Topology.flat(2), (torch.randn(4),))
     assert "Branch" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"model": nn.Linear}, "the model is the class Linear: give an instance of torch.nn.Module"),
+        ({"model": None}, "the model is a NoneType, None: give an instance"),
+        ({"topology": None}, "the topology is a NoneType, None: give an autotp.Topology, a preset's name"),
+        (
+            {"args": torch.zeros(1, 4)},
+            r"args is a Tensor, tensor.*: give a tuple of a call's positional arguments, such as",
+        ),
+        ({"args": (), "kwargs": torch.zeros(1, 4)}, "kwargs is a Tensor, .*: give a dict of"),
+        ({"observe": None}, "observe=None: give a list of modules' names"),
+    ],
+)
+def test_arguments_of_another_kind(wrong, said):
+    job = {"model": nn.Linear(4, 4), "topology": autotp.Topology.flat(2), "args": (torch.zeros(2, 4),)}
+    with pytest.raises(autotp.AutotpError, match=said):
+        autotp.plan(**job | wrong)
+    if "topology" not in wrong and "observe" not in wrong:
+        made = {"plan": autotp.plan(**job), "model": job["model"], "args": job["args"]}
+        with pytest.raises(autotp.AutotpError, match=said):
+            autotp.simulate(**made | wrong)
+    for use in (autotp.simulate, autotp.verify):
+        with pytest.raises(autotp.AutotpError, match=r"the plan is a str, 'plan.json': give an autotp.Plan"):
+            use(job["model"], "plan.json", job["args"])
+
+
+@pytest.mark.parametrize("kind", ["to_sparse", "to_sparse_csr"])
+def test_inputs_that_are_not_dense(kind):
+    model, topology, x = nn.Linear(4, 4), autotp.Topology.flat(2), torch.ones(2, 4)
+    plan = autotp.plan(model, topology, (x,))
+    with pytest.raises(
+        autotp.AutotpError, match=r"layout torch.sparse_\w+, sparse or nested; graphs are planned for dense"
+    ):
+        autotp.plan(model, topology, (getattr(x, kind)(),))
+    with pytest.raises(autotp.AutotpError, match="layout torch.sparse_"):
+        autotp.simulate(model, plan, (x,))(getattr(x, kind)())
+
+
+def test_numbers_of_numpy_can_be_written():
+    sizes = {
+        "mesh": [np.int64(2), np.int64(2)],
+        "memory": np.float32(1e9),
+        "gap": np.float32(0.1),
+        "accumulate": np.int64(2),
+    }
+    for options in (sizes, {"chunks": {"batch": np.int64(2)}}, {"panels": np.int64(2)}):
+        plan = autotp.plan(nn.Linear(8, 8), autotp.Topology.flat(4), (torch.zeros(8, 8),), **options)
+        assert autotp.Plan.from_json(plan.to_json()).hash == plan.hash
 
 
 def test_no_example_inputs():

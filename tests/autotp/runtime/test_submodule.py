@@ -144,15 +144,40 @@ def test_what_forward_leaves_behind_can_be_read():
     torch.testing.assert_close((parallel.head.last, parallel.aux), (model.head.last, model.aux))
 
 
-class Planning(Net):
+class Answers(nn.Linear):
+    """What it leaves and returns depends on its mode; the graphs do not."""
+
     def forward(self, x):
-        self.plan = super().forward(x)
-        return self.plan
+        y = super().forward(x)
+        name = "aux" if self.out_features == 4 else "first" if self.training else "last"
+        setattr(self, name, y + getattr(self, "aux", 0) if self.training else y)
+        return {"y": y} if self.training else (y,)
 
 
-def test_what_forward_leaves_does_not_replace_what_a_distributed_module_is():
-    with pytest.raises(autotp.AutotpError, match="^the model's plan cannot keep that name"):
-        autotp.parallelize(Planning(), None, (X,), strategy="data")
+def test_programs_of_one_graph_have_answers_of_their_own():
+    parallel = autotp.parallelize(Answers(4, 8), None, (X,), strategy="data")
+    assert torch.equal(parallel(X)["y"], parallel.first) and not hasattr(parallel, "last")
+    assert torch.equal(*parallel.eval()(X), parallel.last)
+
+
+def test_what_one_program_left_and_another_would_add_to_cannot_be_read():
+    parallel = autotp.parallelize(Answers(4, 4), None, (X,), strategy="data")
+    assert torch.equal(*parallel.eval()(X), parallel.aux)
+    parallel.train()(X)
+    with pytest.raises(AttributeError, match="^aux: the model's forward sets it"):
+        _ = parallel.aux
+
+
+@pytest.mark.parametrize(("name", "path"), [("graph", "graph"), ("_data", "0._data")])
+def test_forward_leaves_nothing_where_a_distributed_module_has_something_else(name, path):
+    class Names(nn.Linear):
+        def forward(self, x):
+            setattr(self, name, super().forward(x))
+            return getattr(self, name)
+
+    model = Names(4, 4)
+    with pytest.raises(autotp.AutotpError, match=f"the model's {path} cannot keep that name"):
+        autotp.parallelize(nn.Sequential(model) if "." in path else model, None, (X,), strategy="data")
 
 
 def test_what_forward_counts_cannot_be_read():

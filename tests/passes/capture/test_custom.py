@@ -3,6 +3,7 @@
 import copy
 import operator
 import random
+import types
 
 import numpy as np
 import pytest
@@ -288,6 +289,7 @@ class Counts(nn.Module):
         super().__init__()
         self.inner, self.way = nn.Linear(4, 4), way
         self.register_buffer("calls", torch.tensor(0))
+        self.other, self.config = nn.Linear(4, 4), types.SimpleNamespace(aux=0.0)
         self.step, self.seen, self.aux, self.inner.kept, self._lazy = 0, [], 0.0, {"last": None}, None
 
     def forward(self, x):
@@ -313,6 +315,13 @@ class Counts(nn.Module):
             self._new = [self.inner.weight]
         elif self.way == "partly":
             self._new = (x.mean(), 1)
+        elif self.way == "before":
+            self.aux, scale = self.inner(x).mean(), 1 if isinstance(self.aux, float) else 2
+            return scale * self.inner(x)
+        elif self.way == "object":
+            self.config.aux = x.mean()
+        elif self.way == "modules":
+            self.inner, self.other = self.other, self.inner
         elif self.way == "seen":
             self.seen.append(1)
         elif self.way == "random":
@@ -327,6 +336,9 @@ class Counts(nn.Module):
     [
         ("step", "Counts: forward changes step, which the graph does not: every call"),
         ("seen", "Counts: forward changes seen,"),
+        ("before", "Counts: forward changes aux,"),
+        ("object", "Counts: forward changes config,"),
+        ("modules", "Counts: forward changes the modules of the model,"),
         ("summed", "Counts: forward changes aux,"),
         ("lazy", "Counts: forward changes _lazy,"),
         ("grown", "Counts: forward changes seen,"),
@@ -343,7 +355,7 @@ def test_what_changes_in_python_is_warned_of(way, named, caplog):
     with caplog.at_level("WARNING", "autotp.capture"):
         capture(model, (torch.randn(2, 4),))
     assert (model.step, model.seen, model.aux, model.inner.kept) == (0, [], 0.0, {"last": None})
-    assert not hasattr(model, "_new")
+    assert not hasattr(model, "_new") and vars(model.config) == {"aux": 0.0}
     assert [record.getMessage().startswith(named) for record in caplog.records] == [True] * (named is not None)
 
 
@@ -366,6 +378,43 @@ def test_tensors_that_forward_leaves_are_there(way, path, outputs, caplog):
         (left,) = tree_leaves(operator.attrgetter(path)(each))
         gradients.append((left, *torch.autograd.grad(loss + left.sum(), each.inner.parameters())))
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+
+
+class Shares(nn.Module):
+    """Its modules share a list, and one of them has two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.losses = nn.Linear(4, 4), []
+        self.inner.losses, self.again = self.losses, self.inner
+
+    def forward(self, x):
+        self.losses.clear()
+        y = self.again(self.inner(x))
+        self.inner.losses.append(y.mean())
+        return y + sum(self.losses)
+
+
+def test_lists_that_modules_share_stay_shared(caplog):
+    model = Shares()
+    with caplog.at_level("WARNING", "autotp.capture"):
+        captured = capture(model, (torch.randn(2, 4),))
+    assert model.losses is model.inner.losses and model.losses == []
+    assert [left.path for left in captured.left] == ["losses", "inner.losses"] and not caplog.records
+
+
+def test_what_runs_in_inference_mode_has_no_gradient():
+    torch.manual_seed(0)
+    model, x = Counts("").double(), torch.randn(4, 4, dtype=torch.float64)
+    inner = model.inner.forward
+    model.inner.forward = torch.inference_mode()(lambda x: inner(x))
+    model.forward = lambda x: model.other(x) + model.inner(x).clone()
+    plan = autotp.plan(model, autotp.Topology.flat(2), (x,), strategy="data", mesh=(2,))
+    for each in (autotp.simulate(model, plan, (x,)), model):
+        model.zero_grad()
+        each(x).sum().backward()
+        assert model.inner.weight.grad is None or not model.inner.weight.grad.any()
+        assert model.other.weight.grad.any()
 
 
 def test_what_torch_changes_for_itself_is_not_warned_of(caplog):
