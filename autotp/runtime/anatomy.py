@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,13 +16,44 @@ from autotp.errors import AutotpError
 from autotp.runtime.rewrite import Rewritten
 from autotp.runtime.state import held_part, local_part
 from autotp.runtime.submodule import Submodule
+from passes.capture import Left
 
-__all__ = ["CONSTANTS", "WORLD", "Untraced", "attach", "bound", "carrying", "find", "hierarchy", "index_as"]
+__all__ = ["CONSTANTS", "WORLD", "Taken", "Untraced", "attach", "bound", "carrying", "find", "hierarchy", "index_as"]
 
 #: Names of the module's own parts, beside the model's.
 WORLD, CONSTANTS = "autotp_world", "autotp_constants"
 
 _log = logging.getLogger("autotp.compile")
+
+
+class Taken(NamedTuple):
+    """Names that a distributed module has for itself, and those of its parts."""
+
+    own: frozenset[str]
+    parts: frozenset[str]
+
+    @classmethod
+    def by(cls, module: type, part: type, besides: Iterable[str]) -> Taken:
+        """Of what classes add to those of torch's modules; of a part's, its private names."""
+        own, parts = (frozenset(dir(each)) - frozenset(dir(nn.Module)) for each in (module, part))
+        return cls(own.union(besides), frozenset(name for name in parts if name.startswith("_")))
+
+    def has(self, left: Left) -> bool:
+        """Whether an attribute that a forward pass sets would replace something."""
+        return left.name in (self.parts if left.index else self.own)
+
+    def require_free(self, left: Iterable[Left], state: Iterable[str] = ()) -> None:
+        """Refuses state, and attributes that a forward pass leaves, that would replace something.
+
+        Raises:
+            AutotpError: some would.
+        """
+        if taken := sorted({*self.own.intersection(state), *(each.path for each in left if self.has(each))}):
+            raise AutotpError(
+                f"the model's {', '.join(taken)} cannot keep that name: a torch.fx.GraphModule, which the distributed "
+                "module is, has something else of the name. Rename it, or put the model inside another module"
+            )
+
 
 _UNEXPORTED = "a distributed module cannot be exported or traced: its graph is one rank's. Export the model itself"
 

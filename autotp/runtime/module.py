@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
 from autotp.runtime.agreement import JobAgreement
-from autotp.runtime.anatomy import CONSTANTS, WORLD, Untraced, attach, bound, carrying, find, hierarchy, index_as
+from autotp.runtime.anatomy import CONSTANTS, WORLD, Taken, Untraced, attach, bound, carrying, find, hierarchy, index_as
 from autotp.runtime.compiled import Overlap
 from autotp.runtime.output_guard import guard
 from autotp.runtime.programs import (
@@ -37,7 +37,7 @@ from autotp.runtime.recording import Event, recorded
 from autotp.runtime.rewrite import Rewritten
 from autotp.runtime.state import distribute, held_part, local_part, local_parts, of_rank_0, state_of
 from autotp.runtime.submodule import Sealed, Submodule
-from passes.capture import Left, matching
+from passes.capture import matching
 from passes.layouts.layout import Layout, describe, is_shard, place, take
 from passes.world.process import ProcessWorld
 from passes.world.seeds import ways_to_draw
@@ -86,7 +86,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
         layouts = rewritten.placed | dict.fromkeys(captured.unused, rewritten.whole)
         learned = dict(model.named_parameters(remove_duplicate=False))
         persistent = set(model.state_dict(keep_vars=True))
-        modules = hierarchy(root, model, _TAKEN)
+        modules = hierarchy(root, model, _TAKEN.own)
         device = torch.device(mesh.device_type)
         state = ((fqn, value) for fqn, value in state_of(model, initialise, seed) if fqn not in captured.aliases)
         for fqn, tensor in of_rank_0(state, device, broadcast=broadcast):
@@ -117,7 +117,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
         for name, constant in programs.first.constants.items():
             root.get_submodule(CONSTANTS).register_buffer(name, constant, False)
         root.add_module(WORLD, world)
-        _require_free_names({*root._modules, *root._parameters, *root._buffers}, captured.left)
+        _TAKEN.require_free(captured.left, {*root._modules, *root._parameters, *root._buffers})
         super().__init__(root, bound(rewritten), class_name="DistributedModule")
         self._modules = root._modules | {n: each for n, each in self._modules.items() if n not in root._modules}
         self._parameters |= root._parameters
@@ -173,7 +173,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
         frozen = [name for name, each in held if each is not None and not each.requires_grad] if key.gradients else ()
         program = programs.of(key, args, kwargs, inputs, tuple(frozen))
         captured, parameters = program.captured, self._own_parameters(program)
-        _require_free_names((), captured.left)
+        _TAKEN.require_free(captured.left)
         for other in programs.waiting:
             other.accumulation.check(self._own_parameters(other))
         if own:
@@ -195,7 +195,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
                 programs.monitor.check(program, values, results, functools.partial(self._gradients, program))
             show(captured.observed, self._moded, outputs)
             for each in captured.changed:  # what another program has left there
-                if not _is_taken(each):
+                if not _TAKEN.has(each):
                     vars(self._moded[each.index]).pop(each.name, None)
             return captured.answer(self._moded, outputs)
 
@@ -344,19 +344,4 @@ def _foreign(name: str, parameter: Any, layout: Layout, plan: Plan) -> str:
     )
 
 
-def _is_taken(left: Left) -> bool:
-    return left.name in (_PRIVATE if left.index else _TAKEN)
-
-
-def _require_free_names(state: Iterable[str], left: Iterable[Left]) -> None:
-    """Refuses state, and attributes that a forward pass leaves, whose names a distributed module needs itself."""
-    if taken := sorted({*_TAKEN.intersection(state), *(each.path for each in left if _is_taken(each))}):
-        raise AutotpError(
-            f"the model's {', '.join(taken)} cannot keep that name: a torch.fx.GraphModule, which the distributed module "
-            "is, has something else of the name. Rename it, or put the model inside another module"
-        )
-
-
-_TAKEN = frozenset((set(dir(DistributedModule)) - set(dir(nn.Module))) | set(_OWN))
-#: What its parts have for themselves.
-_PRIVATE = frozenset(name for name in set(dir(Submodule)) - set(dir(nn.Module)) if name.startswith("_"))
+_TAKEN = Taken.by(DistributedModule, Submodule, _OWN)
