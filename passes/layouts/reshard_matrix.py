@@ -156,7 +156,7 @@ class _Pairs:
         if new:
             self.numbers |= {key: len(self.rows) + number for number, key in enumerate(new)}
             self.rows = np.concatenate([self.rows, *(row[None] for row in new.values())])
-            more = len(self.rows) if len(self.rows) > len(self.usual) else 0  # twice as many, at least
+            more = len(self.rows) * 5 // 4 - len(self.usual) if len(self.rows) > len(self.usual) else 0
             self.usual, self.depending = (
                 np.pad(table, (0, more), constant_values=-1) for table in (self.usual, self.depending)
             )
