@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import operator
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +64,7 @@ def with_views(graph: fx.Graph) -> fx.Graph:
         packet = getattr(aten, operator_name(node.target).removeprefix("aten::").removesuffix("_"))
         forms = (getattr(packet, name) for name in packet.overloads())
         node.target = next(f for f in forms if [(a.name, str(a.type)) for a in f._schema.arguments] == takes)
-        later = set(itertools.takewhile(node.__ne__, reversed(graph.nodes)))
+        later = set(itertools.takewhile(partial(operator.is_not, node), reversed(graph.nodes)))
         for name in names:
             name.replace_all_uses_with(node, delete_user_cb=later.__contains__)
     return graph
