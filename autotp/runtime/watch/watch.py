@@ -12,20 +12,19 @@ from __future__ import annotations
 import json
 import logging
 import math
-import sys
 import sysconfig
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from autotp.errors import PlanMismatchError
+from autotp.runtime.watch.stacks import Line, in_backward, stacks
 from passes.world.process import time_limit
 from passes.world.whereabouts import ENDED_EARLY, CollectiveError, Whereabouts
 
@@ -202,26 +201,20 @@ class Watch:
         return _refusal(first["rank"], first["operator"], first["told"])
 
     def _seen(self) -> tuple[bool, float, str]:
-        """Whether a backward pass ended early, for how many seconds the process has been waiting, and where it is.
+        """Whether a backward pass ended early, for how many seconds the process has been waiting, and where it is."""
+        back, found = self.whereabouts.back, stacks()
+        ended = back is not None and not any(map(in_backward, found.values())) and back == self.whereabouts.back
+        stack = found.get(self.observed, [])
+        waited = self._waited(stack)
+        return ended, waited, self._place(stack, waited)
 
-        No frame outlives this, and so none of this thread is among them, which would have all of them, in a cycle. What a
-        function had, when it returns meanwhile, would end with its frame, late: `torch.export` then takes tensors that it
-        made itself for constants of the model.
-        """
-        own, back = threading.get_ident(), self.whereabouts.back
-        frames = {thread: frame for thread, frame in sys._current_frames().items() if thread != own}
-        ended = back is not None and not any(map(_in_backward, frames.values())) and back == self.whereabouts.back
-        frame = frames.get(self.observed)
-        waited = self._waited(frame)
-        return ended, waited, self._place(frame, waited)
-
-    def _waited(self, frame: FrameType | None) -> float:
+    def _waited(self, stack: Sequence[Line]) -> float:
         """For how many seconds the process has been waiting for one collective, autotp's or another."""
         doing: Any = None
         if self.whereabouts.waiting is not None:
             doing = self.whereabouts.waits
-        elif frame is not None and frame.f_code.co_filename.startswith(_COLLECTIVES):
-            doing = self.whereabouts.calls, self.whereabouts.waits, frame.f_code, frame.f_lasti
+        elif stack and stack[0].path.startswith(_COLLECTIVES):
+            doing = self.whereabouts.calls, self.whereabouts.waits, stack[0]
         now = time.monotonic()
         if doing is None or doing != self._doing[0]:
             self._doing = doing, now
@@ -239,16 +232,15 @@ class Watch:
         found = {number: (call, False) for number, call in list(self.whereabouts.trail)}
         return found if checking is None else found | {checking[0]: found.get(checking[0], (checking[1], True))}
 
-    def _place(self, frame: FrameType | None, waited: float) -> str:
+    def _place(self, stack: Sequence[Line], waited: float) -> str:
         """Where the process is, in words."""
         own = self.whereabouts
         waiting = own.waiting
         if waiting is None and waited > self.period:
             waiting = "a collective that is not the module's"
         place = "runs" if waiting is None else f"waits for {waiting}"
-        while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
-            frame = frame.f_back
-        line = "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+        mine = next((each for each in stack if not each.path.startswith(_FOREIGN)), None)
+        line = "" if mine is None else f" at {mine.path}:{mine.number} ({mine.function})"
         return f"{place}{line}, {f'last call {own.calls}, for {own.call}' if own.calls else 'before the first call'}"
 
     def _of(self, rank: int) -> Any:
@@ -291,13 +283,6 @@ class Watch:
 def _mark() -> str:
     """What a rank told when it failed, if that was in the job's process group as it is now."""
     return dist.distributed_c10d._get_default_group().group_desc.partition(_MARK)[2]
-
-
-def _in_backward(frame: FrameType | None) -> bool:
-    """Whether autograd is at work where a frame is."""
-    while frame is not None and frame.f_code is not torch.autograd.graph._engine_run_backward.__code__:
-        frame = frame.f_back
-    return frame is not None
 
 
 def require_sound_group() -> None:
