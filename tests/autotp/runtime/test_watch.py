@@ -109,7 +109,7 @@ def test_a_store_that_gives_no_answer_is_not_waited_for(monkeypatch):
     """As that of a process which is stopped."""
     (watch,), answers = watches(1, patience=0.1), threading.Event()
     watch.whereabouts.job = watch
-    monkeypatch.setattr(watch, "store", SimpleNamespace(check=lambda _: answers.wait()))
+    monkeypatch.setattr(watch, "store", SimpleNamespace(check=lambda _: answers.wait() and False))
     for _ in range(3):
         before = time.monotonic()
         with pytest.raises(CollectiveError, match="linear_1 in blocks.2 failed: too late. The job's store gives no"):
