@@ -117,6 +117,7 @@ def test_a_store_that_gives_no_answer_is_not_waited_for(monkeypatch):
     assert time.monotonic() - before < 0.1  # the others did not ask again
     assert str(watch.failed(RuntimeError("lost"), "linear")).startswith("rank 0 failed at linear: RuntimeError: lost")
     answers.set()
+    watch._asking.join()
 
 
 def test_what_looks_is_told_while_the_process_asks(monkeypatch):
@@ -129,6 +130,7 @@ def test_what_looks_is_told_while_the_process_asks(monkeypatch):
     first.look()
     assert str(first.whereabouts.problem).startswith("rank 1 failed at linear") and not first.whereabouts.others
     answered.set()
+    first._asking.join()
 
 
 def test_a_wait_in_slices_ends_as_the_collective_does():
