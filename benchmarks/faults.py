@@ -217,10 +217,8 @@ class _Worker:
         self.before("load", dcp.FileSystemReader, "read_data")
         torch.manual_seed(0)
         shape = (dist.get_world_size(),)
-        compile = self.place == "compile"
-        parallel: Any = autotp.parallelize(
-            Net().double(), args=batch(), strategy="megatron-1d", mesh=shape, compile=compile
-        )
+        how: dict[str, Any] = {"strategy": "megatron-1d", "mesh": shape, "compile": self.place == "compile"}
+        parallel: Any = autotp.parallelize(Net().double(), args=batch(), **how)
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
 
         def load(step: int) -> None:

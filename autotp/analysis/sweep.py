@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autotp.errors import AutotpError, BatchError, MemoryBoundError, TimeLimitError
 from autotp.planner import plan_captured
 from autotp.plans.families import FAMILIES
-from autotp.plans.options import Options
+from autotp.plans.options import Options, machine_of
 from autotp.plans.plan import Plan
 from costmodel import Topology, TopologyError
 from costmodel.energy import per_token, step_energy, step_money
@@ -147,7 +147,7 @@ def sweep(
         TopologyError: when a topology cannot be read.
         CaptureError: when ``torch.export`` refuses the model.
     """
-    machines = [Topology.load(t) if isinstance(t, str) else t for t in topologies]
+    machines = [machine_of(t) for t in topologies]
     counts = list(dict.fromkeys(devices))
     _check_sweep(machines, counts, tokens)
     names = list(dict.fromkeys([*strategies, *(n for n in FAMILIES if families and n != "auto")]))

@@ -80,10 +80,10 @@ class Side:
         self.name, self.ours = name, name == "autotp"
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
 
-    def model(self, dropout: float = 0.0) -> tuple[Net, Net]:
+    def model(self, dropout: float = 0.0, kind: type[Net] = Net) -> tuple[Net, Net]:
         """A model to distribute, and its plain copy; float64, equal on all ranks."""
         torch.manual_seed(0)
-        made = Net(dropout).double()
+        made = kind(dropout).double()
         return made, copy.deepcopy(made)
 
     def distribute(self, model: nn.Module, args: Sequence[Any] | None = None, **options: Any) -> Any:

@@ -228,9 +228,7 @@ class Scaled(Net):
 
 @row(TOOLS, "data, methods, a property and an own `train()` of the model's class; an `Enum` as argument")
 def _own(side: Side) -> float:
-    torch.manual_seed(0)
-    model = Scaled().double()
-    plain = copy.deepcopy(model)
+    model, plain = side.model(kind=Scaled)
     module = side.distribute(model)
     found = side.step(module, plain, [SGD(each.parameters()) for each in (module, plain)], batch())
     check((module.factor, module.words, module.count()) == (plain.factor, plain.words, plain.count()))
@@ -252,9 +250,7 @@ class Noted(Net):
 
 @row(TOOLS, "tensors that `forward` leaves on modules, in the loss and to be read")
 def _noted(side: Side) -> float:
-    torch.manual_seed(0)
-    model = Noted().double()
-    plain = copy.deepcopy(model)
+    model, plain = side.model(kind=Noted)
     module = side.distribute(model)
     for each, given in ((module, side.part(*batch())), (plain, batch())):
         loss = each(*given)
