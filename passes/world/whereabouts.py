@@ -51,6 +51,9 @@ class Job(Protocol):
     def failed(self, error: BaseException, operator: str) -> AutotpError | None:
         """Tells the others that this process failed; what is wrong from now on, nothing if all failed alike."""
 
+    def caller(self) -> Any:
+        """The line of the user's source that calls."""
+
     def told(self, waits: float) -> AutotpError | None:
         """What is wrong, if another failed before it took part in the collective that is waited for.
 
@@ -71,13 +74,14 @@ class Whereabouts:
         waiting: the collective that is waited for, which says what it is; None: none is.
         waits: how many were waited for.
         call: what the module was called for last.
-        calls: how often it was called.
+        calls, caller: how often it was called, and from where last.
         trail: the last calls, as (number, what for).
         checking: the call that the ranks are comparing.
         others: where the other ranks are, once a wait takes long.
         problem: what is wrong with the ranks; whoever waits for them, or is called, raises it.
         job: the other processes; None: nobody hears of them.
         back: autograd's number of the backward pass that has begun; None: there is none.
+        early: whether an error ended the last one.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -85,11 +89,13 @@ class Whereabouts:
         self.waiting: Any = None
         self.waits = self.calls = 0
         self.call: Any = None
+        self.caller: Any = None
         self.checking: tuple[int, Any] | None = None
         self.trail: deque[tuple[int, Any]] = deque(maxlen=_TRAIL)
         self.problem: AutotpError | None = None
         self.job: Job | None = None
         self.back: int | None = None
+        self.early = False
 
     def called(self, call: Any, *, checked: bool = False) -> None:
         """Notes a call of the module.
@@ -101,10 +107,10 @@ class Whereabouts:
         Raises:
             AutotpError: the ranks' collectives do not match any more.
         """
-        if self.back is not None and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+        if self.early:
             self._fail(*ENDED_EARLY)
         if self.problem is None and self.job is not None:
-            self.problem = self.job.refusal()
+            self.caller, self.problem = self.job.caller(), self.job.refusal()
         if self.problem is not None:
             raise self.problem
         self.calls += 1
@@ -120,15 +126,12 @@ class Whereabouts:
             self.checking = None
 
     def going_back(self, at: str) -> None:
-        """Notes a backward pass, until autograd says that it is over, and for which operator its next collective runs."""
+        """Notes a backward pass, until it is over, and for which operator its next collective runs."""
         self.at = at
         task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
         if self.back is None and self.job is not None and task != -1:
             self.back = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._been_back)  # type: ignore[attr-defined]
-
-    def _been_back(self) -> None:
-        self.back = None
+            torch.autograd.Variable._execution_engine.queue_callback(_Backward(self))  # type: ignore[attr-defined]
 
     @contextmanager
     def passing(self) -> Iterator[None]:
@@ -142,7 +145,7 @@ class Whereabouts:
             raise
 
     def _fail(self, error: BaseException, operator: str) -> None:
-        self.back = None
+        self.back, self.early = None, False
         if self.problem is None and self.job is not None:
             self.problem = self.job.failed(error, operator)
 
@@ -196,6 +199,20 @@ class Whereabouts:
         return CollectiveError(
             f"rank {self.rank}: {what}{during} failed: {reason}. {others}", self.rank, what.operator, others
         )
+
+
+class _Backward:
+    """A backward pass. Autograd calls it when the pass is over, and lets go of it too if an error ends the pass."""
+
+    def __init__(self, whereabouts: Whereabouts) -> None:
+        self.whereabouts, self.task = whereabouts, whereabouts.back
+
+    def __call__(self) -> None:
+        self.whereabouts.back = None
+
+    def __del__(self) -> None:
+        if self.whereabouts.back == self.task:
+            self.whereabouts.back, self.whereabouts.early = None, True
 
 
 def _failed_at(error: BaseException) -> str:

@@ -12,19 +12,17 @@ from __future__ import annotations
 import json
 import logging
 import math
-import sysconfig
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from autotp.errors import PlanMismatchError
-from autotp.runtime.watch.stacks import Line, in_backward, stacks
+from autotp.runtime.watch.stacks import Line, caller, is_users, stacks
 from passes.world.process import time_limit
 from passes.world.whereabouts import ENDED_EARLY, CollectiveError, Whereabouts
 
@@ -34,10 +32,7 @@ _log = logging.getLogger("autotp.watch")
 
 #: Calls of a record. Neighbours read records every few seconds, and remember more calls of their own.
 _CALLS = 256
-#: Sources that are not the user's, and those of torch's collectives.
-_PATHS = map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
-_PACKAGES = (str(Path(__file__).parents[3] / name) for name in ("autotp", "passes", "costmodel"))
-_FOREIGN = (*_PATHS, *_PACKAGES, str(Path(torch.__file__).parent), "<")
+#: Sources of torch's collectives.
 _COLLECTIVES = str(Path(dist.__file__).parent)
 #: Begins what the description of a process group says of ranks that failed: torch has it for as long as the group.
 _MARK = "; autotp: "
@@ -56,7 +51,9 @@ class Watch:
     def __init__(self, whereabouts: Whereabouts, store: Any, rank: int, ranks: int, patience: float) -> None:
         self.whereabouts, self.store, self.rank, self.ranks, self.patience = whereabouts, store, rank, ranks, patience
         self.observed, self.beat = threading.get_ident(), 0
-        self._doing: tuple[Any, float] = None, time.monotonic()
+        self._done: Any = None
+        self._since = self._there = self._read = 0.0
+        self._stack: list[Line] = []
         self._report, self._alike = patience, 0
         self._beats: dict[int, tuple[int, float]] = {}
         self._ended = threading.Event()
@@ -89,8 +86,8 @@ class Watch:
     def look(self) -> None:
         """Leaves a record, and reads what concerns this rank."""
         key = self._key("failed")
-        ended, waited, place = self._seen()
-        if ended:
+        waited, place = self._seen()
+        if self.whereabouts.early:
             self._tell(self._said(*ENDED_EARLY), key)
         self.beat += 1
         self.store.set(f"rank {self.rank}", json.dumps(self._record(place)))
@@ -123,6 +120,10 @@ class Watch:
             return None
 
         return self._asked(ask, _refusal(self.rank, operator, mine["told"]))
+
+    def caller(self) -> Line | None:
+        """See `passes.world.whereabouts.Job`."""
+        return caller()
 
     def told(self, waits: float) -> CollectiveError | None:
         """See `passes.world.whereabouts.Job`."""
@@ -200,25 +201,24 @@ class Watch:
             group._set_group_desc(f"{group.group_desc}{_MARK}{first['told']}")
         return _refusal(first["rank"], first["operator"], first["told"])
 
-    def _seen(self) -> tuple[bool, float, str]:
-        """Whether a backward pass ended early, for how many seconds the process has been waiting, and where it is."""
-        back, found = self.whereabouts.back, stacks()
-        ended = back is not None and not any(map(in_backward, found.values())) and back == self.whereabouts.back
-        stack = found.get(self.observed, [])
-        waited = self._waited(stack)
-        return ended, waited, self._place(stack, waited)
+    def _seen(self) -> tuple[float, str]:
+        """For how many seconds the process has been waiting for one collective, autotp's or another, and where it is.
 
-    def _waited(self, stack: Sequence[Line]) -> float:
-        """For how many seconds the process has been waiting for one collective, autotp's or another."""
-        doing: Any = None
-        if self.whereabouts.waiting is not None:
-            doing = self.whereabouts.waits
-        elif stack and stack[0].path.startswith(_COLLECTIVES):
-            doing = self.whereabouts.calls, self.whereabouts.waits, stack[0]
-        now = time.monotonic()
-        if doing is None or doing != self._doing[0]:
-            self._doing = doing, now
-        return now - self._doing[1]
+        Its stack is read only if the module has done nothing for a while, and then ever more rarely.
+        """
+        own, now = self.whereabouts, time.monotonic()
+        done = own.calls, own.waits, own.waiting is None
+        if done != self._done:
+            self._done, self._stack, self._read = done, [], self.patience / 4
+            self._since = self._there = now
+        if (quiet := now - self._since) >= self._read:
+            stack, self._read = stacks().get(self.observed, []), 2 * quiet
+            if stack[:1] != self._stack[:1]:
+                self._there = now
+            self._stack = stack
+        foreign = bool(self._stack) and self._stack[0].path.startswith(_COLLECTIVES)
+        waited = quiet if own.waiting is not None else now - self._there if foreign else 0.0
+        return waited, self._place(waited)
 
     def _record(self, place: str) -> dict[str, Any]:
         calls = [(number, str(call), checking) for number, (call, checking) in list(self._calls().items())[-_CALLS:]]
@@ -232,16 +232,16 @@ class Watch:
         found = {number: (call, False) for number, call in list(self.whereabouts.trail)}
         return found if checking is None else found | {checking[0]: found.get(checking[0], (checking[1], True))}
 
-    def _place(self, stack: Sequence[Line], waited: float) -> str:
+    def _place(self, waited: float) -> str:
         """Where the process is, in words."""
         own = self.whereabouts
         waiting = own.waiting
         if waiting is None and waited > self.period:
             waiting = "a collective that is not the module's"
         place = "runs" if waiting is None else f"waits for {waiting}"
-        mine = next((each for each in stack if not each.path.startswith(_FOREIGN)), None)
-        line = "" if mine is None else f" at {mine.path}:{mine.number} ({mine.function})"
-        return f"{place}{line}, {f'last call {own.calls}, for {own.call}' if own.calls else 'before the first call'}"
+        mine = next((each for each in self._stack if is_users(each.path)), None)
+        last = f"last call {own.calls}{_at(own.caller)}, for {own.call}" if own.calls else "before the first call"
+        return f"{place}{_at(mine)}, {last}"
 
     def _of(self, rank: int) -> Any:
         """A rank's last record, if there is one."""
@@ -278,6 +278,10 @@ class Watch:
                 place = f"has given no sign for {silent:.0f} s: it is stopped, or its machine is lost; before, it {place}"
             places.setdefault(place, []).append(rank)
         return " ".join(f"{_ranks(found)} {place}." for place, found in places.items())
+
+
+def _at(line: Line | None) -> str:
+    return "" if line is None else f" at {line}"
 
 
 def _mark() -> str:

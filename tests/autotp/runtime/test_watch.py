@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from autotp.errors import PlanMismatchError
 from autotp.runtime.agreement import _ended
+from autotp.runtime.watch import watch
 from autotp.runtime.watch.watch import Watch
 from passes.world.whereabouts import CollectiveError, Whereabouts
 
@@ -167,8 +168,24 @@ def test_garbage_that_the_thread_collects_ends_it(monkeypatch):
     assert not watch._thread.is_alive() and not groups
 
 
+def test_stacks_are_read_only_of_a_process_that_stands_still(monkeypatch):
+    """Reading them is not safe at any time in Python 3.11."""
+    (one,), now, asked = watches(1, patience=8.0), [0.0], []
+    stack = [watch.Line(f"{watch._COLLECTIVES}/distributed_c10d.py", 7, "barrier"), watch.Line("train.py", 3, "main")]
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(watch, "stacks", lambda: asked.append(now[0]) or {one.observed: stack})
+    for now[0] in range(10):
+        one.whereabouts.called("training")
+        one.look()
+    assert not asked
+    for now[0] in range(10, 40):
+        one.look()
+    assert asked == [11, 13, 17, 25]
+    assert one._place(one._seen()[0]).startswith("waits for a collective that is not the module's at train.py:3 (main)")
+
+
 def test_what_a_function_made_ends_with_it_though_it_was_watched():
-    (one,) = watches(1)
+    (one,) = watches(1, patience=0.0)  # so that it reads stacks at once
 
     def watched():
         made = What()
