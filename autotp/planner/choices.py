@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -101,7 +103,7 @@ class Needs:
     views: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Edge:
     """A tensor between its producer and its readers.
 
@@ -148,3 +150,19 @@ class Edge:
     def count(self) -> int:
         """How many such tensors the model has."""
         return len(self.copies)
+
+    @cached_property
+    def stays(self) -> np.ndarray:
+        """Where nothing has to move, ``[H, W]``."""
+        return (self.rows[:, None, :] == self.wants[None, :, :]).all(axis=-1) & (not self.cast.there)
+
+    @cached_property
+    def first(self) -> Mapping[str, np.ndarray]:
+        """Of equal columns, the first one, by what a tensor is there once for (`autotp.planner.tables.Held`), ``[W]``."""
+        return {"layouts": _first(self.wants), "gradients": _first(self.gradients)}
+
+
+def _first(rows: np.ndarray) -> np.ndarray:
+    """The first of the rows that each is equal to."""
+    _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    return np.asarray(first[inverse.reshape(-1)])

@@ -66,8 +66,8 @@ class Moments:
         self.shared = shared
         of = Sizes.shared if shared else Sizes.of
         self.sizes = [of(edge, prices.mesh) for edge in self.structure.edges]
-        self.first = dict(enumerate(sizes.first for sizes in self.sizes))
-        self.first |= {number: sizes.first for number, sizes in zip(self.needs, self.sizes, strict=True)}
+        self.first = dict(enumerate(edge.first for edge in self.structure.edges))
+        self.first |= {number: edge.first for number, edge in zip(self.needs, self.structure.edges, strict=True)}
         self.inside = self._inside()
         self.known: dict[tuple[Moment, bool], Tables] = {}
         self.allowed = [np.where(np.isfinite(t.cost), 0.0, np.inf) for t in assembled.problem.tensors]
@@ -165,15 +165,17 @@ class Moments:
 
     def _inside(self) -> list[tuple[int, int, np.ndarray, np.ndarray]]:
         """Of operators that keep more than operands and results: node, when they run, bytes kept and to work with."""
-        found = []
+        found, known = [], dict[int, np.ndarray]()
         for node, at in self.order.items():
             number = self.structure.index[self.model.stands.get(node, node)]
             choice = self.structure.nodes[number][1]
             assert isinstance(choice, Choice)
-            kept = choice.twice(kept_inside(choice, self.prices.mesh))
-            if self.shared:
-                kept = np.full_like(kept, kept.max() / math.prod(self.prices.mesh))
-            kept = kept * ~choice.recomputing
+            if number not in known:
+                kept = choice.twice(kept_inside(choice, self.prices.mesh))
+                if self.shared:
+                    kept = np.full_like(kept, kept.max() / math.prod(self.prices.mesh))
+                known[number] = kept * ~choice.recomputing
+            kept = known[number]
             if kept.any() and node not in self.model.recomputed:
                 found.append((number, at, kept, choice.twice(parts_of(choice, working(node), self.prices.mesh))))
         return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -84,14 +84,12 @@ class Sizes:
         wanted: as it is wanted, ``[W]``.
         back: of the gradient that a reader returns, ``[W]``.
         stays: where nothing has to move, ``[H, W]``.
-        first: of equal columns, the first one, by what a tensor is there once for (`Held`), ``[W]``.
     """
 
     own: np.ndarray
     wanted: np.ndarray
     back: np.ndarray
     stays: np.ndarray
-    first: Mapping[str, np.ndarray]
 
     @classmethod
     def of(cls, edge: Edge, mesh: tuple[int, ...]) -> Sizes:
@@ -101,8 +99,7 @@ class Sizes:
             own=local_elements(shape, edge.rows, mesh) * cast.rests.itemsize,
             wanted=local_elements(shape, edge.wants, mesh) * cast.used.itemsize,
             back=local_elements(shape, edge.gradients, mesh) * (cast.used.itemsize + cast.back * cast.reduced.itemsize),
-            stays=(edge.rows[:, None, :] == edge.wants[None, :, :]).all(axis=-1) & (not cast.there),
-            first={"layouts": _first(edge.wants), "gradients": _first(edge.gradients)},
+            stays=edge.stays,
         )
 
     @classmethod
@@ -277,7 +274,3 @@ class Ledger:
         elif not life.view:
             self.own(edge, count * own)
 
-
-def _first(rows: np.ndarray) -> np.ndarray:
-    """The first of the rows that each is equal to."""
-    return np.asarray((rows[:, None, :] == rows[None, :, :]).all(axis=-1).argmax(axis=1))
