@@ -273,4 +273,3 @@ class Ledger:
             self.held(number, later, count * arrived, "pairs")
         elif not life.view:
             self.own(edge, count * own)
-
