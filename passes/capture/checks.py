@@ -13,6 +13,7 @@ import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +22,9 @@ from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
 from torch._dynamo import OptimizedModule
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from costmodel.errors import AutotpError, require
@@ -32,6 +35,7 @@ __all__ = [
     "check_tying",
     "drop_checks",
     "in_python",
+    "looking",
     "refuse_hooks",
     "restored",
     "require_plain",
@@ -118,7 +122,7 @@ def in_python(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     """What a forward pass may read and change that no graph has, and what is in it, now.
 
     Returns:
-        Path of an attribute that is no parameter, buffer or module -> what it holds, inside lists, dicts and the like
+        Path of an attribute that is no parameter or module -> what it holds, inside lists, dicts and the like
         too, and which tensors an object has; modes and parts of modules, and other libraries' random numbers, under names
         with blanks.
     """
@@ -132,7 +136,7 @@ def in_python(model: nn.Module) -> dict[str, tuple[Any, ...]]:
         found[f"the modules of {name or 'the model'}"] = (*module._modules, *module._modules.values())
         hooks = module._forward_pre_hooks.values()  # those of torch that compute a weight anew at each call
         weights = {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks}
-        for key, value in vars(module).items():
+        for key, value in (*module._buffers.items(), *vars(module).items()):
             if key not in _STANDARD and key not in weights:
                 leaves, structure = tree_flatten(value)
                 held = (len(leaf) if isinstance(leaf, set) else leaf for leaf in leaves)
@@ -140,6 +144,35 @@ def in_python(model: nn.Module) -> dict[str, tuple[Any, ...]]:
                 tensors = (each for each in inside if isinstance(each, Tensor))
                 found[f"{name}.{key}".lstrip(".")] = (str(structure), *held, *tensors)
     return found
+
+
+class _Settled(TorchFunctionMode):
+    """Refuses new data for a tensor, which ``torch.export`` leaves out in silence."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function == Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise CaptureError(
+                "forward sets the data of a tensor (x.data = y), which a graph does not: use y, or write it into x "
+                "with x.copy_(y) under torch.no_grad()"
+            )
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def looking(model: nn.Module) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """While it lasts, calls of the model note what `in_python` finds as they begin, and end."""
+    before, after = dict[str, Any](), dict[str, Any]()
+
+    def look(found: dict[str, Any], module: nn.Module, *_: Any) -> None:
+        if vars(module) is vars(model):  # export may call a proxy of it
+            found.update(in_python(model))
+
+    with (
+        _Settled(),
+        register_module_forward_pre_hook(partial(look, before)),
+        register_module_forward_hook(partial(look, after)),
+    ):
+        yield before, after
 
 
 def changed(before: Mapping[str, tuple[Any, ...]], after: Mapping[str, tuple[Any, ...]]) -> list[str]:

@@ -16,7 +16,6 @@ from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.export.graph_signature import InputKind
-from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from costmodel.errors import AutotpError
@@ -178,6 +177,9 @@ def capture(
     leaves: Any = graph.output_node().args[0]
     mutations = {buffer: leaves[place].name for buffer, place in places.items()}
     numbers = apart(graph, shown, kept=outputs == "dtensor")
+    renewed_buffers = {names.buffers[name] for name in mutations}
+    anew = [path for path in anew if names.aliases.get(path, path) not in renewed_buffers]
+    checks.warn_of_changes(model, anew)
 
     if policy is not None:
         check_dtypes(graph, policy)
@@ -202,7 +204,7 @@ def capture(
         observed=numbered(moments, numbers),
         precision=precision_name(precision),
         left=left,
-        changed=anew,
+        changed=placed(model, anew),
     )
 
 
@@ -244,27 +246,20 @@ def _export(
     kwargs: dict[str, Any],
     observe: Sequence[str],
     left: tuple[Left, ...] = (),
-) -> tuple[torch.export.ExportedProgram, list[Moment], tuple[Left, ...], tuple[Left, ...]]:
+) -> tuple[torch.export.ExportedProgram, list[Moment], tuple[Left, ...], list[str]]:
     """A model's program, its observed moments, what it leaves on itself, and what else it changes in Python."""
     bind(inspect.signature(model.forward), args, kwargs)
     observed = matching(model, observe)
-    before, after = checks.in_python(model), dict[str, Any]()
-
-    def look(module: nn.Module, *_: Any) -> None:  # export puts attributes back, and may call a proxy of the model
-        if vars(module) is vars(model):
-            after.update(checks.in_python(model))
-
     try:
         with (
             checks.restored(model), torch.enable_grad(), marked() as regions, kept_whole(regions), leaving(model, left),
-            observing(model, observed) as moments, register_module_forward_hook(look),
+            observing(model, observed) as moments, checks.looking(model) as (before, after),
         ):  # fmt: skip
             exported = torch.export.export(model, args, kwargs, strict=False)
         anew = [path for path in checks.changed(before, after) if path not in {each.path for each in left}]
         if not left and (found := renewed(model, args, kwargs, anew)):
             return _export(model, args, kwargs, observe, found)
-        checks.warn_of_changes(model, anew)
-        return exported, moments, left, placed(model, anew)
+        return exported, moments, left, anew
     except Lost as error:
         raise CaptureError(f"{type(model).__name__}: {error}") from error
     except CaptureError:

@@ -380,6 +380,42 @@ def test_tensors_that_forward_leaves_are_there(way, path, outputs, caplog):
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
 
 
+class Sets(nn.Module):
+    """Sets what it has by other ways than assignment."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.inner, self.fixed = way, nn.Linear(4, 4), torch.ones(4)
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, x):
+        y = self.inner(x)
+        if self.way == "assigned":
+            self.count = self.count + 1
+        elif self.way == "entry":
+            self._buffers["count"] = self.count + 1
+        else:
+            one = {"result": y, "parameter": self.inner.weight, "buffer": self.count, "attribute": self.fixed}[self.way]
+            one.data = one + 1
+        return y + self.count + self.fixed
+
+
+@pytest.mark.parametrize(("way", "warnings"), [("assigned", 0), ("entry", 1)])
+def test_a_buffer_that_is_set_past_the_module_is_warned_of(way, warnings, caplog):
+    with caplog.at_level("WARNING", "autotp.capture"):
+        captured = capture(Sets(way), (torch.randn(2, 4),))
+    assert len(captured.mutations) == 1 - warnings
+    assert [record.getMessage()[:27] for record in caplog.records] == ["Sets: forward changes count"] * warnings
+
+
+@pytest.mark.parametrize("way", ["result", "parameter", "buffer", "attribute"])
+def test_new_data_of_a_tensor_is_refused(way):
+    model = Sets(way)
+    with pytest.raises(CaptureError, match=r"x.data = y.*x.copy_\(y\) under torch.no_grad"):
+        capture(model, (torch.randn(2, 4),))
+    assert model.fixed.device.type == "cpu"
+
+
 class Shares(nn.Module):
     """Its modules share a list, and one of them has two names."""
 
