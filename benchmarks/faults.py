@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -102,19 +103,29 @@ def _run(processes: int, place: str, kind: str) -> dict[str, Any]:
                 os.kill(int(line.split()[1]), signal.SIGKILL)
         job.kill()
         reader.join(5)
-    said = [line.split(":", 1)[1] for line in lines if re.match(r"\[rank\d+\]: .*Error: ", line)]
-    ours = [line for line in said if re.search(r"autotp|whereabouts|costmodel", line)] or said
-    ours.sort(key=_names)
     ends = [line.split()[1] for line in lines if line.startswith("ENDS")]
     found["restarted"] = sum(line.startswith("BEGINS") for line in lines) > processes
+    return found | {"loss": ends[0] if ends else "", "said": _said(lines)}
+
+
+def _said(lines: Sequence[str]) -> str:
+    """The message of a job that says most: autotp's, of an error or in its log, or torch's, with the line it came from."""
+    ours, theirs, at = list[str](), list[str](), dict[str, str]()
     noted = next((line.split(": ", 1)[1] for line in lines if "which decides for all ranks" in line), "")
-    words = f"{ours[-1].split('Error: ', 1)[1].strip()} {noted}" if ours else ""
-    return found | {"loss": ends[0] if ends else "", "said": words}
+    for line in lines:
+        if frame := re.match(r"\[rank(\d+)\]:   File \".*/(benchmarks/faults.py)\", line (\d+), in (?!at$|call$)(\w+)$", line):
+            at[frame[1]] = f"rank {frame[1]} in {frame[4]} ({frame[2]}:{frame[3]})"
+        elif error := re.match(r"\[rank(\d+)\]: (\S*(?:Error|Exception|Interrupt)): (.*)", line):
+            own = re.search(r"autotp|whereabouts|costmodel", error[2]) or noted
+            (ours if own else theirs).append(f"{error[3]} {noted}" if own else f"{at.get(error[1], '')}: {error[3]}")
+        elif re.match(r"rank \d+ (waits|runs) .* for \d+ s\. ", line):
+            ours.append(line)
+    return max(ours, key=_names, default=theirs[-1] if theirs else "").strip()
 
 
 def _names(said: str) -> bool:
     """Whether a message names a rank, and what it was doing."""
-    return bool(re.search(r"rank \d.*( failed| for )", said, re.DOTALL))
+    return bool(re.search(r"rank \d.*( failed| for | in \w+ \()", said, re.DOTALL))
 
 
 def _survive(kills: int) -> str:
@@ -304,11 +315,12 @@ def _page(rows: dict[tuple[int, str, str], str], survived: str) -> str:
         "the first start are gone, measured on a busy machine of two cores: an upper bound. torchrun waits for 30 of",
         "them before it kills a stopped process. Then the restarted job loads the last checkpoint and goes on; its",
         "last loss is compared with an undisturbed job's, to 12 digits. The message is the last error that a rank of",
-        "the first start ended with, of those that name a rank and a place, if any does. `memory` asks for more",
-        "memory than there is. Messages of the optimizer's place, `load` and `save` are the script's own and torch's. No",
-        "message: torchrun, which says which rank was killed or failed, ended the others before they heard of it, or, in",
-        "*did without*, nothing ended: without its compiler, a rank runs its graph as it is. `--only` runs some of the",
-        "cells, and leaves the others as they are. Cells that are not listed were not run.",
+        "the first start ended with, or logged while it waited, of those that name a rank and a place, if any does.",
+        "`memory` asks for more memory than there is. Errors of the optimizer's place, `load` and `save` are the",
+        "script's own and torch's: they are shown with the line of the script that their traceback names. No message:",
+        "torchrun, which says which rank was killed or failed, ended the others before they heard of it, or, in *did",
+        "without*, nothing ended: without its compiler, a rank runs its graph as it is. `--only` runs some of the cells,",
+        "and leaves the others as they are.",
         "",
         "`python -m benchmarks.faults --write --kills 10` trains `examples/elastic.py` instead, kills its last rank once",
         f"in every {_EVERY} steps, starts it again, and compares the loss of every step with a run of one process:",
