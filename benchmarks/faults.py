@@ -113,7 +113,7 @@ def _said(lines: Sequence[str]) -> str:
     ours, theirs, at = list[str](), list[str](), dict[str, str]()
     noted = next((line.split(": ", 1)[1] for line in lines if "which decides for all ranks" in line), "")
     for line in lines:
-        if frame := re.match(r"\[rank(\d+)\]:   File \".*/benchmarks/faults.py\", line (\d+), in (?!at$|call$)(\w+)$", line):
+        if frame := re.match(r"\[rank(\d+)\]:   File .*/benchmarks/faults.py\", line (\d+), in (?!at$|call$)(\w+)$", line):
             at[frame[1]] = f"rank {frame[1]} in {frame[3]} (benchmarks/faults.py:{frame[2]})"
         elif error := re.match(r"\[rank(\d+)\]: (\S*(?:Error|Exception|Interrupt)): (.*)", line):
             own = re.search(r"autotp|whereabouts|costmodel", error[2]) or noted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 
 from autotp.errors import AutotpError
 from autotp.plans.constraints import Constraint, parse
@@ -118,6 +118,9 @@ class Options:
 
     def __post_init__(self) -> None:
         """Checks all that needs no machine."""
+        for one in fields(self):
+            if getattr(value := getattr(self, one.name), "shape", ()):
+                raise AutotpError(f"{one.name}={shown(value)}: give plain numbers and text, and not an array")
         chunks = {} if self.chunks is None else self.chunks
         check_chunks(chunks)
         if self.panels is not None and whole(self.panels, "panels") > 1 and any(count > 1 for count in chunks.values()):

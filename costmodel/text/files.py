@@ -86,7 +86,9 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
                 stream.flush()
         _write_to(os.dup(own), data)
     elif before is None or stat.S_ISREG(before.st_mode):
-        _replace(Path(os.path.realpath(path)), data, before)
+        target = Path(os.path.realpath(path))
+        _require_folder(target, path)
+        _replace(target, data, before)
     else:
         _write_to(_opened(path, before), data)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -43,6 +44,7 @@ def test_every_way_to_ask_has_the_records_defaults(asks):
         ({"schedule": "later"}, "'overlap' or 'none'"),
         *(({"compile": wrong}, "give True or False") for wrong in ("yes", 1, None)),
         ({"constraints": ["lm_head"]}, "expected PATTERN=TERMS"),
+        *(({name: numpy.array(["a", "b"])}, f"{name}=.*not an array") for name in ("strategy", "memory", "constraints")),
     ],
 )
 def test_a_wrong_option_is_refused_as_the_record_is_made(options, said):
