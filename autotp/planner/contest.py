@@ -119,22 +119,25 @@ class Contest:
         return True
 
     def run(self, meshes: Sequence[tuple[int, ...]], room: float = math.inf) -> None:
-        """Looks at every mesh, balanced ones first, then settles what is open, by rising bound, until it cannot win.
+        """Looks at every mesh, then settles what is open, by rising bound, until it cannot win.
+
+        Few axes make small programs, whose best choice is a cutoff for larger ones, and balanced sizes good choices.
 
         Args:
             meshes: to look at.
-            room: bytes. If the first choice takes more, memory is short, and what wins if it is not matters little:
-                then only meshes of few axes, whose programs are small, are looked at.
+            room: bytes. If what wins on the first mesh of many axes takes more, memory is short, and what wins if it is
+                not matters little: the other meshes of many axes are left open.
 
         Raises:
             Expired: when the time passed before any choice was found.
         """
-        pairs = sorted(self.candidates.restrictions(meshes), key=lambda pair: max(pair[0]))
-        share = max(_LOOK, 1 / max(1, len(pairs)))
-        for number, (mesh, restriction) in enumerate(pairs):
+        pairs = sorted(self.candidates.restrictions(meshes), key=lambda pair: (len(pair[0]), max(pair[0])))
+        share, many = max(_LOOK, 1 / max(1, len(pairs))), 0
+        for mesh, restriction in pairs:
             candidate = Candidate(mesh, restriction, self.candidates.panels[0])
-            if number == 1 and self.best is not None and self.best.solution.memory > _NEAR * room:
+            if many == 1 and self.best is not None and self.best.solution.memory > _NEAR * room:
                 self.short |= self.best.memory > room
+            many += len(mesh) > _AXES
             if self.short and len(mesh) > _AXES:
                 self.open.append(Open(0.0, candidate))
                 continue
