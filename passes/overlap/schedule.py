@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,12 +85,17 @@ def schedule(graph: fx.Graph, durations: Durations, limits: Limits = Limits()) -
 
 
 def reordered(graph: fx.Graph, order: Iterable[fx.Node]) -> fx.Graph:
-    """The same graph with its nodes in another order."""
+    """The same graph with its nodes in another order; but each of several results is taken out of its tuple at once.
+
+    The tuple holds them all for as long as there is something to take.
+    """
     result = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     nodes = list(graph.nodes)
     for node in (*(n for n in nodes if n.op == "placeholder"), *order, nodes[-1]):
-        values[node] = result.node_copy(node, lambda n: values[n])
+        for each in (node, *(user for user in node.users if user.target is operator.getitem)):
+            if each not in values:
+                values[each] = result.node_copy(each, lambda n: values[n])
     return result
 
 

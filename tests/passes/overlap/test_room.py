@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import fx
@@ -10,6 +12,7 @@ from passes.graph import annotate
 from passes.overlap.launch import launches
 from passes.overlap.memory import peak, peak_in
 from passes.overlap.primitives import all_gather, all_reduce
+from passes.overlap.schedule import reordered
 
 SIZE = 4 * 8 * 8
 aten = torch.ops.aten
@@ -44,6 +47,18 @@ def test_another_order_holds_more():
     graph, (relu, tanh, view, total, exp) = chain()
     assert peak_in(graph, [relu, exp, tanh, view, total]) == 3 * SIZE  # exp is given, and so held to the end
     assert peak_in(graph, [relu, tanh, view, total, exp]) == peak(graph)
+
+
+def test_each_of_several_results_is_taken_at_once():
+    """Python frees a tuple's tensors with the tuple: what is taken out late would hold the others."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    both = graph.call_function(aten.max.dim, (x, 1))
+    first, second = (graph.call_function(operator.getitem, (both, i)) for i in range(2))
+    exp, neg = (graph.call_function(aten.exp.default, (x,)), graph.call_function(aten.neg.default, (first,)))
+    graph.output((neg, exp, second))
+    names = [node.name for node in reordered(graph, [both, first, neg, exp, second]).nodes]
+    assert names == ["x", "max_1", "getitem", "getitem_1", "neg", "exp", "output"]
 
 
 def test_what_a_backward_graph_is_given_counts_until_it_is_read():
