@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -96,6 +96,23 @@ class Untraced(fx.GraphModule):
     def compile(self, *_: Any, **__: Any) -> None:
         """Does nothing, and warns, as a call within ``torch.compile`` does."""
         _tell(self)
+
+    def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The modules that stand for the model's; those that the graph has besides are not among them."""
+        return ((name, each) for name, each in super().named_modules(*args, **options) if not self._besides(each))
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """As ``named_modules``, of the module's own."""
+        return ((name, each) for name, each in super().named_children() if not self._besides(each))
+
+    def _besides(self, module: nn.Module) -> bool:
+        return any(module is self._modules.get(name) for name in (WORLD, CONSTANTS))
+
+    def _apply(self, *args: Any, **options: Any) -> Any:
+        for module in map(self._modules.get, (WORLD, CONSTANTS)):
+            if module is not None:
+                module._apply(*args, **options)
+        return super()._apply(*args, **options)
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ import itertools
 import logging
 import random
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
 from torch._dynamo import OptimizedModule
+from torch._subclasses import FakeTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -146,10 +147,21 @@ def in_python(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-class _Settled(TorchFunctionMode):
-    """Refuses new data for a tensor, which ``torch.export`` leaves out in silence."""
+class _Seen(TorchFunctionMode):
+    """Refuses new data for a tensor, which ``torch.export`` leaves out in silence, and notes parameters of no module.
+
+    Attributes:
+        parameters: those that are no part of the model. ``torch.export`` has their data only.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parameters: dict[int, nn.Parameter] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, nn.Parameter) and not isinstance(leaf, FakeTensor):
+                self.parameters[id(leaf)] = leaf
         if function == Tensor.data.__set__:  # type: ignore[attr-defined]
             raise CaptureError(
                 "forward sets the data of a tensor (x.data = y), which a graph does not: use y, or write it into x "
@@ -159,8 +171,8 @@ class _Settled(TorchFunctionMode):
 
 
 @contextmanager
-def looking(model: nn.Module) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """While it lasts, calls of the model note what `in_python` finds as they begin, and end."""
+def looking(model: nn.Module) -> Iterator[tuple[dict[str, Any], dict[str, Any], Collection[nn.Parameter]]]:
+    """While it lasts, calls of the model note what `in_python` finds as they begin and end, and parameters of no module."""
     before, after = dict[str, Any](), dict[str, Any]()
 
     def look(found: dict[str, Any], module: nn.Module, *_: Any) -> None:
@@ -168,11 +180,11 @@ def looking(model: nn.Module) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]
             found.update(in_python(model))
 
     with (
-        _Settled(),
+        _Seen() as seen,
         register_module_forward_pre_hook(partial(look, before)),
         register_module_forward_hook(partial(look, after)),
     ):
-        yield before, after
+        yield before, after, seen.parameters.values()
 
 
 def changed(before: Mapping[str, tuple[Any, ...]], after: Mapping[str, tuple[Any, ...]]) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,15 +152,15 @@ def capture(
     casts: Mapping[str, Cast] = {}
     checks.refuse_hooks(model)
     if policy is None:
-        program, moments, left, anew = _export(model, args, kwargs, observe)
+        program, moments, left, anew, foreign = _export(model, args, kwargs, observe)
     else:
         casts = cast_parameters(model, policy)
         with under(model, policy, casts):
-            program, moments, left, anew = _export(model, args, kwargs, observe)
+            program, moments, left, anew, foreign = _export(model, args, kwargs, observe)
     out_spec = program.call_spec.out_spec.child(0) if observe else program.call_spec.out_spec
     exported = program.graph_module
     values = {n.name: n.meta.get("val") for n in exported.graph.nodes if n.op == "placeholder"}
-    names = _Names(model, program, values, args, kwargs)
+    names = _Names(model, program, values, args, kwargs, foreign)
 
     mode = detect_fake_mode([n.meta.get("val") for n in exported.graph.nodes])
     if mode is None:
@@ -246,20 +246,22 @@ def _export(
     kwargs: dict[str, Any],
     observe: Sequence[str],
     left: tuple[Left, ...] = (),
-) -> tuple[torch.export.ExportedProgram, list[Moment], tuple[Left, ...], list[str]]:
-    """A model's program, its observed moments, what it leaves on itself, and what else it changes in Python."""
+) -> tuple[torch.export.ExportedProgram, list[Moment], tuple[Left, ...], list[str], Collection[nn.Parameter]]:
+    """A model's program, its observed moments, what it leaves on itself, what else it changes in Python, and parameters
+    of no module.
+    """
     bind(inspect.signature(model.forward), args, kwargs)
     observed = matching(model, observe)
     try:
         with (
             checks.restored(model), torch.enable_grad(), marked() as regions, kept_whole(regions), leaving(model, left),
-            observing(model, observed) as moments, checks.looking(model) as (before, after),
+            observing(model, observed) as moments, checks.looking(model) as (before, after, foreign),
         ):  # fmt: skip
             exported = torch.export.export(model, args, kwargs, strict=False)
         anew = [path for path in checks.changed(before, after) if path not in {each.path for each in left}]
         if not left and (found := renewed(model, args, kwargs, anew)):
             return _export(model, args, kwargs, observe, found)
-        return exported, moments, left, anew
+        return exported, moments, left, anew, foreign
     except Lost as error:
         raise CaptureError(f"{type(model).__name__}: {error}") from error
     except CaptureError:
@@ -280,7 +282,7 @@ class _Names:
 
     def __init__(
         self, model: nn.Module, program: torch.export.ExportedProgram, values: Mapping[str, Any],
-        args: tuple[Any, ...], kwargs: dict[str, Any],
+        args: tuple[Any, ...], kwargs: dict[str, Any], foreign: Collection[nn.Parameter],
     ) -> None:  # fmt: skip
         self.parameters: dict[str, str] = {}
         self.buffers: dict[str, str] = {}
@@ -313,7 +315,9 @@ class _Names:
                         self.transient.add(name)
                 self.renamed[name] = holders[fqn]
             elif spec.kind is InputKind.CONSTANT_TENSOR:
-                self.constants[name] = program.constants[spec.target]
+                data = program.constants[spec.target]
+                same = [each for each in foreign if each.is_meta == data.is_meta is False and data.is_set_to(each)]
+                self.constants[name] = same[0] if same else data
                 self.renamed[name] = name
             else:
                 raise CaptureError(

@@ -380,6 +380,30 @@ def test_tensors_that_forward_leaves_are_there(way, path, outputs, caplog):
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
 
 
+class Borrows(nn.Module):
+    """Computes with parameters that are no module's."""
+
+    def __init__(self, prompt):
+        super().__init__()
+        self.inner, self.scales, self.prompt = nn.Linear(4, 4), [nn.Parameter(2 * prompt.detach())], lambda: prompt
+        self.leaf = torch.ones_like(prompt).requires_grad_()
+
+    def forward(self, x):
+        return self.inner(x) * self.scales[0] * self.leaf * self.prompt()
+
+
+@pytest.mark.parametrize(("strategy", "schedule"), [("auto", "none"), ("megatron-1d", "overlap"), ("zero3", "overlap")])
+def test_parameters_of_no_module_have_gradients(strategy, schedule):
+    torch.manual_seed(0)
+    prompt, x = nn.Parameter(torch.ones(4).double()), torch.randn(4, 4, dtype=torch.float64)
+    model = Borrows(prompt).double()
+    plan = autotp.plan(model, autotp.Topology.flat(2), (x,), strategy=strategy, mesh=(2,))
+    trained = [*model.scales, model.leaf, prompt, model.inner.weight]
+    expected = torch.autograd.grad(model(x).square().sum(), trained)
+    found = torch.autograd.grad(autotp.simulate(model, plan, (x,), schedule=schedule)(x).square().sum(), trained)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
 class Sets(nn.Module):
     """Sets what it has by other ways than assignment."""
 
