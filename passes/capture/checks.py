@@ -32,6 +32,7 @@ from costmodel.errors import AutotpError, require
 from passes.capture.builder import CaptureError, operator_name
 
 __all__ = [
+    "advice",
     "changed",
     "check_tying",
     "drop_checks",
@@ -111,6 +112,17 @@ def refuse_hooks(model: nn.Module) -> None:
                 "captured graph does not call; remove it, and register it at the distributed module"
                 + (f", for a forward hook with observe=[{name!r}]" if name else "")
             )
+
+
+def advice(model: nn.Module) -> str:
+    """What may help where ``torch.export`` fails."""
+    found = (
+        "Try: no Python control flow that depends on tensor values; no torch.autograd.grad and no x.data inside forward; "
+        "parameters, buffers and inputs on one device; under a precision, no two dtypes in one operator"
+    )
+    if any(type(each).__module__.startswith("transformers.") for each in model.modules()):
+        found += "; use_cache=False for causal language models; experts_implementation='batched_mm' for mixtures of experts"
+    return found
 
 
 _DATA = (bool, int, float, complex, str, bytes)

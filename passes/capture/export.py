@@ -270,10 +270,7 @@ def _export(
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         essence = " ".join(lines[:3])[:400]
         raise CaptureError(
-            f"torch.export failed on {type(model).__name__}: {type(error).__name__}: {essence}\n"
-            "Try: use_cache=False for Hugging Face causal models; experts_implementation='batched_mm' for "
-            "mixtures of experts; no Python control flow that depends on tensor values; parameters, buffers "
-            "and inputs on one device; under a precision, no two dtypes in one operator."
+            f"torch.export failed on {type(model).__name__}: {type(error).__name__}: {essence}\n{checks.advice(model)}"
         ) from error
 
 

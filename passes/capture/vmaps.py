@@ -1,7 +1,8 @@
 """``torch.vmap`` inside a model: operators on one element become operators on all.
 
 Export records where a vmap begins and ends, and operators on single elements in between. A planner needs them as they run,
-so each such stretch is traced with the vmap carried out.
+so each such stretch is traced with the vmap carried out. Of derivatives that a model takes forward, only their ends would
+be in the graph.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from torch._functorch import predispatch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from passes.capture.builder import CaptureError
+from passes.graph import where
+
 __all__ = ["without_vmaps"]
 
 _BEGIN, _END = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting
@@ -25,7 +29,15 @@ def without_vmaps(graph: fx.Graph, mode: FakeTensorMode) -> fx.Graph:
     Args:
         graph: as export makes it; nodes have fake values of ``mode``.
         mode: of these values.
+
+    Raises:
+        CaptureError: the model takes derivatives forward.
     """
+    for node in graph.nodes:
+        if node.target in (predispatch._make_dual, predispatch._unpack_dual):
+            raise CaptureError(
+                f"{where(node)}: torch.func.jvp inside forward has no graph; compute the derivative yourself"
+            )
     if not any(node.target is _BEGIN for node in graph.nodes):
         return graph
     result = fx.Graph()
