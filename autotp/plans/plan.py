@@ -272,6 +272,8 @@ class Plan:
         Raises:
             AutotpError: when the file is not there or is not a plan of this version.
         """
+        if not isinstance(path, (str, os.PathLike)):
+            raise AutotpError(f"{shown(path)} is no path: give the name of a plan's file")
         try:
             text = read_text(path, LARGEST_FILE)
         except OSError as error:

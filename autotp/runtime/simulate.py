@@ -85,6 +85,7 @@ class Simulated(Programmed):
     rewritten: Rewritten
     world: World
     _since: int  # torch's number of the first hook that was registered on it
+    _data: Sequence[tuple[nn.Module, Mapping[str, Any]]]  # the model's modules, with what they have that is no tensor
 
     def __init__(
         self,
@@ -115,6 +116,11 @@ class Simulated(Programmed):
         )
         self.__dict__ |= {"rewritten": rewritten, "world": world, "_programs": programs}
         self.__dict__["_moded"] = [self, *list(model.modules())[1:]]
+        free = {(each.index, each.name) for each in (*rewritten.captured.left, *rewritten.captured.changed)}
+        self.__dict__["_data"] = [
+            (each, {name: value for name, value in _plain(each).items() if (index, name) not in free})
+            for index, each in enumerate(model.modules())
+        ]
         # The modules are the model's own, and so are the hooks that they have already.
         self.__dict__["_since"] = RemovableHandle.next_id
 
@@ -130,6 +136,7 @@ class Simulated(Programmed):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._require_observed()
+        self._require_unchanged()
         key, inputs = self._programs.key(self._moded, args, kwargs)
         program = self._programs.of(key, args, kwargs, inputs)
         captured, state = program.captured, {**dict(self.named_parameters()), **dict(self.named_buffers())}
@@ -150,6 +157,17 @@ class Simulated(Programmed):
         show(captured.observed, self._moded, results, self._since)
         return captured.answer(self._moded, results)
 
+    def _require_unchanged(self) -> None:
+        """Refuses other data in modules than the graph was captured with."""
+        for (path, mine), (module, held) in zip(self.named_modules(), self._data, strict=False):
+            now = _plain(module) | {name: value for name, value in _plain(mine).items() if name in held}
+            for name, was in held.items():
+                if name in now and repr(now[name]) != repr(was):
+                    raise AutotpError(
+                        f"{path}.{name} was {was!r} when the model was captured, and is {now[name]!r} now: the graph has "
+                        "what it was; plan the model as it is, and simulate that".lstrip(".")
+                    )
+
     def _require_observed(self) -> None:
         """Refuses forward hooks that nothing calls."""
         observed = set(matching(self, self._programs.plan.observe).values())
@@ -162,6 +180,11 @@ class Simulated(Programmed):
         """Every device's parts of the parameters alone."""
         named, resting = program.captured.parameters, program.rewritten.resting
         return {name: distribute(name, state[fqn], resting(name), self.world) for name, fqn in named.items()}
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """The numbers and texts that a module has beside its mode."""
+    return {n: value for n, value in vars(module).items() if type(value) in (bool, int, float, str) and n != "training"}
 
 
 @functools.cache

@@ -182,6 +182,17 @@ class _Seen(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def _warn_of_padding(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:
+    """Says where torch's own module computes something else without gradients."""
+    fast = isinstance(module, nn.TransformerEncoder) and not module.training and module.use_nested_tensor
+    if fast and (kwargs.get("src_key_padding_mask") is not None or (len(args) > 2 and args[2] is not None)):
+        _log.warning(
+            "%s: without gradients, torch's own returns zeros at padded positions (nested tensors); the graph has what the "
+            "layers compute there, as with gradients. With enable_nested_tensor=False, both are the same",
+            type(module).__name__,
+        )
+
+
 @contextmanager
 def looking(model: nn.Module) -> Iterator[tuple[dict[str, Any], dict[str, Any], Collection[nn.Parameter]]]:
     """While it lasts, calls of the model note what `in_python` finds as they begin and end, and parameters of no module."""
@@ -195,6 +206,7 @@ def looking(model: nn.Module) -> Iterator[tuple[dict[str, Any], dict[str, Any], 
         _Seen() as seen,
         register_module_forward_pre_hook(partial(look, before)),
         register_module_forward_hook(partial(look, after)),
+        register_module_forward_hook(_warn_of_padding, with_kwargs=True),
     ):
         yield before, after, seen.parameters.values()
 

@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -261,3 +262,23 @@ def test_an_optimizer_of_the_models_own_parameters_is_an_error():
     autotp.parallelize(plain, None, (X,), strategy="data")
     with pytest.raises(autotp.AutotpError, match="make it of the parameters"):
         own.step()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda simulated, model: setattr(simulated.get_submodule("1"), "p", 0.5), "1.p was 0.0 when .* is 0.5 now"),
+        (lambda simulated, model: setattr(model[2], "eps", 1.0), "2.eps was 1e-05 when .* is 1.0 now"),
+        (lambda simulated, model: setattr(simulated, "scale", 2), "^scale was 1 when .* is 2 now"),
+        (lambda simulated, model: simulated.eval(), None),
+        (lambda simulated, model: setattr(simulated, "steps", 2), None),
+    ],
+)
+def test_what_a_simulated_module_cannot_follow_is_refused(change, said):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.LayerNorm(4)), torch.randn(4, 4)
+    model.scale = 1
+    simulated = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), (x,)), (x,))
+    simulated(x)
+    change(simulated, model)
+    with pytest.raises(autotp.AutotpError, match=said) if said else nullcontext():
+        simulated(x)

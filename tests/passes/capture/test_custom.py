@@ -404,6 +404,40 @@ def test_parameters_of_no_module_have_gradients(strategy, schedule):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
+class Padded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x, padding):
+        return self.encoder(x, src_key_padding_mask=padding)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_zeros_of_a_fast_path_are_warned_of(padded, caplog):
+    model, x = Padded().eval(), torch.randn(2, 4, 8)
+    with caplog.at_level("WARNING", "autotp.capture"):
+        capture(model, (x, torch.zeros(2, 4, dtype=torch.bool) if padded else None))
+        capture(model.train(), (x, torch.zeros(2, 4, dtype=torch.bool)))
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
+        "TransformerEncoder: without gradients"
+    ] * padded
+
+
+def test_derivatives_taken_forward_are_refused():
+    class Forward(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.func.jvp(self.inner, (x,), (torch.ones_like(x),))[1]
+
+    with pytest.raises(CaptureError, match="torch.func.jvp inside forward has no graph"):
+        capture(Forward(), (torch.randn(2, 4),))
+
+
 class Sets(nn.Module):
     """Sets what it has by other ways than assignment."""
 
