@@ -163,7 +163,7 @@ def _branches(self: Any, y: torch.Tensor) -> Any:
         (_writes_detached, "writes through detach"),
         (_autocast_on, "autocast.* changes the dtypes"),
         (_data_dependent, "depends on data"),
-        (_branches, "torch.export failed on Program.*(?s:.*)use_cache=False"),
+        (_branches, "torch.export failed on Program.*(?s:.*)Try: no Python control flow"),
     ],
     ids=lambda f: getattr(f, "__name__", ""),
 )
