@@ -94,8 +94,9 @@ class Note:
         chunk: which of the chunks it works on; None before chunks have nodes of their own.
         values: of the graph's output, the whole fake values.
         at: of a traced collective, for which operator it runs.
-        held, collective, traced: bytes that an input of a backward graph holds; the collective of which a node is the
-            launch; the node of the traced graph that a scheduled one stands for.
+        held, within: bytes that an input of a backward graph holds; the name of the input in whose memory it lies, if any.
+        collective, traced: the collective of which a node is the launch; the node of the traced graph that a scheduled one
+            stands for.
     """
 
     module: str = ""
@@ -112,6 +113,7 @@ class Note:
     values: tuple[Any, ...] = ()
     at: str = ""
     held: float = 0.0
+    within: str = ""
     collective: fx.Node | None = None
     traced: fx.Node | None = None
 

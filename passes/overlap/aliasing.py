@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from passes.graph import note_of
 from passes.overlap import primitives
 from passes.overlap.launch import local
 
-__all__ = ["held", "source_of", "viewing"]
+__all__ = ["held", "source_of", "viewing", "whose"]
 
 _aten = torch.ops.aten
 #: Operators whose results may share their operand's memory, though their schemas do not say so.
@@ -57,10 +58,18 @@ def source_of(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def held(nodes: list[fx.Node]) -> dict[fx.Node, float]:
-    """Bytes of memory that values hold which are kept together: of those in one memory, the first holds all of it."""
-    seen: set[fx.Node] = set()
-    found: dict[fx.Node, float] = {}
+def whose(node: fx.Node) -> fx.Node | None:
+    """The input of a backward graph in whose memory another one lies."""
+    name = note_of(node).within if node.op == "placeholder" else ""
+    return next((each for each in node.graph.find_nodes(op="placeholder") if each.name == name), None) if name else None
+
+
+def held(nodes: list[fx.Node]) -> dict[fx.Node, tuple[float, fx.Node | None]]:
+    """Bytes of memory that values hold which are kept together; of those in one memory, the first holds all, and the others
+    lie within it.
+    """
+    seen: dict[fx.Node, fx.Node] = {}
+    found: dict[fx.Node, tuple[float, fx.Node | None]] = {}
     for node in nodes:
         root = node
         while (source := source_of(root)) is not None:
@@ -69,6 +78,6 @@ def held(nodes: list[fx.Node]) -> dict[fx.Node, float]:
             root = source
         value: Any = root.meta.get("val")
         own = isinstance(value, Tensor) and root.op != "placeholder" and root not in seen
-        found[node] = float(value.nbytes) if own else 0.0
-        seen.add(root)
+        found[node] = float(value.nbytes) if own else 0.0, seen.get(root)
+        seen.setdefault(root, node)
     return found

@@ -100,7 +100,8 @@ def cut(joint: Joint) -> Cut:
     sizes = held(kept)
     for node in (*kept, *tangents):
         values[node] = _placeholder(backward, node)
-        annotate(values[node], held=sizes.get(node, 0.0))
+        size, first = sizes.get(node, (0.0, None))
+        annotate(values[node], held=size, within="" if first is None else values[first].name)
     for node in _when_needed([n for n in nodes if n in needed and n not in values], later):
         values[node] = backward.node_copy(node, lambda n: values[n])
     backward.output(tuple(values[g] if isinstance(g, fx.Node) else g for g in gradients))

@@ -83,3 +83,19 @@ def test_a_sum_is_left_where_the_summand_was_and_a_gathered_tensor_is_not(kind, 
     launched = launches(graph)
     order = [node for node in launched.nodes if node.op not in ("placeholder", "output")]
     assert peak_in(launched, order) == most * SIZE
+
+
+def test_inputs_that_lie_in_one_memory_hold_it_until_the_last_is_read():
+    graph = fx.Graph()
+    first, second, other = (graph.placeholder(name) for name in ("first", "second", "other"))
+    annotate(first, held=1000.0)
+    annotate(second, within="first")
+    exp = graph.call_function(aten.exp.default, (first,))
+    tanh = graph.call_function(aten.tanh.default, (exp,))
+    total = graph.call_function(aten.add.Tensor, (tanh, second))
+    graph.output((total,))
+    for node in (first, second, other, exp, tanh, total):
+        node.meta["val"] = tensor(8, 8)
+    assert peak(graph) == 1000 + 2 * SIZE
+    annotate(second, within="")
+    assert peak(graph) == 1000 + SIZE
