@@ -109,7 +109,7 @@ def _printed(shown: object) -> None:
 
 
 def _command(words: tuple[str, ...]) -> tuple[str, str]:
-    if words[0] == "validate" and all(word.startswith("-") for word in words[1:]):
+    if words[0] == "validate" and not any("." in word or "/" in word for word in words[1:]):
         return "ok", "command line: validate, of the shipped table, which takes minutes"
     os.chdir(folder())
     out, errors = io.StringIO(), io.StringIO()
