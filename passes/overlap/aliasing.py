@@ -13,7 +13,7 @@ from passes.graph import note_of
 from passes.overlap import primitives
 from passes.overlap.launch import local
 
-__all__ = ["held", "source_of", "viewing", "whose"]
+__all__ = ["held", "source_of", "viewing"]
 
 _aten = torch.ops.aten
 #: Operators whose results may share their operand's memory, though their schemas do not say so.
@@ -41,7 +41,9 @@ def viewing(target: Any) -> bool:
 
 
 def source_of(node: fx.Node) -> fx.Node | None:
-    """The operand in whose memory a node's result may lie."""
+    """The operand in whose memory a node's result may lie; of an input of a backward graph, the input."""
+    if node.op == "placeholder" and (name := note_of(node).within):
+        return next((each for each in node.graph.find_nodes(op="placeholder") if each.name == name), None)
     if node.op != "call_function":
         return None
     if node.target is local:
@@ -56,12 +58,6 @@ def source_of(node: fx.Node) -> fx.Node | None:
     if node.target is operator.getitem or viewing(node.target) or node.target in _SHARING:
         return next(iter(node.all_input_nodes), None)  # a view of a constant has none
     return None
-
-
-def whose(node: fx.Node) -> fx.Node | None:
-    """The input of a backward graph in whose memory another one lies."""
-    name = note_of(node).within if node.op == "placeholder" else ""
-    return next((each for each in node.graph.find_nodes(op="placeholder") if each.name == name), None) if name else None
 
 
 def held(nodes: list[fx.Node]) -> dict[fx.Node, tuple[float, fx.Node | None]]:

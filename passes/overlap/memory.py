@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from torch import Tensor, fx
 
 from passes.graph import note_of
-from passes.overlap.aliasing import source_of, whose
+from passes.overlap.aliasing import source_of
 from passes.overlap.inplace import inplace
 from passes.overlap.launch import launch, local, wait
 from passes.overlap.schedule import reordered
@@ -62,8 +62,6 @@ def peak(graph: fx.Graph) -> float:
 
 def _memory_of(node: fx.Node) -> fx.Node | None:
     """The node in whose memory a node's result lies; None where that is its own."""
-    if node.op == "placeholder":
-        return whose(node)
     if node.target is wait:
         return node.all_input_nodes[0]
     if node.target is launch:

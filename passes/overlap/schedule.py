@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from passes.graph import note_of
-from passes.overlap.aliasing import source_of, whose
+from passes.overlap.aliasing import source_of
 from passes.overlap.launch import launch, local, wait
 
 __all__ = ["Durations", "Limits", "Slot", "Task", "reordered", "schedule"]
@@ -106,7 +106,7 @@ class _Memory:
         self.tasks = tasks
         self.roots: dict[fx.Node, fx.Node] = {}
         for node in tasks:
-            source = node.all_input_nodes[0] if node.target is wait else whose(node) or source_of(node)
+            source = node.all_input_nodes[0] if node.target is wait else source_of(node)
             if node.target is local and tasks[node].bytes:  # which copies
                 source = None
             self.roots[node] = node if source is None else self.roots[source]

@@ -14,6 +14,7 @@ from torch import nn
 
 from costmodel.errors import AutotpError
 from passes.capture import CaptureError, capture
+from passes.capture.checks import advice
 from passes.graph import note_of
 
 
@@ -171,6 +172,12 @@ def test_refusals(function: Any, message: str) -> None:
     assert issubclass(CaptureError, AutotpError)
     with pytest.raises(CaptureError, match=message):
         capture(program(function), (torch.ones(4, 8),))
+
+
+def test_advice_for_models_of_transformers_is_theirs_alone() -> None:
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16, bos_token_id=0, eos_token_id=0)
+    assert "use_cache=False" in advice(nn.Sequential(transformers.GPT2Model(config)))
+    assert "use_cache=False" not in advice(nn.Linear(4, 4))
 
 
 def test_writing_an_input_is_refused() -> None:
