@@ -150,7 +150,7 @@ class _Comparison:
         self.titles = {plain.name: f"output {number}" for number, _, plain in self.runs.leaves()}
         given: Any = self.captured.graph_module.graph.output_node().args[0]
         for name, node in zip(self.captured.mutations, given[self.captured.returned :], strict=True):
-            self.titles[node.name] = f"new value of buffer {self.captured.buffers[name]}"
+            self.titles[node.name] = f"new value of {self.captured.title(name)}"
         self.titles |= self.captured.parameters
         self.names = {fqn: name for name, fqn in self.captured.parameters.items()}
 

@@ -53,9 +53,9 @@ def compared_with_model(
             yield node.name, f"output {number}", _error(values[node.name], result), False
             if number in weights:
                 loss.append((result * weights[number]).sum().double())
+    now = captured.values({**state, **buffers}, *own)
     for name, node in zip(captured.mutations, given[captured.returned :], strict=True):
-        fqn = captured.buffers[name]
-        yield node.name, f"the new value of buffer {fqn}", _error(values[node.name], buffers[fqn]), False
+        yield node.name, f"the new value of {captured.title(name)}", _error(values[node.name], now[name]), False
     if not any(part.requires_grad for part in loss):
         return
     trained = {name: leaf for name, leaf in state.items() if leaf.requires_grad}

@@ -72,9 +72,9 @@ class Runs:
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             raise AutotpError("the model is on meta: it has no values to compare; build it on a real device")
         captured = self.captured
-        self.inputs = {
-            name: self._leaf(name, tensor) for name, tensor in captured.values(model, args, kwargs or {}).items()
-        }
+        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        values = captured.values(state, args, kwargs or {})
+        self.inputs = {name: self._leaf(name, tensor) for name, tensor in values.items()}
         device = next((t.device for t in self.inputs.values()), torch.device("cpu"))
         for graph in (self.graph, captured.graph_module.graph):
             place_constants(graph, device)

@@ -140,12 +140,12 @@ class Model:
 
     @_of_graph
     def written(self) -> Sequence[tuple[fx.Node, fx.Node]]:
-        """(A cache's new value, the cache): it is brought to where the cache rests."""
+        """(The new value of a parameter or cache, the placeholder): it is brought to where that rests."""
         graph, captured = self.captured.graph_module.graph, self.captured
         given = {node.name: node for node in graph.find_nodes(op="placeholder")}
         made: Sequence = graph.output_node().args[0][captured.returned :]  # type: ignore[index, assignment]
         pairs = zip(made, captured.mutations, strict=True)
-        return [(value, given[name]) for value, name in pairs if name in captured.caches]
+        return [(value, given[name]) for value, name in pairs if name in captured.caches or name in captured.parameters]
 
     @_of_graph
     def outputs(self) -> list[fx.Node]:

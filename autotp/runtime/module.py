@@ -176,6 +176,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
         _TAKEN.require_free(captured.left)
         for other in programs.waiting:
             other.accumulation.check(self._own_parameters(other))
+        written = program.written(inputs, self._held, whole=all(plain) and whole is None)
         if own:
             inputs = own_inputs(inputs, own, programs.ways)
         with programs.agreement.whereabouts.passing():
@@ -185,8 +186,8 @@ class DistributedModule(Programmed, Sealed, Untraced):
                 syncing=programs.syncing,
             )
             with torch.no_grad():
-                for name, value in zip(captured.mutations, results[captured.returned :], strict=True):
-                    self._held(captured.buffers[name]).copy_(value)
+                for target, value in zip(written, results[captured.returned :], strict=True):
+                    target.copy_(value)
             outputs = [self._returned(program, i, each, whole) for i, each in enumerate(results[: captured.returned])]
             guard(outputs, program.made_of if scheduled else program.made_apart, captured.said)
             programs.watch(outputs, lambda other: self._parts(other, self._own_parameters(other)))
@@ -274,9 +275,9 @@ class DistributedModule(Programmed, Sealed, Untraced):
         return self.get_submodule(parent), name
 
     def _held(self, path: str) -> Tensor:
-        """A buffer, or this device's part of it."""
+        """A parameter or buffer, or this device's part of it."""
         owner, own = self._owners[path]
-        found: Any = owner._buffers[own]
+        found: Any = {**owner._parameters, **owner._buffers}[own]
         return held_part(found)
 
     @contextmanager
@@ -322,11 +323,12 @@ class DistributedModule(Programmed, Sealed, Untraced):
         """This device's part of what each placeholder of the sharded graph stands for."""
         captured, values = program.captured, self._parts(program, parameters, disjoint=scheduled)
         for name, fqn in captured.buffers.items():
-            # What the step updates may be saved for the backward pass as it was.
-            values[name] = self._held(fqn).clone() if name in captured.mutations else self._held(fqn)
+            values[name] = self._held(fqn)
         # Graphs are made for strides too, and all ranks must agree about when a new one is needed.
         given = [value.contiguous() for value in inputs] if scheduled else inputs
-        return values | program.constants | dict(zip(captured.inputs, given, strict=True))
+        values |= program.constants | dict(zip(captured.inputs, given, strict=True))
+        # What the step updates may be saved for the backward pass as it was.
+        return values | {name: values[name].clone() for name in captured.mutations}
 
 
 def _foreign(name: str, parameter: Any, layout: Layout, plan: Plan) -> str:

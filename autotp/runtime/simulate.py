@@ -143,14 +143,16 @@ class Simulated(Programmed):
         whole = {name: state[fqn] for name, fqn in {**captured.parameters, **captured.buffers}.items()}
         whole |= program.constants | dict(zip(captured.inputs, inputs, strict=True))
         resting = program.rewritten.resting
-        parts = {name: distribute(name, tensor, resting(name), self.world) for name, tensor in whole.items()}
+        written = program.written(inputs, state.__getitem__, whole=True)
+        before = {name: whole[name].clone() for name in captured.mutations}  # may be saved for the backward pass
+        parts = {name: distribute(name, tensor, resting(name), self.world) for name, tensor in (whole | before).items()}
         for other in self._programs.waiting:
             other.accumulation.check({name: state[fqn] for name, fqn in other.captured.parameters.items()})
         parameters = {name: whole[name] for name in captured.parameters}
         outputs, _ = program.run(lambda _: parts, parameters, syncing=self._programs.syncing)
-        for name, new in zip(captured.mutations, outputs[captured.returned :], strict=True):
-            with torch.no_grad():
-                whole[name].copy_(assemble([p.detach() for p in new], whole[name].shape, resting(name), self.world))
+        with torch.no_grad():
+            for name, target, new in zip(captured.mutations, written, outputs[captured.returned :], strict=True):
+                target.copy_(assemble([p.detach() for p in new], target.shape, resting(name), self.world))
         results = [collect(leaf) if isinstance(leaf, Parts) else leaf for leaf in outputs[: captured.returned]]
         guard(results, program.made_of, captured.said)
         self._programs.watch(results, lambda other: self._parameter_parts(other, state))

@@ -234,6 +234,15 @@ def warn_of_changes(model: nn.Module, names: Sequence[str]) -> None:
         )
 
 
+def refuse_copies(model: nn.Module, names: Collection[str]) -> None:
+    """Refuses changes of parameters of which a precision gives ``forward`` a copy in another dtype."""
+    if names:
+        raise CaptureError(
+            f"{type(model).__name__}: forward changes {', '.join(sorted(names))} in place, and the precision gives it a "
+            "copy in another dtype, whose change would be lost; plan with precision=None, or make it a buffer"
+        )
+
+
 def _own(value: Any) -> dict[str, Any] | None:
     """Attributes of an object that is no data, tensor, module, class or function."""
     other = isinstance(value, (*_DATA, Tensor, nn.Module, type, ModuleType)) or inspect.isroutine(value)

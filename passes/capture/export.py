@@ -42,7 +42,7 @@ class Captured:
 
     Args:
         graph_module: placeholders (parameters, buffers, constants, inputs), then ``call_function`` nodes,
-            then a tuple of the user's output leaves and the new values of mutated buffers. Every node's
+            then a tuple of the user's output leaves and the new values of what is changed in place. Every node's
             ``meta`` has ``val`` (its fake value), ``module`` (dotted path of the module it came from) and
             ``source`` (``file.py:LINE`` or None).
         parameters: placeholder name -> the parameter's name; a tied parameter has one placeholder.
@@ -54,8 +54,8 @@ class Captured:
         inputs: placeholder names in the order of the tensors of ``signature.flatten``.
         outputs: number of the user's output leaves; those that are no tensors stand there as constants.
         returned: number of these, and of the tensors of observed modules, which follow them.
-        mutations: a mutated buffer's placeholder name -> name of the node with its new value, in the order in
-            which these follow what is returned.
+        mutations: placeholder of what is changed in place (buffers, parameters, inputs) -> name of the node with its new
+            value, in the order in which these follow what is returned.
         signature: how the model is called.
         observed: when hooks of observed modules run, in order.
         precision: under which it was captured, as `passes.capture.precision.precision_name` has it. Placeholders of
@@ -111,9 +111,13 @@ class Captured:
             modules[left.index].__dict__[left.name] = value
         return made
 
-    def values(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Placeholder name -> its value: a module's parameter or buffer, a constant, or one of a call's arguments."""
-        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    def title(self, name: str) -> str:
+        """What a placeholder is, for messages."""
+        kind = "parameter" if name in self.parameters else "buffer" if name in self.buffers else "input"
+        return f"{kind} {({**self.parameters, **self.buffers}).get(name, name)}"
+
+    def values(self, state: Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Placeholder name -> its value: a parameter or buffer, a constant, or one of a call's arguments."""
         held = {name: state[fqn] for name, fqn in {**self.parameters, **self.buffers}.items()}
         given = zip(self.inputs, self.signature.flatten(tuple(args), dict(kwargs)), strict=True)
         return {**held, **self.constants, **dict(given)}
@@ -168,8 +172,8 @@ def capture(
     checks.drop_checks(exported)
     exported.graph = without_vmaps(exported.graph, mode)
     graph = inline_regions(exported, mode, names.placeholders, names.renamed)
-    learned = {*names.parameters, *names.inputs}
-    graph, places = functionalise(graph, mode, set(names.buffers), learned)
+    kinds = dict.fromkeys(names.parameters, "parameter") | dict.fromkeys(names.buffers, "buffer")
+    graph, places = functionalise(graph, mode, kinds | dict.fromkeys(names.inputs, "input"))
     results = out_spec.num_leaves
     shown = range(results, len(graph.output_node().args[0]) - len(places))  # type: ignore[arg-type]
     graph = normalise(graph, mode, places, shown)
@@ -177,9 +181,10 @@ def capture(
     leaves: Any = graph.output_node().args[0]
     mutations = {buffer: leaves[place].name for buffer, place in places.items()}
     numbers = apart(graph, shown, kept=outputs == "dtensor")
-    renewed_buffers = {names.buffers[name] for name in mutations}
-    anew = [path for path in anew if names.aliases.get(path, path) not in renewed_buffers]
+    written = {{**names.parameters, **names.buffers}.get(name) for name in mutations}
+    anew = [path for path in anew if names.aliases.get(path, path) not in written]
     checks.warn_of_changes(model, anew)
+    checks.refuse_copies(model, casts.keys() & written)
 
     if policy is not None:
         check_dtypes(graph, policy)

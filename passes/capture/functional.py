@@ -1,14 +1,26 @@
-"""Operators of the library ``autotp`` without side effects, which stand in for torch's that have some.
+"""Operators without side effects, which stand in for torch's that have some.
 
-They are operators, not functions, so that a plan names them by what they are, wherever they are defined.
+Those of the library ``autotp`` are operators, not functions, so that a plan names them by what they are, wherever they are
+defined.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
 
-__all__ = ["batch_norm_train", "embedding_bag"]
+import torch
+from torch import Tensor, fx
+
+from passes.capture.builder import CaptureError
+from passes.graph import where
+
+__all__ = ["batch_norm_train", "embedding_bag", "is_write", "out_of_place", "written_by"]
+
+aten = torch.ops.aten
+_RENAMED = {
+    ("aten::bernoulli_", "float"): aten.bernoulli.p,
+    ("aten::normal_", ""): aten.normal_functional.default,
+}
 
 
 _LIBRARY = torch.library.Library("autotp", "FRAGMENT")
@@ -80,3 +92,40 @@ _LIBRARY.impl("embedding_bag", _embedding_bag, "CompositeImplicitAutograd")
 
 batch_norm_train = torch.ops.autotp.batch_norm_train.default
 embedding_bag = torch.ops.autotp.embedding_bag.default
+
+
+def is_write(node: fx.Node) -> bool:
+    """Whether a node changes one of its arguments in place."""
+    return isinstance(node.target, torch._ops.OpOverload) and bool(written_by(node.target))
+
+
+def written_by(target: Any) -> list[int]:
+    """Positions of the arguments that an operator writes to."""
+    return [i for i, a in enumerate(target._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+
+
+def out_of_place(node: fx.Node) -> Any:
+    """The operator that gives what a node's writes.
+
+    Raises:
+        CaptureError: there is none.
+    """
+    target: Any = node.target
+    name, overload = target._schema.name, target._schema.overload_name
+    if (name, overload) in _RENAMED:
+        return _RENAMED[name, overload]
+    space, _, short = name.partition("::")
+    plain = f"__{short[3:]}" if short.startswith("__i") else short.removesuffix("_")
+    found = getattr(getattr(torch.ops, space), plain, None)
+    found = _without_out(target) if plain == short else getattr(found, overload or "default", None)
+    if found is None:
+        raise CaptureError(f"{where(node)}: {target} has no out-of-place form; use an out-of-place operator")
+    return found
+
+
+def _without_out(target: Any) -> Any:
+    """The overload that takes the same and gives what this one writes, such as ``div.Tensor`` for ``div.out``."""
+    packet = target.overloadpacket
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if not a.is_out]
+    every = (getattr(packet, overload) for overload in packet.overloads())
+    return next((each for each in every if [(a.name, str(a.type)) for a in each._schema.arguments] == wanted), None)

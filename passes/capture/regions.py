@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
 from passes.capture.builder import Builder, CaptureError
+from passes.capture.functional import is_write
 from passes.graph import annotate, differentiable, note_of, where
 
 __all__ = ["inline_regions"]
@@ -63,7 +64,7 @@ class _Inliner:
         """``value`` as nodes with or without gradients may use it."""
 
         def cross(node: fx.Node) -> fx.Node:
-            if not grad or note_of(node).grad or not differentiable(node.meta.get("val")):
+            if not grad or note_of(node).grad or is_write(node) or not differentiable(node.meta.get("val")):
                 return node
             if node not in self.detached:
                 self.detached[node] = self.builder.emit(aten.detach.default, (node,), like=node)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,19 +23,15 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from passes.capture.builder import Builder, CaptureError, operator_name
-from passes.capture.functional import batch_norm_train
+from passes.capture.functional import batch_norm_train, is_write, out_of_place, written_by
 from passes.capture.view_writes import RESHAPES, as_computed, put_back, refuse_unsure, with_views
-from passes.graph import arguments_of, differentiable, note_of, where
+from passes.graph import annotate, arguments_of, differentiable, note_of, where
 
 __all__ = ["functionalise"]
 
 aten = torch.ops.aten
 #: Operators that take no more than the shape of a tensor.
 _SHAPED = re.compile(r"^aten::(\w+_like|new_\w+)$")
-_RENAMED = {
-    ("aten::bernoulli_", "float"): aten.bernoulli.p,
-    ("aten::normal_", ""): aten.normal_functional.default,
-}
 
 
 @dataclass
@@ -47,44 +44,41 @@ class _Value:
     source: fx.Node | None = None
 
 
-def functionalise(
-    graph: fx.Graph, mode: FakeTensorMode, buffers: Collection[str], learned: Collection[str]
-) -> tuple[fx.Graph, dict[str, int]]:
+def functionalise(graph: fx.Graph, mode: FakeTensorMode, kinds: Mapping[str, str]) -> tuple[fx.Graph, dict[str, int]]:
     """A graph without side effects.
 
     Args:
         graph: a flat graph whose notes say whether gradients were on (``Note.grad``).
         mode: the fake mode of its values.
-        buffers: names of placeholders that may be written.
-        learned: names of placeholders through which gradients may flow.
+        kinds: placeholder that may be written -> ``parameter``, ``buffer`` or ``input``. Gradients may flow through
+            parameters and inputs, and these may be written only where torch allows it, or no gradient is lost.
 
     Returns:
-        The graph, and for each written buffer the position of its new value in the output tuple; these follow
+        The graph, and for each written placeholder the position of its new value in the output tuple; these follow
         the model's own outputs.
 
     Raises:
-        CaptureError: a write to a parameter, input or constant, or one whose gradient cannot be determined.
+        CaptureError: a write to a constant, or one whose gradient cannot be determined.
     """
     if not any(_has_effect(node) for node in graph.nodes):
         return graph, {}
-    return _Functionaliser(with_views(graph), mode, buffers, learned).run()
+    return _Functionaliser(with_views(graph), mode, kinds).run()
 
 
 def _has_effect(node: fx.Node) -> bool:
-    return _is_write(node) or operator_name(node.target) in ("aten::batch_norm", "aten::instance_norm")
+    return is_write(node) or operator_name(node.target) in ("aten::batch_norm", "aten::instance_norm")
 
 
 class _Functionaliser:
-    def __init__(self, graph: fx.Graph, mode: FakeTensorMode, buffers: Collection[str], learned: Collection[str]) -> None:
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode, kinds: Mapping[str, str]) -> None:
         self.old = graph
         self.build = Builder(mode)
-        self.buffers = buffers
-        self.learned = learned
+        self.kinds = kinds
         self.values: dict[fx.Node, _Value] = {}
         self.versions: dict[fx.Node, int] = {}
         self.owners: dict[int, list[fx.Node]] = {}
         self.shadows: dict[fx.Node, Any] = {}
-        self.needs: dict[bool, dict[fx.Node, bool]] = {False: {}, True: {}}
+        self.needs: dict[tuple[bool, bool], dict[fx.Node, bool]] = defaultdict(dict)
 
     def run(self) -> tuple[fx.Graph, dict[str, int]]:
         output: list[Any] = []
@@ -138,7 +132,7 @@ class _Functionaliser:
 
     def rebuilt(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         # A rewritten value may have other strides than the one it replaces: a view must become a reshape.
-        if _is_write(node):
+        if is_write(node):
             return args[0]
         if operator_name(node.target) in RESHAPES and node.target is not aten.view.dtype:
             return self.build.emit(aten.reshape.default, (args[0], list(node.meta["val"].shape)), like=node)
@@ -146,31 +140,37 @@ class _Functionaliser:
 
     # -- gradients --
 
-    def needs_gradient(self, node: Any, *, flat: bool = False) -> bool:
+    def needs_gradient(self, node: Any, *, flat: bool = False, inputs: bool = True) -> bool:
         """Whether a value of the new graph may carry a gradient to a parameter or an input.
 
         Args:
             node: the value; what is no node carries none.
             flat: as the new graph has it, which has no blocks without gradients; otherwise as the model has it.
+            inputs: to an input too, or to a parameter that is frozen now.
         """
         if not isinstance(node, fx.Node):
             return False
-        known, pending = self.needs[flat], [node]
+        known, pending = self.needs[flat, inputs], [node]
         while pending:
             unknown = [n for n in pending[-1].all_input_nodes if n not in known]
             pending += unknown
             if not unknown:
                 found = pending.pop()
-                known[found] = self._carries(found, flat)
+                known[found] = self._carries(found, flat, inputs)
         return known[node]
 
-    def _carries(self, node: fx.Node, flat: bool) -> bool:
+    def _carries(self, node: fx.Node, flat: bool, inputs: bool) -> bool:
         if node.op == "placeholder":
-            return node.name in self.learned and differentiable(node.meta["val"])
+            kind, value = self.kinds.get(node.name), node.meta["val"]
+            return (
+                (kind in ("parameter", "input") and differentiable(value))
+                if inputs
+                else kind == "parameter" and value.requires_grad
+            )
         ends = node.target is aten.detach.default or _SHAPED.search(operator_name(node.target))
         if ends or _is_running_statistic(node) or not any(map(differentiable, tree_leaves(node.meta["val"]))):
             return False
-        return (flat or note_of(node).grad) and any(self.needs[flat][n] for n in node.all_input_nodes)
+        return (flat or note_of(node).grad) and any(self.needs[flat, inputs][n] for n in node.all_input_nodes)
 
     def without_gradient(self, new: fx.Node, like: fx.Node) -> fx.Node:
         return self.build.emit(aten.detach.default, (new,), like=like) if self.needs_gradient(new, flat=True) else new
@@ -192,7 +192,7 @@ class _Functionaliser:
                 if given["use_input_stats"] and given["running_mean"] is not None:
                     self.instance_norm(node, given)
                     return
-            if _is_write(node):
+            if is_write(node):
                 self.in_place(node, args, kwargs)
                 return
         source = self.source_of(node)
@@ -217,7 +217,7 @@ class _Functionaliser:
         old = arguments_of(node, node.args, dict(node.kwargs))
         for i, name in enumerate(("running_mean", "running_var"), 1):
             if given[name] is not None:
-                self.write(old[name], self.build.emit(operator.getitem, (norm, i), like=node), node)
+                self.write(old[name], self.build.emit(operator.getitem, (norm, i), like=node), node, aside=False)
 
     def instance_norm(self, node: fx.Node, given: Mapping[str, Any]) -> None:
         """The norm itself needs no running statistics; these are means over the batch of each instance's own."""
@@ -233,12 +233,12 @@ class _Functionaliser:
         ):
             update = emit(aten.mul.Tensor, (emit(aten.mean.dim, (made, [0])), momentum))
             new = emit(aten.add.Tensor, (emit(aten.mul.Tensor, (given[name], 1 - momentum)), update))
-            self.write(old[name], self.without_gradient(new, node), node)
+            self.write(old[name], self.without_gradient(new, node), node, aside=False)
 
     def in_place(self, node: fx.Node, args: Any, kwargs: Any) -> None:
         target: Any = node.target
         reshapes = torch.Tag.inplace_view in target.tags and target is not aten.detach_.default
-        where_to = [target._schema.arguments[i].name for i in _writes(target)]
+        where_to = [target._schema.arguments[i].name for i in written_by(target)]
         written = arguments_of(node, node.args, dict(node.kwargs))[where_to[0]]
         if len(where_to) != 1 or reshapes or not isinstance(written, fx.Node):
             raise CaptureError(f"{where(node)}: {target} cannot be made out-of-place; use an out-of-place operator")
@@ -251,7 +251,7 @@ class _Functionaliser:
         else:
             if target is aten.bernoulli_.float and len(args) == 1 and "p" not in kwargs:  # the other form lacks a default
                 args = (*args, 0.5)
-            new, shape = self.build.emit(_out_of_place(node), args, kwargs, like=node), old.shape
+            new, shape = self.build.emit(out_of_place(node), args, kwargs, like=node), old.shape
             if where_to == ["out"] and new.meta["val"].shape != shape:
                 raise CaptureError(f"{where(node)}: {target} changes the shape of what it writes to")
         if new.meta["val"].dtype != old.dtype:
@@ -262,21 +262,29 @@ class _Functionaliser:
             new = self.build.emit(aten.expand.default, (new, list(shape)), like=node)
         if not note_of(node).grad:
             new = self.without_gradient(new, node)
-        self.write(written, new, node)
-        parent = self.values[written]
-        self.values[node] = _Value(new, self.versions[parent.root], parent.root, written)
+        self.write(written, new, node, aside=not note_of(node).grad)
+        root = self.values[written].root
+        self.values[node] = _Value(self.current(written), self.versions[root], root, written)
 
-    def write(self, node: fx.Node, new: fx.Node, like: fx.Node) -> None:
-        """Makes ``new`` the value of ``node`` and of all that shares memory with it."""
+    def write(self, node: fx.Node, new: fx.Node, like: fx.Node, *, aside: bool) -> None:
+        """Makes ``new`` the value of ``node`` and of all that shares memory with it.
+
+        Args:
+            node: what is written.
+            new: its value from now on.
+            like: the operator that writes.
+            aside: autograd does not see the write.
+        """
         value = self.values[node]
+        kind = self.kinds.get(value.root.name)
         self.check_writable(value.root, like)
-        if not note_of(like).grad and self.needs_gradient(self.current(node)):
+        if aside and kind not in ("parameter", "input") and self.needs_gradient(self.current(node)):
             raise CaptureError(
                 f"{where(like)}: {like.target} changes a value under torch.no_grad() that needs a gradient; "
                 "use an out-of-place operator, or detach the value first"
             )
         if value.source is None:
-            value.now = new
+            value.now = self.given(node, new, like, aside) if kind in ("parameter", "input") else new
             self.versions[node] += 1
         else:
             source = value.source
@@ -285,27 +293,50 @@ class _Functionaliser:
                 assert whole is not None
                 source = whole
             before = self.current(source)
-            back = new if _is_write(node) else put_back(self.build, node, before, new, like)
+            back = new if is_write(node) else put_back(self.build, node, before, new, like)
             if node.target is aten.detach.default:
-                if self.needs_gradient(before):
+                if kind not in ("parameter", "input") and self.needs_gradient(before):
                     raise CaptureError(
                         f"{where(like)}: an in-place operator writes through detach() into a value that "
                         "needs a gradient; use an out-of-place operator"
                     )
-                back = self.without_gradient(back, like)
-            self.write(source, back, like)
+                back, aside = self.without_gradient(back, like), True
+            self.write(source, back, like, aside=aside)
+            if kind == "parameter":
+                return  # the view has its gradient still: it is made anew where it is used next
             value.now = new
         value.version = self.versions[value.root]
+
+    def given(self, node: fx.Node, new: fx.Node, like: fx.Node, aside: bool) -> fx.Node:
+        """What a parameter or input is after a write; a parameter stays the leaf, whatever values it has had."""
+        learns, kind = self.shadows[node].requires_grad, self.kinds[node.name]
+        flows = learns or (not aside and self.needs_gradient(new, inputs=False))
+        if flows and (kind == "input" or not aside):
+            raise CaptureError(
+                f"{where(like)}: the model changes {kind} '{node.name}' in place, and a gradient flows there; clone it "
+                "first, or change it under torch.no_grad()"
+            )
+        if kind == "input":
+            return new
+        new = self.without_gradient(new, like)
+        if not differentiable(new.meta["val"]):
+            return new
+        emit, now = functools.partial(self.build.emit, like=like), self.values[node].now
+        leaf = emit(aten.sub.Tensor, (now, emit(aten.detach.default, (now,))))
+        made = emit(aten.add.Tensor, (new, leaf))
+        for each in (leaf, made):
+            annotate(each, grad=True)
+        return made
 
     def check_writable(self, root: fx.Node, like: fx.Node) -> None:
         shared = {n for key in _storages(self.shadows[root]) for n in self.owners[key]}
         if len(shared) > 1:
             names = ", ".join(sorted(n.name for n in shared))
             raise CaptureError(f"{where(like)}: writes to memory that {names} share; give each its own tensor")
-        if root.op == "placeholder" and root.name not in self.buffers:
+        if root.op == "placeholder" and root.name not in self.kinds:
             raise CaptureError(
-                f"{where(like)}: the model changes '{root.name}' in place, which is an input, a parameter "
-                "or a constant; clone it first, or register it as a buffer"
+                f"{where(like)}: the model changes '{root.name}' in place, which is a constant; clone it first, or "
+                "register it as a buffer"
             )
 
 
@@ -316,34 +347,3 @@ def _is_running_statistic(node: fx.Node) -> bool:
 
 def _storages(value: Any) -> set[int]:
     return {v.untyped_storage()._cdata for v in tree_leaves(value) if isinstance(v, Tensor)}
-
-
-def _is_write(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and bool(_writes(node.target))
-
-
-def _writes(target: Any) -> list[int]:
-    """Positions of the arguments that an operator writes to."""
-    return [i for i, a in enumerate(target._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
-
-
-def _out_of_place(node: fx.Node) -> Any:
-    target: Any = node.target
-    name, overload = target._schema.name, target._schema.overload_name
-    if (name, overload) in _RENAMED:
-        return _RENAMED[name, overload]
-    space, _, short = name.partition("::")
-    plain = f"__{short[3:]}" if short.startswith("__i") else short.removesuffix("_")
-    found = getattr(getattr(torch.ops, space), plain, None)
-    found = _without_out(target) if plain == short else getattr(found, overload or "default", None)
-    if found is None:
-        raise CaptureError(f"{where(node)}: {target} has no out-of-place form; use an out-of-place operator")
-    return found
-
-
-def _without_out(target: Any) -> Any:
-    """The overload that takes the same and gives what this one writes, such as ``div.Tensor`` for ``div.out``."""
-    packet = target.overloadpacket
-    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if not a.is_out]
-    every = (getattr(packet, overload) for overload in packet.overloads())
-    return next((each for each in every if [(a.name, str(a.type)) for a in each._schema.arguments] == wanted), None)

@@ -64,7 +64,7 @@ def test_three_steps_on_a_gpu(torchrun, model, strategy):
     ("processes", "cases"),
     thinned(
         [
-            (2, "accumulate checkpoints own_gradients uneven_chunks observed"),
+            (2, "accumulate checkpoints own_gradients uneven_chunks observed written"),
             (2, "as_eager:overlapped programs"),
             (2, "special:dropout,local_inputs,orders,hooks,state"),
             (2, "special:destroyed"),  # looks at how the process ends

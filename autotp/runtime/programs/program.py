@@ -140,6 +140,37 @@ class Program:
                 return outputs, True
         return accumulation.eager(values(False), parameters, syncing=syncing), False
 
+    def written(self, inputs: Sequence[Tensor], held: Callable[[str], Tensor], *, whole: bool) -> list[Tensor]:
+        """What a pass changes in place, in the order in which its outputs have the new values.
+
+        Args:
+            inputs: of the call, as the caller has them.
+            held: gives a parameter or buffer, or this device's part of it, by its name.
+            whole: whether these inputs are the graph's, and no other rank's rows or ``DTensor`` among them.
+
+        Raises:
+            AutotpError: an input is changed that the caller would not see changed, or whose gradient is wanted.
+        """
+        captured = self.captured
+        given = dict(zip(captured.inputs, inputs, strict=True))
+        for name in given.keys() & captured.mutations.keys():
+            others = [each for each, tensor in given.items() if each != name and _overlap(tensor, given[name])]
+            wanted = [each for each, tensor in given.items() if self.key.gradients and tensor.requires_grad]
+            if others or wanted or not whole:
+                raise AutotpError(
+                    f"{name}: the model changes this input in place, "
+                    + (f"and {others[0]} lies in the same memory" if others else "")
+                    + (f"and {wanted[0]} needs a gradient" if wanted and not others else "")
+                    + ("" if others or wanted else "and it is a DTensor, or ranks have different numbers of rows")
+                    + ". Pass a clone of it, or let the model change a clone"
+                )
+        paths = {**captured.parameters, **captured.buffers}
+        return [given[name] if name in given else held(paths[name]) for name in captured.mutations]
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() and one.numel() * other.numel() > 0
+
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by all their names."""

@@ -120,17 +120,6 @@ def test_signature_positional_or_keyword() -> None:
     compare(Scale().double(), (image(8), image(8), True), {"a": image(8), "b": image(8) * 2}, free)
 
 
-def _writes_input(self: Any, y: torch.Tensor, z: torch.Tensor) -> Any:
-    z.add_(1)
-    return y + z
-
-
-def _writes_parameter(self: Any, y: torch.Tensor) -> Any:
-    with torch.no_grad():
-        self.linear.weight.mul_(0.5)
-    return y + self.linear.weight.sum()
-
-
 def _writes_without_gradient(self: Any, y: torch.Tensor) -> Any:
     y = y * 2
     with torch.no_grad():
@@ -159,7 +148,6 @@ def _branches(self: Any, y: torch.Tensor) -> Any:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (_writes_parameter, "changes 'p_linear_weight' in place"),
         (_writes_without_gradient, r"changes a value under torch.no_grad\(\)"),
         (_writes_detached, "writes through detach"),
         (_autocast_on, "autocast.* changes the dtypes"),
@@ -178,11 +166,6 @@ def test_advice_for_models_of_transformers_is_theirs_alone() -> None:
     config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16, bos_token_id=0, eos_token_id=0)
     assert "use_cache=False" in advice(nn.Sequential(transformers.GPT2Model(config)))
     assert "use_cache=False" not in advice(nn.Linear(4, 4))
-
-
-def test_writing_an_input_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"changes 'rest_0' in place|changes '.*' in place"):
-        capture(program(_writes_input), (torch.ones(4, 8), torch.ones(4, 8)))
 
 
 def test_no_example_inputs() -> None:

@@ -1,0 +1,133 @@
+"""Models that change parameters and inputs in place, and three steps of one beside its distributed form."""
+
+import copy
+
+import torch
+from comparing import close
+from torch import nn
+from torch.nn import functional as F
+
+__all__ = ["WRITING", "three_steps"]
+
+
+class FirstActivation(nn.Module):
+    """An activation in place that comes first changes the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 4))
+
+    def forward(self, x):
+        return (self.layers(x) ** 2).mean()
+
+
+class Labels(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(10, 8), nn.Linear(8, 10)
+
+    def forward(self, ids, labels):
+        labels[labels == 3] = -100
+        return F.cross_entropy(self.head(self.embedding(ids)).flatten(0, 1), labels.flatten())
+
+
+class LargestNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(10, 8, max_norm=1.0), nn.Linear(8, 4)
+
+    def forward(self, ids):
+        return (self.head(self.embedding(ids)) ** 2).mean()
+
+
+class Clamped(nn.Module):
+    """What the operator in place returns is the parameter still."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.head = nn.Parameter(torch.randn(8, 16)), nn.Linear(16, 8)
+
+    def forward(self, x):
+        with torch.no_grad():
+            weight = self.weight.clamp_(-0.5, 0.5)
+        return (self.head(x @ weight) ** 2).mean()
+
+
+class Rows(nn.Module):
+    """A view that was made before shows the new values, and leads to the parameter still."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.head = nn.Parameter(torch.randn(8, 16)), nn.Linear(16, 8)
+
+    def forward(self, x):
+        turned = self.weight.t()
+        with torch.no_grad():
+            self.weight[0] = 0
+            self.weight.mul_(0.9)
+        return (self.head(x @ turned.t()) ** 2).mean() + self.weight[0].sum()
+
+
+class Codebook(nn.Module):
+    """A frozen parameter that follows a moving mean, read before and after."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes, self.head = nn.Parameter(torch.randn(8, 16), requires_grad=False), nn.Linear(16, 8)
+
+    def forward(self, x):
+        found = x @ self.codes
+        self.codes.mul_(0.9)
+        with torch.no_grad():
+            self.codes.add_(x.t() @ found, alpha=0.01)
+        return (self.head(found) ** 2).mean() + (self.codes * self.head.weight).sum()
+
+
+def _rows():
+    return (torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).double(),)
+
+
+def _tokens(count):
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randint(10, (4, 6), generator=generator) for _ in range(count))
+
+
+#: Model -> example inputs.
+WRITING = {
+    FirstActivation: _rows(),
+    Labels: _tokens(2),
+    LargestNorm: _tokens(1),
+    Clamped: _rows(),
+    Rows: _rows(),
+    Codebook: _rows(),
+}
+
+
+def three_steps(model, args, distribute):
+    """Losses, gradients, parameters and inputs after three optimizer steps equal the model's own.
+
+    Args:
+        model: is left as it is.
+        args: of every call, which gets copies.
+        distribute: gives the distributed form of a model.
+    """
+    plain = copy.deepcopy(model)
+    module = distribute(copy.deepcopy(model))
+    both = [(plain, torch.optim.SGD(plain.parameters(), lr=0.1)), (module, torch.optim.SGD(module.parameters(), lr=0.1))]
+    for _ in range(3):
+        seen = []
+        for each, optimizer in both:
+            given = [tensor.clone() for tensor in args]
+            optimizer.zero_grad()
+            loss = each(*given)
+            loss.backward()
+            gradients = [p.grad for p in each.parameters() if p.grad is not None]
+            seen.append([_whole(t).clone() for t in (loss, *given, *gradients)])
+            optimizer.step()
+            seen[-1] += [_whole(p).clone() for p in each.parameters()]
+        for number, (want, got) in enumerate(zip(*seen, strict=True)):
+            close(got, want, want.detach().double().abs().max().item(), f"{type(model).__name__}, tensor {number}")
+
+
+def _whole(tensor):
+    return tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
