@@ -185,7 +185,6 @@ def capture(
     anew = [path for path in anew if names.aliases.get(path, path) not in written]
     checks.warn_of_changes(model, anew)
     checks.refuse_copies(model, casts.keys() & written)
-
     if policy is not None:
         check_dtypes(graph, policy)
     for node in graph.find_nodes(op="placeholder"):

@@ -322,9 +322,10 @@ class _Functionaliser:
         if not differentiable(new.meta["val"]):
             return new
         emit, now = functools.partial(self.build.emit, like=like), self.values[node].now
-        leaf = emit(aten.sub.Tensor, (now, emit(aten.detach.default, (now,))))
+        change = emit(aten.sub.Tensor, (now, emit(aten.detach.default, (now,))))  # 0, and NaN where it is infinite
+        leaf = emit(aten.nan_to_num.default, (change,))
         made = emit(aten.add.Tensor, (new, leaf))
-        for each in (leaf, made):
+        for each in (change, leaf, made):
             annotate(each, grad=True)
         return made
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from thinned import thinned
@@ -25,6 +27,27 @@ def test_three_steps(kind, strategy, mesh, schedule):
     plan = autotp.plan(model, autotp.Topology.flat(devices), args, **asked)
     three_steps(model, args, lambda model: autotp.simulate(model, plan, args))
     assert autotp.verify(model, plan, args)
+
+
+class _Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask, self.head = nn.Parameter(torch.zeros(8, 8), requires_grad=False), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mask.masked_fill_(torch.ones(8, 8, dtype=torch.bool).triu(1), -torch.inf).mul_(2)
+        return ((self.head(x) + self.mask).softmax(-1) ** 2).sum()
+
+
+def test_infinite_values_stay_infinite():
+    torch.manual_seed(0)
+    model, x = _Masked(), torch.randn(8, 8)
+    expected = [copy.deepcopy(model)(x)]
+    simulated = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), (x,)), (x,))
+    expected.append(expected[0])
+    for want in expected:
+        assert torch.allclose(simulated(x), want)
+    assert model.mask.isinf().sum() == 28
 
 
 class _Scaled(nn.Module):
