@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.fuzz.case import Case, Ref, Step, refs_of, renamed
+from benchmarks.fuzz.case import Case, Leaf, Ref, Step, refs_of, renamed
 from benchmarks.fuzz.dims import COMPLEX_TOO
 from benchmarks.fuzz.draws import Operand
 from benchmarks.fuzz.growing import HALVES, Growing, Reject
@@ -149,21 +149,24 @@ class _Model(Growing):
         return self.steps[-1]
 
     def write(self) -> None:
-        """Writes into a value, or into a view of it; also into buffers."""
+        """Writes into a value, or into a view of it; also into buffers, inputs and parameters."""
         leaves = {leaf.name: leaf for leaf in self.leaves}
         names = [n for n in self.tensors() if self.value(n).is_floating_point() and self.value(n).numel()]
-        names = [n for n in names if n not in leaves or leaves[n].role == "buffer"]
+        names = [n for n in names if n not in leaves or self.may_be_written(leaves[n])]
         if not names:
             raise Reject
         base = Ref(self.rng.choice(names))
         if base.name not in leaves and (self.rng.random() < 0.6 or self.shows_a_leaf(base.name)):
             base = self.emit(self.rng.choice([".clone", ".clone", ".contiguous"]), base)
+        written = base.name
+        if written in leaves and leaves[written].role == "parameter":  # where autograd does not see it
+            base = self.emit(".detach", base)
         into = base
         if self.rng.random() < 0.7:
             into = self.part(base)
         shape, dtype = tuple(self.value(into.name).shape), self.value(into.name).dtype
         call = self.rng.choice(_WRITES)
-        if base.name in leaves:  # a gradient through a buffer would be kept from step to step
+        if written in leaves:  # a gradient through a buffer would be kept from step to step
             self.emit(".fill_" if call == "fill_" else ".mul_", into, 0.5)
             return
         if call in ("add_", "mul_", "sub_", "copy_", "[]="):
@@ -181,6 +184,13 @@ class _Model(Growing):
             self.emit(f".{call}", into, *({"fill_": [0.5], "clamp_": [-0.5, 0.5]}.get(call, [])))
         if self.rng.random() < 0.5 and into != base:  # read what was written, beside the view of it
             self.emit("torch.ops.aten.tanh.default", base)
+
+    def may_be_written(self, leaf: Leaf) -> bool:
+        """Whether torch lets a model write to a leaf, and autotp too; most are left as they are."""
+        if leaf.role == "buffer":
+            return True
+        alone = leaf.form != "expanded" and leaf.same is None and not leaf.trained
+        return alone and self.rng.random() < 0.2
 
     def shows_a_leaf(self, name: str) -> bool:
         """Whether a value is a view of a leaf, or is expanded: neither may be written to."""

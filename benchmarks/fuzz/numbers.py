@@ -37,7 +37,7 @@ Worst = tuple[str, float]
 
 
 def step(model: Any, held: nn.Module, args: Any, train: bool = True) -> dict[str, Tensor]:
-    """Outputs of ``model``, gradients of the parameters and buffers that ``held`` has, and of the inputs."""
+    """Outputs of ``model``, gradients of ``held``'s parameters and of the inputs, and these and buffers afterwards."""
     with torch.set_grad_enabled(train):
         result = model(*args)
     outputs = list(result) if isinstance(result, (tuple, list)) else [result]
@@ -51,7 +51,11 @@ def step(model: Any, held: nn.Module, args: Any, train: bool = True) -> dict[str
         for name, leaf in leaves.items():
             given = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             numbers[f"gradient of {name}"] = given.full_tensor() if hasattr(given, "full_tensor") else given
-    return numbers | {f"buffer {name}": b.detach().clone() for name, b in held.named_buffers()}
+    left = {f"input {i}": a for i, a in enumerate(args)} | {f"buffer {name}": b for name, b in held.named_buffers()}
+    left |= {
+        f"parameter {name}": p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in held.named_parameters()
+    }
+    return numbers | {name: tensor.detach().clone() for name, tensor in left.items()}
 
 
 class Careful(TorchFunctionMode):

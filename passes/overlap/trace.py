@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import annotate as marking
 from torch.fx.traceback import preserve_node_meta
@@ -115,13 +116,27 @@ class _Marking(fx.Interpreter):
         numbers = [number for number, _ in self.begun]
         for node in _behind(end.grad_fn for end in ends):
             place = self.begun[bisect.bisect_right(numbers, node._sequence_nr()) - 1][1]
-            mark = marking({_IN: place})
-            node.register_prehook(lambda _, mark=mark: _only(mark.__enter__()))
-            node.register_hook(lambda *_, mark=mark: _only(mark.__exit__(None, None, None)))
+            mark = _Mark(place)
+            node.register_prehook(mark.begin)
+            node.register_hook(mark.end)
 
 
-def _only(_: Any) -> None:
-    """Hooks that return something change a gradient."""
+class _Mark:
+    """Marks what a node of autograd traces, as ``marking`` does, between two hooks of it.
+
+    Where a node fails, its second hook is not called. A context that is left open would be closed when it is collected,
+    and take away the mark of whatever is traced then; this is only left behind, in what the end of the trace drops.
+    """
+
+    def __init__(self, place: str) -> None:
+        self.place, self.before = place, dict[str, Any]()
+
+    def begin(self, _: Any) -> None:
+        self.before = traceback.current_meta.get("custom", {})
+        traceback.current_meta["custom"] = self.before | {_IN: self.place}
+
+    def end(self, *_: Any) -> None:
+        traceback.current_meta["custom"] = self.before
 
 
 def undrawn(graph: fx.Graph) -> list[str]:

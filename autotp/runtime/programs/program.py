@@ -152,6 +152,8 @@ class Program:
             AutotpError: an input is changed that the caller would not see changed, or whose gradient is wanted.
         """
         captured = self.captured
+        if not captured.mutations:
+            return []
         given = dict(zip(captured.inputs, inputs, strict=True))
         for name in given.keys() & captured.mutations.keys():
             others = [each for each, tensor in given.items() if each != name and _overlap(tensor, given[name])]
@@ -164,8 +166,10 @@ class Program:
                     + ("" if others or wanted else "and it is a DTensor, or ranks have different numbers of rows")
                     + ". Pass a clone of it, or let the model change a clone"
                 )
-        paths = {**captured.parameters, **captured.buffers}
-        return [given[name] if name in given else held(paths[name]) for name in captured.mutations]
+        return [
+            given[name] if name in given else held(captured.parameters.get(name) or captured.buffers[name])
+            for name in captured.mutations
+        ]
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
