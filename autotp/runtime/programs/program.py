@@ -155,9 +155,11 @@ class Program:
         if not captured.mutations:
             return []
         given = dict(zip(captured.inputs, inputs, strict=True))
-        for name in given.keys() & captured.mutations.keys():
+        trained = self.key.gradients and any(tensor.requires_grad for tensor in inputs)
+        for name in filter(given.__contains__, captured.mutations):
             others = [each for each, tensor in given.items() if each != name and _overlap(tensor, given[name])]
-            wanted = [each for each, tensor in given.items() if self.key.gradients and tensor.requires_grad]
+            followed = _followed(captured, name) if trained else set()
+            wanted = [each for each, tensor in given.items() if tensor.requires_grad and each in followed]
             if others or wanted or not whole:
                 raise AutotpError(
                     f"{name}: the model changes this input in place, "
@@ -170,6 +172,18 @@ class Program:
             given[name] if name in given else held(captured.parameters.get(name) or captured.buffers[name])
             for name in captured.mutations
         ]
+
+
+def _followed(captured: Captured, name: str) -> set[str]:
+    """Placeholders that autograd may follow the new value of another to, which is itself one of them."""
+    nodes = {node.name: node for node in captured.graph_module.graph.nodes}
+    found, pending = {nodes[name]}, [*nodes[captured.mutations[name]].all_input_nodes]
+    while pending:
+        node = pending.pop()
+        if node not in found and node.target is not torch.ops.aten.detach.default:
+            found.add(node)
+            pending += node.all_input_nodes
+    return {node.name for node in found if node.op == "placeholder"}
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

@@ -55,22 +55,25 @@ class _Scaled(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(8))
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        x.add_(1)
-        return (x * y * self.weight).sum()
+    def forward(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        x.add_(y * 0 + 1)
+        return (x * y * z * self.weight).sum()
 
 
 def test_inputs_whose_change_would_be_lost_are_refused():
-    x, y = torch.ones(4, 8), torch.ones(4, 8)
+    x, y, z = torch.ones(4, 8), torch.ones(4, 8), torch.ones(8)
     model = _Scaled()
-    plan = autotp.plan(model, autotp.Topology.flat(2), (x, y))
-    simulated = autotp.simulate(model, plan, (x, y))
+    plan = autotp.plan(model, autotp.Topology.flat(2), (x, y, z))
+    simulated = autotp.simulate(model, plan, (x, y, z))
     with pytest.raises(autotp.AutotpError, match="x: the model changes this input in place, and y lies in the same memory"):
-        simulated(x, x)
+        simulated(x, x, z)
     with pytest.raises(autotp.AutotpError, match="x: the model changes this input in place, and y needs a gradient"):
-        simulated(x, y.clone().requires_grad_())
+        simulated(x, y.clone().requires_grad_(), z)
+    simulated(x.clone(), y, torch.ones(8, requires_grad=True)).backward()
+    with pytest.raises(autotp.AutotpError, match="x: the model changes this input in place, and x needs a gradient"):
+        simulated(x.clone().requires_grad_() * 1, y, z)
     assert torch.equal(x, torch.ones(4, 8))
-    simulated(x, y)
+    simulated(x, y, z)
     assert torch.equal(x, torch.full((4, 8), 2.0))
 
 
