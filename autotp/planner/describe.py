@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Set
@@ -88,9 +89,10 @@ class Found:
     def priced(self) -> Priced:
         """Its strategies with their prices, and the panels of its products."""
         model, prices = self.model, self.prices
-        strategies = {node.name: self._chosen(node) for node in model.operators}
+        chosen = functools.cache(self._chosen)
+        strategies = {node.name: chosen(self._stand(node)) for node in model.operators}
         given = model.captured.graph_module.graph.find_nodes(op="placeholder")
-        resting = {node.name: self._chosen(node) for node in given if node.name in model.placed}
+        resting = {node.name: chosen(self._stand(node)) for node in given if node.name in model.placed}
         possible = [] if self.panels == 1 else loops(model.operators, strategies, resting, prices.mesh)
         panels = choose_panels(possible, model.operators, strategies, prices, self.panels)
         once = [node.name for node in self._parameters if node not in self.rematerialized]
@@ -113,11 +115,13 @@ class Found:
         """Bytes on each device at the worst moment of a step."""
         return max(self.held.values(), default=0.0)
 
-    def _chosen(self, node: fx.Node) -> Any:
-        """The strategy of an operator, or the layout of a parameter."""
-        structure = self.assembled.structure
-        stand = structure.model.stands.get(node, node)
-        return self.assembled.chosen(stand, self.solution.choice[structure.index[stand]])
+    def _stand(self, node: fx.Node) -> fx.Node:
+        """The node that decides for it."""
+        return self.assembled.structure.model.stands.get(node, node)
+
+    def _chosen(self, stand: fx.Node) -> Any:
+        """The strategy of an operator, or the layout of a parameter, by the node that decides."""
+        return self.assembled.chosen(stand, self.solution.choice[self.assembled.structure.index[stand]])
 
 
 def describe_plan(found: Found, sums: Sums, *, hides: bool, **fields: Any) -> Plan:

@@ -19,6 +19,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -195,7 +196,8 @@ class _Squeeze:
             mixture = following.mixture
             if following.value * (1 - within) <= high and self.best is not None:
                 break
-        self.mix(candidate, moments, list(lines.values()), mixture, high)
+        with suppress(Expired):
+            self.mix(candidate, moments, list(lines.values()), mixture, high)
         return high
 
     def close(self, candidate: Candidate, moments: Moments, chunks: int = 1) -> float:
@@ -305,6 +307,8 @@ class _Squeeze:
         return dearer(assembled.problem, moments.program(point.prices, surely), 1.0)
 
     def offer(self, found: Found) -> Met:
+        if self.best is not None:
+            self.contest.deadline.check()
         one = self.met(found)
         if found.memory <= self.room and (self.best is None or one.step < self.best.step):
             self.best = one
