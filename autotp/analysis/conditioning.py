@@ -16,7 +16,7 @@ from torch import Tensor
 from autotp.analysis.compare import difference, largest
 from passes.graph import differentiable
 
-__all__ = ["apart", "moved", "nudged", "rounding"]
+__all__ = ["apart", "moved", "nudged", "rounding", "weighed"]
 
 _DRAWS = 3
 
@@ -70,6 +70,12 @@ def nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
     else:
         made = source.clone()
     return made.requires_grad_(tensor.requires_grad)
+
+
+def weighed(output: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum of an output, of its real part where it is complex: a loss."""
+    total = (output * weights).sum()
+    return total.real if total.is_complex() else total
 
 
 def apart(given: Tensor, expected: Tensor, least: float = 0.0) -> float:

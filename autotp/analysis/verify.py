@@ -84,6 +84,9 @@ class Verification:
         """Whether outputs, gradients and all between are the model's, as far as rounding lets them."""
         return self.departure is None
 
+    def __bool__(self) -> bool:
+        return self.right
+
 
 def verify(
     model: nn.Module,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autotp.analysis.conditioning import apart
+from autotp.analysis.conditioning import apart, weighed
 from passes.capture import Captured
 
 __all__ = ["compared_with_model"]
@@ -40,10 +41,11 @@ def compared_with_model(
         (a node's or parameter's name, what it is, its largest difference over the largest magnitude, whether that is of a
         gradient).
     """
-    state = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
-    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+    held = [leaf for module in model.modules() for leaf in tree_leaves(vars(module)) if isinstance(leaf, Tensor)]
+    model = copy.deepcopy(model, {id(leaf): leaf.detach() for leaf in held if not leaf.is_leaf})
+    state, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     own = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, (tuple(args), kwargs or {}))
-    returned, modules = torch.func.functional_call(model, {**state, **buffers}, *own), list(model.modules())
+    returned, modules = model(*own[0], **own[1]), list(model.modules())
     results = tree_leaves((returned, [left.of(modules) for left in captured.left]))
     *_, output = captured.graph_module.graph.nodes
     given: Any = output.args[0]
@@ -52,16 +54,16 @@ def compared_with_model(
         if isinstance(node, fx.Node) and isinstance(result, Tensor):
             yield node.name, f"output {number}", _error(values[node.name], result), False
             if number in weights:
-                loss.append((result * weights[number]).sum().double())
+                loss.append(weighed(result, weights[number]).double())
     now = captured.values({**state, **buffers}, *own)
     for name, node in zip(captured.mutations, given[captured.returned :], strict=True):
         yield node.name, f"the new value of {captured.title(name)}", _error(values[node.name], now[name]), False
     if not any(part.requires_grad for part in loss):
         return
     trained = {name: leaf for name, leaf in state.items() if leaf.requires_grad}
-    found = torch.autograd.grad(torch.stack(loss).sum(), list(trained.values()), allow_unused=True)
-    for name, gradient in zip(trained, found, strict=True):
-        mine = gradients.get(name)
+    torch.stack(loss).sum().backward()  # not grad(), which reentrant checkpoints do not take
+    for name, leaf in trained.items():
+        mine, gradient = gradients.get(name), leaf.grad
         if gradient is not None or mine is not None:
             zero = torch.zeros_like(trained[name])
             both = zero if mine is None else mine, zero if gradient is None else gradient

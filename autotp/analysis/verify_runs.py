@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import Partial, Replicate
 
 from autotp.analysis.compare import difference, largest, listen
-from autotp.analysis.conditioning import moved
+from autotp.analysis.conditioning import moved, weighed
 from autotp.errors import AutotpError
 from autotp.runtime.interpreter import Interpreter, execute
 from autotp.runtime.rewrite import Rewritten
@@ -157,7 +157,7 @@ class Runs:
                 continue
             weight = self.weights[number]
             if node in parts and all(part.shape == whole[plain.name].shape for part in parts[node]):
-                mine += [(part * weight).sum() for part in parts[node]]
+                mine += [weighed(part, weight) for part in parts[node]]
             else:
                 del self.weights[number]
         self.whole_gradients = self.plain_backward(whole)
@@ -172,7 +172,7 @@ class Runs:
     def plain_backward(self, whole: Mapping[str, Any]) -> dict[str, list[Tensor | None]]:
         """Gradients of the captured graph's values, by node name."""
         found = listen({name: [value] for name, value in whole.items() if isinstance(value, Tensor)})
-        plain = [(whole[node.name] * self.weights[n]).sum() for n, _, node in self.leaves() if n in self.weights]
+        plain = [weighed(whole[node.name], self.weights[n]) for n, _, node in self.leaves() if n in self.weights]
         if plain:
             torch.stack([p.double() for p in plain]).sum().backward()
         return found

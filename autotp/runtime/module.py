@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, DistributedSampler
 
 from autotp.errors import AutotpError
@@ -158,7 +158,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass of the model, with the model's own arguments and output structure."""
-        programs = self._programs
+        programs, given = self._programs, tree_leaves((args, kwargs))
         key, inputs = programs.key(self._moded, args, kwargs)
         plain = [not isinstance(each, DTensor) for each in inputs]
         if not all(plain):
@@ -176,7 +176,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
         _TAKEN.require_free(captured.left)
         for other in programs.waiting:
             other.accumulation.check(self._own_parameters(other))
-        written = program.written(inputs, self._held, whole=all(plain) and whole is None)
+        written = program.written(inputs, self._stateful, given)
         if own:
             inputs = own_inputs(inputs, own, programs.ways)
         with programs.agreement.whereabouts.passing():
@@ -241,23 +241,6 @@ class DistributedModule(Programmed, Sealed, Untraced):
         index_as(made, made._kind)
         return made
 
-    def __copy__(self) -> DistributedModule:
-        """A module of the same parameters and buffers, as copying any module gives."""
-        made: Any = object.__new__(type(self))
-        made.__dict__ |= self.__dict__
-        return made
-
-    def __reduce__(self) -> Any:
-        """Refuses.
-
-        Raises:
-            AutotpError: always; process groups end with the job.
-        """
-        raise AutotpError(
-            "a distributed module belongs to a running job and cannot be pickled: save its state_dict() with "
-            "torch.distributed.checkpoint, and its plan with plan.save(), and distribute the model again"
-        )
-
     def _own_parameters(self, program: Program) -> dict[str, Any]:
         """The parameters of a sharded graph's placeholders, which rest as the plan says."""
         found: dict[str, Any] = {}
@@ -274,11 +257,11 @@ class DistributedModule(Programmed, Sealed, Untraced):
         parent, _, name = path.rpartition(".")
         return self.get_submodule(parent), name
 
-    def _held(self, path: str) -> Tensor:
-        """A parameter or buffer, or this device's part of it."""
+    def _stateful(self, path: str) -> Tensor:
+        """A parameter or buffer."""
         owner, own = self._owners[path]
-        found: Any = {**owner._parameters, **owner._buffers}[own]
-        return held_part(found)
+        found: Any = owner._parameters.get(own) if own in owner._parameters else owner._buffers[own]
+        return found
 
     @contextmanager
     def recording(self) -> Iterator[list[Event]]:
@@ -323,7 +306,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
         """This device's part of what each placeholder of the sharded graph stands for."""
         captured, values = program.captured, self._parts(program, parameters, disjoint=scheduled)
         for name, fqn in captured.buffers.items():
-            values[name] = self._held(fqn)
+            values[name] = held_part(self._stateful(fqn))
         # Graphs are made for strides too, and all ranks must agree about when a new one is needed.
         given = [value.contiguous() for value in inputs] if scheduled else inputs
         values |= program.constants | dict(zip(captured.inputs, given, strict=True))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from autotp.errors import AutotpError
@@ -124,6 +126,14 @@ class Simulated(Programmed):
         # The modules are the model's own, and so are the hooks that they have already.
         self.__dict__["_since"] = RemovableHandle.next_id
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Simulated:
+        """A module of the same plan with parameters and buffers of its own."""
+        made: Any = object.__new__(type(self))
+        memo |= {id(self._programs): self._programs.anew(), id(self): made}
+        memo |= {id(each): each for each in (self.rewritten, self.world)}
+        made.__dict__ |= {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
+        return made
+
     @property
     def _compiled(self) -> Mapping[Hashable, Compiled | None]:
         """The scheduled graphs of all programs, made so far."""
@@ -143,14 +153,16 @@ class Simulated(Programmed):
         whole = {name: state[fqn] for name, fqn in {**captured.parameters, **captured.buffers}.items()}
         whole |= program.constants | dict(zip(captured.inputs, inputs, strict=True))
         resting = program.rewritten.resting
-        written = program.written(inputs, state.__getitem__, whole=True)
+        written = program.written(inputs, state.__getitem__, tree_leaves((args, kwargs)))
         before = {name: whole[name].clone() for name in captured.mutations}  # may be saved for the backward pass
         parts = {name: distribute(name, tensor, resting(name), self.world) for name, tensor in (whole | before).items()}
         for other in self._programs.waiting:
             other.accumulation.check({name: state[fqn] for name, fqn in other.captured.parameters.items()})
         parameters = {name: whole[name] for name in captured.parameters}
         outputs, _ = program.run(lambda _: parts, parameters, syncing=self._programs.syncing)
-        with torch.no_grad():
+        own = tuple(target for name, target in zip(captured.mutations, written, strict=True) if name in captured.parameters)
+        # To whoever watches them, the parameters are changed by steps alone.
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(own):
             for name, target, new in zip(captured.mutations, written, outputs[captured.returned :], strict=True):
                 target.copy_(assemble([p.detach() for p in new], target.shape, resting(name), self.world))
         results = [collect(leaf) if isinstance(leaf, Parts) else leaf for leaf in outputs[: captured.returned]]

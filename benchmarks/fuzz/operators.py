@@ -221,6 +221,7 @@ BUILDERS: Mapping[str, Builder] = {
     "aten.layer_norm.default": norm,
     "aten.rms_norm.default": rms_norm,
     "aten.group_norm.default": group_norm,
+    "autotp.renewed.default": shaped(lambda r, c: [real(r, c), real(r, c)], 2),
     "autotp.batch_norm_train.default": batch_norm(True),
     "aten.batch_norm.default": batch_norm(False),
     "aten.softmax.int": lambda d: one_dim(d)[:2],

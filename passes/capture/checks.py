@@ -9,15 +9,19 @@ import copy
 import inspect
 import itertools
 import logging
+import os
 import random
+import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
 from torch._dynamo import OptimizedModule
 from torch._subclasses import FakeTensor
@@ -26,10 +30,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure
 
 from costmodel.errors import AutotpError, require
 from passes.capture.builder import CaptureError, operator_name
+from passes.capture.signature import overlap
 
 __all__ = [
     "advice",
@@ -78,7 +83,15 @@ def require_plain(model: nn.Module, args: Any = (), kwargs: Any = None) -> None:
 
 
 def check_tying(model: Any) -> None:
-    """Refuses a Hugging Face model whose input and output embeddings should be one but are two on meta."""
+    """Refuses parameters in one memory, and a Hugging Face model whose embeddings should be one but are two on meta."""
+    plain = [(name, each) for name, each in model.named_parameters() if each.layout is torch.strided]
+    plain.sort(key=lambda pair: pair[1].data_ptr() if not pair[1].is_meta else 0)
+    for (name, one), (other, two) in itertools.pairwise(plain):
+        if overlap(one, two) and (one.requires_grad or two.requires_grad):
+            raise AutotpError(
+                f"{type(model).__name__}: {name} and {other} are two parameters in the same memory, which would be apart "
+                "once distributed; make them one, by assigning one module's parameter to the other"
+            )
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if not getattr(text, "tie_word_embeddings", False) or not hasattr(model, "get_output_embeddings"):
@@ -118,7 +131,8 @@ def advice(model: nn.Module) -> str:
     """What may help where ``torch.export`` fails."""
     found = (
         "Try: no Python control flow that depends on tensor values; no torch.autograd.grad and no x.data inside forward; "
-        "parameters, buffers and inputs on one device; under a precision, no two dtypes in one operator"
+        "parameters changed under torch.no_grad() alone; parameters, buffers and inputs on one device; under a precision, "
+        "no two dtypes in one operator"
     )
     if any(type(each).__module__.startswith("transformers.") for each in model.modules()):
         found += "; use_cache=False for causal language models; experts_implementation='batched_mm' for mixtures of experts"
@@ -146,6 +160,7 @@ def in_python(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     }
     for name, module in model.named_modules():
         found[f"the mode of {name or 'the model'}"] = (module.training,)
+        found[f"the parameters of {name or 'the model'}"] = (*module._parameters, *module._parameters.values())
         found[f"the modules of {name or 'the model'}"] = (*module._modules, *module._modules.values())
         hooks = module._forward_pre_hooks.values()  # those of torch that compute a weight anew at each call
         weights = {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks}
@@ -182,6 +197,29 @@ class _Seen(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+@contextmanager
+def _asking() -> Iterator[None]:
+    """Says where ``forward`` itself asks for what the graph cannot: the answer is that of the capture at every call."""
+    asked = {name: getattr(torch, name) for name in ("is_grad_enabled", "is_inference_mode_enabled")}
+
+    def answer(name: str) -> bool:
+        code = sys._getframe(2).f_code
+        if f"{os.sep}torch{os.sep}" not in code.co_filename and not code.co_filename.startswith("<"):
+            _log.warning(
+                "forward asks torch.%s() (%s:%d), which the graph does not: at every call it has the answer with "
+                "gradients. Branch on self.training, or on an argument",
+                name,
+                os.path.basename(code.co_filename),
+                sys._getframe(2).f_lineno,
+            )
+        return bool(asked[name]())
+
+    with ExitStack() as patched:
+        for name in asked:
+            patched.enter_context(mock.patch.object(torch, name, lambda name=name: answer(name)))
+        yield
+
+
 def _warn_of_padding(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:
     """Says where torch's own module computes something else without gradients."""
     fast = isinstance(module, nn.TransformerEncoder) and not module.training and module.use_nested_tensor
@@ -198,12 +236,14 @@ def looking(model: nn.Module) -> Iterator[tuple[dict[str, Any], dict[str, Any], 
     """While it lasts, calls of the model note what `in_python` finds as they begin and end, and parameters of no module."""
     before, after = dict[str, Any](), dict[str, Any]()
 
-    def look(found: dict[str, Any], module: nn.Module, *_: Any) -> None:
+    def look(found: dict[str, Any], module: nn.Module, args: Any, *_: Any) -> None:
         if vars(module) is vars(model):  # export may call a proxy of it
             found.update(in_python(model))
+            found["lists or dicts among its arguments"] = (str(tree_structure(args)),)
 
     with (
         _Seen() as seen,
+        _asking(),
         register_module_forward_pre_hook(partial(look, before)),
         register_module_forward_hook(partial(look, after)),
         register_module_forward_hook(_warn_of_padding, with_kwargs=True),

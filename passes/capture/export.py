@@ -14,21 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
-from torch.distributed.tensor import DTensor
 from torch.export.graph_signature import InputKind
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from costmodel.errors import AutotpError
 from passes.capture import checks
 from passes.capture.autograd_functions import Lost, kept_whole
 from passes.capture.builder import CaptureError
 from passes.capture.canonical import normalise
 from passes.capture.checkpoints import marked
+from passes.capture.functional import Written
 from passes.capture.masks import recognise_masks
 from passes.capture.observed import Left, Moment, Place, apart, leaving, matching, numbered, observing, placed, renewed
 from passes.capture.precision import Precision, cast_parameters, check_dtypes, policy_of, precision_name, under
 from passes.capture.regions import inline_regions
-from passes.capture.signature import CallSignature, bind, dense
+from passes.capture.signature import CallSignature, bind, example
 from passes.capture.vmaps import without_vmaps
 from passes.capture.writes import functionalise
 from passes.graph import Cast, annotate
@@ -56,6 +55,7 @@ class Captured:
         returned: number of these, and of the tensors of observed modules, which follow them.
         mutations: placeholder of what is changed in place (buffers, parameters, inputs) -> name of the node with its new
             value, in the order in which these follow what is returned.
+        written: what more is known of these changes.
         signature: how the model is called.
         observed: when hooks of observed modules run, in order.
         precision: under which it was captured, as `passes.capture.precision.precision_name` has it. Placeholders of
@@ -75,6 +75,7 @@ class Captured:
     outputs: int
     returned: int
     mutations: Mapping[str, str]
+    written: Written
     signature: CallSignature
     observed: tuple[Moment, ...] = ()
     precision: str | None = None
@@ -150,7 +151,7 @@ def capture(
         ValueError: no example inputs, or a model whose tied weights came apart on the meta device.
     """
     checks.require_plain(model, args, kwargs)
-    args, kwargs = _example(model, args, kwargs)
+    args, kwargs = example(model, args, kwargs)
     checks.check_tying(model)
     policy = policy_of(precision)
     casts: Mapping[str, Cast] = {}
@@ -173,7 +174,8 @@ def capture(
     exported.graph = without_vmaps(exported.graph, mode)
     graph = inline_regions(exported, mode, names.placeholders, names.renamed)
     kinds = dict.fromkeys(names.parameters, "parameter") | dict.fromkeys(names.buffers, "buffer")
-    graph, places = functionalise(graph, mode, kinds | dict.fromkeys(names.inputs, "input"))
+    graph, written = functionalise(graph, mode, kinds | dict.fromkeys(names.inputs, "input"))
+    places = written.places
     results = out_spec.num_leaves
     shown = range(results, len(graph.output_node().args[0]) - len(places))  # type: ignore[arg-type]
     graph = normalise(graph, mode, places, shown)
@@ -181,10 +183,10 @@ def capture(
     leaves: Any = graph.output_node().args[0]
     mutations = {buffer: leaves[place].name for buffer, place in places.items()}
     numbers = apart(graph, shown, kept=outputs == "dtensor")
-    written = {{**names.parameters, **names.buffers}.get(name) for name in mutations}
-    anew = [path for path in anew if names.aliases.get(path, path) not in written]
+    renewed_state = {{**names.parameters, **names.buffers}.get(name) for name in mutations}
+    anew = [path for path in anew if names.aliases.get(path, path) not in renewed_state]
     checks.warn_of_changes(model, anew)
-    checks.refuse_copies(model, casts.keys() & written)
+    checks.refuse_copies(model, casts.keys() & renewed_state)
     if policy is not None:
         check_dtypes(graph, policy)
     for node in graph.find_nodes(op="placeholder"):
@@ -204,44 +206,13 @@ def capture(
         outputs=results,
         returned=len(graph.output_node().args[0]) - len(places),  # type: ignore[arg-type]
         mutations=mutations,
+        written=written,
         signature=signature,
         observed=numbered(moments, numbers),
         precision=precision_name(precision),
         left=left,
         changed=placed(model, anew),
     )
-
-
-def _example(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Own copies of the example inputs: export silently merges a tensor given twice into one placeholder."""
-    if not args and not kwargs:
-        dummy = getattr(model, "dummy_inputs", None)
-        kwargs = dummy if isinstance(dummy, Mapping) else {}
-        if not kwargs and inspect.signature(model.forward).parameters:
-            raise AutotpError(f"{type(model).__name__}: no example inputs; pass args=(...) or kwargs={{...}} as in a call")
-    meta = any(p.is_meta for p in model.parameters())
-
-    def own(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if isinstance(leaf, DTensor):  # only its whole shape counts
-            leaf = torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
-        leaf = dense(leaf)
-        copy = leaf.detach().to("meta") if meta and not leaf.is_meta else _as_it_lies(leaf.detach())
-        return copy.requires_grad_(leaf.requires_grad)
-
-    return tree_map(own, tuple(args)), tree_map(own, dict(kwargs or {}))
-
-
-def _as_it_lies(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, 0 as well, since these decide what ``contiguous`` and ``reshape`` copy."""
-    if tensor.layout is not torch.strided or not tensor.numel():
-        return tensor.clone()
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = tensor.as_strided((span,), (1,), tensor.storage_offset()).clone()
-    return memory.as_strided(tensor.shape, tensor.stride())
 
 
 def _export(

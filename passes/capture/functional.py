@@ -6,6 +6,9 @@ defined.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +17,16 @@ from torch import Tensor, fx
 from passes.capture.builder import CaptureError
 from passes.graph import where
 
-__all__ = ["batch_norm_train", "embedding_bag", "is_write", "out_of_place", "written_by"]
+__all__ = [
+    "Written",
+    "batch_norm_train",
+    "embedding_bag",
+    "is_statistic",
+    "is_write",
+    "out_of_place",
+    "renewed",
+    "writes",
+]
 
 aten = torch.ops.aten
 _RENAMED = {
@@ -80,6 +92,18 @@ def _embedding_bag(weight: Tensor, ids: Tensor, factors: Tensor | None, mode: in
     return torch.nn.functional.embedding_bag(ids, weight, mode=name, per_sample_weights=factors)
 
 
+class _Renewed(torch.autograd.Function):
+    """A leaf after a write that autograd did not see: its new value, whose gradient is the leaf's."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, new: Tensor) -> Tensor:  # type: ignore[override]
+        return new.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient, None
+
+
 _LIBRARY.define(
     "batch_norm_train(Tensor x, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, float momentum, "
     "float eps) -> (Tensor, Tensor?, Tensor?)"
@@ -90,16 +114,40 @@ _LIBRARY.impl("batch_norm_train", _batch_norm_train, "CompositeImplicitAutograd"
 _LIBRARY.define("embedding_bag(Tensor weight, Tensor ids, Tensor? factors, int mode) -> Tensor")
 _LIBRARY.impl("embedding_bag", _embedding_bag, "CompositeImplicitAutograd")
 
+_LIBRARY.define("renewed(Tensor leaf, Tensor new) -> Tensor")
+_LIBRARY.impl("renewed", lambda leaf, new: _Renewed.apply(leaf, new), "CompositeImplicitAutograd")
+
 batch_norm_train = torch.ops.autotp.batch_norm_train.default
 embedding_bag = torch.ops.autotp.embedding_bag.default
+renewed = torch.ops.autotp.renewed.default
+
+
+def is_statistic(node: fx.Node) -> bool:
+    """Whether a node is one of the results of ``batch_norm_train`` that never have a gradient."""
+    return node.target is operator.getitem and node.all_input_nodes[0].target is batch_norm_train and node.args[1] in (1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a graph changes in place.
+
+    Attributes:
+        places: placeholder -> position of its new value among the outputs, where these follow the model's own.
+        frozen: parameters that are changed while gradients are on, as torch allows where they need none.
+        strided: what is changed depends on how inputs lie in memory.
+    """
+
+    places: Mapping[str, int] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
+    strided: bool = False
 
 
 def is_write(node: fx.Node) -> bool:
     """Whether a node changes one of its arguments in place."""
-    return isinstance(node.target, torch._ops.OpOverload) and bool(written_by(node.target))
+    return isinstance(node.target, torch._ops.OpOverload) and bool(writes(node.target))
 
 
-def written_by(target: Any) -> list[int]:
+def writes(target: Any) -> list[int]:
     """Positions of the arguments that an operator writes to."""
     return [i for i, a in enumerate(target._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
 

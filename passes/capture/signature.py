@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 
 from costmodel.errors import AutotpError
 
-__all__ = ["CallSignature", "Leaf"]
+__all__ = ["CallSignature", "Leaf", "bind", "dense", "example", "overlap", "path_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,60 @@ def dense(tensor: Tensor) -> Tensor:
             "its parts, such as indices and values, or to_dense()"
         )
     return tensor.resolve_conj().resolve_neg()
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors may lie in the same memory."""
+    (begin, end), (first, last) = _reach(one), _reach(other)
+    return one.device == other.device and begin < last and first < end
+
+
+def _reach(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte and of the one behind its last; 0 and 0 where it has no memory."""
+    if tensor.is_meta or not tensor.numel() or not tensor.untyped_storage().size():
+        return 0, 0
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
+
+
+def example(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Own copies of the example inputs: export silently merges a tensor given twice into one placeholder."""
+    if not args and not kwargs:
+        dummy = getattr(model, "dummy_inputs", None)
+        kwargs = dummy if isinstance(dummy, Mapping) else {}
+        if not kwargs and inspect.signature(model.forward).parameters:
+            raise AutotpError(f"{type(model).__name__}: no example inputs; pass args=(...) or kwargs={{...}} as in a call")
+    kwargs = _with_defaults(inspect.signature(model.forward), args, kwargs or {})
+    meta = any(p.is_meta for p in model.parameters())
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if isinstance(leaf, DTensor):  # only its whole shape counts
+            leaf = torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
+        leaf = dense(leaf)
+        copy = leaf.detach().to("meta") if meta and not leaf.is_meta else _as_it_lies(leaf.detach())
+        return copy.requires_grad_(leaf.requires_grad)
+
+    return tree_map(own, tuple(args)), tree_map(own, dict(kwargs or {}))
+
+
+def _as_it_lies(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, 0 as well, since these decide what ``contiguous`` and ``reshape`` copy."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return tensor.clone()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = tensor.as_strided((span,), (1,), tensor.storage_offset()).clone()
+    return memory.as_strided(tensor.shape, tensor.stride())
+
+
+def _with_defaults(parameters: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments with those that are tensors by default, which are inputs like others."""
+    named = bind(parameters, args, kwargs)
+    defaults = {name: each.default for name, each in parameters.parameters.items() if isinstance(each.default, Tensor)}
+    return {**kwargs, **{name: default for name, default in defaults.items() if named[name] is default}}
 
 
 def bind(parameters: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,11 @@ _SAME = _named(
 )
 
 
+_DROPOUTS = _named("dropout feature_dropout alpha_dropout feature_alpha_dropout")
+
+COPIES = _named("reshape flatten reshape_as ravel contiguous to")
+"""Operators that return a view or a copy, as their operand lies in memory."""
+
 _IN_PLACE = _named("squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_")
 
 
@@ -51,7 +56,13 @@ def with_views(graph: fx.Graph) -> fx.Graph:
     """The graph, changed in place: where a tensor changes its own dims, a view of it takes its place from there on.
 
     Views that were made of it before keep their dims. Inputs and state stay as they are: whoever has them would see it.
+    Dropout that drops nothing returns its operand itself, which torch's fake kernel copies.
     """
+    for node in graph.nodes:
+        if operator_name(node.target) in _DROPOUTS:
+            given = arguments_of(node, node.args, dict(node.kwargs))
+            if given["p"] == 0 or not given["train"]:
+                node.target, node.args, node.kwargs = aten.alias.default, (given["input"],), {}
     for node in [n for n in graph.nodes if operator_name(n.target) in _IN_PLACE]:
         known: Any = node.args[0]
         names = [known]

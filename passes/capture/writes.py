@@ -23,8 +23,8 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from passes.capture.builder import Builder, CaptureError, operator_name
-from passes.capture.functional import batch_norm_train, is_write, out_of_place, written_by
-from passes.capture.view_writes import RESHAPES, as_computed, put_back, refuse_unsure, with_views
+from passes.capture.functional import Written, batch_norm_train, is_statistic, is_write, out_of_place, renewed, writes
+from passes.capture.view_writes import COPIES, RESHAPES, as_computed, put_back, refuse_unsure, with_views
 from passes.graph import annotate, arguments_of, differentiable, note_of, where
 
 __all__ = ["functionalise"]
@@ -44,7 +44,7 @@ class _Value:
     source: fx.Node | None = None
 
 
-def functionalise(graph: fx.Graph, mode: FakeTensorMode, kinds: Mapping[str, str]) -> tuple[fx.Graph, dict[str, int]]:
+def functionalise(graph: fx.Graph, mode: FakeTensorMode, kinds: Mapping[str, str]) -> tuple[fx.Graph, Written]:
     """A graph without side effects.
 
     Args:
@@ -54,14 +54,13 @@ def functionalise(graph: fx.Graph, mode: FakeTensorMode, kinds: Mapping[str, str
             parameters and inputs, and these may be written only where torch allows it, or no gradient is lost.
 
     Returns:
-        The graph, and for each written placeholder the position of its new value in the output tuple; these follow
-        the model's own outputs.
+        The graph, whose outputs end with the new values, and what it changes.
 
     Raises:
         CaptureError: a write to a constant, or one whose gradient cannot be determined.
     """
     if not any(_has_effect(node) for node in graph.nodes):
-        return graph, {}
+        return graph, Written()
     return _Functionaliser(with_views(graph), mode, kinds).run()
 
 
@@ -78,9 +77,10 @@ class _Functionaliser:
         self.versions: dict[fx.Node, int] = {}
         self.owners: dict[int, list[fx.Node]] = {}
         self.shadows: dict[fx.Node, Any] = {}
+        self.frozen, self.strided = set[str](), False
         self.needs: dict[tuple[bool, bool], dict[fx.Node, bool]] = defaultdict(dict)
 
-    def run(self) -> tuple[fx.Graph, dict[str, int]]:
+    def run(self) -> tuple[fx.Graph, Written]:
         output: list[Any] = []
         for node in self.old.nodes:
             if node.op == "placeholder":
@@ -97,7 +97,7 @@ class _Functionaliser:
             places[node.name] = len(output)
             now = value.now
             output.append(self.without_gradient(now, now))
-        return self.build.finish(output), places
+        return self.build.finish(output), Written(places, frozenset(self.frozen), self.strided)
 
     # -- what shares memory with what --
 
@@ -168,7 +168,7 @@ class _Functionaliser:
                 else kind == "parameter" and value.requires_grad
             )
         ends = node.target is aten.detach.default or _SHAPED.search(operator_name(node.target))
-        if ends or _is_running_statistic(node) or not any(map(differentiable, tree_leaves(node.meta["val"]))):
+        if ends or is_statistic(node) or not any(map(differentiable, tree_leaves(node.meta["val"]))):
             return False
         return (flat or note_of(node).grad) and any(self.needs[flat, inputs][n] for n in node.all_input_nodes)
 
@@ -238,7 +238,7 @@ class _Functionaliser:
     def in_place(self, node: fx.Node, args: Any, kwargs: Any) -> None:
         target: Any = node.target
         reshapes = torch.Tag.inplace_view in target.tags and target is not aten.detach_.default
-        where_to = [target._schema.arguments[i].name for i in written_by(target)]
+        where_to = [target._schema.arguments[i].name for i in writes(target)]
         written = arguments_of(node, node.args, dict(node.kwargs))[where_to[0]]
         if len(where_to) != 1 or reshapes or not isinstance(written, fx.Node):
             raise CaptureError(f"{where(node)}: {target} cannot be made out-of-place; use an out-of-place operator")
@@ -277,6 +277,7 @@ class _Functionaliser:
         """
         value = self.values[node]
         kind = self.kinds.get(value.root.name)
+        self.strided |= operator_name(node.target) in COPIES
         self.check_writable(value.root, like)
         if aside and kind not in ("parameter", "input") and self.needs_gradient(self.current(node)):
             raise CaptureError(
@@ -316,17 +317,19 @@ class _Functionaliser:
                 f"{where(like)}: the model changes {kind} '{node.name}' in place, and a gradient flows there; clone it "
                 "first, or change it under torch.no_grad()"
             )
-        if kind == "input":
+        if note_of(like).checkpoint.number:
+            raise CaptureError(
+                f"{where(like)}: the model changes {kind} '{node.name}' in a checkpointed function, which torch calls "
+                "again in the backward pass; change it outside"
+            )
+        if kind == "input" or not differentiable(new.meta["val"]):
+            return new
+        if not aside:
+            self.frozen.add(node.name)
             return new
         new = self.without_gradient(new, like)
-        if not differentiable(new.meta["val"]):
-            return new
-        emit, now = functools.partial(self.build.emit, like=like), self.values[node].now
-        change = emit(aten.sub.Tensor, (now, emit(aten.detach.default, (now,))))  # 0, and NaN where it is infinite
-        leaf = emit(aten.nan_to_num.default, (change,))
-        made = emit(aten.add.Tensor, (new, leaf))
-        for each in (change, leaf, made):
-            annotate(each, grad=True)
+        made = self.build.emit(renewed, (self.values[node].now, new), like=like)
+        annotate(made, grad=True)
         return made
 
     def check_writable(self, root: fx.Node, like: fx.Node) -> None:
@@ -339,11 +342,6 @@ class _Functionaliser:
                 f"{where(like)}: the model changes '{root.name}' in place, which is a constant; clone it first, or "
                 "register it as a buffer"
             )
-
-
-def _is_running_statistic(node: fx.Node) -> bool:
-    """Whether a node is one of the results of ``batch_norm_train`` that never have a gradient."""
-    return node.target is operator.getitem and node.all_input_nodes[0].target is batch_norm_train and node.args[1] in (1, 2)
 
 
 def _storages(value: Any) -> set[int]:

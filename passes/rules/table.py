@@ -215,6 +215,7 @@ RULES: Mapping[str, Rule] = {
     "aten.embedding.default": Rule(
         of.embedding, "gather", lower=low.embedding, contiguous=("v",), saves="", bounded={1: "v"}
     ),
+    "autotp.renewed.default": Rule(by.elementwise(), saves=""),
     "autotp.embedding_bag.default": Rule(of.bags, "gather", lower=low.bags, contiguous=("v",), saves="", bounded={1: "v"}),
     "aten.embedding_bag.padding_idx": Rule(of.ragged_bags, "gather", saves=""),
     "aten.index.Tensor": Rule(indexing.index, "gather", saves=""),

@@ -20,8 +20,9 @@ from autotp.plans.plan import Plan
 from autotp.runtime.accumulation import Accumulation
 from autotp.runtime.rewrite import Rewritten
 from autotp.runtime.schedules import Schedules
+from autotp.runtime.state import held_part
 from passes.capture import Captured
-from passes.capture.signature import path_of
+from passes.capture.signature import overlap, path_of
 
 __all__ = ["Call", "Key", "Program", "Unkept", "blueprint", "named_state", "without_memory"]
 
@@ -140,38 +141,57 @@ class Program:
                 return outputs, True
         return accumulation.eager(values(False), parameters, syncing=syncing), False
 
-    def written(self, inputs: Sequence[Tensor], held: Callable[[str], Tensor], *, whole: bool) -> list[Tensor]:
+    def written(self, inputs: Sequence[Tensor], held: Callable[[str], Tensor], given: Sequence[Any]) -> list[Tensor]:
         """What a pass changes in place, in the order in which its outputs have the new values.
 
         Args:
-            inputs: of the call, as the caller has them.
-            held: gives a parameter or buffer, or this device's part of it, by its name.
-            whole: whether these inputs are the graph's, and no other rank's rows or ``DTensor`` among them.
+            inputs: of the graph.
+            held: gives a parameter or buffer by its name.
+            given: the arguments of the call.
 
         Raises:
-            AutotpError: an input is changed that the caller would not see changed, or whose gradient is wanted.
+            AutotpError: the model would change something else, or a gradient would be lost.
         """
         captured = self.captured
-        if not captured.mutations:
+        if not (captured.mutations or captured.written.strided):
             return []
-        given = dict(zip(captured.inputs, inputs, strict=True))
-        trained = self.key.gradients and any(tensor.requires_grad for tensor in inputs)
-        for name in filter(given.__contains__, captured.mutations):
-            others = [each for each, tensor in given.items() if each != name and _overlap(tensor, given[name])]
-            followed = _followed(captured, name) if trained else set()
-            wanted = [each for each, tensor in given.items() if tensor.requires_grad and each in followed]
-            if others or wanted or not whole:
+        named, paths = dict(zip(captured.inputs, inputs, strict=True)), {**captured.parameters, **captured.buffers}
+        inside = paths if named.keys() & captured.mutations.keys() else paths.keys() & captured.mutations.keys()
+        state = {name: held(paths[name]) for name in inside}
+        for name in captured.mutations:
+            if (fault := self._fault(name, named, state, given)) is not None:
                 raise AutotpError(
-                    f"{name}: the model changes this input in place, "
-                    + (f"and {others[0]} lies in the same memory" if others else "")
-                    + (f"and {wanted[0]} needs a gradient" if wanted and not others else "")
-                    + ("" if others or wanted else "and it is a DTensor, or ranks have different numbers of rows")
-                    + ". Pass a clone of it, or let the model change a clone"
+                    f"{captured.title(name)}: the model changes it in place, and {fault}. Pass a clone, or let the model "
+                    "change a clone"
                 )
-        return [
-            given[name] if name in given else held(captured.parameters.get(name) or captured.buffers[name])
-            for name in captured.mutations
-        ]
+        for name, tensor in named.items() if captured.written.strided else ():
+            planned = captured.placeholders[name]
+            if _order(tensor) != _order(planned):
+                raise AutotpError(
+                    f"input {name}: it has strides {tensor.stride()}, and {planned.stride()} when the call was planned. "
+                    "The model changes in place what reshape() or contiguous() copies or not, as its strides are: pass an "
+                    "input that lies in memory as the example did"
+                )
+        return [held_part((named | state)[name]) for name in captured.mutations]
+
+    def _fault(
+        self, name: str, named: Mapping[str, Tensor], state: Mapping[str, Tensor], given: Sequence[Any]
+    ) -> str | None:
+        """Why a placeholder cannot be changed as the model changes it."""
+        captured, mine = self.captured, {**named, **state}[name]
+        if name not in named:
+            learned = name in captured.written.frozen and self.key.gradients and mine.requires_grad
+            return "torch allows that of a frozen parameter, or under torch.no_grad()" if learned else None
+        if all(mine is not each for each in given):
+            return "the graph has a copy of it: it is a DTensor, conjugated, or other ranks have other numbers of rows"
+        for other, tensor in {**named, **state}.items():
+            if other != name and overlap(held_part(tensor), held_part(mine)):
+                return f"{captured.title(other)} lies in the same memory"
+        if self.key.gradients and any(tensor.requires_grad for tensor in named.values()):
+            for other in _followed(captured, name) & named.keys():
+                if named[other].requires_grad:
+                    return f"{captured.title(other)} needs a gradient"
+        return None
 
 
 def _followed(captured: Captured, name: str) -> set[str]:
@@ -186,8 +206,12 @@ def _followed(captured: Captured, name: str) -> set[str]:
     return {node.name for node in found if node.op == "placeholder"}
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() and one.numel() * other.numel() > 0
+def _order(tensor: Tensor) -> tuple[int, ...]:
+    """How a tensor's dims lie in memory, from the outermost on; their strides, where there are gaps or elements twice."""
+    dims = [d for d, size in enumerate(tensor.shape) if size > 1]
+    if not torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
+        return (-1, *(tensor.stride(d) for d in dims))
+    return tuple(sorted(dims, key=tensor.stride, reverse=True))
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from autotp.errors import AutotpError
 from autotp.runtime.programs.program import Program
 from autotp.runtime.programs.programs import Programs
 
@@ -62,6 +63,23 @@ class Programmed(nn.Module):
         """
         with self._programs.not_syncing():
             yield
+
+    def __copy__(self) -> Any:
+        """A module of the same parameters and buffers, as copying any module gives."""
+        made: Any = object.__new__(type(self))
+        made.__dict__ |= self.__dict__
+        return made
+
+    def __reduce__(self) -> Any:
+        """Refuses.
+
+        Raises:
+            AutotpError: always; process groups end with the job.
+        """
+        raise AutotpError(
+            "a distributed module belongs to a running job and cannot be pickled: save its state_dict() with "
+            "torch.distributed.checkpoint, and its plan with plan.save(), and distribute the model again"
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Programmed:
         """As a module's own, which ``to``, ``half`` and others call; calls then run programs for the new dtypes."""

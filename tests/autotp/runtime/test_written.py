@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from thinned import thinned
 from torch import nn
 from writing import WRITING, three_steps
@@ -26,7 +28,7 @@ def test_three_steps(kind, strategy, mesh, schedule):
     asked = {"strategy": strategy, "mesh": mesh, "schedule": schedule}
     plan = autotp.plan(model, autotp.Topology.flat(devices), args, **asked)
     three_steps(model, args, lambda model: autotp.simulate(model, plan, args))
-    assert autotp.verify(model, plan, args)
+    assert autotp.verify(model, plan, args).right
 
 
 class _Masked(nn.Module):
@@ -65,12 +67,14 @@ def test_inputs_whose_change_would_be_lost_are_refused():
     model = _Scaled()
     plan = autotp.plan(model, autotp.Topology.flat(2), (x, y, z))
     simulated = autotp.simulate(model, plan, (x, y, z))
-    with pytest.raises(autotp.AutotpError, match="x: the model changes this input in place, and y lies in the same memory"):
+    with pytest.raises(
+        autotp.AutotpError, match="input x: the model changes it in place, and input y lies in the same memory"
+    ):
         simulated(x, x, z)
-    with pytest.raises(autotp.AutotpError, match="x: the model changes this input in place, and y needs a gradient"):
+    with pytest.raises(autotp.AutotpError, match="input x: the model changes it in place, and input y needs a gradient"):
         simulated(x, y.clone().requires_grad_(), z)
     simulated(x.clone(), y, torch.ones(8, requires_grad=True)).backward()
-    with pytest.raises(autotp.AutotpError, match="x: the model changes this input in place, and x needs a gradient"):
+    with pytest.raises(autotp.AutotpError, match="input x: the model changes it in place, and input x needs a gradient"):
         simulated(x.clone().requires_grad_() * 1, y, z)
     assert torch.equal(x, torch.ones(4, 8))
     simulated(x, y, z)
@@ -95,3 +99,158 @@ def test_a_change_of_a_copy_in_another_dtype_is_refused():
     kind = next(kind for kind in WRITING if kind.__name__ == "Clamped")
     with pytest.raises(CaptureError, match="changes weight in place, and the precision gives it a copy in another dtype"):
         autotp.plan(kind(), autotp.Topology.flat(2), (torch.ones(8, 8),), precision="bf16-mixed")
+
+
+def _beside(model, args, *calls, strategy="zero3"):
+    """Results and gradients of the model, and of its simulation, for every call after the plan's."""
+    plain, found = copy.deepcopy(model), []
+    simulated = autotp.simulate(
+        model, autotp.plan(model, autotp.Topology.flat(2), args, strategy=strategy, mesh=(2,)), args
+    )
+    for call in calls:
+        both = []
+        for each in (plain, simulated):
+            given = [tensor.clone() for tensor in call]
+            result = each(*given)
+            result.sum().backward()
+            both.append([result, *given, *(p.grad for p in each.parameters()), *each.parameters()])
+            each.zero_grad()
+        found += [torch.allclose(one.detach(), other.detach(), 1e-9) for one, other in zip(*both, strict=True)]
+    return found
+
+
+class _Program(nn.Module):
+    def __init__(self, function, weight=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.function, self.head = function, nn.Linear(8, 8).double()
+        self.weight = nn.Parameter(torch.randn(8, 8).double() if weight is None else weight)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def _filled_anew(self, x):
+    with torch.no_grad():
+        self.weight.copy_(x)
+    return (self.head(x) @ self.weight) ** 2
+
+
+def _turned(self, x):
+    with torch.no_grad():
+        self.weight.mul_(-0.5j if self.weight.is_complex() else -0.0)
+    return (self.head(x) * self.weight.new_ones(()) * self.weight).abs() + torch.copysign(x, self.weight.real)
+
+
+def _no_dropout(self, x):
+    hidden = self.head(x)
+    return nn.functional.relu(nn.functional.dropout(hidden, 0.0), inplace=True) + hidden @ self.weight
+
+
+@pytest.mark.parametrize(
+    ("function", "weight"),
+    [
+        (_filled_anew, torch.full((8, 8), torch.nan).double()),
+        (_filled_anew, torch.full((8, 8), torch.inf).double()),
+        (_turned, None),
+        (_turned, torch.ones(8, 8, dtype=torch.cdouble)),
+        (_no_dropout, None),
+    ],
+)
+def test_a_parameter_is_a_leaf_whatever_it_held(function, weight):
+    x = torch.randn(8, 8).double()
+    assert all(_beside(_Program(function, weight), (x,), (x,), (x + 1,)))
+
+
+def _flat_first(self, x):
+    nn.functional.relu(x.flatten(), inplace=True)
+    return self.head(x) @ self.weight
+
+
+def test_what_is_a_copy_or_not_by_strides_is_planned_for_one_kind():
+    x = torch.randn(8, 8).double()
+    assert all(_beside(_Program(_flat_first), (x,), (x,)))
+    with pytest.raises(autotp.AutotpError, match="input x: it has strides"):
+        _beside(_Program(_flat_first), (x,), (x.t(),))
+
+
+def _moving(self, x):
+    self.weight.copy_(x * 2)
+    return self.head(x @ self.weight)
+
+
+def test_frozen_parameters_take_values_with_gradients():
+    model, x = _Program(_moving), torch.randn(8, 8).double()
+    model.weight.requires_grad_(False)
+    plan = autotp.plan(model, autotp.Topology.flat(2), (x,), strategy="zero3", mesh=(2,))
+    found = []
+    for each in (copy.deepcopy(model), autotp.simulate(copy.deepcopy(model), plan, (x,))):
+        given = x.clone().requires_grad_()
+        each(given * 1).sum().backward()
+        found.append(given.grad)
+    assert torch.allclose(*found)
+    simulated = autotp.simulate(model, plan, (x,))
+    model.weight.requires_grad_()
+    with pytest.raises(autotp.AutotpError, match="parameter weight: .* torch allows that of a frozen parameter"):
+        simulated(x)
+
+
+def _checkpointed(self, x):
+    def inner(hidden):
+        with torch.no_grad():
+            self.weight.mul_(0.9)
+        return torch.tanh(hidden @ self.weight)
+
+    return torch.utils.checkpoint.checkpoint(inner, self.head(x), use_reentrant=False)
+
+
+def test_changes_in_a_checkpoint_are_refused():
+    with pytest.raises(CaptureError, match="changes parameter 'p_weight' in a checkpointed function"):
+        autotp.plan(_Program(_checkpointed), autotp.Topology.flat(2), (torch.randn(8, 8).double(),))
+
+
+def test_parameters_in_one_memory_are_refused():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(autotp.AutotpError, match=r"0.weight and 1.weight are two parameters in the same memory"):
+        autotp.plan(model, autotp.Topology.flat(2), (torch.randn(8, 8),))
+
+
+def test_a_copy_is_a_module_of_its_own():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(8, 8)
+    simulated = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), (x,)), (x,))
+    made = copy.deepcopy(simulated)
+    assert torch.equal(made(x), simulated(x))
+    with torch.no_grad():
+        model[0].weight.zero_()
+    assert not torch.equal(made(x), simulated(x))
+    with pytest.raises(autotp.AutotpError, match="cannot be pickled"):
+        pickle.dumps(simulated)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda self, x: self.head(x) * (1 if torch.is_grad_enabled() else 2), "asks torch.is_grad_enabled"),
+        (lambda self, x: (setattr(self, "weight", nn.Parameter(self.weight * 2)), self.head(x))[1], "the parameters of"),
+    ],
+)
+def test_what_the_graph_does_not_follow_is_said(function, said, caplog):
+    autotp.plan(_Program(function), autotp.Topology.flat(2), (torch.randn(8, 8).double(),))
+    assert said in caplog.text
+
+
+class _Defaults(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x, scale=torch.ones(8)):  # noqa: B008
+        return self.head(x) * scale
+
+
+def test_a_default_that_is_a_tensor_is_an_input():
+    model, x = _Defaults(), torch.randn(8, 8)
+    simulated = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), (x,)), (x,))
+    for given in ((x,), (x, torch.full((8,), 2.0))):
+        assert torch.allclose(simulated(*given), model(*given))

@@ -240,6 +240,7 @@ CASES = {
     "aten.layer_norm.default": norm,
     "aten.rms_norm.default": lambda d: norm(d)[:3],
     "aten.group_norm.default": group_norm,
+    "autotp.renewed.default": lambda d: [floats(4, 8), floats(4, 8)],
     "autotp.batch_norm_train.default": batch_norm,
     "aten.batch_norm.default": evaluated_batch_norm,
     "aten.softmax.int": lambda d: one_dim(d)[:2],
@@ -326,6 +327,7 @@ UNDIFFERENTIABLE = ("aten.floor_divide", "aten.remainder.Scalar_Tensor")
 CONSTANT = {
     "aten.batch_norm.default": {"t3", "t4"},
     "autotp.batch_norm_train.default": {"t3", "t4"},
+    "autotp.renewed.default": {"t1"},
     "aten.cross_entropy_loss.default": {"t2"},
     "aten.nll_loss_nd.default": {"t2"},
     "aten.binary_cross_entropy.default": {"t2"},
