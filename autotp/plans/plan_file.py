@@ -38,9 +38,9 @@ def _one_of(names: Collection[str], name: str) -> str:
 
 def _placement(item: Any) -> Any:
     split = isinstance(item, list) and len(item) == 2 and all(type(number) is int for number in item)
-    if item in ("R", "P") or (split and 0 <= item[0] < _DIMS and 1 <= item[1] < _BLOCKS):
+    if item == "R" or (split and 0 <= item[0] < _DIMS and 1 <= item[1] < _BLOCKS):
         return item
-    raise ValueError('it should be "R", "P" or [dim, blocks]')
+    raise ValueError('it should be "R" or [dim, blocks]')
 
 
 _Kind = Annotated[str, AfterValidator(functools.partial(_one_of, CHUNKS))]

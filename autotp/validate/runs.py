@@ -208,7 +208,7 @@ def _run(name: str, row: Mapping[str, Any]) -> MeasuredRun:
     )
     if data * tensor != devices:
         raise AutotpError(f"{data} x {tensor} ways on {devices} devices")
-    accumulate = _whole(row, "grad_accum", 1)
+    accumulate = _whole(row, "grad_accum", 1, least=1)
     batch = _whole(row, "micro_batch", 0) or _whole(row, "global_batch") // (data * accumulate)
     if "global_batch" in row and batch * data * accumulate != _whole(row, "global_batch"):
         raise AutotpError(
@@ -318,11 +318,11 @@ def _yes(row: Mapping[str, Any], key: str, default: bool) -> bool:
     return str(row.get(key, default)).lower() in ("yes", "true")
 
 
-def _whole(row: Mapping[str, Any], key: str, default: int | None = None, most: int = _SIZE) -> int:
+def _whole(row: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 0, most: int = _SIZE) -> int:
     value = _number(row, key, None if default is None else float(default))
     if not value.is_integer():
         raise AutotpError(f"{key} is {shown(row[key])}; it must be a whole number")
-    return whole(int(value), key, least=0, most=most)
+    return whole(int(value), key, least=least, most=most)
 
 
 def _number(row: Mapping[str, Any], key: str, default: float | None = None) -> float:

@@ -95,6 +95,7 @@ def test_what_a_step_computes_is_priced_on_other_devices_as_a_plan_is(tmp_path):
         ({"step_seconds": 0}, "step_seconds is 0"),
         ({"tp_degree": 3}, "8 x 3 ways on 8 devices"),
         ({"global_batch": 17}, "a batch of 17"),
+        ({"grad_accum": 0, "micro_batch": ""}, "grad_accum"),
         ({"recompute": "some"}, "recompute 'some'"),
         ({"dtype": "int4"}, "dtype 'int4'"),
         ({"hidden": 25.5}, "hidden is 25.5"),
