@@ -144,7 +144,7 @@ def written(tmp_path_factory):
         (("layouts",), [], "key 'layouts': "),
         (("layouts", "0.weight"), ["S"], "key 'layouts.0.weight.0': "),
         (("layouts", "0.weight"), [[0, 0]], 'it should be "R" or [dim, blocks], not [0, 0]'),
-        (("layouts", "0.weight"), ["P"], 'it should be "R" or [dim, blocks], not \'P\''),
+        (("layouts", "0.weight"), ["P"], "it should be \"R\" or [dim, blocks], not 'P'"),
         (("chunks",), {"batch": 0}, "key 'chunks.batch': "),
         (("chunks",), {"lines": 2}, "one of batch, rows"),
         (("chunks",), None, "key 'chunks': "),
