@@ -13,6 +13,7 @@ from autotp.costs.footprint import Footprint
 from autotp.costs.moment import Moment, Turn
 from autotp.costs.priced import Priced
 from autotp.costs.recompute import keeping
+from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
 from passes.capture import Captured
 from passes.graph import note_of
@@ -135,6 +136,8 @@ def memory_use(priced: Priced, plan: Plan) -> MemoryUse:
     first = _Watched(priced, {})
     peak = first.run()
     chosen = _chosen(first.held)
+    if not chosen:
+        raise AutotpError("the graph has no operators, and holds nothing but what it is given")
     watched = _Watched(priced, chosen)
     watched.run()
     nodes = list(priced.model.operators)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from autotp.errors import AutotpError, BatchError, MemoryBoundError, TimeLimitError
 from autotp.planner import plan_captured
@@ -222,6 +223,14 @@ def example_of(made: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any] | 
             f"the factory returned {_types(made)}; "
             "args must be a tuple of positional inputs and kwargs a dict from names to inputs"
         )
+    if args or kwargs:
+        try:
+            tree_flatten((args, kwargs))
+            inspect.signature(parts[0].forward).bind(*args, **(kwargs or {}))
+        except RecursionError:
+            raise AutotpError("the factory returned inputs that contain themselves") from None
+        except (TypeError, ValueError) as error:
+            raise AutotpError(f"the inputs that the factory returned do not fit the model's forward: {error}") from None
     return parts[0], tuple(args), None if kwargs is None else dict(kwargs)
 
 

@@ -96,16 +96,13 @@ def verify(
     *,
     tolerance: float | None = None,
 ) -> Verification:
-    """Compares a plan's distributed run with the model's own, operator by operator.
+    """The errors of a plan's distributed run, compared with the model's own, and the first operator that departs, if any.
 
     Args:
         model: the model that was planned, on a real device.
         plan: the plan.
         args, kwargs: inputs, of the shapes that were planned.
         tolerance: relative; left out, by the dtype of the parameters (1e-9 for float64, 1e-4 for float32).
-
-    Returns:
-        The errors of outputs and gradients, and the first operator that departs, if one does.
 
     Raises:
         PlanMismatchError: the plan is for another model or other inputs.

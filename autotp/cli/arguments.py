@@ -45,6 +45,7 @@ __all__ = [
     "call_factory",
     "check_output",
     "chunks_of",
+    "described",
     "find_factory",
     "load_model",
     "memory_of",
@@ -127,7 +128,7 @@ def call_factory(
         raise
     except (Exception, SystemExit) as error:
         attribute = spec.rpartition(":")[2]
-        raise ModelSpecError(f"--model {shown(spec)}: {attribute[:80]}() raised {_describe(error)}") from error
+        raise ModelSpecError(f"--model {shown(spec)}: {attribute[:80]}() raised {described(error)}") from error
     try:
         return example_of(made)
     except AutotpError as error:
@@ -193,10 +194,11 @@ def _import(where: str, spec: str) -> ModuleType:
         source.loader.exec_module(module)
         return module
     except (Exception, SystemExit) as error:
-        raise ModelSpecError(f"--model {shown(spec)}: importing {shown(where)} raised {_describe(error)}") from error
+        raise ModelSpecError(f"--model {shown(spec)}: importing {shown(where)} raised {described(error)}") from error
 
 
-def _describe(error: BaseException) -> str:
+def described(error: BaseException) -> str:
+    """An error of the user's own code, and where in that code it happened."""
     # The innermost frame is where the user has to look, unless it is a library's.
     frames = []
     trace = error.__traceback__

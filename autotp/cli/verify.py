@@ -11,10 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from autotp.analysis.verify import Verification, verify
-from autotp.cli.arguments import AsJson, PlannedModel, SavedPlan, load_model, working
+from autotp.cli.arguments import AsJson, ModelSpecError, PlannedModel, SavedPlan, described, load_model, working
 from autotp.cli.render import place_of
 from autotp.cli.terminal import show
+from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
+from costmodel.errors import shown
 
 __all__ = ["verify_command"]
 
@@ -37,7 +39,12 @@ def verify_command(
     loaded = Plan.load(plan)
     with working("comparing"):
         module, args, kwargs = load_model(model, loaded.devices)
-        found = verify(module, loaded, args, kwargs, tolerance=tolerance)
+        try:
+            found = verify(module, loaded, args, kwargs, tolerance=tolerance)
+        except AutotpError:
+            raise
+        except Exception as error:
+            raise ModelSpecError(f"--model {shown(model)}: running it raised {described(error)}") from error
     show(asdict(found) | {"right": found.right}, _shown(found), as_json)
     if not found.right:
         raise typer.Exit(1)

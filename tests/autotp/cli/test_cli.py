@@ -55,6 +55,17 @@ MODEL = """
     def failing():
         return {}["nothing"]
 
+    def crowded():
+        return nn.Linear(2, 2), (torch.ones(2), torch.ones(2))
+
+    def unnamed():
+        return nn.Linear(2, 2), {"input": torch.ones(2), 3: 4}
+
+    def endless():
+        inputs = []
+        inputs.append(inputs)
+        return nn.Linear(2, 2), (inputs,)
+
     size = 3
 """
 
@@ -223,6 +234,9 @@ def test_a_module_on_the_path_can_be_named(
         ("FILE:bulid", "has no function 'bulid'; it has Regression, build, keywords"),
         ("FILE:size", "has no function 'size'"),
         ("FILE:wrong", "the factory returned str"),
+        ("FILE:crowded", "the inputs that the factory returned do not fit the model's forward: too many positional"),
+        ("FILE:unnamed", "the inputs that the factory returned do not fit the model's forward: "),
+        ("FILE:endless", "the factory returned inputs that contain themselves"),
         ("FILE:failing", "failing() raised KeyError: 'nothing' ("),
     ],
 )
