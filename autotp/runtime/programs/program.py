@@ -229,11 +229,23 @@ def without_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return bare
 
 
+def _beside(first: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor like another in the memory of one that takes none."""
+    bare = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    bare.set_(first.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+    first.untyped_storage().resize_(0)
+    return bare
+
+
 def blueprint(model: nn.Module) -> nn.Module | AutotpError:
     """A copy of a model to capture, whose parameters and buffers take no memory; or why there is none."""
     tensors: dict[int, Tensor] = {}
+    memories: dict[int, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         bare = without_memory(tensor, tensor.dtype)
+        if not tensor.is_meta and tensor.layout is torch.strided:  # what shares memory must be seen to
+            first = memories.setdefault(tensor.untyped_storage().data_ptr() or id(tensor), bare)
+            bare = bare if first is bare else _beside(first, tensor)
         tensors[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
     try:
         return copy.deepcopy(model, dict(tensors))

@@ -254,3 +254,25 @@ def test_a_default_that_is_a_tensor_is_an_input():
     simulated = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), (x,)), (x,))
     for given in ((x,), (x, torch.full((8,), 2.0))):
         assert torch.allclose(simulated(*given), model(*given))
+
+
+class _Shown(nn.Module):
+    """A buffer is a view of another, which evaluation changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("whole", torch.ones(8))
+        self.register_buffer("shown", self.whole[2:6])
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if not self.training:
+            self.whole.mul_(0.5)
+        return self.head(x) * self.shown
+
+
+def test_what_shares_memory_does_so_in_later_programs():
+    model, x = _Shown(), torch.randn(4, 4)
+    simulated = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), (x,)), (x,))
+    with pytest.raises(CaptureError, match="writes to memory that b_shown, b_whole share"):
+        simulated.eval()(x)
