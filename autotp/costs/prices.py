@@ -122,7 +122,7 @@ class Prices:
             found = np.where(staged[0] < _STAGED * found[0], staged, found)
         if not parameter:
             return found
-        latency = self.spent(kind, axes, np.ones(1))[0]
+        latency = np.minimum(self.spent(kind, axes, np.ones(1))[0], found[0])  # of less than a byte, where there is none
         merged = np.asarray(overlap.merged(found[0], latency, volumes / self.together))
         share = np.divide(merged, found[0], out=np.ones_like(merged), where=found[0] > 0)
         taken = found[1]  # fewer messages are no fewer bytes

@@ -139,6 +139,22 @@ def test_round_trip(tmp_path):
             autotp.Plan.load(path)
 
 
+class _Empty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.none, self.head = nn.Parameter(torch.ones(4, 0)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(x).sum() + (self.none * 2).sum()
+
+
+def test_moving_nothing_takes_no_time():
+    """As less than nothing, it would make a plan that no rank takes."""
+    topology = autotp.Topology.flat(4, bandwidth="1000000 GB/s", latency="0.000001 us")
+    plan = autotp.plan(_Empty(), topology, (torch.ones(8, 4),), strategy="zero3", mesh=(4,))
+    assert autotp.Plan.from_json(plan.to_json()) == plan
+
+
 def test_a_plan_names_operators_and_no_python_function():
     """Where a function is defined changes with the code's layout; what a plan is for must not.
 
