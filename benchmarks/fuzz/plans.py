@@ -19,6 +19,7 @@ from autotp.plans.plan import Plan
 from autotp.plans.plan_file import decode_layout, encode_layout
 from benchmarks.fuzz.case import Case, build, lines_of
 from costmodel import Topology
+from costmodel.errors import AutotpError
 from passes.capture import Captured, capture
 from passes.graph import note_of
 from passes.layouts.codes import fits, restorable
@@ -61,6 +62,10 @@ def planned(case: Case, model: nn.Module, args: Sequence[Tensor]) -> tuple[Captu
     asked.check(topology)
     captured = capture(model, tuple(args))
     plan = plan_captured(captured, topology, asked)
+    try:  # as other processes are given it
+        plan = Plan.from_json(plan.to_json())
+    except AutotpError as error:
+        raise ValueError(f"a plan that no process takes: {error}") from error
     return captured, _changed(case, captured, plan) if options.served or options.rests else plan
 
 
