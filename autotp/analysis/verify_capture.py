@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils import stateless
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autotp.analysis.conditioning import apart, weighed
@@ -41,31 +41,33 @@ def compared_with_model(
         (a node's or parameter's name, what it is, its largest difference over the largest magnitude, whether that is of a
         gradient).
     """
-    held = [leaf for module in model.modules() for leaf in tree_leaves(vars(module)) if isinstance(leaf, Tensor)]
-    model = copy.deepcopy(model, {id(leaf): leaf.detach() for leaf in held if not leaf.is_leaf})
-    state, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    state = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
+    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
     own = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, (tuple(args), kwargs or {}))
-    returned, modules = model(*own[0], **own[1]), list(model.modules())
-    results = tree_leaves((returned, [left.of(modules) for left in captured.left]))
     *_, output = captured.graph_module.graph.nodes
     given: Any = output.args[0]
-    loss: list[Tensor] = []
-    for number, (node, result) in enumerate(zip(given[: captured.outputs], results, strict=True)):
-        if isinstance(node, fx.Node) and isinstance(result, Tensor):
-            yield node.name, f"output {number}", _error(values[node.name], result), False
-            if number in weights:
-                loss.append(weighed(result, weights[number]).double())
-    now = captured.values({**state, **buffers}, *own)
+    # Not functional_call(), nor grad(): a checkpoint calls the model again in the backward pass, and may take no grad().
+    with stateless._reparametrize_module(model, {**state, **buffers}, tie_weights=True):
+        returned, modules = model(*own[0], **own[1]), list(model.modules())
+        results = tree_leaves((returned, [left.of(modules) for left in captured.left]))
+        pairs = zip(given[: captured.outputs], results, strict=True)
+        found = [(i, n, r) for i, (n, r) in enumerate(pairs) if isinstance(n, fx.Node) and isinstance(r, Tensor)]
+        loss = [weighed(result, weights[number]).double() for number, _, result in found if number in weights]
+        now = {name: tensor.clone() for name, tensor in captured.values({**state, **buffers}, *own).items()}
+        trains = any(part.requires_grad for part in loss)
+        if trains:
+            try:
+                torch.stack(loss).sum().backward()
+            except RuntimeError:  # the model is for evaluation alone
+                trains = False
+    for number, node, result in found:
+        yield node.name, f"output {number}", _error(values[node.name], result), False
     for name, node in zip(captured.mutations, given[captured.returned :], strict=True):
         yield node.name, f"the new value of {captured.title(name)}", _error(values[node.name], now[name]), False
-    if not any(part.requires_grad for part in loss):
-        return
-    trained = {name: leaf for name, leaf in state.items() if leaf.requires_grad}
-    torch.stack(loss).sum().backward()  # not grad(), which reentrant checkpoints do not take
-    for name, leaf in trained.items():
+    for name, leaf in state.items() if trains else ():
         mine, gradient = gradients.get(name), leaf.grad
         if gradient is not None or mine is not None:
-            zero = torch.zeros_like(trained[name])
+            zero = torch.zeros_like(leaf)
             both = zero if mine is None else mine, zero if gradient is None else gradient
             yield name, f"the gradient of {name}", _error(*both, least.get(name, 0.0)), True
 

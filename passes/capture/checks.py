@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure
 
 from costmodel.errors import AutotpError, require
 from passes.capture.builder import CaptureError, operator_name
-from passes.capture.signature import overlap
+from passes.capture.signature import overlap, reach
 
 __all__ = [
     "advice",
@@ -82,16 +82,23 @@ def require_plain(model: nn.Module, args: Any = (), kwargs: Any = None) -> None:
             raise AutotpError(f"the model is distributed already, as its {path} is a DTensor: use it as it is, or {given}")
 
 
+def check_memory(model: nn.Module) -> None:
+    """Refuses a trained parameter that shares memory with other state, and state that shares it behind torch's back."""
+    state = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if any(reach(tensor))}
+    held = sorted((*reach(tensor), name) for name, tensor in state.items())
+    for place, (_, end, name) in enumerate(held):
+        for _, _, other in itertools.takewhile(lambda each, end=end: each[0] < end, held[place + 1 :]):  # type: ignore[misc]
+            one, two = state[name], state[other]
+            trained = any(isinstance(each, nn.Parameter) and each.requires_grad for each in (one, two))
+            if (trained or one.untyped_storage()._cdata != two.untyped_storage()._cdata) and overlap(one, two):
+                raise AutotpError(
+                    f"{type(model).__name__}: {name} and {other} lie in the same memory, and would be apart once "
+                    "distributed; make them one parameter or buffer, or compute one from the other in forward"
+                )
+
+
 def check_tying(model: Any) -> None:
-    """Refuses parameters in one memory, and a Hugging Face model whose embeddings should be one but are two on meta."""
-    plain = [(name, each) for name, each in model.named_parameters() if each.layout is torch.strided]
-    plain.sort(key=lambda pair: pair[1].data_ptr() if not pair[1].is_meta else 0)
-    for (name, one), (other, two) in itertools.pairwise(plain):
-        if overlap(one, two) and (one.requires_grad or two.requires_grad):
-            raise AutotpError(
-                f"{type(model).__name__}: {name} and {other} are two parameters in the same memory, which would be apart "
-                "once distributed; make them one, by assigning one module's parameter to the other"
-            )
+    """Refuses a Hugging Face model whose input and output embeddings should be one but are two on meta."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if not getattr(text, "tie_word_embeddings", False) or not hasattr(model, "get_output_embeddings"):
@@ -199,7 +206,7 @@ class _Seen(TorchFunctionMode):
 
 @contextmanager
 def _asking() -> Iterator[None]:
-    """Says where ``forward`` itself asks for what the graph cannot: the answer is that of the capture at every call."""
+    """Says where ``forward`` itself asks what the graph cannot: the answer is that of the capture at every call."""
     asked = {name: getattr(torch, name) for name in ("is_grad_enabled", "is_inference_mode_enabled")}
 
     def answer(name: str) -> bool:
@@ -271,6 +278,17 @@ def warn_of_changes(model: nn.Module, names: Sequence[str]) -> None:
             "captured, and leaves nothing there. Return it, or make it a buffer, an argument, or a draw of torch's",
             type(model).__name__,
             ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else ""),
+        )
+
+
+def warn_of_gradients(model: nn.Module, names: Sequence[str]) -> None:
+    """Says which buffers would carry gradients from call to call."""
+    if names:
+        _log.warning(
+            "%s: forward gives buffer %s a value with a gradient, which ends with the call; detach it, or return it and "
+            "pass it to the next call",
+            type(model).__name__,
+            ", ".join(sorted(names)),
         )
 
 

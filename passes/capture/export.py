@@ -153,6 +153,7 @@ def capture(
     checks.require_plain(model, args, kwargs)
     args, kwargs = example(model, args, kwargs)
     checks.check_tying(model)
+    checks.check_memory(model)
     policy = policy_of(precision)
     casts: Mapping[str, Cast] = {}
     checks.refuse_hooks(model)
@@ -186,6 +187,7 @@ def capture(
     renewed_state = {{**names.parameters, **names.buffers}.get(name) for name in mutations}
     anew = [path for path in anew if names.aliases.get(path, path) not in renewed_state]
     checks.warn_of_changes(model, anew)
+    checks.warn_of_gradients(model, [names.buffers[name] for name in written.carried])
     checks.refuse_copies(model, casts.keys() & renewed_state)
     if policy is not None:
         check_dtypes(graph, policy)

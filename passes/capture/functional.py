@@ -134,11 +134,13 @@ class Written:
     Attributes:
         places: placeholder -> position of its new value among the outputs, where these follow the model's own.
         frozen: parameters that are changed while gradients are on, as torch allows where they need none.
+        carried: buffers whose new value has a gradient, which ends with the call.
         strided: what is changed depends on how inputs lie in memory.
     """
 
     places: Mapping[str, int] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
+    carried: frozenset[str] = frozenset()
     strided: bool = False
 
 

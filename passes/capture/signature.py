@@ -14,7 +14,9 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 
 from costmodel.errors import AutotpError
 
-__all__ = ["CallSignature", "Leaf", "bind", "dense", "example", "overlap", "path_of"]
+__all__ = ["CallSignature", "Leaf", "bind", "dense", "example", "overlap", "path_of", "reach"]
+
+_COUNTED = 2**22  # elements: so many are compared one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +136,22 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors may lie in the same memory."""
-    (begin, end), (first, last) = _reach(one), _reach(other)
-    return one.device == other.device and begin < last and first < end
+    """Whether two tensors share memory; for large ones, whether they may."""
+    (begin, end), (first, last) = reach(one), reach(other)
+    if one.device != other.device or begin >= last or first >= end:
+        return False
+    size, start = one.element_size(), min(begin, first)
+    elements = (max(end, last) - start) // size
+    if other.element_size() != size or (begin - first) % size or elements > _COUNTED:
+        return True
+    taken = torch.zeros(elements, dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride(), (begin - start) // size).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), (first - start) // size).any())
 
 
-def _reach(tensor: Tensor) -> tuple[int, int]:
+def reach(tensor: Tensor) -> tuple[int, int]:
     """The addresses of a tensor's first byte and of the one behind its last; 0 and 0 where it has no memory."""
-    if tensor.is_meta or not tensor.numel() or not tensor.untyped_storage().size():
+    if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel() or not tensor.untyped_storage().size():
         return 0, 0
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
@@ -156,7 +166,7 @@ def example(
         kwargs = dummy if isinstance(dummy, Mapping) else {}
         if not kwargs and inspect.signature(model.forward).parameters:
             raise AutotpError(f"{type(model).__name__}: no example inputs; pass args=(...) or kwargs={{...}} as in a call")
-    kwargs = _with_defaults(inspect.signature(model.forward), args, kwargs or {})
+    args, kwargs = _with_defaults(inspect.signature(model.forward), args, kwargs or {})
     meta = any(p.is_meta for p in model.parameters())
 
     def own(leaf: Any) -> Any:
@@ -180,11 +190,17 @@ def _as_it_lies(tensor: Tensor) -> Tensor:
     return memory.as_strided(tensor.shape, tensor.stride())
 
 
-def _with_defaults(parameters: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments with those that are tensors by default, which are inputs like others."""
-    named = bind(parameters, args, kwargs)
+def _with_defaults(
+    parameters: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The arguments with those that are tensors by default, which are inputs like others."""
+    bound = parameters.bind(*args, **kwargs)
     defaults = {name: each.default for name, each in parameters.parameters.items() if isinstance(each.default, Tensor)}
-    return {**kwargs, **{name: default for name, default in defaults.items() if named[name] is default}}
+    left = defaults.keys() - bound.arguments.keys()
+    if not left:
+        return args, kwargs
+    bound.arguments |= {name: defaults[name] for name in left}
+    return bound.args, bound.kwargs
 
 
 def bind(parameters: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

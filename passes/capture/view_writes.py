@@ -17,10 +17,10 @@ __all__ = ["PERMUTES", "RESHAPES", "SPLITS", "as_computed", "put_back", "refuse_
 
 aten = torch.ops.aten
 #: Kernels with contiguous results on CPU, where torch's fake ones have their operand's strides.
-_CONTIGUOUS_ON_CPU = frozenset({aten.log_sigmoid.default, aten.batch_norm.default})
+_CONTIGUOUS_ON_CPU = frozenset({aten.log_sigmoid.default, aten.batch_norm.default, aten.rrelu.default})
 #: Kernels with the strides of their operands, where torch's fake ones have contiguous results.
 _LIKE_OPERANDS = frozenset({
-    aten.copysign.Tensor, aten.floor_divide.default, aten.xlogy.Tensor,
+    aten.copysign.Tensor, aten.floor_divide.default, aten.xlogy.Tensor, aten.roll.default, aten.channel_shuffle.default,
     aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default,
 })  # fmt: skip
 
@@ -172,7 +172,7 @@ def refuse_unsure(node: fx.Node, written: fx.Node, root: fx.Node) -> None:
     permuted = root.target in _LIKE_OPERANDS and not all(n.meta["val"].is_contiguous() for n in root.all_input_nodes)
     if as_computed(root.target, value) is value and not permuted:
         return
-    if len(root.users) > 1 or written is not root:
+    if permuted or len(root.users) > 1 or written is not root:  # contiguous() leaves no node where it seems to copy nothing
         raise CaptureError(
             f"{where(node)}: {node.target} writes to a result of {root.target}, or to a copy of it: torch.export is wrong "
             "about its strides, so it is not known whether contiguous() or reshape() copied; use an out-of-place "

@@ -77,7 +77,7 @@ class _Functionaliser:
         self.versions: dict[fx.Node, int] = {}
         self.owners: dict[int, list[fx.Node]] = {}
         self.shadows: dict[fx.Node, Any] = {}
-        self.frozen, self.strided = set[str](), False
+        self.frozen, self.carried, self.strided = set[str](), set[str](), False
         self.needs: dict[tuple[bool, bool], dict[fx.Node, bool]] = defaultdict(dict)
 
     def run(self) -> tuple[fx.Graph, Written]:
@@ -96,8 +96,10 @@ class _Functionaliser:
         for node, value in written.items():
             places[node.name] = len(output)
             now = value.now
+            if self.kinds[node.name] == "buffer" and self.needs_gradient(now, inputs=False):
+                self.carried.add(node.name)
             output.append(self.without_gradient(now, now))
-        return self.build.finish(output), Written(places, frozenset(self.frozen), self.strided)
+        return self.build.finish(output), Written(places, frozenset(self.frozen), frozenset(self.carried), self.strided)
 
     # -- what shares memory with what --
 

@@ -24,7 +24,7 @@ from autotp.runtime.state import held_part
 from passes.capture import Captured
 from passes.capture.signature import overlap, path_of
 
-__all__ = ["Call", "Key", "Program", "Unkept", "blueprint", "named_state", "without_memory"]
+__all__ = ["Call", "Key", "Program", "Unkept", "blueprint", "named_state", "require_own", "without_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +158,7 @@ class Program:
         named, paths = dict(zip(captured.inputs, inputs, strict=True)), {**captured.parameters, **captured.buffers}
         inside = paths if named.keys() & captured.mutations.keys() else paths.keys() & captured.mutations.keys()
         state = {name: held(paths[name]) for name in inside}
+        given = [*given, *(each.default for each in captured.signature.parameters.parameters.values())]
         for name in captured.mutations:
             if (fault := self._fault(name, named, state, given)) is not None:
                 raise AutotpError(
@@ -179,14 +180,15 @@ class Program:
     ) -> str | None:
         """Why a placeholder cannot be changed as the model changes it."""
         captured, mine = self.captured, {**named, **state}[name]
+        others = {**named, **state, **self.constants} if name in named else named
+        for other, tensor in others.items():
+            if other != name and overlap(held_part(tensor), held_part(mine)):
+                return f"{captured.title(other)} lies in the same memory"
         if name not in named:
             learned = name in captured.written.frozen and self.key.gradients and mine.requires_grad
             return "torch allows that of a frozen parameter, or under torch.no_grad()" if learned else None
         if all(mine is not each for each in given):
             return "the graph has a copy of it: it is a DTensor, conjugated, or other ranks have other numbers of rows"
-        for other, tensor in {**named, **state}.items():
-            if other != name and overlap(held_part(tensor), held_part(mine)):
-                return f"{captured.title(other)} lies in the same memory"
         if self.key.gradients and any(tensor.requires_grad for tensor in named.values()):
             for other in _followed(captured, name) & named.keys():
                 if named[other].requires_grad:
@@ -212,6 +214,21 @@ def _order(tensor: Tensor) -> tuple[int, ...]:
     if not torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
         return (-1, *(tensor.stride(d) for d in dims))
     return tuple(sorted(dims, key=tensor.stride, reverse=True))
+
+
+def require_own(captured: Captured, first: Captured) -> Captured:
+    """A program's graph, unless it has parameters that the first has not.
+
+    Raises:
+        AutotpError: they are those of the model itself, of which the graph is made from a copy.
+    """
+    known = {id(each) for each in first.constants.values()}
+    if any(isinstance(each, nn.Parameter) and id(each) not in known for each in captured.constants.values()):
+        raise AutotpError(
+            "this call needs a program of its own, made from a copy of the model, and forward calls a function that holds "
+            "the model itself (a lambda or a closure in an attribute): make it a method, or a module"
+        )
+    return captured
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from autotp.runtime.agreement import Agreement, agreed
 from autotp.runtime.compiled import Overlap
 from autotp.runtime.output_guard import made_of
 from autotp.runtime.programs.monitor import Monitor
-from autotp.runtime.programs.program import Call, Key, Program, Unkept, named_state, without_memory
+from autotp.runtime.programs.program import Call, Key, Program, Unkept, named_state, require_own, without_memory
 from autotp.runtime.programs.rows import Joined, joined, require_same_inputs
 from autotp.runtime.rewrite import Rewritten, apply, parts_of
 from autotp.runtime.schedules import Schedules
@@ -278,7 +278,8 @@ class Programs:
             return torch.empty_like(made).repeat_interleave(ways, 0) if id(leaf) in cut else made
 
         example, named = tree_map(whole, (tuple(args), dict(kwargs)))
-        return capture(self.model, example, named, self.plan.precision, self.plan.outputs, self.plan.observe)
+        made = capture(self.model, example, named, self.plan.precision, self.plan.outputs, self.plan.observe)
+        return require_own(made, self.first.captured)
 
     def _planned(self, key: Key, captured: Captured) -> Plan:
         """The plan of a program: of the first plan's family and within its memory, if there is one."""

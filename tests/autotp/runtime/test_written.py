@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -212,7 +213,7 @@ def test_changes_in_a_checkpoint_are_refused():
 def test_parameters_in_one_memory_are_refused():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight.data = model[0].weight.data
-    with pytest.raises(autotp.AutotpError, match=r"0.weight and 1.weight are two parameters in the same memory"):
+    with pytest.raises(autotp.AutotpError, match=r"0.weight and 1.weight lie in the same memory"):
         autotp.plan(model, autotp.Topology.flat(2), (torch.randn(8, 8),))
 
 
@@ -276,3 +277,102 @@ def test_what_shares_memory_does_so_in_later_programs():
     simulated = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), (x,)), (x,))
     with pytest.raises(CaptureError, match="writes to memory that b_shown, b_whole share"):
         simulated.eval()(x)
+
+
+class _Kept(nn.Module):
+    """What it was given last, and a table that no state dict has."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.table = nn.Linear(8, 8).double(), torch.ones(4, 8).double()
+        self.register_buffer("last", torch.zeros(4, 8).double())
+
+    def forward(self, x, y):
+        self.last.copy_(x)
+        y.mul_(2)
+        return self.head(x) * y * self.table
+
+
+def test_inputs_in_the_memory_of_state_are_refused():
+    model, x = _Kept(), torch.randn(4, 8).double()
+    args = (x, x.clone())
+    simulated = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), args), args)
+    for given, said in (
+        ((model.last, x), "buffer last: .* input x lies in the same memory"),
+        ((x, model.last), "input y lies in the same memory"),
+        ((x, model.table), "input y: .* input c_table lies in the same memory"),
+    ):
+        with pytest.raises(autotp.AutotpError, match=said):
+            simulated(*given)
+    simulated(x, x.clone())
+
+
+class _Remembers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+        self.register_buffer("state", torch.zeros(4, 8))
+
+    def forward(self, x):
+        self.state.copy_(torch.tanh(self.head(x) + self.state.clone()))
+        return self.state.clone()
+
+
+def test_a_gradient_from_call_to_call_is_warned_of(caplog):
+    autotp.plan(_Remembers(), autotp.Topology.flat(2), (torch.randn(4, 8),))
+    assert "gives buffer state a value with a gradient, which ends with the call" in caplog.text
+
+
+class _Viewed(nn.Module):
+    def __init__(self, rows):
+        super().__init__()
+        self.head, flat = nn.Linear(8, 8), torch.randn(8, 16)
+        self.left, self.right = nn.Parameter(flat[:, :8]), nn.Parameter(flat[:, 8:])
+        self.register_buffer("seen", self.head.weight.data if rows else torch.ones(8, 8))
+
+    def forward(self, x):
+        return self.head(x) @ self.seen @ self.left @ self.right
+
+
+def test_state_that_shares_memory_with_a_trained_parameter_is_refused():
+    x = torch.randn(4, 8)
+    assert autotp.plan(_Viewed(False), autotp.Topology.flat(2), (x,)).layouts
+    with pytest.raises(autotp.AutotpError, match=r"head.weight and seen lie in the same memory"):
+        autotp.plan(_Viewed(True), autotp.Topology.flat(2), (x,))
+
+
+class _Closed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head, self.lock = nn.BatchNorm1d(8), nn.Linear(8, 8), threading.Lock()
+        self.steps = [lambda hidden: self.norm(self.head(hidden))]
+
+    def forward(self, x):
+        return self.steps[0](x).tanh()
+
+
+def test_closures_are_followed_or_refused(one_rank):
+    model, x = _Closed(), torch.randn(4, 8)
+    plan, before = autotp.plan(model, autotp.Topology.flat(1), (x,)), copy.deepcopy(model.state_dict())
+    assert autotp.verify(model, plan, (x,)).right
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    del model.lock  # a copy is made for further programs
+    parallel = autotp.parallelize(model, autotp.Topology.flat(1), (x,), plan=plan)
+    assert torch.allclose(parallel(x), model(x))
+    with pytest.raises(autotp.AutotpError, match="holds the model itself|changes .c_.* in place, which is a constant"):
+        parallel.eval()(x)
+
+
+class _Only(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x, scale=torch.full((8,), 2.0), /):  # noqa: B008
+        return self.head(x) * scale
+
+
+def test_a_default_that_is_a_tensor_may_come_by_position_alone():
+    model, x = _Only(), torch.randn(4, 8)
+    simulated = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), (x,)), (x,))
+    assert torch.allclose(simulated(x), model(x))
