@@ -173,13 +173,13 @@ class Program:
                     "The model changes in place what reshape() or contiguous() copies or not, as its strides are: pass an "
                     "input that lies in memory as the example did"
                 )
-        return [held_part((named | state)[name]) for name in captured.mutations]
+        return [held_part(named[name] if name in named else state[name]) for name in captured.mutations]
 
     def _fault(
         self, name: str, named: Mapping[str, Tensor], state: Mapping[str, Tensor], given: Sequence[Any]
     ) -> str | None:
         """Why a placeholder cannot be changed as the model changes it."""
-        captured, mine = self.captured, {**named, **state}[name]
+        captured, mine = self.captured, named[name] if name in named else state[name]
         others = {**named, **state, **self.constants} if name in named else named
         for other, tensor in others.items():
             if other != name and overlap(held_part(tensor), held_part(mine)):
