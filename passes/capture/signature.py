@@ -149,12 +149,16 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     return bool(taken.as_strided(other.shape, other.stride(), (first - start) // size).any())
 
 
+def _span(tensor: Tensor) -> int:
+    """Elements from a tensor's first one in memory to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def reach(tensor: Tensor) -> tuple[int, int]:
     """The addresses of a tensor's first byte and of the one behind its last; 0 and 0 where it has no memory."""
     if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel() or not tensor.untyped_storage().size():
         return 0, 0
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
+    return tensor.data_ptr(), tensor.data_ptr() + _span(tensor) * tensor.element_size()
 
 
 def example(
@@ -185,8 +189,7 @@ def _as_it_lies(tensor: Tensor) -> Tensor:
     """A copy with the same strides, 0 as well, since these decide what ``contiguous`` and ``reshape`` copy."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return tensor.clone()
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = tensor.as_strided((span,), (1,), tensor.storage_offset()).clone()
+    memory = tensor.as_strided((_span(tensor),), (1,), tensor.storage_offset()).clone()
     return memory.as_strided(tensor.shape, tensor.stride())
 
 
