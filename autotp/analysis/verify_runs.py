@@ -14,6 +14,7 @@ from autotp.analysis.compare import difference, largest, listen
 from autotp.analysis.conditioning import moved, weighed
 from autotp.errors import AutotpError
 from autotp.runtime.interpreter import Interpreter, execute
+from autotp.runtime.programs.program import named_state
 from autotp.runtime.rewrite import Rewritten
 from passes.graph import differentiable
 from passes.layouts.layout import Layout, take
@@ -72,8 +73,7 @@ class Runs:
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             raise AutotpError("the model is on meta: it has no values to compare; build it on a real device")
         captured = self.captured
-        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        values = captured.values(state, args, kwargs or {})
+        values = captured.values(named_state(model), args, kwargs or {})
         self.inputs = {name: self._leaf(name, tensor) for name, tensor in values.items()}
         device = next((t.device for t in self.inputs.values()), torch.device("cpu"))
         for graph in (self.graph, captured.graph_module.graph):

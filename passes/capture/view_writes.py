@@ -39,8 +39,8 @@ SPLITS = _named("split split_with_sizes chunk tensor_split unsafe_split unsafe_s
 """Operators that cut one dim into parts."""
 
 _SAME = _named(
-    "detach alias lift_fresh contiguous to dropout expand slice type_as expand_as feature_dropout alpha_dropout positive "
-    "resolve_conj resolve_neg broadcast_to _to_copy"
+    "detach alias lift_fresh contiguous to expand slice type_as expand_as positive resolve_conj resolve_neg broadcast_to "
+    "_to_copy"
 )
 
 
