@@ -8,7 +8,7 @@ where it does not hold.
 
 Capture: a model becomes a functional graph; `passes.capture.export.capture` calls
 
-1. `passes.capture.vmaps.without_vmaps`: ``vmap`` is carried out.
+1. `passes.capture.regions.without_vmaps`: ``vmap`` is carried out.
 2. `passes.capture.regions.inline_regions`: regions such as those of autocast become part of the graph.
 3. `passes.capture.writes.functionalise`: writes into tensors become values.
 4. `passes.capture.canonical.normalise`: every operator gets one spelling.

@@ -7,7 +7,7 @@ from comparing import close
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["WRITING", "three_steps"]
+__all__ = ["WRITING", "Recent", "three_steps", "whole"]
 
 
 class FirstActivation(nn.Module):
@@ -83,6 +83,40 @@ class Codebook(nn.Module):
         return (self.head(found) ** 2).mean() + (self.codes * self.head.weight).sum()
 
 
+class _Recent(nn.Module):
+    """Plain attributes and buffers that each call replaces, writes into, or swaps: what it returns is what was there."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.mean, self.kept = (
+            torch.zeros((), dtype=torch.int64),
+            torch.zeros(8).double(),
+            torch.zeros(3, 8).double(),
+        )
+        self.register_buffer("one", torch.zeros(8).double())
+        self.register_buffer("other", torch.ones(8).double(), persistent=False)
+
+    def forward(self, x):
+        self.calls += 1
+        before, now = self.mean, x.detach().mean(0)
+        self.mean = 0.5 * before + now / self.calls
+        self.kept[1:] = self.kept[:-1].clone()
+        self.kept[0] = now
+        self.one, self.other = self.other, self.one + now
+        return x * self.one + self.kept.sum(0), before
+
+
+class Recent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head, self.recent, self.last = nn.Linear(8, 8), _Recent(), torch.zeros(8).double()
+
+    def forward(self, x):
+        made, mean = self.recent(self.head(x))
+        before, self.last = self.last, made.detach()[0]
+        return (made**2).mean() + (made * mean).mean() + (before * mean).sum()
+
+
 def _rows():
     return (torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).double(),)
 
@@ -100,6 +134,7 @@ WRITING = {
     Clamped: _rows(),
     Rows: _rows(),
     Codebook: _rows(),
+    Recent: _rows(),
 }
 
 
@@ -122,12 +157,12 @@ def three_steps(model, args, distribute):
             loss = each(*given)
             loss.backward()
             gradients = [p.grad for p in each.parameters() if p.grad is not None]
-            seen.append([_whole(t).clone() for t in (loss, *given, *gradients)])
+            seen.append([whole(t).clone() for t in (loss, *given, *gradients)])
             optimizer.step()
-            seen[-1] += [_whole(p).clone() for p in each.parameters()]
+            seen[-1] += [whole(p).clone() for p in each.parameters()]
         for number, (want, got) in enumerate(zip(*seen, strict=True)):
             close(got, want, want.detach().double().abs().max().item(), f"{type(model).__name__}, tensor {number}")
 
 
-def _whole(tensor):
+def whole(tensor):
     return tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()

@@ -24,6 +24,7 @@ from autotp.errors import AutotpError
 from autotp.plans.options import require_plan
 from autotp.plans.plan import AXIS_NAMES, Plan
 from autotp.runtime.rewrite import Rewritten, rewrite
+from passes.capture import buffered
 from passes.graph import Note, note_of
 from passes.layouts.layout import Layout, describe
 from passes.rules.factors import value_of
@@ -123,7 +124,8 @@ def verify_graph(
     tolerance: float | None = None,
 ) -> Verification:
     """``verify`` for a graph that was rewritten already, and perhaps changed since."""
-    return _Comparison(model, rewritten, args, kwargs, tolerance).run()
+    with buffered(model, rewritten.captured.attributes):
+        return _Comparison(model, rewritten, args, kwargs, tolerance).run()
 
 
 class _Comparison:

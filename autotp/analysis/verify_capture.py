@@ -53,7 +53,8 @@ def compared_with_model(
         pairs = zip(given[: captured.outputs], results, strict=True)
         found = [(i, n, r) for i, (n, r) in enumerate(pairs) if isinstance(n, fx.Node) and isinstance(r, Tensor)]
         loss = [weighed(result, weights[number]).double() for number, _, result in found if number in weights]
-        now = {name: tensor.clone() for name, tensor in captured.values({**state, **buffers}, *own).items()}
+        left = dict(model.named_buffers())  # which the pass may have replaced
+        now = {name: tensor.detach().clone() for name, tensor in captured.values({**state, **left}, *own).items()}
         trains = any(part.requires_grad for part in loss)
         if trains:
             try:

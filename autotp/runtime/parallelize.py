@@ -29,7 +29,7 @@ from autotp.runtime.programs import MOST
 from autotp.runtime.rewrite import Rewritten, apply
 from costmodel import Topology
 from costmodel.errors import require
-from passes.capture import Captured, Precision, capture
+from passes.capture import Captured, Precision, buffered, capture
 from passes.world.seeds import ways_to_draw
 
 __all__ = ["parallelize"]
@@ -201,21 +201,22 @@ def parallelize(
                     "torch.compile of %s changes nothing: give autotp.parallelize compile=True", name or "the model"
                 )
                 break
-    made = DistributedModule(
-        model,
-        agreed_plan,
-        rewritten,
-        device_mesh,
-        how,
-        initialise,
-        seed,
-        most=max_programs,
-        broadcast=broadcast,
-        dropout=dropout,
-        debug=debug,
-        inputs=inputs,
-        agreement=agreement,
-    )
+    with buffered(model, rewritten.captured.attributes):
+        made = DistributedModule(
+            model,
+            agreed_plan,
+            rewritten,
+            device_mesh,
+            how,
+            initialise,
+            seed,
+            most=max_programs,
+            broadcast=broadcast,
+            dropout=dropout,
+            debug=debug,
+            inputs=inputs,
+            agreement=agreement,
+        )
     for parameter in model.parameters():
         setattr(parameter, _REPLACED, id(parameter))
     _sound_optimizers().clear()

@@ -16,12 +16,13 @@ from autotp.errors import AutotpError
 from autotp.plans.options import require_plan
 from autotp.plans.plan import Plan, overlapping
 from autotp.runtime.agreement import Agreement
+from autotp.runtime.anatomy import find
 from autotp.runtime.compiled import Compiled, Overlap
 from autotp.runtime.durations import how_to_run
 from autotp.runtime.output_guard import guard
 from autotp.runtime.programs import MOST, Program, Programmed, Programs, blueprint, show, unobserved
 from autotp.runtime.rewrite import Rewritten, rewrite
-from passes.capture import Precision, matching
+from passes.capture import Precision, buffered, matching
 from passes.graph import differentiable
 from passes.layouts.layout import Layout, is_shard, take
 from passes.world.ops import Parts
@@ -103,8 +104,12 @@ class Simulated(Programmed):
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = model.__dict__[table]
         self.training = model.training
+        attributes = rewritten.captured.attributes
+        self.__dict__ |= {path: find(model, path) for path in attributes if "." not in path}
+        with buffered(model, attributes):
+            plain = blueprint(model)
         programs = Programs(
-            blueprint(model),
+            plain,
             plan,
             rewritten,
             world,
@@ -150,6 +155,7 @@ class Simulated(Programmed):
         key, inputs = self._programs.key(self._moded, args, kwargs)
         program = self._programs.of(key, args, kwargs, inputs)
         captured, state = program.captured, {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        state |= {path: find(self, path) for path in self.rewritten.captured.attributes}
         whole = {name: state[fqn] for name, fqn in {**captured.parameters, **captured.buffers}.items()}
         whole |= program.constants | dict(zip(captured.inputs, inputs, strict=True))
         resting = program.rewritten.resting

@@ -9,9 +9,10 @@ become canonical (`canonical`, `canonical_views`), and masks that say no more th
 that these add are made by `builder`.
 """
 
+from passes.capture.attributes import Left, buffered
 from passes.capture.builder import CaptureError
 from passes.capture.export import Captured, capture
-from passes.capture.observed import Left, Moment, matching
+from passes.capture.observed import Moment, matching
 from passes.capture.precision import PRECISIONS, Precision, policy_of, precision_name
 from passes.capture.signature import CallSignature
 
@@ -23,6 +24,7 @@ __all__ = [
     "Left",
     "Moment",
     "Precision",
+    "buffered",
     "capture",
     "matching",
     "policy_of",

@@ -5,22 +5,16 @@ Also what its forward pass changes in Python, which no graph does.
 
 from __future__ import annotations
 
-import copy
-import inspect
 import itertools
 import logging
 import os
-import random
 import sys
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
 from torch._dynamo import OptimizedModule
@@ -30,21 +24,19 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure
+from torch.utils._pytree import tree_leaves, tree_structure
 
 from costmodel.errors import AutotpError, require
+from passes.capture.attributes import in_python
 from passes.capture.builder import CaptureError, operator_name
 from passes.capture.signature import overlap, reach
 
 __all__ = [
     "advice",
-    "changed",
     "check_tying",
     "drop_checks",
-    "in_python",
     "looking",
     "refuse_hooks",
-    "restored",
     "require_plain",
     "warn_of_changes",
 ]
@@ -146,41 +138,6 @@ def advice(model: nn.Module) -> str:
     return found
 
 
-_DATA = (bool, int, float, complex, str, bytes)
-#: What torch's modules have for themselves; recurrent ones have lists of their parameters.
-_STANDARD = frozenset((*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"))
-_HOLDERS = (list, deque, set, dict, OrderedDict, defaultdict)
-
-
-def in_python(model: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """What a forward pass may read and change that no graph has, and what is in it, now.
-
-    Returns:
-        Path of an attribute that is no parameter or module -> what it holds, inside lists, dicts and the like
-        too, and which tensors an object has; modes and parts of modules, and other libraries' random numbers, under names
-        with blanks.
-    """
-    _, words, place, *_ = np.random.get_state()
-    found: dict[str, tuple[Any, ...]] = {
-        "the random numbers of Python's random": (str(random.getstate()),),
-        "the random numbers of numpy": (np.asarray(words).tobytes(), place),
-    }
-    for name, module in model.named_modules():
-        found[f"the mode of {name or 'the model'}"] = (module.training,)
-        found[f"the parameters of {name or 'the model'}"] = (*module._parameters, *module._parameters.values())
-        found[f"the modules of {name or 'the model'}"] = (*module._modules, *module._modules.values())
-        hooks = module._forward_pre_hooks.values()  # those of torch that compute a weight anew at each call
-        weights = {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks}
-        for key, value in (*module._buffers.items(), *vars(module).items()):
-            if key not in _STANDARD and key not in weights:
-                leaves, structure = tree_flatten(value)
-                held = (len(leaf) if isinstance(leaf, set) else leaf for leaf in leaves)
-                inside = (each for leaf in leaves for each in tree_leaves([*(_own(leaf) or {}).values()]))
-                tensors = (each for each in inside if isinstance(each, Tensor))
-                found[f"{name}.{key}".lstrip(".")] = (str(structure), *held, *tensors)
-    return found
-
-
 class _Seen(TorchFunctionMode):
     """Refuses new data for a tensor, which ``torch.export`` leaves out in silence, and notes parameters of no module.
 
@@ -258,18 +215,6 @@ def looking(model: nn.Module) -> Iterator[tuple[dict[str, Any], dict[str, Any], 
         yield before, after, seen.parameters.values()
 
 
-def changed(before: Mapping[str, tuple[Any, ...]], after: Mapping[str, tuple[Any, ...]]) -> list[str]:
-    """Names of what `in_python` found changed, or new."""
-
-    def same(one: Any, other: Any) -> bool:  # NaN is as it was
-        return one is other or (type(one) is type(other) and isinstance(one, _DATA) and repr(one) == repr(other))
-
-    def alike(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-        return len(one) == len(other) and all(map(same, one, other))
-
-    return [name for name, held in after.items() if not alike(before.get(name, ()), held)]
-
-
 def warn_of_changes(model: nn.Module, names: Sequence[str]) -> None:
     """Says which changes of a forward pass the graph does not make."""
     if names:
@@ -299,40 +244,3 @@ def refuse_copies(model: nn.Module, names: Collection[str]) -> None:
             f"{type(model).__name__}: forward changes {', '.join(sorted(names))} in place, and the precision gives it a "
             "copy in another dtype, whose change would be lost; plan with precision=None, or make it a buffer"
         )
-
-
-def _own(value: Any) -> dict[str, Any] | None:
-    """Attributes of an object that is no data, tensor, module, class or function."""
-    other = isinstance(value, (*_DATA, Tensor, nn.Module, type, ModuleType)) or inspect.isroutine(value)
-    found = None if other else getattr(value, "__dict__", None)
-    return found if isinstance(found, dict) else None
-
-
-@contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
-    """Afterwards modules hold what they hold now, in lists, dicts and objects too: what they share stays shared."""
-    held: dict[int, tuple[Any, Any]] = {}
-    todo: list[tuple[Any, bool]] = [(vars(module), True) for module in model.modules()]
-    while todo:
-        value, objects = todo.pop()
-        if type(value) not in _HOLDERS and not isinstance(value, tuple):
-            value, objects = (_own(value) if objects else None), False
-        if value is not None and id(value) not in held:
-            if not isinstance(value, tuple):
-                held[id(value)] = value, copy.copy(value)
-            parts = value.values() if isinstance(value, dict) else value
-            todo += [(part, objects) for part in parts if not isinstance(part, (*_DATA, Tensor))]
-
-    def same(now: Any, was: Any) -> bool:
-        if isinstance(now, set) or len(now) != len(was):
-            return bool(len(now) == len(was) and now == was)
-        pairs = zip(now, was, strict=True)
-        return all(one is other and (not isinstance(now, dict) or now[one] is was[one]) for one, other in pairs)
-
-    try:
-        yield
-    finally:
-        for now, was in held.values():
-            if not same(now, was):
-                now.clear()
-                (now.extend if hasattr(now, "extend") else now.update)(was)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import builtins
 import inspect
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,18 +17,18 @@ from torch._guards import detect_fake_mode
 from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_leaves
 
-from passes.capture import checks
+from passes.capture import attributes, checks
+from passes.capture.attributes import Left, placed
 from passes.capture.autograd_functions import Lost, kept_whole
 from passes.capture.builder import CaptureError
 from passes.capture.canonical import normalise
 from passes.capture.checkpoints import marked
 from passes.capture.functional import Written
 from passes.capture.masks import recognise_masks
-from passes.capture.observed import Left, Moment, Place, apart, leaving, matching, numbered, observing, placed, renewed
+from passes.capture.observed import Moment, Place, apart, matching, numbered, observing
 from passes.capture.precision import Precision, cast_parameters, check_dtypes, policy_of, precision_name, under
-from passes.capture.regions import inline_regions
+from passes.capture.regions import inline_regions, without_vmaps
 from passes.capture.signature import CallSignature, bind, example
-from passes.capture.vmaps import without_vmaps
 from passes.capture.writes import functionalise
 from passes.graph import Cast, annotate
 
@@ -62,6 +62,7 @@ class Captured:
             parameters have the dtypes in which they are used; in which they rest, their notes say (`passes.graph.Cast`).
         left: attributes that the forward pass leaves, whose tensors follow the user's among ``outputs``.
         changed: attributes that the forward pass sets or changes in Python, which the graph does not.
+        attributes: paths of plain attributes whose tensors it changes from call to call: buffers of the graph, too.
     """
 
     graph_module: fx.GraphModule
@@ -81,6 +82,7 @@ class Captured:
     precision: str | None = None
     left: tuple[Left, ...] = ()
     changed: tuple[Left, ...] = ()
+    attributes: tuple[str, ...] = ()
 
     @property
     def placeholders(self) -> dict[str, Tensor]:
@@ -153,10 +155,30 @@ def capture(
     checks.require_plain(model, args, kwargs)
     args, kwargs = example(model, args, kwargs)
     checks.check_tying(model)
+    checks.refuse_hooks(model)
+    how = precision, outputs, observe
+    found = _captured(model, args, kwargs, *how)
+    if isinstance(found, Captured):
+        return found
+    with attributes.buffered(model, found):
+        made = _captured(model, args, kwargs, *how)
+    if isinstance(made, Captured):
+        return replace(made, attributes=found)
+    raise CaptureError(f"{type(model).__name__}: forward changes {', '.join(made)}; make them buffers")
+
+
+def _captured(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    precision: Precision,
+    outputs: str,
+    observe: Sequence[str],
+) -> Captured | tuple[str, ...]:
+    """A model's graph, or the plain attributes that it needs as buffers."""
     checks.check_memory(model)
     policy = policy_of(precision)
     casts: Mapping[str, Cast] = {}
-    checks.refuse_hooks(model)
     if policy is None:
         program, moments, left, anew, foreign = _export(model, args, kwargs, observe)
     else:
@@ -174,9 +196,11 @@ def capture(
     checks.drop_checks(exported)
     exported.graph = without_vmaps(exported.graph, mode)
     graph = inline_regions(exported, mode, names.placeholders, names.renamed)
-    kinds = dict.fromkeys(names.parameters, "parameter") | dict.fromkeys(names.buffers, "buffer")
+    kinds = dict.fromkeys(names.parameters, "parameter") | dict.fromkeys((*names.buffers, *names.attributes), "buffer")
     graph, written = functionalise(graph, mode, kinds | dict.fromkeys(names.inputs, "input"))
     places = written.places
+    if needed := {*attributes.carried(model, anew), *(path for name, path in names.attributes.items() if name in places)}:
+        return tuple(sorted(needed))
     results = out_spec.num_leaves
     shown = range(results, len(graph.output_node().args[0]) - len(places))  # type: ignore[arg-type]
     graph = normalise(graph, mode, places, shown)
@@ -185,8 +209,8 @@ def capture(
     mutations = {buffer: leaves[place].name for buffer, place in places.items()}
     numbers = apart(graph, shown, kept=outputs == "dtensor")
     renewed_state = {{**names.parameters, **names.buffers}.get(name) for name in mutations}
-    anew = [path for path in anew if names.aliases.get(path, path) not in renewed_state]
-    checks.warn_of_changes(model, anew)
+    lost = [path for path in anew if names.aliases.get(path, path) not in renewed_state]
+    checks.warn_of_changes(model, lost)
     checks.warn_of_gradients(model, [names.buffers[name] for name in written.carried])
     checks.refuse_copies(model, casts.keys() & renewed_state)
     if policy is not None:
@@ -213,7 +237,7 @@ def capture(
         observed=numbered(moments, numbers),
         precision=precision_name(precision),
         left=left,
-        changed=placed(model, anew),
+        changed=placed(model, lost),
     )
 
 
@@ -223,7 +247,7 @@ def _export(
     kwargs: dict[str, Any],
     observe: Sequence[str],
     left: tuple[Left, ...] = (),
-) -> tuple[torch.export.ExportedProgram, list[Moment], tuple[Left, ...], list[str], Collection[nn.Parameter]]:
+) -> tuple[torch.export.ExportedProgram, list[Moment], tuple[Left, ...], dict[str, Any], Collection[nn.Parameter]]:
     """A model's program, its observed moments, what it leaves on itself, what else it changes in Python, and parameters
     of no module.
     """
@@ -231,12 +255,13 @@ def _export(
     observed = matching(model, observe)
     try:
         with (
-            checks.restored(model), torch.enable_grad(), marked() as regions, kept_whole(regions), leaving(model, left),
-            observing(model, observed) as moments, checks.looking(model) as (before, after, foreign),
+            attributes.restored(model), torch.enable_grad(), marked() as regions, kept_whole(regions),
+            attributes.leaving(model, left), attributes.in_place(model), observing(model, observed) as moments,
+            checks.looking(model) as (before, after, foreign),
         ):  # fmt: skip
             exported = torch.export.export(model, args, kwargs, strict=False)
-        anew = [path for path in checks.changed(before, after) if path not in {each.path for each in left}]
-        if not left and (found := renewed(model, args, kwargs, anew)):
+        anew = {path: after[path] for path in attributes.changed(before, after) if path not in {each.path for each in left}}
+        if not left and (found := attributes.renewed(model, args, kwargs, anew)):
             return _export(model, args, kwargs, observe, found)
         return exported, moments, left, anew, foreign
     except Lost as error:
@@ -262,6 +287,7 @@ class _Names:
         self.buffers: dict[str, str] = {}
         self.transient: set[str] = set()
         self.constants: dict[str, Tensor] = {}
+        self.attributes: dict[str, str] = {}
         self.renamed: dict[str, Any] = {}
         every: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         every |= dict(model.named_buffers(remove_duplicate=False))
@@ -290,8 +316,11 @@ class _Names:
                 self.renamed[name] = holders[fqn]
             elif spec.kind is InputKind.CONSTANT_TENSOR:
                 data = program.constants[spec.target]
+                values[name].constant = None  # with which a fake tensor of one element computes for real, in place too
                 same = [each for each in foreign if each.is_meta == data.is_meta is False and data.is_set_to(each)]
                 self.constants[name] = same[0] if same else data
+                if attributes.plain(model, spec.target) is not None:
+                    self.attributes[name] = spec.target
                 self.renamed[name] = name
             else:
                 raise CaptureError(

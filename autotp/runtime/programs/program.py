@@ -217,11 +217,17 @@ def _order(tensor: Tensor) -> tuple[int, ...]:
 
 
 def require_own(captured: Captured, first: Captured) -> Captured:
-    """A program's graph, unless it has parameters that the first has not.
+    """A program's graph, unless it has state that the first has not.
 
     Raises:
-        AutotpError: they are those of the model itself, of which the graph is made from a copy.
+        AutotpError: it has parameters of the model itself, of which the graph is made from a copy, or changes attributes
+            that are not among the buffers.
     """
+    if captured.attributes:
+        raise AutotpError(
+            f"forward changes {', '.join(captured.attributes)} in this call, and not in the first that was planned: make "
+            "them buffers (register_buffer(..., persistent=False)), or plan this call first"
+        )
     known = {id(each) for each in first.constants.values()}
     if any(isinstance(each, nn.Parameter) and id(each) not in known for each in captured.constants.values()):
         raise AutotpError(

@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 from thinned import thinned
 from torch import nn
-from writing import WRITING, three_steps
+from writing import WRITING, Recent, three_steps, whole
 
 import autotp
 from passes.capture import CaptureError
@@ -30,6 +30,49 @@ def test_three_steps(kind, strategy, mesh, schedule):
     plan = autotp.plan(model, autotp.Topology.flat(devices), args, **asked)
     three_steps(model, args, lambda model: autotp.simulate(model, plan, args))
     assert autotp.verify(model, plan, args).right
+
+
+def test_attributes_that_carry_something_are_buffers_of_the_distributed_module(one_rank):
+    torch.manual_seed(0)
+    model, (x,) = Recent().double(), WRITING[Recent]
+    parallel = autotp.parallelize(model, autotp.Topology.flat(1), (x,))
+    assert not dict(model.recent.named_buffers()).keys() & {"calls", "mean", "kept"}
+    assert model.recent.calls == 0
+    for module in (parallel, model):
+        module(x)
+        module.eval()
+        with torch.no_grad():
+            module(x[:4])  # another program
+    assert parallel.recent.calls == model.recent.calls == 2
+    assert parallel.state_dict().keys() == model.state_dict().keys()
+    for name in ("mean", "kept", "one", "other"):
+        assert torch.allclose(whole(getattr(parallel.recent, name)), getattr(model.recent, name), rtol=0, atol=1e-12), name
+    assert torch.allclose(whole(parallel.last), model.last)
+
+
+class _Trains(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.mean = nn.Linear(8, 8), torch.zeros(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.head(x) - self.mean
+        if self.training:
+            self.mean = made.detach().mean(0)
+        return made
+
+
+def test_an_attribute_that_a_later_program_alone_changes_is_refused(one_rank):
+    x = torch.randn(4, 8)
+    parallel = autotp.parallelize(_Trains().eval(), autotp.Topology.flat(1), (x,))
+    parallel(x)
+    with pytest.raises(autotp.AutotpError, match=r"forward changes mean in this call.*register_buffer"):
+        parallel.train()(x)
+    model = _Trains()
+    parallel = autotp.parallelize(model, autotp.Topology.flat(1), (x,))
+    for module in (parallel, model):
+        module(x)
+    assert torch.allclose(parallel.eval()(x), model.eval()(x))
 
 
 class _Masked(nn.Module):

@@ -458,12 +458,12 @@ class Sets(nn.Module):
         return y + self.count + self.fixed
 
 
-@pytest.mark.parametrize(("way", "warnings"), [("assigned", 0), ("entry", 1)])
-def test_a_buffer_that_is_set_past_the_module_is_warned_of(way, warnings, caplog):
+@pytest.mark.parametrize("way", ["assigned", "entry"])
+def test_a_buffer_that_is_set_is_changed(way, caplog):
     with caplog.at_level("WARNING", "autotp.capture"):
         captured = capture(Sets(way), (torch.randn(2, 4),))
-    assert len(captured.mutations) == 1 - warnings
-    assert [record.getMessage()[:27] for record in caplog.records] == ["Sets: forward changes count"] * warnings
+    assert list(captured.mutations) == ["b_count"]
+    assert not [record for record in caplog.records if record.name == "autotp.capture"]
 
 
 @pytest.mark.parametrize("way", ["result", "parameter", "buffer", "attribute"])
