@@ -210,7 +210,7 @@ def in_place(model: nn.Module) -> Iterator[None]:
             return leaf.clone() if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata in memory else leaf
 
         made, new = tree_map(as_was, (made, [now for *_, now in found])) if found else (made, ())
-        for (owner, name, old, _), value in zip(found, new, strict=True):
+        for (owner, name, old, __), value in zip(found, new, strict=True):
             setattr(owner, name, old.copy_(value))  # torch.export looks at what is set, and lets the last count
         return made
 
