@@ -118,7 +118,7 @@ def _said(lines: Sequence[str]) -> str:
         elif error := re.match(r"\[rank(\d+)\]: (\S*(?:Error|Exception|Interrupt)): (.*)", line):
             own = re.search(r"autotp|whereabouts|costmodel", error[2]) or noted
             (ours if own else theirs).append(f"{error[3]} {noted}" if own else f"{at.get(error[1], '')}: {error[3]}")
-        elif re.match(r"rank \d+ (waits|runs) .* for \d+ s\. ", line):
+        elif re.match(r"rank \d+ ((waits|runs) .* for \d+ s\. |failed to compile)", line):
             ours.append(line)
     return max(ours, key=_names, default=theirs[-1] if theirs else "").strip()
 
@@ -317,9 +317,9 @@ def _page(rows: dict[tuple[int, str, str], str], survived: str) -> str:
         "last loss is compared with an undisturbed job's, to 12 digits. The message is the last error that a rank of",
         "the first start ended with, or logged while it waited, of those that name a rank and a place, if any does.",
         "`memory` asks for more memory than there is. Errors of the optimizer's place, `load` and `save` are the",
-        "script's own and torch's: they are shown with the line of the script that their traceback names. No message:",
-        "torchrun, which says which rank was killed or failed, ended the others before they heard of it, or, in *did",
-        "without*, nothing ended: without its compiler, a rank runs its graph as it is. `--only` runs some of the cells,",
+        "script's own and torch's: they are shown with the line of the script that their traceback names. In *did",
+        "without*, nothing ended: without a compiler, ranks run the graph as it is. No message: torchrun, which says which",
+        "rank was killed, ended the others while they computed, before they heard of it. `--only` runs some of the cells,",
         "and leaves the others as they are.",
         "",
         "`python -m benchmarks.faults --write --kills 10` trains `examples/elastic.py` instead, kills its last rank once",

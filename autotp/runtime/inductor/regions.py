@@ -77,7 +77,7 @@ class Regions:
             problem = self._compile()
         for rank, reason in enumerate(agreement.gathered(problem)):
             if reason:
-                _log.warning("nothing is compiled, operators run one by one: rank %d: %s", rank, reason)
+                _log.warning("rank %d failed to compile, and all ranks run operators one by one: %s", rank, reason)
                 return False
         return True
 
