@@ -46,6 +46,7 @@ class Leaf:
         high, axis: of ids and places.
         same: name of the parameter that it is tied to.
         trained: an input that wants a gradient.
+        plain: a buffer that is not registered as one.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Leaf:
     same: str | None = None
     trained: bool = False
     axis: int = 0
+    plain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,8 @@ class Step:
 
     Attributes:
         result: name of its value, or of the line where it only writes.
-        call: ``torch.ops.aten.add.Tensor``, a method (``.add_``), ``[]`` (an item or a slice) or ``[]=``.
+        call: ``torch.ops.aten.add.Tensor``, a method (``.add_``), ``[]`` (an item or a slice), ``[]=``
+            or ``=`` (a buffer is replaced).
         args, kwargs: numbers, lists, ``Ref``.
     """
 
@@ -79,7 +82,7 @@ class Step:
     @property
     def writes(self) -> bool:
         """Whether it writes into its first argument and gives nothing."""
-        return self.call == "[]=" or (self.call.startswith(".") and self.call.endswith("_"))
+        return self.call in ("=", "[]=") or (self.call.startswith(".") and self.call.endswith("_"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +185,8 @@ def statement(step: Step, known: Mapping[str, str] | None = None) -> str:
     first, *rest = [value_of(a, known) for a in step.args]
     named = [f"{key}={value_of(value, known)}" for key, value in step.kwargs.items()]
     target = "" if step.writes else f"{step.result} = "
+    if step.call == "=":
+        return f"{first} = {rest[0]}"
     if step.call in ("[]", "[]="):
         place = step.args[1]
         where = ", ".join(value_of(p, known) for p in place) if isinstance(place, tuple) else rest[0]
@@ -261,6 +266,8 @@ def source(case: Case, dtype: torch.dtype | None = None) -> str:
         if leaf.role == "parameter":
             made = f"self.{leaf.same}" if leaf.same else f"nn.Parameter({_leaf(leaf, dtype)})"
             lines.append(f"        self.{leaf.name} = {made}")
+        elif leaf.plain:
+            lines.append(f"        self.{leaf.name} = {_leaf(leaf, dtype)}")
         else:
             lines.append(f'        self.register_buffer("{leaf.name}", {_leaf(leaf, dtype)})')
     known = {leaf.name: f"self.{leaf.name}" for leaf in held}

@@ -149,7 +149,7 @@ class _Model(Growing):
         return self.steps[-1]
 
     def write(self) -> None:
-        """Writes into a value, or into a view of it; also into buffers, inputs and parameters."""
+        """Writes into a value, or into a view of it; also into buffers, inputs and parameters. Or replaces a buffer."""
         leaves = {leaf.name: leaf for leaf in self.leaves}
         names = [n for n in self.tensors() if self.value(n).is_floating_point() and self.value(n).numel()]
         names = [n for n in names if n not in leaves or self.may_be_written(leaves[n])]
@@ -159,6 +159,13 @@ class _Model(Growing):
         if base.name not in leaves and (self.rng.random() < 0.6 or self.shows_a_leaf(base.name)):
             base = self.emit(self.rng.choice([".clone", ".clone", ".contiguous"]), base)
         written = base.name
+        if written in leaves and leaves[written].role == "buffer":
+            if self.rng.random() < 0.4:
+                self.leaves[self.leaves.index(leaves[written])] = replace(leaves[written], plain=True)
+            new = self.fitting(tuple(self.value(written).shape), self.value(written).dtype)
+            if new is not None and self.rng.random() < 0.4:
+                self.emit("=", base, self.emit(".detach", new))
+                return
         if written in leaves and leaves[written].role == "parameter":  # where autograd does not see it
             base = self.emit(".detach", base)
         into = base

@@ -51,7 +51,9 @@ def step(model: Any, held: nn.Module, args: Any, train: bool = True) -> dict[str
         for name, leaf in leaves.items():
             given = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             numbers[f"gradient of {name}"] = given.full_tensor() if hasattr(given, "full_tensor") else given
-    left = {f"input {i}": a for i, a in enumerate(args)} | {f"buffer {name}": b for name, b in held.named_buffers()}
+    left = {f"input {i}": a for i, a in enumerate(args)}
+    plain = ((name, value) for name, value in vars(held).items() if isinstance(value, torch.Tensor))
+    left |= {f"buffer {name}": b for name, b in (*held.named_buffers(), *plain)}
     left |= {
         f"parameter {name}": p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in held.named_parameters()
     }
