@@ -100,6 +100,7 @@ class _Recent(nn.Module):
         self.calls += 1
         before, now = self.mean, x.detach().mean(0)
         self.mean = 0.5 * before + now / self.calls
+        self.kept.add_(1)
         self.kept[1:] = self.kept[:-1].clone()
         self.kept[0] = now
         self.one, self.other = self.other, self.one + now

@@ -25,8 +25,6 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from passes.capture.signature import reach
-
 __all__ = [
     "Left", "buffered", "carried", "changed", "in_place", "in_python", "leaving", "placed", "plain", "renewed", "restored",
 ]  # fmt: skip
@@ -281,7 +279,6 @@ def _own(value: Any) -> dict[str, Any] | None:
 def restored(model: nn.Module) -> Iterator[None]:
     """Afterwards modules hold what they hold now, in lists, dicts and objects too: what they share stays shared."""
     held: dict[int, tuple[Any, Any]] = {}
-    numbers: dict[int, tuple[Tensor, Tensor]] = {}  # torch.export computes with constants of one element, in place too
     todo: list[tuple[Any, bool]] = [(vars(module), True) for module in model.modules()]
     while todo:
         value, objects = todo.pop()
@@ -291,8 +288,6 @@ def restored(model: nn.Module) -> Iterator[None]:
             if not isinstance(value, tuple):
                 held[id(value)] = value, copy.copy(value)
             parts = value.values() if isinstance(value, dict) else value
-            ones = (part for part in parts if type(part) is Tensor and part.numel() == 1 and any(reach(part)))
-            numbers |= {id(part): (part, part.detach().clone()) for part in ones}
             todo += [(part, objects) for part in parts if not isinstance(part, (*_DATA, Tensor))]
 
     def same(now: Any, was: Any) -> bool:
@@ -308,7 +303,3 @@ def restored(model: nn.Module) -> Iterator[None]:
             if not same(now, was):
                 now.clear()
                 (now.extend if hasattr(now, "extend") else now.update)(was)
-        with torch.no_grad():
-            for number, value in numbers.values():
-                if not torch.equal(number, value):
-                    number.copy_(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_structure
 
 from costmodel.errors import AutotpError, require
@@ -138,21 +140,31 @@ def advice(model: nn.Module) -> str:
     return found
 
 
+_IN_PLACE = re.compile(r"(?!__).*_|.*_\..*|__(set|i(?!nit|nvert)).*__")  # add_, aten.add_.Tensor, __setitem__ and __iadd__
+
+
 class _Seen(TorchFunctionMode):
     """Refuses new data for a tensor, which ``torch.export`` leaves out in silence, and notes parameters of no module.
 
     Attributes:
         parameters: those that are no part of the model. ``torch.export`` has their data only.
+        written: tensors of no module that operators in place were given, and copies of what they were before:
+            ``torch.export`` computes with these for real.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.parameters: dict[int, nn.Parameter] = {}
+        self.written: list[tuple[Tensor, Tensor]] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        in_place = _IN_PLACE.fullmatch(getattr(function, "__name__", ""))
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, nn.Parameter) and not isinstance(leaf, FakeTensor):
                 self.parameters[id(leaf)] = leaf
+            elif in_place and type(leaf) is Tensor and any(reach(leaf)):
+                with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+                    self.written.append((leaf, leaf.clone()))
         if function == Tensor.data.__set__:  # type: ignore[attr-defined]
             raise CaptureError(
                 "forward sets the data of a tensor (x.data = y), which a graph does not: use y, or write it into x "
@@ -205,14 +217,20 @@ def looking(model: nn.Module) -> Iterator[tuple[dict[str, Any], dict[str, Any], 
             found.update(in_python(model))
             found["lists or dicts among its arguments"] = (str(tree_structure(args)),)
 
-    with (
-        _Seen() as seen,
-        _asking(),
-        register_module_forward_pre_hook(partial(look, before)),
-        register_module_forward_hook(partial(look, after)),
-        register_module_forward_hook(_warn_of_padding, with_kwargs=True),
-    ):
-        yield before, after, seen.parameters.values()
+    seen = _Seen()
+    try:
+        with (
+            seen,
+            _asking(),
+            register_module_forward_pre_hook(partial(look, before)),
+            register_module_forward_hook(partial(look, after)),
+            register_module_forward_hook(_warn_of_padding, with_kwargs=True),
+        ):
+            yield before, after, seen.parameters.values()
+    finally:
+        with torch.no_grad():
+            for tensor, was in reversed(seen.written):
+                tensor.copy_(was)
 
 
 def warn_of_changes(model: nn.Module, names: Sequence[str]) -> None:
