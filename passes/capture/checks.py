@@ -13,6 +13,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -165,6 +166,13 @@ class _Seen(TorchFunctionMode):
             elif in_place and type(leaf) is Tensor and any(reach(leaf)):
                 with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
                     self.written.append((leaf, leaf.clone()))
+        if (asked := _ASKED.get(function)) is not None:
+            frame = sys._getframe()
+            while (
+                frame.f_back and frame.f_code.co_name == "__torch_function__"
+            ):  # of this mode, and of those of torch.export
+                frame = frame.f_back
+            _warn_of_question(f"x.{asked}", frame)
         if function == Tensor.data.__set__:  # type: ignore[attr-defined]
             raise CaptureError(
                 "forward sets the data of a tensor (x.data = y), which a graph does not: use y, or write it into x "
@@ -173,21 +181,30 @@ class _Seen(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+#: Attributes of tensors by which ``forward`` may ask whether there are gradients.
+_ASKED: dict[Any, str] = {getattr(Tensor, name).__get__: name for name in ("requires_grad", "grad_fn")}
+
+
+def _warn_of_question(asked: str, frame: FrameType) -> None:
+    """Says that a model's own code asks something, if it is that which does."""
+    file = frame.f_code.co_filename
+    if f"{os.sep}torch{os.sep}" not in file and not file.startswith("<"):
+        _log.warning(
+            "forward asks %s (%s:%d), which the graph does not: at every call it has the answer with gradients. Branch on "
+            "self.training, or on an argument",
+            asked,
+            os.path.basename(file),
+            frame.f_lineno,
+        )
+
+
 @contextmanager
 def _asking() -> Iterator[None]:
     """Says where ``forward`` itself asks what the graph cannot: the answer is that of the capture at every call."""
     asked = {name: getattr(torch, name) for name in ("is_grad_enabled", "is_inference_mode_enabled")}
 
     def answer(name: str) -> bool:
-        code = sys._getframe(2).f_code
-        if f"{os.sep}torch{os.sep}" not in code.co_filename and not code.co_filename.startswith("<"):
-            _log.warning(
-                "forward asks torch.%s() (%s:%d), which the graph does not: at every call it has the answer with "
-                "gradients. Branch on self.training, or on an argument",
-                name,
-                os.path.basename(code.co_filename),
-                sys._getframe(2).f_lineno,
-            )
+        _warn_of_question(f"torch.{name}()", sys._getframe(2))
         return bool(asked[name]())
 
     with ExitStack() as patched:

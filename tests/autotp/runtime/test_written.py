@@ -276,6 +276,8 @@ def test_a_copy_is_a_module_of_its_own():
     ("function", "said"),
     [
         (lambda self, x: self.head(x) * (1 if torch.is_grad_enabled() else 2), "asks torch.is_grad_enabled"),
+        (lambda self, x: (y := self.head(x)) * (1 if y.requires_grad else 2), "asks x.requires_grad (test_written.py:"),
+        (lambda self, x: (y := self.head(x)) * (1 if y.grad_fn else 2), "asks x.grad_fn"),
         (lambda self, x: (setattr(self, "weight", nn.Parameter(self.weight * 2)), self.head(x))[1], "the parameters of"),
     ],
 )
