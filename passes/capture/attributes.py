@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_structure
 
 __all__ = [
     "Left", "buffered", "carried", "changed", "in_place", "in_python", "leaving", "placed", "plain", "renewed", "restored",
@@ -33,6 +33,8 @@ _DATA = (bool, int, float, complex, str, bytes)
 #: What torch's modules have for themselves; recurrent ones have lists of their parameters.
 _STANDARD = frozenset((*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"))
 _HOLDERS = (list, deque, set, dict, OrderedDict, defaultdict)
+#: The structure of one value.
+_ALONE = str(tree_structure(0))
 
 
 def in_python(model: nn.Module) -> dict[str, tuple[Any, ...]]:
@@ -230,9 +232,10 @@ def carried(model: nn.Module, changes: Mapping[str, Sequence[Any]]) -> list[str]
 
     Args:
         model: it.
-        changes: path of an attribute -> what the pass has left there, in a list.
+        changes: path of an attribute -> what `in_python` found there after the pass.
     """
-    had = {path: (plain(model, path), now) for path, (*_, now) in changes.items() if isinstance(now, Tensor)}
+    alone = {path: held[1] for path, held in changes.items() if held[:1] == (_ALONE,) and isinstance(held[1], Tensor)}
+    had = {path: (plain(model, path), now) for path, now in alone.items()}
     return [path for path, (was, now) in had.items() if was is not None and alike(was, now)]
 
 
