@@ -29,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -74,7 +74,10 @@ class Topology:
 
     def __post_init__(self) -> None:
         """Checks the figures."""
-        object.__setattr__(self, "levels", tuple(self.levels))
+        levels = self.levels if isinstance(self.levels, Iterable) else (None,)
+        object.__setattr__(self, "levels", tuple(levels))
+        if not isinstance(self.device, Device) or not all(isinstance(level, Level) for level in self.levels):
+            raise TopologyError(f"topology {shown(self.name)}: give a Device, and a list of Levels")
         names = [level.name for level in self.levels]
         where = f"topology {shown(self.name)}"
         if not isinstance(self.name, str) or not self.name.strip():

@@ -21,6 +21,7 @@ from autotp.plans.options import Options, machine_of
 from autotp.plans.plan import Plan
 from costmodel import Topology, TopologyError
 from costmodel.energy import per_token, step_energy, step_money
+from costmodel.errors import shown
 from costmodel.text.numbers import MOST_DEVICES, whole
 from passes.capture import Captured, Precision, capture
 from passes.rules.table import flop_of
@@ -148,9 +149,15 @@ def sweep(
         TopologyError: when a topology cannot be read.
         CaptureError: when ``torch.export`` refuses the model.
     """
+    for what, given in (("topologies", topologies), ("devices", devices), ("strategies", strategies)):
+        if not isinstance(given, Iterable) or isinstance(given, str):
+            raise AutotpError(f"{what} is {shown(given)}: give a list")
+    if not callable(factory) or isinstance(factory, nn.Module):
+        raise AutotpError(f"factory is {shown(factory)}: give a function that returns a model and its inputs")
     machines = [machine_of(t) for t in topologies]
-    counts = list(dict.fromkeys(devices))
-    _check_sweep(machines, counts, tokens)
+    counts = list(dict.fromkeys(whole(count, "devices", most=MOST_DEVICES) for count in devices))
+    tokens = None if tokens is None else whole(tokens, "tokens")
+    _check_sweep(machines, counts)
     names = list(dict.fromkeys([*strategies, *(n for n in FAMILIES if families and n != "auto")]))
     if not names:
         raise AutotpError(f"strategies is empty; choose of {', '.join(FAMILIES)}")
@@ -252,7 +259,7 @@ def batch_of(captured: Captured) -> tuple[int, str]:
     return next((int(value.shape[0]) for value in inputs if value.ndim and value.shape[0]), 1), "samples"
 
 
-def _check_sweep(machines: Sequence[Topology], counts: Sequence[int], tokens: int | None) -> None:
+def _check_sweep(machines: Sequence[Topology], counts: Sequence[int]) -> None:
     names = [machine.name for machine in machines]
     for what, given in (("topologies", machines), ("devices", counts)):
         if not given:
@@ -260,10 +267,6 @@ def _check_sweep(machines: Sequence[Topology], counts: Sequence[int], tokens: in
     for name in names:
         if names.count(name) > 1:
             raise AutotpError(f"two of the topologies are named {name!r}; points are identified by it, so rename one")
-    for count in counts:
-        whole(count, "devices", most=MOST_DEVICES)
-    if tokens is not None:
-        whole(tokens, "tokens")
 
 
 def _workload(made: Any, tokens: int | None, options: Options) -> _Workload:

@@ -24,6 +24,7 @@ from autotp.errors import AutotpError
 from autotp.plans.options import require_plan
 from autotp.plans.plan import AXIS_NAMES, Plan
 from autotp.runtime.rewrite import Rewritten, rewrite
+from costmodel.text.numbers import figure
 from passes.capture import buffered
 from passes.graph import Note, note_of
 from passes.layouts.layout import Layout, describe
@@ -137,8 +138,8 @@ class _Comparison:
         kwargs: Mapping[str, Any] | None,
         tolerance: float | None,
     ) -> None:
-        if tolerance is not None and not tolerance >= 0:
-            raise AutotpError(f"tolerance {tolerance!r}: give a number that is not negative, or leave it out")
+        if tolerance is not None:
+            tolerance = figure(tolerance, "tolerance")
         self.rewritten, self.captured = rewritten, rewritten.captured
         self.runs = Runs(model, rewritten, args, kwargs)
         self.graph, self.mesh, self.nodes = self.runs.graph, self.runs.mesh, self.runs.nodes

@@ -5,6 +5,8 @@ A mistake of the user's ends with ``error: ...`` on stderr and exit code 2, neve
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -71,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         code = app(args=words or ["--help"], prog_name="autotp", standalone_mode=False)
+        sys.stdout.flush()
     except AutotpError as error:
         fail(str(error))
     except _UsageError as error:
@@ -78,6 +81,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         fail(f"{error.format_message()} (see {command} --help)")
     except typer.Abort:
         code = 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise
+        # What is left to write would fail once more when the process ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        fail(f"the output cannot be written: {error.strerror}")
     raise SystemExit(code or 0)
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from autotp.errors import AutotpError
 from costmodel.errors import shown
@@ -23,8 +29,9 @@ OPTIONS = {"batch": "8", "sequence": "2048", "dtype": "float32", "device": "meta
 
 _LARGEST_CONFIG = 2**20  # bytes
 _SAID = 500  # characters of what transformers says
-_COUNTS = re.compile("layer|block|depth|stage|expert")  # keys of numbers of modules
-_MOST_MODULES, _LARGEST_SIZE = 1024, 2**31
+_COUNTS = re.compile("layer|block|depth|stage|expert|group")  # keys of numbers of modules
+_MOST_MODULES, _MOST_LABELS, _LARGEST_SIZE = 1024, 2**17, 2**31
+_MOST_PARTS = 2**19  # parameters and modules of a model
 _MOST_ELEMENTS = 2**28  # of example inputs
 
 Made = tuple[nn.Module, tuple[Any, ...], dict[str, Tensor]]
@@ -62,7 +69,7 @@ def configured(file: Path, options: Mapping[str, str]) -> Callable[[], Made]:
         config._experts_implementation = "batched_mm"
 
     def build() -> Made:
-        with torch.device(chosen["device"]):
+        with torch.device(chosen["device"]), _bounded(file):
             model = _class_of(transformers, config, file)._from_config(config, dtype=getattr(torch, chosen["dtype"]))
         inputs = _inputs(model, config, int(chosen["batch"]), int(chosen["sequence"]), file)
         if "labels" in inputs:
@@ -70,6 +77,23 @@ def configured(file: Path, options: Mapping[str, str]) -> Callable[[], Made]:
         return model.train(), (), inputs
 
     return build
+
+
+@contextmanager
+def _bounded(file: Path) -> Iterator[None]:
+    """Refuses a model of too many parts while it is made, whatever key says how many."""
+    parts = itertools.count(1)
+
+    def count(*_: Any) -> None:
+        if next(parts) > _MOST_PARTS:
+            raise AutotpError(f"--model {file}: the model has more than {_MOST_PARTS:,} parameters and modules")
+
+    handles = [register_module_module_registration_hook(count), register_module_parameter_registration_hook(count)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _config(file: Path) -> dict[str, Any]:
@@ -85,7 +109,8 @@ def _config(file: Path) -> dict[str, Any]:
     for key, number in _numbers("", data):
         where = f"--model {file}: {key}"
         if isinstance(number, int):
-            most = _MOST_MODULES if _COUNTS.search(key.rpartition(".")[2]) else _LARGEST_SIZE
+            name = key.rpartition(".")[2]
+            most = _MOST_MODULES if _COUNTS.search(name) else _MOST_LABELS if name == "num_labels" else _LARGEST_SIZE
             whole(number, where, least=-_LARGEST_SIZE, most=most)
         else:
             figure(abs(number), where)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from autotp.cli.arguments import check_output
 from autotp.cli.render import bytes_of, time_of
-from autotp.cli.sweep_output import check_plot, figure_class, label_of, save_figure
+from autotp.cli.sweep_output import check_plot, figure_class, label_of, save_figure, write_file
 from autotp.cli.terminal import Terminal, show
 from autotp.errors import AutotpError
 from autotp.validate import (
@@ -29,7 +29,6 @@ from autotp.validate import (
     rankings,
     read_runs,
 )
-from costmodel.text.files import write_atomically
 from costmodel.toml_out import topology_toml
 
 __all__ = ["SHIPPED", "drawn", "validate_command"]
@@ -70,7 +69,7 @@ def validate_command(
     fitted = None if fit is None else fit_device(done)
     if fit is not None and fitted is not None:
         machine = replace(done[0].run.topology, device=fitted.device)
-        write_atomically(fit, topology_toml(machine, _header(fitted, done)))
+        write_file(fit, topology_toml(machine, _header(fitted, done)))
     if plot is not None:
         save_figure(drawn(done), plot)
     show(_record(done, skipped, fitted), _shown(done, skipped, fitted, runs), as_json)

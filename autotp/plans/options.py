@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from typing import Any
 
 from autotp.errors import AutotpError
 from autotp.plans.constraints import Constraint, parse
@@ -153,8 +154,9 @@ class Options:
 
     def _write_plain(self) -> None:
         """Takes the numbers out of numpy's, which no plan can be written with."""
-        plain = {name: getattr(self, name) for name in ("accumulate", "panels", "memory", "gap", "time_limit")}
-        plain = {name: value.item() if hasattr(value, "item") else value for name, value in plain.items()}
+        plain: dict[str, Any] = {name: getattr(self, name) for name in ("memory", "gap", "time_limit")}
+        plain = {name: None if value is None else float(value) for name, value in plain.items()}
+        plain |= {name: None if (n := getattr(self, name)) is None else int(n) for name in ("accumulate", "panels")}
         plain["mesh"] = None if self.mesh is None else tuple(map(int, self.mesh))
         plain["chunks"] = None if self.chunks is None else {kind: int(count) for kind, count in self.chunks.items()}
         for name, value in plain.items():

@@ -261,9 +261,10 @@ class Plan:
         """Writes the plan as JSON; the file appears whole or not at all.
 
         Raises:
+            AutotpError: this is no path.
             OSError: it cannot be written.
         """
-        write_atomically(path, self.to_json())
+        write_atomically(_path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Plan:
@@ -272,13 +273,17 @@ class Plan:
         Raises:
             AutotpError: when the file is not there or is not a plan of this version.
         """
-        if not isinstance(path, (str, os.PathLike)):
-            raise AutotpError(f"{shown(path)} is no path: give the name of a plan's file")
         try:
-            text = read_text(path, LARGEST_FILE)
+            text = read_text(_path(path), LARGEST_FILE)
         except OSError as error:
             raise AutotpError(f"{path}: cannot read the plan: {error.strerror}") from error
         return cls.from_json(text, str(path))
+
+
+def _path(given: Any) -> str | os.PathLike:
+    if not isinstance(given, (str, os.PathLike)):
+        raise AutotpError(f"{shown(given)} is no path: give the name of a plan's file")
+    return given
 
 
 def check_chunks(chunks: Mapping[str, int]) -> None:

@@ -238,6 +238,8 @@ def agreed(
 @contextmanager
 def everywhere(doing: str) -> Iterator[None]:
     """Raises on every rank if any rank fails inside, where no collective may be called."""
+    if not dist.is_initialized():
+        raise AutotpError(f"{doing}: no process group; autotp.parallelize, which comes first, makes one")
     problem: Exception | None = None
     try:
         yield

@@ -22,6 +22,7 @@ from autotp.runtime.durations import how_to_run
 from autotp.runtime.output_guard import guard
 from autotp.runtime.programs import MOST, Program, Programmed, Programs, blueprint, show, unobserved
 from autotp.runtime.rewrite import Rewritten, rewrite
+from costmodel.errors import shown
 from passes.capture import Precision, buffered, matching
 from passes.graph import differentiable
 from passes.layouts.layout import Layout, is_shard, take
@@ -67,6 +68,8 @@ def simulate(
     plan.asked(precision)
     overlapping(schedule)
     how = functools.partial(how_to_run, schedule=schedule)
+    if world is not None and not isinstance(world, World):
+        raise AutotpError(f"world is {shown(world)}: give a World, or leave it out")
     world = world or LocalWorld(plan.mesh_shape)
     rewritten = rewrite(model, plan, args, kwargs)
     world.seeds = ways_to_draw(dropout, _device_of(model))

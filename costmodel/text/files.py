@@ -71,12 +71,12 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
 
     Args:
         path: the file.
-        content: text is written as UTF-8.
+        content: text is written as UTF-8, with ``?`` for what has none, such as parts of a file's name that are not UTF-8.
 
     Raises:
         OSError: the path cannot be written, or is a directory, a block device, a socket, or a pipe without a reader.
     """
-    data = content.encode() if isinstance(content, str) else content
+    data = content.encode(errors="replace") if isinstance(content, str) else content
     before = _status(path)
     own = None if before is None else _own_output(before)
     if own is not None:

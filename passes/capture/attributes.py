@@ -10,9 +10,8 @@ from __future__ import annotations
 import copy
 import inspect
 import random
-import warnings
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -25,9 +24,21 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_structure
 
+from passes.capture.builder import CaptureError
+
 __all__ = [
-    "Left", "buffered", "carried", "changed", "in_place", "in_python", "leaving", "placed", "plain", "renewed", "restored",
-]  # fmt: skip
+    "Left",
+    "buffered",
+    "carried",
+    "changed",
+    "faked",
+    "in_place",
+    "in_python",
+    "placed",
+    "plain",
+    "of_other_kinds",
+    "restored",
+]
 
 _DATA = (bool, int, float, complex, str, bytes)
 #: What torch's modules have for themselves; recurrent ones have lists of their parameters.
@@ -99,19 +110,28 @@ class Left:
         """What is there now; None if it is not."""
         return vars(modules[self.index]).get(self.name)
 
+    def tensor(self, modules: Sequence[nn.Module]) -> Tensor | None:
+        """The tensor that is there now, in an attribute or a buffer."""
+        held = modules[self.index]._buffers.get(self.name, self.of(modules))
+        return held if isinstance(held, Tensor) and not isinstance(held, nn.Parameter) else None
 
-class _Reads(TorchDispatchMode):
-    """Notes which operators run, with what besides tensors, and which of some tensors they read."""
 
-    def __init__(self, tensors: Iterable[Any] = ()) -> None:
+class _Flow(TorchDispatchMode):
+    """Notes which results are computed of some tensors.
+
+    Attributes:
+        reached: these and the results, which live as long, by their identities.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
-        self.among, self.read, self.ran = {*map(id, tensors)}, set[int](), list[tuple[Any, str]]()
+        self.reached: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = tree_leaves((args, kwargs))
-        self.read |= self.among.intersection(map(id, leaves))
-        self.ran.append((function, str([each for each in leaves if not isinstance(each, Tensor)])))
-        return function(*args, **(kwargs or {}))
+        made = function(*args, **(kwargs or {}))
+        if any(id(leaf) in self.reached for leaf in tree_leaves((args, kwargs))):
+            self.reached |= {id(leaf): leaf for leaf in tree_leaves(made)}
+        return made
 
 
 def placed(model: nn.Module, paths: Iterable[str]) -> tuple[Left, ...]:
@@ -121,20 +141,9 @@ def placed(model: nn.Module, paths: Iterable[str]) -> tuple[Left, ...]:
     return tuple(left for left in found if left.index >= 0 and left.name.isidentifier())
 
 
-def renewed(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], paths: Iterable[str]) -> tuple[Left, ...]:
-    """Attributes in which every call leaves tensors of its own, whatever earlier ones have left there.
-
-    The model is called twice on fake tensors: what the second call reads, or does not make anew, carries something from
-    call to call, which no graph does. So does all of a model whose second call runs other operators than the first one.
-
-    Args:
-        model: it.
-        args, kwargs: of a call.
-        paths: of attributes that a call changes.
-    """
-    modules, found = list(model.modules()), placed(model, paths)
-    if not found:
-        return ()
+@contextmanager
+def faked(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Callable[[], Any]]:
+    """Gives a call of the model on fake tensors; it leaves nothing behind."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def own(leaf: Any) -> Any:
@@ -142,48 +151,43 @@ def renewed(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], pa
             return leaf
         return mode.from_tensor(leaf.detach()).clone().requires_grad_(leaf.requires_grad)
 
-    def leaves(left: Left) -> list[Any]:
-        return tree_leaves(left.of(modules))
-
-    try:
-        with restored(model), mode, torch.enable_grad():
-            for module in modules:  # what is written in place is a copy
-                for held in (module._buffers, vars(module)):
-                    held.update({name: own(value) for name, value in held.items() if isinstance(value, Tensor)})
-            with _Reads() as before:
-                model(*tree_map(own, tuple(args)), **tree_map(own, dict(kwargs)))
-            first = {left: leaves(left) for left in found}
-            with _Reads(leaf for each in first.values() for leaf in each if isinstance(leaf, Tensor)) as reads:
-                made = model(*tree_map(own, tuple(args)), **tree_map(own, dict(kwargs)))
-            second = {left: leaves(left) for left in found}
-    except Exception:  # noqa: BLE001 - of what cannot be called twice nothing is known
-        return ()
-
-    kept = {*reads.read, *map(id, tree_leaves(made))}
-
-    def anew(was: list[Any], now: list[Any]) -> bool:
-        alone = all(isinstance(each, Tensor) and not isinstance(each, nn.Parameter) for each in now)
-        return bool(now) and alone and not {*map(id, was)} & {*map(id, now), *kept}
-
-    return tuple(left for left in found if before.ran == reads.ran and anew(first[left], second[left]))
+    with restored(model), mode, torch.enable_grad():
+        for module in model.modules():  # what is written in place is a copy
+            for held in (module._buffers, vars(module)):
+                held.update({name: own(value) for name, value in held.items() if isinstance(value, Tensor)})
+        yield lambda: model(*tree_map(own, tuple(args)), **tree_map(own, dict(kwargs)))
 
 
-@contextmanager
-def leaving(model: nn.Module, left: Sequence[Left]) -> Iterator[None]:
-    """While it lasts, a call of the model returns what it returns, and a tuple of what it leaves, if there is such."""
+def of_other_kinds(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], changes: Mapping[str, Sequence[Any]]
+) -> list[str]:
+    """Buffers and attributes to which a call gives a tensor of another shape or dtype, which no graph keeps.
+
+    Raises:
+        CaptureError: one is computed of what was there, so that the next call needs it.
+    """
     modules = list(model.modules())
-
-    def copies(_: nn.Module, __: Any, made: Any) -> Any:
-        return made, tuple(tree_map(Tensor.clone, each.of(modules)) for each in left)
-
-    handles = [model.register_forward_hook(copies)] if left else []
+    had = [(left, left.tensor(modules)) for left in placed(model, _alone(changes))]
+    found = [left for left, was in had if was is not None and not alike(was, changes[left.path][1])]
+    if not found:
+        return []
+    carried = list[Left]()
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The tensor attributes?")  # torch's advice is to make them buffers
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        with faked(model, args, kwargs) as call:
+            with _Flow(was for left in found if (was := left.tensor(modules)) is not None) as flow:
+                call()
+            carried = [left for left in found if id(left.tensor(modules)) in flow.reached]
+    except Exception:  # noqa: BLE001, S110 - of what cannot be called so nothing is known
+        pass
+    for left in carried:
+        was, now = left.tensor(modules), changes[left.path][1]
+        assert was is not None
+        raise CaptureError(
+            f"{type(model).__name__}: forward makes {left.path} {now.dtype} of shape {tuple(now.shape)}, from what was "
+            f"there, {was.dtype} of shape {tuple(was.shape)}, so the next call would have another graph; begin with a "
+            "tensor of that dtype and shape"
+        )
+    return [left.path for left in found]
 
 
 @contextmanager
@@ -202,7 +206,7 @@ def in_place(model: nn.Module) -> Iterator[None]:
             (module, name, old, now)
             for module, held in zip(modules, before, strict=True)
             for name, old in held.items()
-            if (now := module._buffers.get(name)) is not old and old is not None and now is not None and alike(old, now)
+            if (now := module._buffers.get(name)) is not old and old is not None and now is not None
         ]
         memory = {old.untyped_storage()._cdata for _, _, old, _ in found}
 
@@ -211,7 +215,8 @@ def in_place(model: nn.Module) -> Iterator[None]:
 
         made, new = tree_map(as_was, (made, [now for *_, now in found])) if found else (made, ())
         for (owner, name, old, __), value in zip(found, new, strict=True):
-            setattr(owner, name, old.copy_(value))  # torch.export looks at what is set, and lets the last count
+            # torch.export looks at what is set, lets the last count, and needs an operator that makes it
+            setattr(owner, name, old.copy_(value if alike(old, value) else old.clone()))
         return made
 
     handles = [model.register_forward_pre_hook(begin), model.register_forward_hook(end)]
@@ -234,9 +239,13 @@ def carried(model: nn.Module, changes: Mapping[str, Sequence[Any]]) -> list[str]
         model: it.
         changes: path of an attribute -> what `in_python` found there after the pass.
     """
-    alone = {path: held[1] for path, held in changes.items() if held[:1] == (_ALONE,) and isinstance(held[1], Tensor)}
-    had = {path: (plain(model, path), now) for path, now in alone.items()}
+    had = {path: (plain(model, path), now) for path, now in _alone(changes).items()}
     return [path for path, (was, now) in had.items() if was is not None and alike(was, now)]
+
+
+def _alone(changes: Mapping[str, Sequence[Any]]) -> dict[str, Tensor]:
+    """The attributes in which there is one tensor."""
+    return {path: held[1] for path, held in changes.items() if held[:1] == (_ALONE,) and isinstance(held[1], Tensor)}
 
 
 def plain(model: nn.Module, path: str) -> Tensor | None:

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
@@ -35,11 +35,13 @@ from passes.capture.builder import CaptureError, operator_name
 from passes.capture.signature import overlap, reach
 
 __all__ = [
+    "Seen",
     "advice",
     "check_tying",
     "drop_checks",
     "looking",
     "refuse_hooks",
+    "refuse_seeds",
     "require_plain",
     "warn_of_changes",
 ]
@@ -144,18 +146,22 @@ def advice(model: nn.Module) -> str:
 _IN_PLACE = re.compile(r"(?!__).*_|.*_\..*|__(set|i(?!nit|nvert)).*__")  # add_, aten.add_.Tensor, __setitem__ and __iadd__
 
 
-class _Seen(TorchFunctionMode):
+class Seen(TorchFunctionMode):
     """Refuses new data for a tensor, which ``torch.export`` leaves out in silence, and notes parameters of no module.
 
     Attributes:
         parameters: those that are no part of the model. ``torch.export`` has their data only.
+        before, after: what `in_python` finds as calls of the model begin and end.
+        seeded: where its code sets torch's random numbers.
         written: tensors of no module that operators in place were given, and copies of what they were before:
             ``torch.export`` computes with these for real.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.before, self.after = dict[str, Any](), dict[str, Any]()
         self.parameters: dict[int, nn.Parameter] = {}
+        self.seeded: list[str] = []
         self.written: list[tuple[Tensor, Tensor]] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -187,27 +193,46 @@ _ASKED: dict[Any, str] = {getattr(Tensor, name).__get__: name for name in ("requ
 
 def _warn_of_question(asked: str, frame: FrameType) -> None:
     """Says that a model's own code asks something, if it is that which does."""
-    file = frame.f_code.co_filename
-    if f"{os.sep}torch{os.sep}" not in file and not file.startswith("<"):
+    if _is_own(frame):
         _log.warning(
             "forward asks %s (%s:%d), which the graph does not: at every call it has the answer with gradients. Branch on "
             "self.training, or on an argument",
             asked,
-            os.path.basename(file),
+            os.path.basename(frame.f_code.co_filename),
             frame.f_lineno,
         )
 
 
+def _is_own(frame: FrameType) -> bool:
+    """Whether code is the model's, and not torch's."""
+    file = frame.f_code.co_filename
+    return f"{os.sep}torch{os.sep}" not in file and not file.startswith("<")
+
+
 @contextmanager
-def _asking() -> Iterator[None]:
-    """Says where ``forward`` itself asks what the graph cannot: the answer is that of the capture at every call."""
+def _asking(seeded: list[str]) -> Iterator[None]:
+    """Says where ``forward`` itself asks what the graph cannot: the answer is that of the capture at every call.
+
+    Args:
+        seeded: is told where it sets torch's random numbers.
+    """
     asked = {name: getattr(torch, name) for name in ("is_grad_enabled", "is_inference_mode_enabled")}
 
     def answer(name: str) -> bool:
         _warn_of_question(f"torch.{name}()", sys._getframe(2))
         return bool(asked[name]())
 
+    def seeding(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        if _is_own(frame):
+            seeded.append(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
+        return function(*args, **kwargs)
+
     with ExitStack() as patched:
+        for where in (torch, torch.random):
+            for name in ("manual_seed", "set_rng_state", "fork_rng"):
+                if hasattr(where, name):
+                    patched.enter_context(mock.patch.object(where, name, partial(seeding, getattr(where, name))))
         for name in asked:
             patched.enter_context(mock.patch.object(torch, name, lambda name=name: answer(name)))
         yield
@@ -225,25 +250,24 @@ def _warn_of_padding(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
 
 
 @contextmanager
-def looking(model: nn.Module) -> Iterator[tuple[dict[str, Any], dict[str, Any], Collection[nn.Parameter]]]:
-    """While it lasts, calls of the model note what `in_python` finds as they begin and end, and parameters of no module."""
-    before, after = dict[str, Any](), dict[str, Any]()
+def looking(model: nn.Module) -> Iterator[Seen]:
+    """While it lasts, calls of the model note what its graph will not have."""
 
     def look(found: dict[str, Any], module: nn.Module, args: Any, *_: Any) -> None:
         if vars(module) is vars(model):  # export may call a proxy of it
             found.update(in_python(model))
             found["lists or dicts among its arguments"] = (str(tree_structure(args)),)
 
-    seen = _Seen()
+    seen = Seen()
     try:
         with (
             seen,
-            _asking(),
-            register_module_forward_pre_hook(partial(look, before)),
-            register_module_forward_hook(partial(look, after)),
+            _asking(seen.seeded),
+            register_module_forward_pre_hook(partial(look, seen.before)),
+            register_module_forward_hook(partial(look, seen.after)),
             register_module_forward_hook(_warn_of_padding, with_kwargs=True),
         ):
-            yield before, after, seen.parameters.values()
+            yield seen
     finally:
         with torch.no_grad():
             for tensor, was in reversed(seen.written):
@@ -269,6 +293,15 @@ def warn_of_gradients(model: nn.Module, names: Sequence[str]) -> None:
             "pass it to the next call",
             type(model).__name__,
             ", ".join(sorted(names)),
+        )
+
+
+def refuse_seeds(model: nn.Module, graph: fx.Graph, seeded: Sequence[str]) -> None:
+    """Refuses a model that draws random numbers and sets which ones: the graph draws the next ones."""
+    if seeded and any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.nodes):
+        raise CaptureError(
+            f"{type(model).__name__}: forward sets torch's random numbers ({seeded[0]}) and draws some, and a graph cannot "
+            "set them: draw them once, in __init__, and keep them in a buffer, or pass them"
         )
 
 

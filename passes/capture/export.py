@@ -5,7 +5,6 @@ Nothing is run: all values are fake, and models on the meta device are welcome.
 
 from __future__ import annotations
 
-import builtins
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from passes.capture.canonical import normalise
 from passes.capture.checkpoints import marked
 from passes.capture.functional import Written
 from passes.capture.masks import recognise_masks
-from passes.capture.observed import Moment, Place, apart, matching, numbered, observing
+from passes.capture.observed import Moment, Place, apart, leaving, matching, numbered, observing, renewed
 from passes.capture.precision import Precision, cast_parameters, check_dtypes, policy_of, precision_name, under
 from passes.capture.regions import inline_regions, without_vmaps
 from passes.capture.signature import CallSignature, bind, example
@@ -153,15 +152,13 @@ def capture(
         ValueError: no example inputs, or a model whose tied weights came apart on the meta device.
     """
     checks.require_plain(model, args, kwargs)
-    args, kwargs = example(model, args, kwargs)
+    how = *example(model, args, kwargs), precision, outputs, observe
     checks.check_tying(model)
     checks.refuse_hooks(model)
-    how = precision, outputs, observe
-    found = _captured(model, args, kwargs, *how)
-    if isinstance(found, Captured):
+    if isinstance(found := _captured(model, *how), Captured):
         return found
     with attributes.buffered(model, found):
-        made = _captured(model, args, kwargs, *how)
+        made = _captured(model, *how)
     if isinstance(made, Captured):
         return replace(made, attributes=found)
     raise CaptureError(f"{type(model).__name__}: forward changes {', '.join(made)}; make them buffers")
@@ -180,15 +177,15 @@ def _captured(
     policy = policy_of(precision)
     casts: Mapping[str, Cast] = {}
     if policy is None:
-        program, moments, left, anew, foreign = _export(model, args, kwargs, observe)
+        program, moments, left, anew, seen = _export(model, args, kwargs, observe)
     else:
         casts = cast_parameters(model, policy)
         with under(model, policy, casts):
-            program, moments, left, anew, foreign = _export(model, args, kwargs, observe)
+            program, moments, left, anew, seen = _export(model, args, kwargs, observe)
     out_spec = program.call_spec.out_spec.child(0) if observe else program.call_spec.out_spec
     exported = program.graph_module
     values = {n.name: n.meta.get("val") for n in exported.graph.nodes if n.op == "placeholder"}
-    names = _Names(model, program, values, args, kwargs, foreign)
+    names = _Names(model, program, values, args, kwargs, seen.parameters.values())
 
     mode = detect_fake_mode([n.meta.get("val") for n in exported.graph.nodes])
     if mode is None:
@@ -210,6 +207,8 @@ def _captured(
     numbers = apart(graph, shown, kept=outputs == "dtensor")
     renewed_state = {{**names.parameters, **names.buffers}.get(name) for name in mutations}
     lost = [path for path in anew if names.aliases.get(path, path) not in renewed_state]
+    lost += set(attributes.of_other_kinds(model, args, kwargs, anew)) - {*lost}
+    checks.refuse_seeds(model, graph, seen.seeded)
     checks.warn_of_changes(model, lost)
     checks.warn_of_gradients(model, [names.buffers[name] for name in written.carried])
     checks.refuse_copies(model, casts.keys() & renewed_state)
@@ -247,23 +246,22 @@ def _export(
     kwargs: dict[str, Any],
     observe: Sequence[str],
     left: tuple[Left, ...] = (),
-) -> tuple[torch.export.ExportedProgram, list[Moment], tuple[Left, ...], dict[str, Any], Collection[nn.Parameter]]:
-    """A model's program, its observed moments, what it leaves on itself, what else it changes in Python, and parameters
-    of no module.
-    """
+) -> tuple[torch.export.ExportedProgram, list[Moment], tuple[Left, ...], dict[str, Any], checks.Seen]:
+    """A model's program, its observed moments, what it leaves on itself, what else it changes, and what was seen of it."""
     bind(inspect.signature(model.forward), args, kwargs)
     observed = matching(model, observe)
     try:
         with (
             attributes.restored(model), torch.enable_grad(), marked() as regions, kept_whole(regions),
-            attributes.leaving(model, left), attributes.in_place(model), observing(model, observed) as moments,
-            checks.looking(model) as (before, after, foreign),
+            leaving(model, left), attributes.in_place(model), observing(model, observed) as moments,
+            checks.looking(model) as seen,
         ):  # fmt: skip
             exported = torch.export.export(model, args, kwargs, strict=False)
-        anew = {path: after[path] for path in attributes.changed(before, after) if path not in {each.path for each in left}}
-        if not left and (found := attributes.renewed(model, args, kwargs, anew)):
+        known = {each.path for each in left}
+        anew = {path: seen.after[path] for path in attributes.changed(seen.before, seen.after) if path not in known}
+        if not left and (found := renewed(model, args, kwargs, anew)):
             return _export(model, args, kwargs, observe, found)
-        return exported, moments, left, anew, foreign
+        return exported, moments, left, anew, seen
     except Lost as error:
         raise CaptureError(f"{type(model).__name__}: {error}") from error
     except CaptureError:
@@ -324,8 +322,8 @@ class _Names:
                 self.renamed[name] = name
             else:
                 raise CaptureError(
-                    f"{type(model).__name__}: its graph takes '{name}', a {spec.kind.name.lower()}; "
-                    "only tensors can be planned"
+                    f"{type(model).__name__}: its graph takes '{name}', a {spec.kind.name.lower()}; only tensors can be "
+                    "planned. A torch.Generator has no place in a graph: draw without one, or pass what it draws"
                 )
         self.inputs = _in_call_order(model, user, args, kwargs)
         order = [*self.parameters, *self.buffers, *self.constants, *self.inputs]
@@ -333,8 +331,8 @@ class _Names:
 
 
 def _unreserved(name: str) -> str:
-    """An argument's name that is free in generated code: fx renames nodes called ``input`` or ``iter`` on its own."""
-    return f"{name}_" if hasattr(builtins, name) else name
+    """An argument's name that is free in generated code: fx renames nodes called ``input`` or ``device`` on its own."""
+    return name if fx.Graph().placeholder(name).name == name else f"{name}_"
 
 
 def _in_call_order(

@@ -1,15 +1,17 @@
-"""What observed modules are given and return, which a model shows besides what it returns.
+"""What a model shows besides what it returns: what observed modules are given and return, and what it leaves on itself.
 
 ``torch.export`` calls forward hooks, once and on fake tensors. While a model is captured, hooks of this file copy what
-observed modules are given and return, as it is at that moment. Hooks of the model itself hand the copies out behind what
-the model returns. Once writes are values, copies are what they are copies of, so they cost nothing.
+observed modules are given and return, as it is at that moment, and the attributes that the forward pass has set at its
+end. Hooks of the model itself hand the copies out behind what the model returns. Once writes are values, copies are what
+they are copies of, so they cost nothing.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -17,12 +19,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from costmodel.errors import AutotpError
+from passes.capture.attributes import Left, faked, placed
 from passes.capture.builder import CaptureError
 
-__all__ = ["Moment", "Place", "apart", "matching", "numbered", "observing"]
+__all__ = ["Moment", "Place", "apart", "leaving", "matching", "numbered", "observing", "renewed"]
 
 #: What hooks can be shown besides tensors.
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
@@ -137,6 +141,76 @@ def observing(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[li
             handles.append(register(functools.partial(look, name, indices[id(module)]), with_kwargs=True))  # type: ignore[arg-type]
     try:
         yield moments
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Reads(TorchDispatchMode):
+    """Notes which operators run, with what besides tensors, and which of some tensors they read."""
+
+    def __init__(self, tensors: Iterable[Any] = ()) -> None:
+        super().__init__()
+        self.among, self.read, self.ran = {*map(id, tensors)}, set[int](), list[tuple[Any, str]]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        self.read |= self.among.intersection(map(id, leaves))
+        self.ran.append((function, str([each for each in leaves if not isinstance(each, Tensor)])))
+        return function(*args, **(kwargs or {}))
+
+
+def renewed(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], paths: Iterable[str]) -> tuple[Left, ...]:
+    """Attributes in which every call leaves tensors of its own, whatever earlier ones have left there.
+
+    The model is called twice on fake tensors: what the second call reads, or does not make anew, carries something from
+    call to call, which no graph does. So does all of a model whose second call runs other operators than the first one.
+
+    Args:
+        model: it.
+        args, kwargs: of a call.
+        paths: of attributes that a call changes.
+    """
+    modules, found = list(model.modules()), placed(model, paths)
+    if not found:
+        return ()
+
+    def leaves(left: Left) -> list[Any]:
+        return tree_leaves(left.of(modules))
+
+    try:
+        with faked(model, args, kwargs) as call:
+            with _Reads() as before:
+                call()
+            first = {left: leaves(left) for left in found}
+            with _Reads(leaf for each in first.values() for leaf in each if isinstance(leaf, Tensor)) as reads:
+                made = call()
+            second = {left: leaves(left) for left in found}
+    except Exception:  # noqa: BLE001 - of what cannot be called twice nothing is known
+        return ()
+
+    kept = {*reads.read, *map(id, tree_leaves(made))}
+
+    def anew(was: list[Any], now: list[Any]) -> bool:
+        alone = all(isinstance(each, Tensor) and not isinstance(each, nn.Parameter) for each in now)
+        return bool(now) and alone and not {*map(id, was)} & {*map(id, now), *kept}
+
+    return tuple(left for left in found if before.ran == reads.ran and anew(first[left], second[left]))
+
+
+@contextmanager
+def leaving(model: nn.Module, left: Sequence[Left]) -> Iterator[None]:
+    """While it lasts, a call of the model returns what it returns, and a tuple of what it leaves, if there is such."""
+    modules = list(model.modules())
+
+    def copies(_: nn.Module, __: Any, made: Any) -> Any:
+        return made, tuple(tree_map(Tensor.clone, each.of(modules)) for each in left)
+
+    handles = [model.register_forward_hook(copies)] if left else []
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The tensor attributes?")  # torch's advice is to make them buffers
+            yield
     finally:
         for handle in handles:
             handle.remove()

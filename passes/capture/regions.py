@@ -100,7 +100,7 @@ class _Inliner:
                     _neutral(args[4], node, self.builder, args[0])
             elif isinstance(node.target, torch._ops.HigherOrderOperator):
                 raise CaptureError(
-                    f"{where(node)}: control flow ({node.target}) cannot be planned; rewrite the model without it"
+                    f"{where(node)}: control flow ({node.target}) cannot be planned; write the loop or branch in Python"
                 )
             elif isinstance(args[0] if args else None, (list, tuple)) and _is_getitem(node):
                 environment[node] = args[0][args[1]]

@@ -20,11 +20,11 @@ from autotp.plans.plan import Plan
 from autotp.runtime.accumulation import Accumulation
 from autotp.runtime.rewrite import Rewritten
 from autotp.runtime.schedules import Schedules
-from autotp.runtime.state import held_part
+from autotp.runtime.state import checksum, held_part
 from passes.capture import Captured
 from passes.capture.signature import overlap, path_of
 
-__all__ = ["Call", "Key", "Program", "Unkept", "blueprint", "named_state", "require_own", "without_memory"]
+__all__ = ["Call", "Key", "Program", "Unkept", "blueprint", "kind_of", "named_state", "require_own", "without_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +235,12 @@ def require_own(captured: Captured, first: Captured) -> Captured:
             "the model itself (a lambda or a closure in an attribute): make it a method, or a module"
         )
     return captured
+
+
+def kind_of(key: Key, plan: Plan, captured: Captured) -> tuple[Any, ...]:
+    """What is the same for calls that one program can run. Numbers of a call may be in constants alone."""
+    constants = {name: checksum(constant) for name, constant in captured.constants.items()}
+    return plan.hash, key.gradients, key.whole, captured.answered, constants
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:

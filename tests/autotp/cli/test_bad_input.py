@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from fractions import Fraction
 from importlib import resources
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import autotp
+from autotp.analysis.sweep import sweep
 from autotp.cli import main
 from autotp.errors import Change
 from costmodel import TopologyError
@@ -77,9 +79,58 @@ def test_numbers_of_numpy_can_be_written():
         "gap": np.float32(0.1),
         "accumulate": np.int64(2),
     }
-    for options in (sizes, {"chunks": {"batch": np.int64(2)}}, {"panels": np.int64(2)}):
+    halves = {"memory": Fraction(10**9), "gap": Fraction(1, 2), "time_limit": np.int64(60)}
+    for options in (sizes, halves, {"chunks": {"batch": np.int64(2)}}, {"panels": np.int64(2)}):
         plan = autotp.plan(nn.Linear(8, 8), autotp.Topology.flat(4), (torch.zeros(8, 8),), **options)
         assert autotp.Plan.from_json(plan.to_json()).hash == plan.hash
+    points = sweep(lambda: (nn.Linear(8, 8), (torch.zeros(8, 8),)), ["cpu"], np.array([1, 2]), tokens=np.int64(64))
+    assert [point["devices"] for point in json.loads(json.dumps([each.to_dict() for each in points]))] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"factory": nn.Linear(4, 4)}, "give a function that returns a model"),
+        ({"devices": 2}, "devices is 2: give a list"),
+        ({"strategies": None}, "strategies is None: give a list"),
+        ({"devices": ["2"]}, "must be a whole number"),
+    ],
+)
+def test_sweeps_of_another_kind(wrong, said):
+    right = {"factory": lambda: (nn.Linear(4, 4), (torch.zeros(4, 4),)), "topologies": ["cpu"], "devices": [1]}
+    with pytest.raises(autotp.AutotpError, match=said):
+        sweep(**right | wrong)
+
+
+def test_topologies_plans_and_comparisons_of_another_kind(tmp_path):
+    model, x = nn.Linear(4, 4), torch.zeros(4, 4)
+    plan, cpu = autotp.plan(model, autotp.Topology.flat(2), (x,)), autotp.Topology.load("cpu")
+    for device, levels in (("cpu", cpu.levels), (cpu.device, "levels"), (cpu.device, None)):
+        with pytest.raises(autotp.AutotpError, match="give a Device, and a list of Levels"):
+            autotp.Topology("mine", device, levels)
+    for path in (None, 1.5, b"plan.json"):
+        with pytest.raises(autotp.AutotpError, match="is no path"):
+            plan.save(path)
+    with pytest.raises(autotp.AutotpError, match="tolerance is"):
+        autotp.verify(model, plan, (x,), tolerance="small")
+    with pytest.raises(autotp.AutotpError, match="give a World"):
+        autotp.simulate(model, plan, (x,), world="all")
+    for use in (autotp.load_pretrained, autotp.save_pretrained):
+        with pytest.raises(autotp.AutotpError, match="no process group"):
+            use(model, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["input", "device", "torch", "inf"])
+def test_arguments_may_have_names_that_generated_code_has(name):
+    class Named(nn.Module):
+        pass
+
+    scope = {}
+    exec(f"def forward(self, x, {name}):\n    return x + {name}", scope)  # noqa: S102
+    Named.forward = scope["forward"]
+    x = torch.ones(4, 4)
+    plan = autotp.plan(Named(), autotp.Topology.flat(2), (x, x))
+    assert torch.equal(autotp.simulate(Named(), plan, (x, x))(x, **{name: x}), 2 * x)
 
 
 def test_no_example_inputs():

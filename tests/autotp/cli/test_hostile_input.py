@@ -6,6 +6,8 @@ import json
 import math
 import os
 import re
+import subprocess
+import sys
 import time
 from importlib import resources
 
@@ -15,7 +17,7 @@ from torch import nn
 
 import autotp
 from autotp.analysis.explain import priced_plan
-from autotp.cli import load_model, main
+from autotp.cli import huggingface, load_model, main
 from autotp.cli.render import plan_table, topology_table
 from autotp.cli.sweep_output import label_of
 from autotp.cli.terminal import Terminal
@@ -65,6 +67,8 @@ def place(tmp_path_factory):
         "deep": "[" * 60_000,
         "no": "[]",
         "layers": '{"n_layer": 1000000000}',
+        "groups": '{"model_type": "albert", "num_hidden_groups": 2147483648}',
+        "labels": '{"model_type": "bert", "num_labels": 2147483648}',
     }.items():
         (folder / f"{name}.json").write_text(text)
     autotp.plan(two_layers(), autotp.Topology.flat(2), X).save(folder / "plan.json")
@@ -99,7 +103,10 @@ COMMANDS = [
         f"plan --topology cpu --model {model}"
         for model in ("leaving.py:build", "fifo.py:build", "d/" * 5_000 + "net.py:build")
     ),
-    *(f"plan --topology cpu --model {model}.json" for model in ("absent/config", "fifo", "digits", "deep", "no", "layers")),
+    *(
+        f"plan --topology cpu --model {model}.json"
+        for model in ("absent/config", "fifo", "digits", "deep", "no", "layers", "groups", "labels")
+    ),
     *(f"plan --topology cpu --model config.json:batch={batch}" for batch in ("²", "٣", "9" * 5_000, "1000000000", "-1")),
     *(
         f"plan --topology cpu --model net.py:build --devices {count}"
@@ -139,6 +146,30 @@ def test_the_command_line_refuses_it_at_once(place, monkeypatch, capsys, line):
     assert ended.value.code == 2 and not said.out
     assert said.err.startswith("error: ") and len(said.err) < 10_000
     assert took < 1
+
+
+def test_a_model_of_too_many_parts_is_not_made(place, monkeypatch, capsys):
+    monkeypatch.setattr(huggingface, "_MOST_PARTS", 20)
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--topology", "cpu", "--model", f"{place}/config.json:batch=1,sequence=1"])
+    assert "more than 20 parameters and modules" in capsys.readouterr().err
+
+
+def test_output_that_cannot_be_written(place, monkeypatch):
+    command = [sys.executable, "-m", "autotp", "topology", "cpu"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == "error: the output cannot be written: No space left on device\n"
+
+
+def test_a_report_of_a_file_whose_name_is_no_text(place, monkeypatch, tmp_path):
+    odd = os.fsdecode(b"caf\xe9.py")
+    (place / odd).write_text(MODEL)
+    monkeypatch.chdir(place)
+    with pytest.raises(SystemExit, match="0"):
+        main(["plan", "--topology", "cpu", "--model", f"{odd}:build", "--html", str(tmp_path / "report.html")])
+    assert "caf?.py" in (tmp_path / "report.html").read_text()
 
 
 def test_a_name_with_a_nul_is_no_file(tmp_path):

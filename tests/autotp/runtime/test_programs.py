@@ -145,6 +145,19 @@ def test_members_of_an_enumeration_are_arguments():
     assert len(ours._programs.known) == 3
 
 
+def test_zeros_of_both_signs_are_arguments():
+    class Over(Net):
+        def forward(self, x, by=1.0):
+            return super().forward(x) / torch.tensor(by, **F64)
+
+    torch.manual_seed(0)
+    model, x = Over().double(), torch.randn(8, 8, **F64)
+    ours = distributed(copy.deepcopy(model), (x,))
+    for by in (0.0, -0.0, math.nan, math.nan):
+        torch.testing.assert_close(ours(x, by), model(x, by), equal_nan=True, **SIX)
+    assert len(ours._programs.known) == 4
+
+
 def test_calls_are_told_apart_here_and_alike_on_all_ranks():
     """Ranks compare texts, in which no address stands, nor the order in which a set was filled."""
 

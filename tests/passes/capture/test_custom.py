@@ -466,6 +466,54 @@ def test_a_buffer_that_is_set_is_changed(way, caplog):
     assert not [record for record in caplog.records if record.name == "autotp.capture"]
 
 
+class Becomes(nn.Module):
+    """Gives what it has another dtype or shape."""
+
+    def __init__(self, held, function, registered):
+        super().__init__()
+        self.inner, self.function = nn.Linear(4, 4), function
+        if registered:
+            self.register_buffer("held", held)
+        else:
+            self.held = held
+
+    def forward(self, x):
+        made = self.inner(x)
+        self.held = self.function(self.held, made.detach())
+        return made + self.held[:1]
+
+
+@pytest.mark.parametrize("registered", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_tensor_of_another_kind_is_refused_if_the_next_call_needs_it(registered, nested, caplog):
+    for held in (torch.zeros(4, dtype=torch.int64), torch.zeros(1)):
+        model = Becomes(held, lambda held, made: held * 0.9 + made.mean(0), registered)
+        with pytest.raises(
+            CaptureError, match=r"forward makes (0\.)?held torch.float32 of shape \(4,\), from what was there"
+        ):
+            capture(nn.Sequential(model) if nested else model, (torch.randn(2, 4),))
+    model = Becomes(torch.ones(2, 4), lambda _, made: torch.ones(len(made), 4), registered)
+    with caplog.at_level("WARNING", "autotp.capture"):
+        capture(nn.Sequential(model) if nested else model, (torch.randn(3, 4),))
+    said = [record.getMessage().split(",")[0] for record in caplog.records if record.name == "autotp.capture"]
+    changes = "Sequential: forward changes 0.held" if nested else "Becomes: forward changes held"
+    assert said == [changes] * registered  # a plain attribute gets what the call leaves there
+
+
+def test_random_numbers_that_a_model_sets_are_refused_if_it_draws_any():
+    class Seeds(nn.Module):
+        def forward(self, x, draws):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(7)
+                return x @ (torch.randn(4, 4) if draws else torch.ones(4, 4))
+
+    with pytest.raises(CaptureError, match=r"forward sets torch's random numbers \(test_custom.py:\d+\) and draws some"):
+        capture(Seeds(), (torch.randn(2, 4), True))
+    state = torch.get_rng_state()
+    assert not capture(Seeds(), (torch.randn(2, 4), False)).changed
+    torch.set_rng_state(state)
+
+
 @pytest.mark.parametrize("way", ["result", "parameter", "buffer", "attribute"])
 def test_new_data_of_a_tensor_is_refused(way):
     model = Sets(way)
