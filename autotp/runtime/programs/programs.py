@@ -238,11 +238,10 @@ class Programs:
 
     def _make(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if len(self.known) >= self.most:
-            have = "; ".join(map(str, self.known))
             raise AutotpError(
                 f"this call, for {key}, needs one more program than max_programs={self.most} allows. There are programs "
-                f"for {have}. Pad inputs to fewer shapes, pass a number that changes as a tensor, or give "
-                "autotp.parallelize a larger max_programs"
+                f"for {'; '.join(map(str, self.known))}. Pad inputs to fewer shapes, pass a changing number as a tensor, "
+                "or give autotp.parallelize a larger max_programs"
             )
         split, parts = () if key.whole else self.split, self.parts(key)
         plan, rewritten = agreed(
