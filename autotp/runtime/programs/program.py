@@ -74,6 +74,8 @@ def _text(kind: type, value: Any) -> str:
         return f"{{{', '.join(sorted(_text(type(each), each) for each in value))}}}"
     if isinstance(value, FunctionType):
         return f"{value.__module__}.{value.__qualname__}"
+    if issubclass(kind, float | complex) and isinstance(value, str):  # the text of a number
+        return value
     return repr(value) if issubclass(kind, str) else re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
