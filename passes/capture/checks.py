@@ -174,9 +174,8 @@ class Seen(TorchFunctionMode):
                     self.written.append((leaf, leaf.clone()))
         if (asked := _ASKED.get(function)) is not None:
             frame = sys._getframe()
-            while (
-                frame.f_back and frame.f_code.co_name == "__torch_function__"
-            ):  # of this mode, and of those of torch.export
+            # Above the code that asks are this mode's frame and those of torch.export's modes.
+            while frame.f_back and frame.f_code.co_name == "__torch_function__":
                 frame = frame.f_back
             _warn_of_question(f"x.{asked}", frame)
         if function == Tensor.data.__set__:  # type: ignore[attr-defined]
