@@ -84,7 +84,7 @@ def _all(side: str, ranks: int, only: str) -> Results:
             subprocess.run(["pkill", "-f", str(output)], check=False)
             said = process.communicate()[1]
             found |= {name: (verdict, detail) for name, verdict, detail in map(json.loads, output.read_text().splitlines())}
-            if len(found) < len(rows):
+            if len(found) < len(rows) and (hung or process.returncode):  # else the last row ends the job
                 last = [line for line in said.splitlines() if line.strip(" =-")][-1:] or [""]
                 found[rows[len(found)].name] = ("hangs", "") if hung else ("ended", last[0][:200])
     return found
