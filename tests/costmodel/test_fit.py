@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 
 import numpy as np
 import pytest
@@ -152,13 +153,20 @@ def test_presets_survive_being_written(tmp_path, preset):
     assert Topology.load(tmp_path / "made.toml") == topology
 
 
-def test_writing_is_all_or_nothing(tmp_path):
+def test_writing_is_all_or_nothing(tmp_path, monkeypatch):
     file = tmp_path / "made.toml"
     write_atomically(file, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_atomically(file, "new \ud800")
+
+    def fails(*_):
+        raise OSError("no space")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr(os, "replace", fails)
+        write_atomically(file, "new")
     assert file.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["made.toml"]
+    write_atomically(file, "name \udce9")
+    assert file.read_text() == "name ?"
     with pytest.raises(OSError):
         write_atomically(tmp_path / "nowhere" / "made.toml", "new")
 
