@@ -18,7 +18,7 @@ from autotp.errors import AutotpError, PlanMismatchError
 from autotp.runtime.strides import arranged
 from passes.layouts.layout import Layout, take
 
-__all__ = ["checksum", "distribute", "held_part", "local_part", "local_parts", "of_rank_0", "state_of"]
+__all__ = ["checksum", "distribute", "held_part", "local_part", "local_parts", "of_rank_0", "set_into", "state_of"]
 
 
 @register_sharding(torch.ops.aten._is_any_true.default)  # type: ignore[misc]
@@ -39,6 +39,33 @@ def distribute(tensor: Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
     local = part.to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
     stride = torch.empty(tensor.shape, device="meta").stride()
     return DTensor.from_local(local, mesh, layout, run_check=False, shape=tensor.shape, stride=stride)
+
+
+def set_into(held: Tensor | None, value: Any, path: str) -> Any:
+    """What is in a buffer's place when a tensor is set there: the buffer, with its values.
+
+    Calls write into buffers, and a model that sets its own anew leaves the tensor that it was given as it is.
+
+    Args:
+        held: the buffer, if there is one.
+        value: a whole tensor, or a ``DTensor``; what is neither is left to torch.
+        path: of the buffer.
+
+    Raises:
+        AutotpError: graphs were made for another shape or dtype.
+    """
+    if held is None or value is held or not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+        return value
+    if (value.shape, value.dtype) != (held.shape, held.dtype):
+        raise AutotpError(
+            f"{path}: graphs were made for {held.dtype} of shape {tuple(held.shape)}, and this is {value.dtype} of shape "
+            f"{tuple(value.shape)}: distribute the model with that"
+        )
+    with torch.no_grad():
+        if isinstance(held, DTensor):
+            value = value if isinstance(value, DTensor) else distribute(value, held.placements, held.device_mesh)
+        held.copy_(value.full_tensor() if isinstance(value, DTensor) and not isinstance(held, DTensor) else value)
+    return held
 
 
 def state_of(model: nn.Module, initialise: Callable[[nn.Module], None] | None, seed: int) -> Iterator[tuple[str, Tensor]]:

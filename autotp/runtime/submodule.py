@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autotp.errors import AutotpError
 from autotp.runtime.programs import Unkept, unobserved
+from autotp.runtime.state import set_into
 
 __all__ = ["Sealed", "Submodule"]
 
@@ -133,6 +134,7 @@ class Sealed(nn.Module):
         if name in self._attributes - vars(self).keys() and not (type(value) is type(own) and value == own):
             path, was = self._path or type(self).__name__, "something else" if own is _GONE else repr(own)
             raise AutotpError(f"{path}.{name} was {was} when the model was captured, and is set to {value!r}: {_UNCHANGED}")
+        value = set_into(self._buffers.get(name), value, f"{self._path}.{name}".lstrip(".")) if self._sealed else value
         self._require_followed(name, value, isinstance(value, (nn.Module, nn.Parameter)) or name in self._fixed)
         super().__setattr__(name, value)
 
@@ -187,11 +189,9 @@ class Sealed(nn.Module):
             return
         modules, parameters, buffers = (self.__dict__[table] for table in ("_modules", "_parameters", "_buffers"))
         held = {**modules, **parameters, **buffers}
-        plain = isinstance(buffers.get(name), Tensor) and not isinstance(buffers[name], DTensor)
-        if plain and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        plain = isinstance(buffers.get(name), Tensor) and not isinstance(buffers[name], DTensor) and type(value) is Tensor
+        if plain or (held.get(name) is value if name in held else not part):
             return  # calls read buffers from their modules
-        if held.get(name) is value if name in held else not part:
-            return
         if name in modules or isinstance(value, nn.Module):
             kind = "module"
         elif name in parameters or isinstance(value, nn.Parameter):
