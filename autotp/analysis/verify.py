@@ -138,14 +138,12 @@ class _Comparison:
         kwargs: Mapping[str, Any] | None,
         tolerance: float | None,
     ) -> None:
-        if tolerance is not None:
-            tolerance = figure(tolerance, "tolerance")
         self.rewritten, self.captured = rewritten, rewritten.captured
         self.runs = Runs(model, rewritten, args, kwargs)
         self.graph, self.mesh, self.nodes = self.runs.graph, self.runs.mesh, self.runs.nodes
         dtypes = [t.dtype for t in self.runs.inputs.values() if t.is_floating_point()]
         usual = max((_TOLERANCES.get(dtype, 1e-4) for dtype in dtypes), default=1e-9)
-        self.tolerance = usual if tolerance is None else tolerance
+        self.tolerance = usual if tolerance is None else figure(tolerance, "tolerance")
         self.model, self.args, self.kwargs = model, args, kwargs
         self.compared = 0
         self.moves: dict[str, float] | None = None

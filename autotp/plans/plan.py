@@ -17,7 +17,7 @@ from autotp.plans.plan_file import AS_WRITTEN, FORMAT, LARGEST_FILE, Written, de
 from autotp.plans.planned_operator import PlannedOperator, Predicted
 from costmodel import Topology
 from costmodel.errors import shown
-from costmodel.text.files import read_text, write_atomically
+from costmodel.text.files import read_text, require_path, write_atomically
 from costmodel.text.numbers import whole
 from passes.capture import Captured, Precision, policy_of, precision_name
 from passes.graph import note_of
@@ -264,7 +264,8 @@ class Plan:
             AutotpError: this is no path.
             OSError: it cannot be written.
         """
-        write_atomically(_path(path), self.to_json())
+        require_path(path, "a plan's file")
+        write_atomically(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Plan:
@@ -273,17 +274,12 @@ class Plan:
         Raises:
             AutotpError: when the file is not there or is not a plan of this version.
         """
+        require_path(path, "a plan's file")
         try:
-            text = read_text(_path(path), LARGEST_FILE)
+            text = read_text(path, LARGEST_FILE)
         except OSError as error:
             raise AutotpError(f"{path}: cannot read the plan: {error.strerror}") from error
         return cls.from_json(text, str(path))
-
-
-def _path(given: Any) -> str | os.PathLike:
-    if not isinstance(given, (str, os.PathLike)):
-        raise AutotpError(f"{shown(given)} is no path: give the name of a plan's file")
-    return given
 
 
 def check_chunks(chunks: Mapping[str, int]) -> None:

@@ -10,8 +10,11 @@ import stat
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-__all__ = ["check_writable", "move_atomically", "read_text", "regular_target", "write_atomically"]
+from ..errors import AutotpError, shown
+
+__all__ = ["check_writable", "move_atomically", "read_text", "regular_target", "require_path", "write_atomically"]
 
 
 def read_text(path: str | os.PathLike[str], most: int) -> str:
@@ -60,6 +63,16 @@ def _kind(mode: int) -> str:
         stat.S_IFSOCK: "a socket",
     }
     return kinds.get(stat.S_IFMT(mode), "no file")
+
+
+def require_path(path: Any, what: str) -> None:
+    """Refuses what names no file.
+
+    Raises:
+        AutotpError: it is neither text nor a path.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise AutotpError(f"{shown(path)} is no path: give the name of {what}")
 
 
 def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
