@@ -144,8 +144,7 @@ class _Comparison:
         dtypes = [t.dtype for t in self.runs.inputs.values() if t.is_floating_point()]
         usual = max((_TOLERANCES.get(dtype, 1e-4) for dtype in dtypes), default=1e-9)
         self.tolerance = usual if tolerance is None else figure(tolerance, "tolerance")
-        self.model, self.args, self.kwargs = model, args, kwargs
-        self.compared = 0
+        self.model, self.args, self.kwargs, self.compared = model, args, kwargs, 0
         self.moves: dict[str, float] | None = None
         self.ill_conditioned: dict[str, float] = {}
         self.titles = {plain.name: f"output {number}" for number, _, plain in self.runs.leaves()}
