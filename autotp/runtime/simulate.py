@@ -23,7 +23,7 @@ from autotp.runtime.output_guard import guard
 from autotp.runtime.programs import MOST, Program, Programmed, Programs, blueprint, show, unobserved
 from autotp.runtime.rewrite import Rewritten, rewrite
 from costmodel.errors import shown
-from passes.capture import Precision, buffered, matching
+from passes.capture import Precision, buffered, matching, placed
 from passes.graph import differentiable
 from passes.layouts.layout import Layout, is_shard, take
 from passes.world.ops import Parts
@@ -126,7 +126,8 @@ class Simulated(Programmed):
         )
         self.__dict__ |= {"rewritten": rewritten, "world": world, "_programs": programs}
         self.__dict__["_moded"] = [self, *list(model.modules())[1:]]
-        free = {(each.index, each.name) for each in (*rewritten.captured.left, *rewritten.captured.changed)}
+        followed = (*rewritten.captured.left, *rewritten.captured.changed, *placed(model, attributes))
+        free = {(each.index, each.name) for each in followed}
         self.__dict__["_data"] = [
             (each, {name: value for name, value in _plain(each).items() if (index, name) not in free})
             for index, each in enumerate(model.modules())
@@ -185,10 +186,11 @@ class Simulated(Programmed):
         for (path, mine), (module, held) in zip(self.named_modules(), self._data, strict=False):
             now = _plain(module) | {name: value for name, value in _plain(mine).items() if name in held}
             for name, was in held.items():
-                if name in now and repr(now[name]) != repr(was):
+                new = now.get(name, was)
+                if new is not was and (isinstance(was, Tensor) or isinstance(new, Tensor) or repr(new) != repr(was)):
                     raise AutotpError(
-                        f"{path}.{name} was {was!r} when the model was captured, and is {now[name]!r} now: the graph has "
-                        "what it was; plan the model as it is, and simulate that".lstrip(".")
+                        f"{path}.{name} was {shown(was)} when the model was captured, and is {shown(new)} now: the graph "
+                        "has what it was; plan the model as it is, and simulate that".lstrip(".")
                     )
 
     def _require_observed(self) -> None:
@@ -206,8 +208,9 @@ class Simulated(Programmed):
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    """The numbers and texts that a module has beside its mode."""
-    return {n: value for n, value in vars(module).items() if type(value) in (bool, int, float, str) and n != "training"}
+    """The numbers, texts and tensors that a module has beside its mode and state."""
+    kinds = (bool, int, float, str, Tensor)
+    return {name: value for name, value in vars(module).items() if type(value) in kinds and name != "training"}
 
 
 @functools.cache

@@ -9,7 +9,7 @@ operators with the `signature` of its call. `export` calls the others in this or
 more than "causal" become that (`masks`). The nodes that these add are made by `builder`.
 """
 
-from passes.capture.attributes import Left, buffered
+from passes.capture.attributes import Left, buffered, placed
 from passes.capture.builder import CaptureError
 from passes.capture.export import Captured, capture
 from passes.capture.observed import Moment, matching
@@ -27,6 +27,7 @@ __all__ = [
     "buffered",
     "capture",
     "matching",
+    "placed",
     "policy_of",
     "precision_name",
 ]

@@ -208,6 +208,7 @@ def in_place(model: nn.Module) -> Iterator[None]:
             for name, old in held.items()
             if (now := module._buffers.get(name)) is not old and old is not None and now is not None
         ]
+        _require_apart(model, [each for each in found if alike(*each[2:])])
         memory = {old.untyped_storage()._cdata for _, _, old, _ in found}
 
         def as_was(leaf: Any) -> Any:
@@ -225,6 +226,36 @@ def in_place(model: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _require_apart(model: nn.Module, replaced: Sequence[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
+    """Refuses new buffers that no change in place is the same as.
+
+    Args:
+        model: as a call leaves it.
+        replaced: a buffer's module and name, what it was and what it is.
+
+    Raises:
+        CaptureError: a buffer lies in the memory of other state from now on, or has another name that keeps what it was.
+    """
+    own = {(id(module), name) for module, name, *_ in replaced}
+    state = [
+        (f"{path}.{name}".lstrip("."), tensor)
+        for path, module in (model.named_modules() if replaced else ())
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and (id(module), name) not in own
+    ]
+    for _, name, old, now in replaced:
+        memory, why = now.untyped_storage()._cdata, ""
+        if any(stride == 0 and size > 1 for stride, size in zip(old.stride(), old.shape, strict=True)):
+            why = "whose elements share memory: begin with a clone"
+        for other, tensor in state:
+            if tensor is old:
+                why = f"and {other} is the same tensor, which stays as it was: give each its own"
+            elif tensor.untyped_storage()._cdata == memory:
+                why = f"and it lies in the memory of {other} from then on: give it a clone"
+        if why:
+            raise CaptureError(f"{type(model).__name__}: forward replaces buffer {name}, {why}")
 
 
 def alike(one: Tensor, other: Tensor) -> bool:

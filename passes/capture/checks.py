@@ -186,16 +186,17 @@ class Seen(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-#: Attributes of tensors by which ``forward`` may ask whether there are gradients.
+#: By what ``forward`` may ask whether there are gradients, and how a tensor lies in memory.
 _ASKED: dict[Any, str] = {getattr(Tensor, name).__get__: name for name in ("requires_grad", "grad_fn")}
+_ASKED[Tensor.is_contiguous] = "is_contiguous()"
 
 
 def _warn_of_question(asked: str, frame: FrameType) -> None:
     """Says that a model's own code asks something, if it is that which does."""
     if _is_own(frame):
         _log.warning(
-            "forward asks %s (%s:%d), which the graph does not: at every call it has the answer with gradients. Branch on "
-            "self.training, or on an argument",
+            "forward asks %s (%s:%d), which the graph does not: at every call it has the answer of the example, with "
+            "gradients. Branch on self.training, or on an argument",
             asked,
             os.path.basename(frame.f_code.co_filename),
             frame.f_lineno,

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
 from torch.export.graph_signature import InputKind
-from torch.utils._pytree import tree_leaves
 
 from passes.capture import attributes, checks
 from passes.capture.attributes import Left, placed
@@ -27,7 +26,7 @@ from passes.capture.masks import recognise_masks
 from passes.capture.observed import Moment, Place, apart, leaving, matching, numbered, observing, renewed
 from passes.capture.precision import Precision, cast_parameters, check_dtypes, policy_of, precision_name, under
 from passes.capture.regions import inline_regions, without_vmaps
-from passes.capture.signature import CallSignature, bind, example
+from passes.capture.signature import CallSignature, bind, example, in_call_order
 from passes.capture.writes import functionalise
 from passes.graph import Cast, annotate
 
@@ -62,6 +61,7 @@ class Captured:
         left: attributes that the forward pass leaves, whose tensors follow the user's among ``outputs``.
         changed: attributes that the forward pass sets or changes in Python, which the graph does not.
         attributes: paths of plain attributes whose tensors it changes from call to call: buffers of the graph, too.
+        reads: paths of those whose tensors are constants of the graph.
     """
 
     graph_module: fx.GraphModule
@@ -82,6 +82,7 @@ class Captured:
     left: tuple[Left, ...] = ()
     changed: tuple[Left, ...] = ()
     attributes: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
 
     @property
     def placeholders(self) -> dict[str, Tensor]:
@@ -237,6 +238,7 @@ def _captured(
         precision=precision_name(precision),
         left=left,
         changed=placed(model, lost),
+        reads=tuple(names.attributes.values()),
     )
 
 
@@ -325,7 +327,7 @@ class _Names:
                     f"{type(model).__name__}: its graph takes '{name}', a {spec.kind.name.lower()}; only tensors can be "
                     "planned. A torch.Generator has no place in a graph: draw without one, or pass what it draws"
                 )
-        self.inputs = _in_call_order(model, user, args, kwargs)
+        self.inputs = in_call_order(model, user, args, kwargs)
         order = [*self.parameters, *self.buffers, *self.constants, *self.inputs]
         self.placeholders = {name: values[name] for name in order}
 
@@ -333,18 +335,3 @@ class _Names:
 def _unreserved(name: str) -> str:
     """An argument's name that is free in generated code: fx renames nodes called ``input`` or ``device`` on its own."""
     return name if fx.Graph().placeholder(name).name == name else f"{name}_"
-
-
-def _in_call_order(
-    model: nn.Module, user: Sequence[str | None], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[str]:
-    """Input names in the signature's order; export's is that of the example call. Matched by the tensors."""
-    leaves = tree_leaves((args, kwargs))
-    if len(leaves) != len(user):
-        raise CaptureError(
-            f"{type(model).__name__}: export made {len(user)} inputs of {len(leaves)} argument leaves; "
-            "pass plain tensors, numbers, lists and dicts"
-        )
-    holder = {id(leaf): name for leaf, name in zip(leaves, user, strict=True) if isinstance(leaf, Tensor)}
-    bound = tree_leaves(bind(inspect.signature(model.forward), args, kwargs))
-    return [str(holder[id(leaf)]) for leaf in bound if isinstance(leaf, Tensor)]

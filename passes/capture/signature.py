@@ -10,11 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 from costmodel.errors import AutotpError
+from passes.capture.builder import CaptureError
 
-__all__ = ["CallSignature", "Leaf", "bind", "dense", "example", "overlap", "path_of", "reach"]
+__all__ = ["CallSignature", "Leaf", "bind", "dense", "example", "in_call_order", "overlap", "path_of", "reach"]
 
 _COUNTED = 2**22  # elements: so many are compared one by one
 
@@ -220,6 +229,25 @@ def bind(parameters: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str
 def path_of(path: Sequence[Any]) -> str:
     """An argument's name, with the way to a leaf inside it."""
     return f"{path[0].key}{keystr(tuple(path[1:]))}"
+
+
+def in_call_order(
+    model: nn.Module, names: Sequence[str | None], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[str]:
+    """Input names in the signature's order; export's is that of the example call. Matched by the tensors.
+
+    Raises:
+        CaptureError: export made another number of inputs.
+    """
+    leaves = tree_leaves((args, kwargs))
+    if len(leaves) != len(names):
+        raise CaptureError(
+            f"{type(model).__name__}: export made {len(names)} inputs of {len(leaves)} argument leaves; "
+            "pass plain tensors, numbers, lists and dicts"
+        )
+    holder = {id(leaf): name for leaf, name in zip(leaves, names, strict=True) if isinstance(leaf, Tensor)}
+    given = tree_leaves(bind(inspect.signature(model.forward), args, kwargs))
+    return [str(holder[id(leaf)]) for leaf in given if isinstance(leaf, Tensor)]
 
 
 def _check_constant(leaf: Leaf, value: Any) -> None:

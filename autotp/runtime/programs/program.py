@@ -6,7 +6,7 @@ import copy
 import itertools
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import FunctionType
 from typing import Any
 from zlib import crc32
@@ -218,20 +218,26 @@ def _order(tensor: Tensor) -> tuple[int, ...]:
     return tuple(sorted(dims, key=tensor.stride, reverse=True))
 
 
-def require_own(captured: Captured, first: Captured) -> Captured:
-    """A program's graph, unless it has state that the first has not.
+def require_own(captured: Captured, known: Sequence[Captured]) -> Captured:
+    """A program's graph, unless it has state that the first has not, or reads what another leaves.
 
     Raises:
         AutotpError: it has parameters of the model itself, of which the graph is made from a copy, or changes attributes
-            that are not among the buffers.
+            that are not among the buffers; or an attribute is a constant of one graph, and left by another.
     """
+    leaves, reads = {path for each in known for path in _left(each)}, {path for each in known for path in each.reads}
+    if both := sorted(leaves.intersection(captured.reads) | reads.intersection(_left(captured))):
+        raise AutotpError(
+            f"forward leaves {', '.join(both)} in some calls, and reads it in others, which another graph runs: make it a "
+            "buffer (register_buffer(..., persistent=False))"
+        )
     if captured.attributes:
         raise AutotpError(
             f"forward changes {', '.join(captured.attributes)} in this call, and not in the first that was planned: make "
             "them buffers (register_buffer(..., persistent=False)), or plan this call first"
         )
-    known = {id(each) for each in first.constants.values()}
-    if any(isinstance(each, nn.Parameter) and id(each) not in known for each in captured.constants.values()):
+    own = {id(each) for each in known[0].constants.values()}
+    if any(isinstance(each, nn.Parameter) and id(each) not in own for each in captured.constants.values()):
         raise AutotpError(
             "this call needs a program of its own, made from a copy of the model, and forward calls a function that holds "
             "the model itself (a lambda or a closure in an attribute): make it a method, or a module"
@@ -239,10 +245,19 @@ def require_own(captured: Captured, first: Captured) -> Captured:
     return captured
 
 
+#: Of a captured graph: what plans are told apart by.
+_NODES = ("graph_module", "constants", "signature")
+
+
+def _left(captured: Captured) -> set[str]:
+    return {each.path for each in captured.left}
+
+
 def kind_of(key: Key, plan: Plan, captured: Captured) -> tuple[Any, ...]:
-    """What is the same for calls that one program can run. Numbers of a call may be in constants alone."""
+    """What is the same for calls that one program can run: all that there is to a graph beside its nodes, too."""
     constants = {name: checksum(constant) for name, constant in captured.constants.items()}
-    return plan.hash, key.gradients, key.whole, captured.answered, constants
+    beside = [getattr(captured, each.name) for each in fields(captured) if each.name not in _NODES]
+    return plan.hash, key.gradients, key.whole, captured.answered, constants, beside
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:

@@ -278,7 +278,7 @@ class Programs:
 
         example, named = tree_map(whole, (tuple(args), dict(kwargs)))
         made = capture(self.model, example, named, self.plan.precision, self.plan.outputs, self.plan.observe)
-        return require_own(made, self.first.captured)
+        return require_own(made, [each.captured for each in self.known.values()])
 
     def _planned(self, key: Key, captured: Captured) -> Plan:
         """The plan of a program: of the first plan's family and within its memory, if there is one."""

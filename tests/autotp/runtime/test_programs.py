@@ -145,6 +145,31 @@ def test_members_of_an_enumeration_are_arguments():
     assert len(ours._programs.known) == 3
 
 
+def test_programs_that_differ_in_what_they_write_are_two():
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+            self.register_buffer("one", torch.zeros(8))
+            self.register_buffer("other", torch.zeros(8))
+
+        def forward(self, x, z, first):
+            mean = self.inner(x).detach().mean(0) + self.one + self.other
+            (self.one if first else self.other).copy_(mean)
+            (x if first else z).mul_(2)
+            return self.inner(x + z) + mean
+
+    torch.manual_seed(0)
+    model, x = Writes().double(), torch.randn(8, 8, **F64)
+    ours = distributed(copy.deepcopy(model), (x, x + 1, True))
+    for first in (True, False, False, True):
+        given = [[x.clone(), x + 1] for _ in range(2)]
+        torch.testing.assert_close(ours(*given[0], first), model(*given[1], first), **SIX)
+        torch.testing.assert_close(given[0], given[1], **SIX)
+        for name in ("one", "other"):
+            torch.testing.assert_close(getattr(ours, name), getattr(model, name), **SIX)
+
+
 def test_zeros_of_both_signs_are_arguments():
     class Over(Net):
         def forward(self, x, by=1.0):

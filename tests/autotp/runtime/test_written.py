@@ -75,6 +75,37 @@ def test_an_attribute_that_a_later_program_alone_changes_is_refused(one_rank):
     assert torch.allclose(parallel.eval()(x), model.eval()(x))
 
 
+class _Leaves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.last, self.scale = nn.Linear(8, 8), torch.zeros(8), torch.ones(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.head(x) * self.scale
+        if self.training:
+            self.last = made.detach().mean(0)
+            return made
+        return made - self.last
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_attribute_that_some_calls_leave_and_others_read_is_refused(first):
+    model, x = _Leaves().train(first), torch.randn(4, 8)
+    simulated = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), (x,)), (x,))
+    simulated(x)
+    with pytest.raises(autotp.AutotpError, match="forward leaves last in some calls, and reads it in others"):
+        simulated.train(not first)(x)
+
+
+def test_constants_of_a_simulated_module_stay():
+    model, x = _Leaves(), torch.randn(4, 8)
+    simulated = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), (x,)), (x,))
+    model.scale = torch.zeros(8)
+    simulated.scale = model.scale
+    with pytest.raises(autotp.AutotpError, match="scale was .* when the model was captured"):
+        simulated(x)
+
+
 class _Masked(nn.Module):
     def __init__(self) -> None:
         super().__init__()

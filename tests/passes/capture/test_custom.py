@@ -500,6 +500,36 @@ def test_a_tensor_of_another_kind_is_refused_if_the_next_call_needs_it(registere
     assert said == [changes] * registered  # a plain attribute gets what the call leaves there
 
 
+class Replaces(nn.Module):
+    """Replaces a buffer by what no change in place is the same as."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.inner, self.way = nn.Linear(4, 4), way
+        self.register_buffer("held", torch.zeros(1).expand(4) if way == "expanded" else torch.zeros(4))
+        self.register_buffer("other", self.held if way == "tied" else torch.ones(4))
+
+    def forward(self, x):
+        y = self.inner(x) + self.held + self.other
+        new = {"parameter": self.inner.bias.detach(), "buffer": self.other}.get(self.way, y.detach().sum(0))
+        self.held = new
+        return y
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ("parameter", "it lies in the memory of inner.bias from then on"),
+        ("buffer", "it lies in the memory of other from then on"),
+        ("tied", "other is the same tensor, which stays as it was"),
+        ("expanded", "whose elements share memory"),
+    ],
+)
+def test_buffers_that_are_replaced_are_apart_from_others(way, said):
+    with pytest.raises(CaptureError, match=f"Replaces: forward replaces buffer held, .*{said}"):
+        capture(Replaces(way), (torch.randn(2, 4),))
+
+
 def test_random_numbers_that_a_model_sets_are_refused_if_it_draws_any():
     class Seeds(nn.Module):
         def forward(self, x, draws):
