@@ -9,7 +9,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -122,17 +122,25 @@ def call_factory(
     factory: Callable[..., Any], spec: str, devices: int = 1
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any] | None]:
     """`load_model` for a factory that was found already; ``spec`` is for messages."""
+    attribute, output = spec.rpartition(":")[2][:80], (sys.stdout, sys.stderr)
     try:
         made = factory(devices=devices) if takes_devices(factory) else factory()
-    except AutotpError:
+    except (AutotpError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
-        attribute = spec.rpartition(":")[2]
-        raise ModelSpecError(f"--model {shown(spec)}: {attribute[:80]}() raised {described(error)}") from error
+    except BaseException as error:
+        raise ModelSpecError(f"--model {shown(spec)}: {attribute}() raised {described(error)}") from error
+    finally:
+        sys.stdout, sys.stderr = output
+    if any(stream is not None and stream.closed for stream in output):
+        raise ModelSpecError(
+            f"--model {shown(spec)}: {attribute}() closes the standard output, which the plan is printed on"
+        )
     try:
         return example_of(made)
     except AutotpError as error:
         raise ModelSpecError(f"--model {shown(spec)}: {error}") from error
+    except Exception as error:  # of a class of the user's
+        raise ModelSpecError(f"--model {shown(spec)}: what {attribute}() returns raised {described(error)}") from error
 
 
 def find_factory(spec: str) -> Callable[..., Any]:
@@ -156,7 +164,10 @@ def find_factory(spec: str) -> Callable[..., Any]:
             "such as model.py:build for a function build() in model.py, or a Hugging Face config.json"
         )
     module = _import(where, spec)
-    factory = getattr(module, attribute, None)
+    try:
+        factory = getattr(module, attribute, None)
+    except Exception as error:  # modules may import what they have when it is asked for
+        raise ModelSpecError(f"--model {shown(spec)}: {attribute[:80]} raised {described(error)}") from error
     if not callable(factory):
         known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise ModelSpecError(
@@ -211,7 +222,9 @@ def described(error: BaseException) -> str:
         said = str(error)[:_SAID]
     except Exception:  # noqa: BLE001 - the class is the user's
         said = "(its text cannot be made)"
-    return f"{type(error).__name__}: {said} ({os.path.relpath(file)}:{line})"
+    with suppress(OSError, ValueError):  # the directory may be gone, and code may have no file
+        file = os.path.relpath(file)
+    return f"{type(error).__name__}: {said} ({file}:{line})"
 
 
 def _is_library(file: str) -> bool:
@@ -285,7 +298,8 @@ def working(what: str) -> Iterator[None]:
 @contextmanager
 def native_output_on_stderr() -> Iterator[None]:
     """Redirects the occasional output of the solver's C++ code from stdout to stderr."""
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
     try:

@@ -81,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         fail(f"{error.format_message()} (see {command} --help)")
     except typer.Abort:
         code = 1
+    except RecursionError as error:
+        fail(f"a model or a file is nested too deeply, or in itself: {error}")
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise

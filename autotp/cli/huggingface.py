@@ -29,9 +29,9 @@ OPTIONS = {"batch": "8", "sequence": "2048", "dtype": "float32", "device": "meta
 
 _LARGEST_CONFIG = 2**20  # bytes
 _SAID = 500  # characters of what transformers says
-_COUNTS = re.compile("layer|block|depth|stage|expert|group")  # keys of numbers of modules
+_COUNTS = re.compile("layer|block|depth|stage|expert|group|flow|codebook|types")  # keys of numbers of modules
 _MOST_MODULES, _MOST_LABELS, _LARGEST_SIZE = 1024, 2**17, 2**31
-_MOST_PARTS = 2**19  # parameters and modules of a model
+_MOST_PARTS = 2**17  # parameters and modules of a model
 _MOST_ELEMENTS = 2**28  # of example inputs
 
 Made = tuple[nn.Module, tuple[Any, ...], dict[str, Tensor]]

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -71,5 +72,6 @@ def show(data: Any, shown: RenderableType, as_json: bool, *, wraps: bool = True)
 def fail(message: str) -> None:
     """Prints a user's mistake on stderr and exits with code 2."""
     text = printable(message)
-    print(f"error: {text if len(text) <= _LONGEST else text[:_LONGEST] + '…'}", file=sys.stderr)
+    with suppress(OSError, ValueError):  # whoever runs this may have closed it
+        print(f"error: {text if len(text) <= _LONGEST else text[:_LONGEST] + '…'}", file=sys.stderr)
     raise SystemExit(2)

@@ -19,7 +19,7 @@ __all__ = ["Table", "plain", "read_toml"]
 _LARGEST_TOML = 2**21  # bytes; the published runs are 2**17
 #: A key of more parts than any table here has: tomllib takes quadratic time for it. Searched in linear time itself: a match
 #: begins where a word does, and nothing is tried again with fewer characters.
-_LONG_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){32}""")
+_LONG_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){8}""")
 
 
 class Table:
@@ -136,7 +136,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise TopologyError(f"{path}: cannot be read: {error.strerror}") from None
     try:
         if _LONG_KEY.search(text):
-            raise ValueError("a key has more than 32 parts")
+            raise ValueError("a key has more than 8 parts")
         return tomllib.loads(text)
     except ValueError as error:
         raise TopologyError(f"{path}: is not valid TOML: {error}") from None

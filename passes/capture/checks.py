@@ -25,11 +25,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_structure
 
-from costmodel.errors import AutotpError, require
+from costmodel.errors import AutotpError, require, shown
 from passes.capture.attributes import in_python
 from passes.capture.builder import CaptureError, operator_name
 from passes.capture.signature import overlap, reach
@@ -74,7 +75,22 @@ def require_plain(model: nn.Module, args: Any = (), kwargs: Any = None) -> None:
     for path, module in model.named_modules():
         if isinstance(module, _WRAPPERS):
             raise AutotpError(f"{path or 'the model'} is wrapped by {type(module).__name__}, which distributes it: {given}")
-    for path, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+    try:
+        state = [*model.named_parameters(), *model.named_buffers()]
+        state += [("", tensor) for tensor in (*model.parameters(), *model.buffers())]
+    except Exception as error:
+        raise AutotpError(
+            f"{type(model).__name__}: its parameters() or the like raised {type(error).__name__}: {error}"
+        ) from error
+    for path, tensor in state:
+        if not isinstance(tensor, Tensor):
+            raise AutotpError(
+                f"{type(model).__name__}: its parameters() or the like have {shown(tensor)}, which is no tensor"
+            )
+        if is_lazy(tensor):
+            raise AutotpError(
+                f"{path} has no shape yet: call the model once, with inputs like those that it is planned for"
+            )
         if isinstance(tensor, DTensor):
             raise AutotpError(f"the model is distributed already, as its {path} is a DTensor: use it as it is, or {given}")
 

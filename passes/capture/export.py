@@ -266,9 +266,9 @@ def _export(
         return exported, moments, left, anew, seen
     except Lost as error:
         raise CaptureError(f"{type(model).__name__}: {error}") from error
-    except CaptureError:
+    except (CaptureError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         essence = " ".join(lines[:3])[:400]
         raise CaptureError(

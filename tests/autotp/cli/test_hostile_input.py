@@ -29,6 +29,7 @@ from passes.capture import capture
 
 CPU = (resources.files("costmodel") / "presets" / "cpu.toml").read_text()
 MODEL = """
+import asyncio
 import sys
 import torch
 from torch import nn
@@ -40,6 +41,26 @@ def build(): return nn.Linear(8, 8), (torch.zeros(2, 8),)
 def leave(): sys.exit(0)
 def hidden(): raise Hidden
 def endless(): return endless()
+def cancelled(): raise asyncio.CancelledError
+def noname(): exec(compile("raise ValueError('boom')", "", "exec"))
+
+class Exits(nn.Module):
+    def forward(self, x): sys.exit(0)
+
+class Groups(nn.Linear):
+    def parameters(self, recurse=True): raise KeyError("use groups()")
+
+class Odd(tuple):
+    def __len__(self): raise KeyError("no length")
+
+def exits(): return Exits(), (torch.zeros(2, 8),)
+def groups(): return Groups(8, 8), (torch.zeros(2, 8),)
+def lazy(): return nn.LazyLinear(8), (torch.zeros(2, 8),)
+def odd(): return Odd(build())
+def inside():
+    model, args = build()
+    model.add_module("again", model)
+    return model, args
 """
 CONFIG = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 1, "n_embd": 16, "n_head": 2}
 
@@ -57,6 +78,10 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hostile")
     (folder / "net.py").write_text(MODEL)
     (folder / "leaving.py").write_text("raise SystemExit(0)")
+    (folder / "importing.py").write_text("def __getattr__(name): raise ImportError('needs libfoo')")
+    (folder / "parts.toml").write_text(
+        f"[{'.'.join('a' * 32)}]\n" + "".join(f"{'a.' * 30}b{i} = 1\n" for i in range(29_000))
+    )
     (folder / "config.json").write_text(json.dumps(CONFIG))
     for name in ("fifo", "fifo.toml", "fifo.json", "fifo.py", "fifo.csv"):
         os.mkfifo(folder / name)
@@ -69,6 +94,7 @@ def place(tmp_path_factory):
         "layers": '{"n_layer": 1000000000}',
         "groups": '{"model_type": "albert", "num_hidden_groups": 2147483648}',
         "labels": '{"model_type": "bert", "num_labels": 2147483648}',
+        "types": '{"model_type": "gpt_neo", "num_layers": 2, "attention_types": [[["global", "local"], 200000000]]}',
     }.items():
         (folder / f"{name}.json").write_text(text)
     autotp.plan(two_layers(), autotp.Topology.flat(2), X).save(folder / "plan.json")
@@ -100,12 +126,17 @@ COMMANDS = [
     *(f"diff plan.json {file}" for file in ("fifo", "/dev/zero", "digits.json", "deep.json", "no.json", "d/" * 5_000, ".")),
     *(f"plan --topology cpu --model {model}" for model in ("net.py:leave", "net.py:hidden", "net.py:endless")),
     *(
+        f"plan --topology cpu --model net.py:{name}"
+        for name in ("cancelled", "noname", "exits", "groups", "lazy", "odd", "inside")
+    ),
+    "plan --topology parts.toml --model net.py:build",
+    *(
         f"plan --topology cpu --model {model}"
-        for model in ("leaving.py:build", "fifo.py:build", "d/" * 5_000 + "net.py:build")
+        for model in ("leaving.py:build", "importing.py:build", "fifo.py:build", "d/" * 5_000 + "net.py:build")
     ),
     *(
         f"plan --topology cpu --model {model}.json"
-        for model in ("absent/config", "fifo", "digits", "deep", "no", "layers", "groups", "labels")
+        for model in ("absent/config", "fifo", "digits", "deep", "no", "layers", "groups", "labels", "types")
     ),
     *(f"plan --topology cpu --model config.json:batch={batch}" for batch in ("²", "٣", "9" * 5_000, "1000000000", "-1")),
     *(
