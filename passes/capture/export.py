@@ -208,7 +208,7 @@ def _captured(
     numbers = apart(graph, shown, kept=outputs == "dtensor")
     renewed_state = {{**names.parameters, **names.buffers}.get(name) for name in mutations}
     lost = [path for path in anew if names.aliases.get(path, path) not in renewed_state]
-    lost += set(attributes.of_other_kinds(model, args, kwargs, anew)) - {*lost}
+    lost += [path for path in attributes.of_other_kinds(model, args, kwargs, anew) if path not in lost]
     checks.refuse_seeds(model, graph, seen.seeded)
     checks.warn_of_changes(model, lost)
     checks.warn_of_gradients(model, [names.buffers[name] for name in written.carried])
