@@ -34,9 +34,9 @@ __all__ = [
     "faked",
     "in_place",
     "in_python",
+    "of_other_kinds",
     "placed",
     "plain",
-    "of_other_kinds",
     "restored",
 ]
 
@@ -179,7 +179,8 @@ def of_other_kinds(
             carried = [left for left in found if id(left.tensor(modules)) in flow.reached]
     except Exception:  # noqa: BLE001, S110 - of what cannot be called so nothing is known
         pass
-    for left in carried:
+    if carried:
+        left = carried[0]
         was, now = left.tensor(modules), changes[left.path][1]
         assert was is not None
         raise CaptureError(

@@ -1,6 +1,6 @@
 """Checks of a model to capture; what it and ``torch.export`` assert of values is left out, and what only that reads.
 
-Also what its forward pass changes in Python, which no graph does.
+Also what a call of it does and asks that no graph has; what it changes in Python is found by `attributes`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from autotp.runtime.state import checksum, held_part
 from passes.capture import Captured
 from passes.capture.signature import overlap, path_of
 
-__all__ = ["Call", "Key", "Program", "Unkept", "blueprint", "kind_of", "named_state", "require_own", "without_memory"]
+__all__ = ["Call", "Key", "Program", "Unkept", "blueprint", "named_state", "require_own", "run_alike", "without_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,11 +253,17 @@ def _left(captured: Captured) -> set[str]:
     return {each.path for each in captured.left}
 
 
-def kind_of(key: Key, plan: Plan, captured: Captured) -> tuple[Any, ...]:
-    """What is the same for calls that one program can run: all that there is to a graph beside its nodes, too."""
-    constants = {name: checksum(constant) for name, constant in captured.constants.items()}
-    beside = [getattr(captured, each.name) for each in fields(captured) if each.name not in _NODES]
-    return plan.hash, key.gradients, key.whole, captured.answered, constants, beside
+def run_alike(one: tuple[Key, Plan, Captured], other: tuple[Key, Plan, Captured]) -> bool:
+    """Whether one program can run the calls of two kinds. A graph has more than the nodes that plans are told apart by."""
+
+    def kind(key: Key, plan: Plan, captured: Captured) -> tuple[Any, ...]:
+        beside = [getattr(captured, each.name) for each in fields(captured) if each.name not in _NODES]
+        return plan.hash, key.gradients, key.whole, captured.answered, [*captured.constants], beside
+
+    if kind(*one) != kind(*other):
+        return False
+    pairs = zip(one[2].constants.values(), other[2].constants.values(), strict=True)
+    return all(mine is its or checksum(mine) == checksum(its) for mine, its in pairs)
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from autotp.runtime.agreement import Agreement, agreed
 from autotp.runtime.compiled import Overlap
 from autotp.runtime.output_guard import made_of
 from autotp.runtime.programs.monitor import Monitor
-from autotp.runtime.programs.program import Call, Key, Program, Unkept, kind_of, named_state, require_own, without_memory
+from autotp.runtime.programs.program import Call, Key, Program, Unkept, named_state, require_own, run_alike, without_memory
 from autotp.runtime.programs.rows import Joined, joined, require_same_inputs
 from autotp.runtime.rewrite import Rewritten, apply, parts_of
 from autotp.runtime.schedules import Schedules
@@ -251,8 +251,8 @@ class Programs:
             lambda captured, plan: apply(captured, plan, split, parts=parts, kept=self.kept, joined=key.whole),
         )
         self.changed |= {each.path for each in rewritten.captured.changed}
-        kind = kind_of(key, plan, rewritten.captured)
-        same = [each for known, each in self.known.items() if kind_of(known, each.plan, each.captured) == kind]
+        mine = key, plan, rewritten.captured
+        same = [each for known, each in self.known.items() if run_alike(mine, (known, each.plan, each.captured))]
         self.known[key] = same[0] if same else self._program(key, plan, rewritten)
         _log.info("program %d, for %s: step %.4g s", len(self.known), key, plan.predicted.step_seconds)
 
