@@ -33,14 +33,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from .collectives import LIBRARIES
-from .errors import TopologyError, shown, suggestion
+from .errors import TopologyError, require, shown, suggestion
 from .machine.device import Device
 from .machine.groups import group_link
-from .machine.links import Level, Link
+from .machine.links import COLLECTIVES, Level, Link
 from .machine.local import DRIVER, local_topology
 from .text.numbers import MOST_DEVICES, whole
 from .text.tables import Table, plain, read_toml
@@ -89,7 +90,7 @@ class Topology:
         for name in names:
             if names.count(name) > 1:
                 raise TopologyError(f"{where}: two levels are named {shown(name)}; give each its own name")
-        if self.library not in LIBRARIES:
+        if self.library not in tuple(LIBRARIES):
             raise TopologyError(f"{where}: library {shown(self.library)} is not known{suggestion(self.library, LIBRARIES)}")
         whole(self.devices, f"{where}: the number of devices", most=MOST_DEVICES, error=TopologyError)
 
@@ -119,8 +120,7 @@ class Topology:
         Raises:
             TopologyError: a size is less than 1, or the product of the sizes is not `devices`.
         """
-        shape = tuple(int(size) for size in mesh_shape) or (0,)
-        return tuple(self.link(shape, (axis,)) for axis in range(len(shape)))
+        return tuple(self.link(mesh_shape, (axis,)) for axis in range(len(_wholes(mesh_shape, "the mesh")) or 1))
 
     def link(self, mesh_shape: Sequence[int], axes: Sequence[int], kind: str | None = None) -> Link:
         """The link between the devices along one mesh axis, or along several together; see `links`.
@@ -131,16 +131,20 @@ class Topology:
             kind: the collective (one of `costmodel.COLLECTIVES`) whose measured figures to take, where there are any.
 
         Raises:
-            TopologyError: a size is less than 1, or the product of the sizes is not `devices`.
+            TopologyError: a size is less than 1, the product of the sizes is not `devices`, or the mesh has no such axis.
         """
-        shape = tuple(int(size) for size in mesh_shape)
+        shape, along = _wholes(mesh_shape, "the mesh"), _wholes(axes, "axes")
         if not shape or min(shape) < 1 or math.prod(shape) != self.devices:
             raise TopologyError(
                 f"mesh {shape} holds {math.prod(shape)} devices, and topology {self.name!r} has "
                 f"{self.devices} ({self._shape()}); choose sizes of at least 1 "
                 f"whose product is {self.devices}"
             )
-        return group_link(self.levels, shape, tuple(axes), kind, self.device.contention)
+        if kind is not None and kind not in COLLECTIVES:
+            raise TopologyError(f"no collective is called {shown(kind)}; choose {', '.join(COLLECTIVES)}")
+        if along and not 0 <= min(along) <= max(along) < len(shape):
+            raise TopologyError(f"axes {along}: mesh {shape} has the axes 0 to {len(shape) - 1}")
+        return group_link(self.levels, shape, along, kind, self.device.contention)
 
     def resized(self, devices: int) -> Topology:
         """The same machine with a different number of devices.
@@ -275,7 +279,10 @@ class Topology:
         Raises:
             TopologyError: a variable is not a positive integer, or the ranks do not fill whole nodes.
         """
-        return cls("local", *local_topology(os.environ if environ is None else environ, cls.load, driver))
+        found = os.environ if environ is None else environ
+        require(found, Mapping, "environ", "environment variables by name, such as os.environ")
+        require(driver, Path, "driver", "the folder in which the GPU driver lists its devices, as a pathlib.Path")
+        return cls("local", *local_topology(found, cls.load, driver))
 
     def _shape(self) -> str:
         return " x ".join(f"{level.size} {level.name}" for level in reversed(self.levels))
@@ -289,6 +296,14 @@ class Topology:
             f"topology {self.name!r} cannot have {devices} devices: they come in whole groups of {unit} "
             f"({self._shape()}); {fits}, as would any multiple of {unit}"
         )
+
+
+def _wholes(numbers: Sequence[int], what: str) -> tuple[int, ...]:
+    instead = "whole numbers, such as (2, 4)"
+    require(numbers, Sequence, what, instead)
+    for one in numbers:
+        require(one, Integral, f"{what}: {shown(numbers)}: a number", instead)
+    return tuple(map(int, numbers))
 
 
 def _presets() -> dict[str, Traversable]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import TopologyError, shown, suggestion
+from ..errors import TopologyError, require, shown, suggestion
 from ..text.numbers import figure
 from ..text.tables import Table
 
@@ -63,6 +63,10 @@ class Device:
     def __post_init__(self) -> None:
         """Checks the figures."""
         where = f"device {shown(self.name)}"
+        if not isinstance(self.name, str):
+            raise TopologyError(f"{where}: give its name as text")
+        require(self.flops, Mapping, f"{where}: flops", "rates by dtype, such as {'float32': 19.5e12}")
+        require(self.slowdown, Mapping, f"{where}: slowdown", "factors by kind of operator")
         for dtype, rate in self.flops.items():
             if dtype not in DTYPES:
                 raise TopologyError(f"{where}: flops: unknown dtype {shown(dtype)}{suggestion(str(dtype), DTYPES)}")

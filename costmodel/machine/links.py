@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import TopologyError, shown
+from ..errors import TopologyError, require, shown
 from ..text.numbers import MOST, MOST_DEVICES, figure, whole
 from ..text.tables import Table
 from .matrix import check_matrix
@@ -89,6 +89,8 @@ class Level:
     def __post_init__(self) -> None:
         """Checks the figures."""
         where = f"level {shown(self.name)}"
+        if not isinstance(self.name, str):
+            raise TopologyError(f"{where}: give its name as text")
         for key, most in (("size", MOST_DEVICES), ("links", MOST)):
             whole(getattr(self, key), f"{where}: {key}", most=most, error=TopologyError)
         _check(self.bandwidth, self.latency, where)
@@ -98,11 +100,16 @@ class Level:
         if self.point_to_point is not None:
             figure(self.point_to_point, f"{where}: point_to_point", positive=True, error=TopologyError)
         if self.matrix is not None:
-            object.__setattr__(self, "matrix", tuple(tuple(float(v) for v in row) for row in self.matrix))
+            for row in (self.matrix, *(self.matrix if isinstance(self.matrix, Sequence) else ())):
+                require(row, Sequence, f"{where}: matrix", "rows of bytes/s, such as [[0, 1e9], [1e9, 0]]")
+            given = [[figure(v, f"{where}: matrix", error=TopologyError) for v in row] for row in self.matrix]
+            object.__setattr__(self, "matrix", tuple(map(tuple, given)))
             check_matrix(self.matrix, self.size, where)
         if self.contention is not None and figure(self.contention, f"{where}: contention", error=TopologyError) > 1:
             raise TopologyError(f"{where}: contention is {shown(self.contention)}; it must be between 0 and 1")
+        require(self.measured, Mapping, f"{where}: measured", "measured figures by collective")
         for kind in self.measured:
+            require(self.measured[kind], Measured, f"{where}: measured: {shown(kind)}", "a costmodel.Measured")
             if kind not in COLLECTIVES:
                 raise TopologyError(
                     f"{where}: measured: no collective is called {shown(kind)}; choose {', '.join(COLLECTIVES)}"

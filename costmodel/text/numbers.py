@@ -44,7 +44,7 @@ def whole(value: Any, what: str, least: int = 1, most: int = MOST, error: type[A
 
 def whole_of(text: str, what: str, least: int = 1, most: int = MOST, error: type[AutotpError] = UnitError) -> int:
     """A whole number that is written in ASCII digits; see `whole`."""
-    word = text.strip()
+    word = text.strip() if isinstance(text, str) else ""
     # Longer words are out of every range, and int() takes quadratic time for them.
     written = word.isascii() and word.isdigit() and len(word.lstrip("0")) <= len(str(MOST)) + 1
     return whole(int(word.lstrip("0") or 0) if written else text, what, least, most, error)

@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from costmodel import (
     memory,
     parse_quantity,
 )
+from costmodel.errors import AutotpError
 
 DEVICE = Device("d", {"float32": 1e12, "bfloat16": 8e12}, 1e9, 1e11, 1e-6)
 BOXES = Topology("boxes", DEVICE, (Level("in", 4, 100.0, 1.0), Level("out", 2, 60.0, 5.0)))
@@ -288,6 +290,29 @@ def test_links_stay_within_the_levels(sizes, random):
 def test_meshes_that_do_not_fit(mesh):
     with pytest.raises(TopologyError, match="has 8 .*product is 8"):
         BOXES.links(mesh)
+
+
+@pytest.mark.parametrize(
+    ("ask", "about"),
+    [
+        (lambda: BOXES.links(None), "the mesh"),
+        (lambda: BOXES.links((2.5, 4)), "the mesh"),
+        (lambda: BOXES.link((2, 4), 0), "axes"),
+        (lambda: BOXES.link((2, 4), (5,)), "axes"),
+        (lambda: BOXES.link((2, 4), (0,), ["all_reduce"]), "no collective"),
+        (lambda: Topology.local(1), "environ"),
+        (lambda: Topology.local({}, None), "driver"),
+        (lambda: replace(BOXES, library=3), "library"),
+        (lambda: replace(BOXES.device, flops=3), "flops"),
+        (lambda: replace(BOXES.device, name=3), "name"),
+        (lambda: replace(BOXES.levels[0], matrix=[1, 2]), "matrix"),
+        (lambda: replace(BOXES.levels[0], measured={"all_reduce": 3}), "measured"),
+        (lambda: replace(BOXES.levels[0], name=3), "name"),
+    ],
+)
+def test_arguments_of_another_kind(ask, about):
+    with pytest.raises(AutotpError, match=about):
+        ask()
 
 
 def test_resizing():
