@@ -107,6 +107,15 @@ class _Workload:
     dtype: str
 
 
+def _listed(what: str, given: Any) -> list[Any]:
+    try:
+        if not isinstance(given, str):
+            return [*given]
+    except TypeError:
+        pass
+    raise AutotpError(f"{what} is {shown(given)}: give a list")
+
+
 def sweep(
     factory: Callable[..., Any],
     topologies: Iterable[Topology | str],
@@ -149,15 +158,18 @@ def sweep(
         TopologyError: when a topology cannot be read.
         CaptureError: when ``torch.export`` refuses the model.
     """
-    for what, given in (("topologies", topologies), ("devices", devices), ("strategies", strategies)):
-        if not isinstance(given, Iterable) or isinstance(given, str):
-            raise AutotpError(f"{what} is {shown(given)}: give a list")
+    given = {"topologies": topologies, "devices": devices, "strategies": strategies}
+    topologies, devices, strategies = (_listed(what, each) for what, each in given.items())
+    if progress is not None and not callable(progress):
+        raise AutotpError(f"progress is {shown(progress)}: give a function that takes a text, or leave it out")
     if not callable(factory) or isinstance(factory, nn.Module):
         raise AutotpError(f"factory is {shown(factory)}: give a function that returns a model and its inputs")
     machines = [machine_of(t) for t in topologies]
     counts = list(dict.fromkeys(whole(count, "devices", most=MOST_DEVICES) for count in devices))
     tokens = None if tokens is None else whole(tokens, "tokens")
     _check_sweep(machines, counts)
+    for name in strategies:
+        Options(name)
     names = list(dict.fromkeys([*strategies, *(n for n in FAMILIES if families and n != "auto")]))
     if not names:
         raise AutotpError(f"strategies is empty; choose of {', '.join(FAMILIES)}")

@@ -166,10 +166,11 @@ def find_factory(spec: str) -> Callable[..., Any]:
     module = _import(where, spec)
     try:
         factory = getattr(module, attribute, None)
-    except Exception as error:  # modules may import what they have when it is asked for
+    except (Exception, SystemExit) as error:  # modules may import what they have when it is asked for
         raise ModelSpecError(f"--model {shown(spec)}: {attribute[:80]} raised {described(error)}") from error
     if not callable(factory):
-        known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        # What a module puts into sys.modules in its own place is whatever it likes.
+        known = [n for n, value in getattr(module, "__dict__", {}).items() if callable(value) and not n.startswith("_")]
         raise ModelSpecError(
             f"--model {shown(spec)}: {where} has no function {shown(attribute)}; it has {', '.join(known) or 'none'}"
         )
@@ -189,9 +190,9 @@ def _options_of(spec: str, text: str) -> dict[str, str]:
 def _import(where: str, spec: str) -> ModuleType:
     is_file = where.endswith(".py")
     if is_file and not os.path.isfile(where):
-        raise ModelSpecError(f"--model {shown(spec)}: no file {where[:200]}; the path is relative to {os.getcwd()}")
+        raise ModelSpecError(f"--model {shown(spec)}: no file {where[:200]}; the path is relative to {_here()}")
     path = Path(where)
-    folder = str(path.resolve().parent) if is_file else os.getcwd()
+    folder = str(path.resolve().parent) if is_file else _here()
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
@@ -204,8 +205,17 @@ def _import(where: str, spec: str) -> ModuleType:
         sys.modules.setdefault(path.stem, module)
         source.loader.exec_module(module)
         return module
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the module may end the process, or have exceptions of its own
         raise ModelSpecError(f"--model {shown(spec)}: importing {shown(where)} raised {described(error)}") from error
+
+
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        raise ModelSpecError("--model: the directory that this runs in is gone; change to another") from None
 
 
 def described(error: BaseException) -> str:

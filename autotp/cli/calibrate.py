@@ -23,6 +23,7 @@ from autotp.calibrate import Calibration, calibrate, shape_of_job
 from autotp.cli.render import bytes_of, time_of
 from autotp.cli.terminal import Terminal, make_console
 from autotp.errors import AutotpError
+from autotp.runtime.agreement import join_job
 from costmodel import format_quantity
 from costmodel.text.files import check_writable, write_atomically
 from costmodel.text.numbers import MOST_DEVICES, whole_of
@@ -43,9 +44,8 @@ def calibrate_command(
 
     torchrun --standalone --nproc-per-node 4 -m autotp calibrate --output cluster.toml
     """
-    world = _require_torchrun()
     try:
-        shape_of_job(world, os.environ)
+        shape_of_job(_environment("WORLD_SIZE", "1", least=1), os.environ)
         _start()
         _check_output(output, force, name)
     except AutotpError:
@@ -70,29 +70,23 @@ def calibrate_command(
     dist.destroy_process_group()
 
 
-def _require_torchrun() -> int:
-    missing = [key for key in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
-    if missing:
-        raise AutotpError(
-            "calibrate measures the processes of a job: start it by torchrun, such as "
-            "torchrun --standalone --nproc-per-node 4 -m autotp calibrate --output cluster.toml"
-        )
-    return _environment("WORLD_SIZE", least=1)
-
-
 def _environment(key: str, default: str = "0", least: int = 0) -> int:
     return whole_of(os.environ.get(key, default), f"environment: {key}", least, MOST_DEVICES)
 
 
 def _start() -> None:
     """Creates the process group, with NCCL if every rank of the node has a GPU, and gloo otherwise."""
-    local = _environment("LOCAL_RANK")
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus >= _environment("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"], least=1):
+    local, gpus = _environment("LOCAL_RANK"), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    with_gpus = gpus >= _environment("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"), least=1)
+    if with_gpus:
         torch.cuda.set_device(local)
-        dist.init_process_group("nccl", timeout=_TIMEOUT, device_id=torch.device("cuda", local))
-    else:
-        dist.init_process_group("gloo", timeout=_TIMEOUT)
+    join_job(
+        "calibrate measures the processes of a job: start it by torchrun, such as "
+        "torchrun --standalone --nproc-per-node 4 -m autotp calibrate --output cluster.toml",
+        "nccl" if with_gpus else "gloo",
+        timeout=_TIMEOUT,
+        device_id=torch.device("cuda", local) if with_gpus else None,
+    )
 
 
 def _check_output(output: Path, force: bool, name: str) -> None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -29,6 +29,7 @@ from autotp.cli.arguments import (
     Timeline,
     beginning,
     chunks_of,
+    described,
     load_model,
     memory_of,
     mesh_of,
@@ -42,7 +43,7 @@ from autotp.cli.inspect_plan import diff_command, inspect_command, reprice_comma
 from autotp.cli.render import presets_table, show_plan, topology_table
 from autotp.cli.report import write_report
 from autotp.cli.sweep import sweep_command
-from autotp.cli.terminal import fail, show
+from autotp.cli.terminal import fail, open_streams, show
 from autotp.cli.trace import trace_command
 from autotp.cli.validate import validate_command
 from autotp.cli.verify import verify_command
@@ -56,6 +57,9 @@ __all__ = ["app", "main"]
 
 # Typer has click's exceptions in its own copy, of which this is the one that is public.
 _UsageError: Any = typer.BadParameter.__mro__[1]
+
+#: The environment variable that asks for tracebacks of what no input should lead to.
+_TRACEBACK = "AUTOTP_TRACEBACK"
 
 app = typer.Typer(
     help="Plan how to split an unmodified PyTorch model over a mesh of devices.",
@@ -71,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: Words after the program's name; left out, those of this process.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    open_streams()
     try:
         code = app(args=words or ["--help"], prog_name="autotp", standalone_mode=False)
         sys.stdout.flush()
@@ -84,12 +89,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     except RecursionError as error:
         fail(f"a model or a file is nested too deeply, or in itself: {error}")
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
-            raise
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EPIPE):
+            _fail_unexpectedly(error)
         # What is left to write would fail once more when the process ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.EPIPE:  # whoever read it has enough, as head(1) has
+            raise SystemExit(1) from None
         fail(f"the output cannot be written: {error.strerror}")
+    except Exception as error:  # noqa: BLE001 - nobody who runs a command should have to read a traceback
+        _fail_unexpectedly(error)
     raise SystemExit(code or 0)
+
+
+def _fail_unexpectedly(error: Exception) -> NoReturn:
+    """Reports what no input should lead to, and exits with code 3."""
+    if os.environ.get(_TRACEBACK):
+        raise error
+    fail(f"{described(error)}. This is a defect of autotp: please report it, with what {_TRACEBACK}=1 shows of it", 3)
 
 
 def _show_version(wanted: bool) -> None:

@@ -71,7 +71,8 @@ def configured(file: Path, options: Mapping[str, str]) -> Callable[[], Made]:
     def build() -> Made:
         with torch.device(chosen["device"]), _bounded(file):
             model = _class_of(transformers, config, file)._from_config(config, dtype=getattr(torch, chosen["dtype"]))
-        inputs = _inputs(model, config, int(chosen["batch"]), int(chosen["sequence"]), file)
+        with torch.device(chosen["device"]):
+            inputs = _inputs(model, config, int(chosen["batch"]), int(chosen["sequence"]), file)
         if "labels" in inputs:
             _return_the_loss(model)
         return model.train(), (), inputs

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.status import Status
 from rich.text import Text
 
-__all__ = ["Terminal", "fail", "make_console", "printable", "show"]
+__all__ = ["Terminal", "fail", "make_console", "open_streams", "printable", "show"]
 
 #: Columns of a table that goes to a file or a pipe, where no terminal says how wide it is.
 PIPED_WIDTH = 160
 
 _LONGEST = 8000  # characters of an error message
+_LEAST = 10  # columns or lines of a terminal
 
 
 class Terminal(Console):
@@ -30,7 +32,7 @@ class Terminal(Console):
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options, markup=False, emoji=False, highlight=False)
+        super().__init__(**options, markup=False, emoji=False, highlight=False, _environ=_environment())
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """As rich's, without control characters in text."""
@@ -56,9 +58,18 @@ def make_console(quiet: bool = False) -> Terminal:
         quiet: Print nothing at all, as ranks other than 0 should.
     """
     console = Terminal(quiet=quiet)
-    if console.is_terminal or "COLUMNS" in os.environ:
+    if console.is_terminal or "COLUMNS" in _environment():
         return console
     return Terminal(quiet=quiet, width=PIPED_WIDTH)
+
+
+def _environment() -> dict[str, str]:
+    """The environment without sizes of a terminal that are none, or in which nothing can be read."""
+
+    def possible(name: str, text: str) -> bool:
+        return name not in ("COLUMNS", "LINES") or (re.fullmatch("[0-9]{1,5}", text) is not None and int(text) >= _LEAST)
+
+    return {name: text for name, text in os.environ.items() if possible(name, text)}
 
 
 def show(data: Any, shown: RenderableType, as_json: bool, *, wraps: bool = True) -> None:
@@ -69,9 +80,20 @@ def show(data: Any, shown: RenderableType, as_json: bool, *, wraps: bool = True)
         make_console().print(shown, soft_wrap=not wraps)
 
 
-def fail(message: str) -> None:
-    """Prints a user's mistake on stderr and exits with code 2."""
+def open_streams() -> None:
+    """Puts something in the place of standard streams that were closed, to which nothing can be written."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDONLY)  # takes the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: PTH123, SIM115
+
+
+def fail(message: str, code: int = 2) -> NoReturn:
+    """Prints a message on stderr and exits, with code 2 for a user's mistake."""
     text = printable(message)
     with suppress(OSError, ValueError):  # whoever runs this may have closed it
         print(f"error: {text if len(text) <= _LONGEST else text[:_LONGEST] + '…'}", file=sys.stderr)
-    raise SystemExit(2)
+    raise SystemExit(code)

@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from autotp.analysis.trace import events_of, predicted, save_trace
 from autotp.cli.arguments import check_output, load_model, working
+from autotp.cli.terminal import make_console
 from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
+from autotp.runtime.agreement import join_job
 from autotp.runtime.parallelize import parallelize
 from autotp.runtime.recording import Event
 from costmodel.text.numbers import MOST_DEVICES, whole_of
@@ -50,7 +52,9 @@ def trace_command(
             save_trace(output, events)
         except OSError as error:
             raise AutotpError(f"--output {output}: cannot be written ({error.strerror})") from error
-        print(f"written to {output}: {len(measured) or 'no'} measured ranks; open it at https://ui.perfetto.dev")
+        make_console().print(
+            f"written to {output}: {len(measured) or 'no'} measured ranks; open it at https://ui.perfetto.dev"
+        )
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -60,7 +64,7 @@ def _measure(model: str, plan: Plan) -> list[list[Event]]:
     """The events of one step on every rank."""
     if torch.cuda.is_available():
         raise AutotpError("trace measures steps on CPUs only; on GPUs, use torch.profiler, which records their streams")
-    dist.init_process_group("gloo")
+    join_job("trace measures a step on the processes of a job: start it by torchrun", "gloo")
     module, args, kwargs = load_model(model, plan.devices)
     parallel: Any = parallelize(module, args=args, kwargs=kwargs, plan=plan, schedule="overlap")
     with torch.set_grad_enabled(plan.mode == "train"):

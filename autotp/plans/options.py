@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any
@@ -42,6 +43,12 @@ def machine_of(topology: Topology | str) -> Topology:
     found = Topology.load(topology) if isinstance(topology, str) else topology
     require(found, Topology, "the topology", "an autotp.Topology, a preset's name or a TOML file")
     return found
+
+
+def require_no_array(name: str, value: Any) -> None:
+    """Refuses arrays and tensors, which are neither equal to anything nor not."""
+    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, (numbers.Number, str)):
+        raise AutotpError(f"{name}={shown(value)}: give plain numbers and text, and not an array")
 
 
 def require_plan(plan: Plan) -> None:
@@ -120,8 +127,7 @@ class Options:
     def __post_init__(self) -> None:
         """Checks all that needs no machine."""
         for one in fields(self):
-            if getattr(value := getattr(self, one.name), "shape", ()):
-                raise AutotpError(f"{one.name}={shown(value)}: give plain numbers and text, and not an array")
+            require_no_array(one.name, getattr(self, one.name))
         chunks = {} if self.chunks is None else self.chunks
         check_chunks(chunks)
         if self.panels is not None and whole(self.panels, "panels") > 1 and any(count > 1 for count in chunks.values()):
@@ -134,9 +140,9 @@ class Options:
         if self.accumulate > 1 and self.mode != "train":
             raise AutotpError(f"accumulate={self.accumulate}, but mode {self.mode!r} has no gradients; leave it out")
         self._check_mesh()
-        if self.memory is not None and self.memory != math.inf:
+        if self.memory is not None and not (isinstance(self.memory, float) and self.memory == math.inf):
             figure(self.memory, "memory", positive=True)
-        if self.time_limit != math.inf:
+        if not (isinstance(self.time_limit, float) and self.time_limit == math.inf):
             figure(self.time_limit, "time_limit")
         overlapping(self.schedule)
         check_compile(self.compile)

@@ -154,7 +154,7 @@ class Plan:
         Raises:
             PlanMismatchError: when the plan does not know the parameter.
         """
-        if parameter not in self.layouts:
+        if parameter not in tuple(self.layouts):
             raise PlanMismatchError(f"the plan has no parameter {parameter!r}; it was made for another model")
         return self.layouts[parameter]
 
@@ -321,7 +321,7 @@ def overlapping(schedule: str) -> bool:
     Raises:
         AutotpError: there is no such schedule.
     """
-    if schedule not in ("overlap", "none"):
+    if not isinstance(schedule, str) or schedule not in ("overlap", "none"):
         raise AutotpError(f"schedule={shown(schedule)} is unknown; choose 'overlap' or 'none'")
     return schedule == "overlap"
 

@@ -42,6 +42,7 @@ class Accumulation:
         self.used = False
         self._sinks: dict[str, list[Tensor]] = {}
         self._versions: Mapping[str, int] = {}
+        self._trained: Mapping[str, bool] = {}
 
     @cached_property
     def deferred(self) -> Deferred:
@@ -53,7 +54,10 @@ class Accumulation:
     @property
     def waiting(self) -> bool:
         """Whether there are gradients that are not reduced yet."""
-        return any(sink.grad is not None for sinks in self._sinks.values() for sink in sinks)
+        return any(map(self._waits, self._sinks))
+
+    def _waits(self, name: str) -> bool:
+        return any(sink.grad is not None for sink in self._sinks[name])
 
     def defers(self, *, syncing: bool) -> bool:
         """Whether the pass that begins runs the graph of inner steps: it is one, or comes after some."""
@@ -119,10 +123,17 @@ class Accumulation:
             parameters: see ``values``.
 
         Raises:
-            AutotpError: they were changed.
+            AutotpError: they were changed, or frozen or no longer frozen.
         """
         if not self.waiting:
             return
+        held = [name for cut in self.deferred.cuts if self._waits(cut.name) for name in cut.parameters]
+        if other := [n for n in held if parameters[n].requires_grad != self._trained[n]]:
+            now = "trained" if parameters[other[0]].requires_grad else "frozen"
+            raise AutotpError(
+                f"{self.parameters[other[0]]} is {now} now, while gradients of steps under no_sync() wait to be reduced: "
+                "freeze and unfreeze parameters between accumulated steps, or drop these gradients by zero_grad()"
+            )
         changed = [self.parameters[n] for n, parameter in parameters.items() if parameter._version != self._versions.get(n)]
         if changed:
             more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
@@ -141,11 +152,12 @@ class Accumulation:
             parameters: placeholder -> the parameter, as it is outside.
 
         Raises:
-            AutotpError: parameters were changed, and gradients for what they were are not reduced yet.
+            AutotpError: see ``check``.
         """
         self.used = True
         self.check(parameters)
         self._versions = {name: parameter._version for name, parameter in parameters.items()}
+        self._trained = {name: parameter.requires_grad for name, parameter in parameters.items()}
         found = {name: _detached(value) if name in self.parameters else value for name, value in values.items()}
         return found | {cut.name: self._sink(cut, values) for cut in self.deferred.cuts}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import weakref
 import zlib
@@ -17,11 +18,12 @@ from autotp.errors import AutotpError, PlanMismatchError
 from autotp.plans.plan import Plan
 from autotp.runtime.rewrite import Rewritten
 from autotp.runtime.watch.watch import Watch, require_sound_group, watching
+from costmodel.text.numbers import whole_of
 from passes.capture import Captured
 from passes.world.process import all_gather_single, time_limit
 from passes.world.whereabouts import Whereabouts
 
-__all__ = ["Agreement", "JobAgreement", "agreed", "everywhere"]
+__all__ = ["Agreement", "JobAgreement", "agreed", "everywhere", "join_job"]
 
 
 class Agreement:
@@ -183,6 +185,29 @@ def _ended(watch: Watch | None, groups: list[Any]) -> None:
     if watch is not None:
         watch.stop()
     groups.clear()  # a group must not outlive the job (see `passes.world.process`)
+
+
+def join_job(instead: str, backend: str, **options: Any) -> None:
+    """Creates the process group of the job that torchrun started.
+
+    Args:
+        instead: what to do where there is none, for the message.
+        backend, options: of ``torch.distributed.init_process_group``.
+
+    Raises:
+        AutotpError: a variable that torchrun sets is missing or wrong, or the processes do not meet.
+    """
+    missing = [key for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
+    if missing:
+        raise AutotpError(f"{instead} ({', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set)")
+    world, most = whole_of(os.environ["WORLD_SIZE"], "environment: WORLD_SIZE"), 2**16 - 1
+    whole_of(os.environ["RANK"], "environment: RANK", least=0, most=world - 1)
+    whole_of(os.environ["MASTER_PORT"], "environment: MASTER_PORT", least=0, most=most)
+    try:
+        dist.init_process_group(backend, **options)
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise AutotpError(f"the {world} processes of the job did not meet at {where}: {error}") from error
 
 
 def agreed(

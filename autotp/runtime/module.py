@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,7 +20,6 @@ from autotp.plans.plan import Plan
 from autotp.runtime.agreement import JobAgreement
 from autotp.runtime.anatomy import CONSTANTS, WORLD, Taken, Untraced, attach, bound, carrying, find, hierarchy, index_as
 from autotp.runtime.compiled import Overlap
-from autotp.runtime.output_guard import guard
 from autotp.runtime.programs import (
     MOST,
     Joined,
@@ -37,6 +36,7 @@ from autotp.runtime.recording import Event, recorded
 from autotp.runtime.rewrite import Rewritten
 from autotp.runtime.state import distribute, held_part, local_part, local_parts, of_rank_0, state_of
 from autotp.runtime.submodule import Sealed, Submodule
+from costmodel.errors import require
 from passes.capture import matching
 from passes.layouts.layout import Layout, describe, is_shard, place, take
 from passes.world.process import ProcessWorld
@@ -154,6 +154,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
             dataset: with a length.
             options: ``shuffle``, ``seed`` and ``drop_last`` of ``torch.utils.data.DistributedSampler``.
         """
+        require(dataset, Sized, "the dataset", "one with a length")
         return DistributedSampler(dataset, self.plan.batch_ways, self.batch_rank, **options)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +190,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
                 for target, value in zip(written, results[captured.returned :], strict=True):
                     target.copy_(value)
             outputs = [self._returned(program, i, each, whole) for i, each in enumerate(results[: captured.returned])]
-            guard(outputs, program.made_of if scheduled else program.made_apart, captured.said)
+            outputs = program.relations.between(outputs, captured.said, scheduled=scheduled)
             programs.watch(outputs, lambda other: self._parts(other, self._own_parameters(other)))
             if programs.monitor is not None:
                 values = functools.partial(self._values, program, parameters, inputs, scheduled=scheduled)
@@ -223,6 +224,21 @@ class DistributedModule(Programmed, Sealed, Untraced):
         whole, world = leaves[number].meta["val"], self.get_submodule(WORLD)
         mesh: Any = world.device_mesh
         return DTensor.from_local(value, mesh, layout, run_check=False, shape=whole.shape, stride=whole.stride())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As a module's own: of what this or another distributed module's ``state_dict()`` gave.
+
+        Raises:
+            AutotpError: it has plain tensors for parameters that rest in parts.
+        """
+        own = dict(self.named_parameters(remove_duplicate=False)) if isinstance(state_dict, Mapping) else {}
+        plain = [name for name in own if type(state_dict.get(name)) in (Tensor, nn.Parameter)]
+        if plain:
+            raise AutotpError(
+                f"the state dict has a plain tensor for {plain[0]}, a DTensor here: whole ones are loaded by "
+                "torch.distributed.checkpoint.state_dict.set_model_state_dict with StateDictOptions(full_state_dict=True)"
+            )
+        return super().load_state_dict(state_dict, strict, assign)
 
     def __str__(self) -> str:
         """The modules, as the model shows them; ``code`` and ``print_readable()`` show the sharded graph."""

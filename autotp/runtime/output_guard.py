@@ -1,30 +1,40 @@
-"""Outputs that other outputs are made of.
+"""Outputs that other outputs are made of, or show.
 
-A model's hidden states are on the way to its loss: a hook on one, or ``retain_grad``, sees everything that flows through
-it. The outputs of a distributed module lie side by side, each made whole by itself, so what flows from one output into
-another is not seen there. Asking for it is an error, rather than a wrong number.
+An output that is a view of another, or the same tensor, is made anew from that one, so that whoever changes one changes
+both. All else lies apart: a model's hidden states are on the way to its loss, and a hook on one, or ``retain_grad``, sees
+everything that flows through it. The outputs of a distributed module lie side by side, each made whole by itself, so what
+flows from one output into another is not seen there. Asking for it is an error, rather than a wrong number.
 """
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_map
 
 from autotp.errors import AutotpError
 from passes.graph import above, stays
 
-__all__ = ["guard", "made_of"]
+__all__ = ["Relations", "guard", "made_of"]
 
 _aten = torch.ops.aten
 _DETACHED = frozenset({_aten.detach.default, _aten.detach_.default, _aten.detach_copy.default})
 
 
-def made_of(graph: fx.Graph, count: int, *, shown: bool = False) -> dict[int, frozenset[int]]:
+#: Number of an output -> that of the one that it is a view of, and the operators that make the view, in order.
+Views = Mapping[int, tuple[int, tuple[fx.Node, ...]]]
+#: Number of an output -> those of others that are made of it.
+Flows = Mapping[int, frozenset[int]]
+
+
+def made_of(graph: fx.Graph, count: int, *, shown: bool = False) -> Flows:
     """Number of an output -> the numbers of other outputs that are made of it, and hand gradients on to it.
 
     Args:
@@ -40,7 +50,90 @@ def made_of(graph: fx.Graph, count: int, *, shown: bool = False) -> dict[int, fr
     return {i: others for i, others in found.items() if others}
 
 
-def guard(outputs: Sequence[Any], others: Mapping[int, frozenset[int]], said: Callable[[int], str]) -> None:
+@dataclass(frozen=True, slots=True)
+class Relations:
+    """What the outputs of a graph have to do with each other.
+
+    Attributes:
+        graph: as captured.
+        views: the outputs that are views of others, or the same tensor as one before.
+        made_of: see `made_of`, where the graph is scheduled.
+        made_apart: where it runs as it is: it hands on what comes to an output that needs no gathering.
+    """
+
+    graph: fx.Graph
+    views: Views
+    made_of: Flows
+    made_apart: Flows
+
+    @classmethod
+    def of(
+        cls, captured: fx.Graph, sharded: fx.Graph, count: int, rows: Collection[int], apart: Collection[int]
+    ) -> Relations:
+        """The relations of a graph's outputs.
+
+        Args:
+            captured, sharded: the graph, before and after it is sharded.
+            count: how many outputs are returned.
+            rows: numbers of those of which ranks return their own rows.
+            apart: numbers of those that stay sharded.
+        """
+        views = _views(captured, {*rows, *apart, *range(count, len(captured.output_node().args[0]))})  # type: ignore[arg-type]
+        through = {i: others for i, others in made_of(sharded, count).items() if i not in rows}
+        flows = {
+            i: frozenset(j for j in others if j not in views and views.get(i, (i,))[0] != j)
+            for i, others in made_of(captured, count, shown=True).items()
+        }
+        return cls(captured, views, flows, {i: others - through.get(i, frozenset()) for i, others in flows.items()})
+
+    def between(self, outputs: Sequence[Any], said: Callable[[int], str], *, scheduled: bool) -> list[Any]:
+        """The outputs of a call, guarded (see `guard`); those that are views are made from what they are views of.
+
+        Args:
+            outputs: flat.
+            said: number of an output -> what it is.
+            scheduled: whether they are of a scheduled graph.
+        """
+        leaves: Any = self.graph.output_node().args[0]
+        found = list(outputs)
+        for i, (base, chain) in self.views.items():
+            value = outputs[base]
+            if value.stride() == leaves[base].meta["val"].stride():  # else what is a view there may be a copy here
+                for node in chain:
+                    args: Any = tree_map(lambda leaf, shown=value: shown if isinstance(leaf, fx.Node) else leaf, node.args)
+                    value = node.target(*args, **node.kwargs)  # type: ignore[operator]
+                found[i] = value
+        guard(found, self.made_of if scheduled else self.made_apart, said)
+        return found
+
+
+def _views(graph: fx.Graph, apart: Collection[int]) -> Views:
+    leaves: Any = graph.output_node().args[0]
+    whole = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node) and i not in apart}
+    first = {leaf: i for i, leaf in reversed(whole.items())}
+    found = {}
+    for i, node in whole.items():
+        chain = list[fx.Node]()
+        while True:
+            if first.get(node, i) != i:
+                found[i] = first[node], tuple(reversed(chain))
+            if node.op != "call_function" or len(node.all_input_nodes) != 1 or not _aliases(node, *node.all_input_nodes):
+                break
+            chain.append(node)
+            (node,) = node.all_input_nodes
+    return found
+
+
+def _aliases(node: fx.Node, source: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return True
+    made, of = (each.meta["val"] for each in (node, source))
+    made = made[0] if isinstance(made, (list, tuple)) else made
+    both = isinstance(made, Tensor) and isinstance(of, Tensor)
+    return both and made.untyped_storage()._cdata == of.untyped_storage()._cdata
+
+
+def guard(outputs: Sequence[Any], others: Flows, said: Callable[[int], str]) -> None:
     """Lets the backward pass check whether the user reads the gradient of an output from which others are computed.
 
     Args:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,9 +19,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from autotp.errors import AutotpError, PlanMismatchError
 from autotp.planner import plan_captured
 from autotp.plans.families import Family
-from autotp.plans.options import Options, machine_of, require_plan
+from autotp.plans.options import Options, machine_of, require_no_array, require_plan
 from autotp.plans.plan import Plan, check_compile, overlapping
-from autotp.runtime.agreement import JobAgreement, agreed
+from autotp.runtime.agreement import JobAgreement, agreed, join_job
 from autotp.runtime.durations import how_to_run
 from autotp.runtime.module import DistributedModule
 from autotp.runtime.programs import MOST
@@ -127,6 +126,9 @@ def parallelize(
     """
     same = {name: value for name, value in locals().items() if name not in _OWN}
     require(model, nn.Module, "the model", "an instance of torch.nn.Module")
+    for name, value in same.items():
+        require_no_array(name, value)
+    require(observe or (), Sequence, "observe", "a list of modules' names, such as ['blocks.*']")
     if plan is not None:
         require_plan(plan)
     same["strategy"] = strategy.name if isinstance(strategy, Family) else strategy
@@ -224,14 +226,12 @@ def parallelize(
 
 
 def _join() -> None:
-    if dist.is_initialized():
-        return
-    if "RANK" not in os.environ:
-        raise AutotpError(
-            "no process group: start the script with torchrun, e.g. torchrun --nproc-per-node 4 train.py "
-            "(autotp.plan and autotp.simulate need none)"
-        )
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    instead = (
+        "no process group: start the script with torchrun, e.g. torchrun --nproc-per-node 4 train.py; autotp.plan and "
+        "autotp.simulate need none"
+    )
+    if not dist.is_initialized():
+        join_job(instead, "nccl" if torch.cuda.is_available() else "gloo")
 
 
 def _kind_of_device(model: nn.Module) -> str:

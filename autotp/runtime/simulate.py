@@ -19,7 +19,6 @@ from autotp.runtime.agreement import Agreement
 from autotp.runtime.anatomy import find
 from autotp.runtime.compiled import Compiled, Overlap
 from autotp.runtime.durations import how_to_run
-from autotp.runtime.output_guard import guard
 from autotp.runtime.programs import MOST, Program, Programmed, Programs, blueprint, show, unobserved
 from autotp.runtime.rewrite import Rewritten, rewrite
 from costmodel.errors import shown
@@ -176,7 +175,7 @@ class Simulated(Programmed):
             for name, target, new in zip(captured.mutations, written, outputs[captured.returned :], strict=True):
                 target.copy_(assemble([p.detach() for p in new], target.shape, resting(name), self.world))
         results = [collect(leaf) if isinstance(leaf, Parts) else leaf for leaf in outputs[: captured.returned]]
-        guard(results, program.made_of, captured.said)
+        results = program.relations.between(results, captured.said, scheduled=True)
         self._programs.watch(results, lambda other: self._parameter_parts(other, state))
         show(captured.observed, self._moded, results, self._since)
         return captured.answer(self._moded, results)

@@ -105,8 +105,11 @@ def predicted(run: MeasuredRun) -> Prediction:
     """
     precision = _PRECISIONS.get(run.precision)
     with torch.device("meta"):
-        model = LanguageModel(run.model, run.sequence).to(_WEIGHTS.get(run.precision, torch.float32))
-        tokens = torch.zeros(run.batch * run.data, run.sequence, dtype=torch.long)
+        try:
+            model = LanguageModel(run.model, run.sequence).to(_WEIGHTS.get(run.precision, torch.float32))
+            tokens = torch.zeros(run.batch * run.data, run.sequence, dtype=torch.long)
+        except RuntimeError as error:
+            raise AutotpError(f"tensors of these sizes cannot be made: {error}") from error
         captured = capture(model, (tokens, tokens), None, precision)
     options = replace(_options(run), precision=precision)
     plan = plan_captured(captured, run.topology, options)

@@ -260,7 +260,7 @@ def _architecture(row: Mapping[str, Any], dtype: str) -> Architecture:
         hidden,
         ffn,
         heads,
-        _whole(row, "kv_heads", heads),
+        _whole(row, "kv_heads", heads, least=1),
         _whole(row, "vocab"),
         _yes(row, "tied", kind == "gpt"),
         attention == "fused",

@@ -51,6 +51,10 @@ def _name(path: str | os.PathLike[str]) -> str:
         raise OSError(errno.EINVAL, "the name is empty")
     if "\0" in name:
         raise OSError(errno.EINVAL, "the name contains a NUL character", name)
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        raise OSError(errno.EILSEQ, "the name has characters that no file's name can have", ascii(name)) from None
     return name
 
 
@@ -71,7 +75,11 @@ def require_path(path: Any, what: str) -> None:
     Raises:
         AutotpError: it is neither text nor a path.
     """
-    if not isinstance(path, (str, os.PathLike)):
+    try:
+        named = isinstance(path, (str, os.PathLike)) and isinstance(os.fspath(path), str)
+    except TypeError:  # a class of the user's whose path is none
+        named = False
+    if not named:
         raise AutotpError(f"{shown(path)} is no path: give the name of {what}")
 
 

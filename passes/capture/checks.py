@@ -64,11 +64,16 @@ def drop_checks(module: fx.GraphModule) -> None:
                 graph.erase_node(node)
 
 
+def require_call(args: Any, kwargs: Any) -> None:
+    """Refuses what are no arguments of a call."""
+    require(args, Sequence, "args", "a tuple of a call's positional arguments, such as (x,)")
+    require({} if kwargs is None else kwargs, Mapping, "kwargs", "a dict of a call's keyword arguments")
+
+
 def require_plain(model: nn.Module, args: Any = (), kwargs: Any = None) -> None:
     """Refuses what is no module, or distributed, or wrapped so that modules have other names; and what is no call of it."""
     require(model, nn.Module, "the model", "an instance of torch.nn.Module")
-    require(args, Sequence, "args", "a tuple of a call's positional arguments, such as (x,)")
-    require({} if kwargs is None else kwargs, Mapping, "kwargs", "a dict of a call's keyword arguments")
+    require_call(args, kwargs)
     given = "give the model that it was made of"
     if isinstance(model, OptimizedModule):
         raise AutotpError(f"the model is wrapped by torch.compile: {given}, and for compiled code compile=True")

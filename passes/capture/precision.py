@@ -47,7 +47,7 @@ def policy_of(precision: Precision) -> MixedPrecisionPolicy | None:
     Raises:
         AutotpError: there is no such precision, or a policy has a dtype that is no floating-point one.
     """
-    if precision is None or precision in ("none", "None"):
+    if precision is None or (isinstance(precision, str) and precision in ("none", "None")):
         return None
     found = (PRECISIONS.get(precision) or _read(precision)) if isinstance(precision, str) else precision
     if not isinstance(found, MixedPrecisionPolicy):

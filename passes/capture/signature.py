@@ -216,14 +216,10 @@ def _with_defaults(
 
 
 def bind(parameters: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by name, defaults filled in; free keywords sorted, so that their order does not matter."""
+    """Arguments by name, defaults filled in; free keywords as they are given, since a model may read them in order."""
     bound = parameters.bind(*args, **kwargs)
     bound.apply_defaults()
-    named = dict(bound.arguments)
-    for name, parameter in parameters.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            named[name] = dict(sorted(named[name].items()))
-    return named
+    return dict(bound.arguments)
 
 
 def path_of(path: Sequence[Any]) -> str:

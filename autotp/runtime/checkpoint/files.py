@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from autotp.errors import AutotpError
+from costmodel.text.files import read_text
 
 __all__ = ["INDEX", "WHOLE", "Place", "listed", "opened", "safetensors_library", "stored_in"]
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+#: Bytes that an index may have: some million names.
+_LARGEST = 2**28
 #: How many names of each kind a message lists.
 _SHOWN = 4
 
@@ -71,18 +74,18 @@ def stored_in(directory: Path) -> dict[str, Place]:
     """
     if not directory.is_dir():
         raise AutotpError(f"there is no directory {directory}: give a local one, such as a download of the model")
-    if (directory / WHOLE).exists():
+    if (directory / WHOLE).is_file():
         return {place.key: place for place in _header(directory / WHOLE)}
-    if not (directory / INDEX).exists():
+    if not (directory / INDEX).is_file():
         raise AutotpError(
             f"{directory} has neither {WHOLE} nor {INDEX}: write one with save_pretrained of autotp or transformers, "
             "which converts other formats"
         )
     try:
-        owners = json.loads((directory / INDEX).read_text())["weight_map"]
+        owners = json.loads(read_text(directory / INDEX, _LARGEST))["weight_map"]
         files = sorted(set(owners.values()))
         absent = [name for name in files if not (directory / name).is_file()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, RecursionError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise AutotpError(f"{directory / INDEX} is damaged ({error!r}): copy or download it again") from error
     if absent:
         raise AutotpError(f"{directory} lacks {listed(absent)}, which {INDEX} names: copy or download what is missing")

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotp.errors import AutotpError
+from costmodel.errors import shown
 
 __all__ = ["RandomState"]
 
@@ -40,10 +41,12 @@ class RandomState:
         Raises:
             AutotpError: it is something else.
         """
-        if "cpu" not in state:
-            raise AutotpError(
-                f"this is no state of torch's generators: it has {', '.join(state) or 'nothing'}, and not cpu"
-            )
-        torch.set_rng_state(state["cpu"])
-        if torch.cuda.is_available() and "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"])
+        found = state if isinstance(state, Mapping) else {}
+        if "cpu" not in found or not all(isinstance(value, Tensor) for value in found.values()):
+            raise AutotpError(f"{shown(state)} is no state of torch's generators: it needs a tensor named 'cpu'")
+        try:
+            torch.set_rng_state(state["cpu"])
+            if torch.cuda.is_available() and "cuda" in state:
+                torch.cuda.set_rng_state(state["cuda"])
+        except (RuntimeError, TypeError) as error:
+            raise AutotpError(f"this is no state of torch's generators: {error}") from error

@@ -22,7 +22,7 @@ from autotp.runtime.agreement import everywhere
 from autotp.runtime.checkpoint.entries import Entry, entries_of
 from autotp.runtime.checkpoint.files import INDEX, WHOLE, safetensors_library
 from costmodel import parse_quantity
-from costmodel.text.files import move_atomically, regular_target
+from costmodel.text.files import move_atomically, regular_target, require_path
 
 __all__ = ["save_pretrained"]
 
@@ -58,6 +58,7 @@ def save_pretrained(
     Raises:
         AutotpError: on every rank, when an argument is wrong or the directory cannot be written.
     """
+    require_path(directory, "a directory")
     target, staging, wrong = Path(directory), None, f"cannot save to {os.fspath(directory)}"
     try:
         with everywhere(wrong):

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from autotp.runtime.checkpoint.parts import parts_of, resting
 from autotp.runtime.state import distribute
+from costmodel.errors import require
 from passes.layouts.codes import fits, restorable
 from passes.layouts.layout import Layout, blocks_of
 
@@ -63,6 +64,7 @@ def redistribute(optimizer: Optimizer) -> None:
     Args:
         optimizer: of a distributed module's parameters.
     """
+    require(optimizer, Optimizer, "the optimizer", "one of torch.optim, of a distributed module's parameters")
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, DTensor) and isinstance(parameter, DTensor) and value.placements != parameter.placements:

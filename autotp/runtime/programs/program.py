@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
 from autotp.runtime.accumulation import Accumulation
+from autotp.runtime.output_guard import Relations
 from autotp.runtime.rewrite import Rewritten
 from autotp.runtime.schedules import Schedules
 from autotp.runtime.state import checksum, held_part
@@ -39,6 +40,7 @@ class Key:
         structure: of the arguments.
         whole: whether ranks that hold parts of the batch have joined them for the call.
         cast: names and dtypes of the parameters and buffers that have another dtype than the model's.
+        default: torch's default dtype, where it is another than for the first program.
     """
 
     training: tuple[bool, ...]
@@ -47,25 +49,37 @@ class Key:
     structure: Hashable
     whole: bool = False
     cast: tuple[tuple[str, torch.dtype], ...] = ()
+    default: torch.dtype | None = None
 
     @property
     def tensors(self) -> list[tuple[str, tuple[int, ...]]]:
         """The name and the shape of every tensor, in the order of the graph's inputs."""
+        named = zip(self._paths, self.leaves, strict=True)
+        return [(path, shape) for path, (kind, shape) in named if isinstance(kind, torch.dtype)]
+
+    @property
+    def _paths(self) -> list[str]:
+        """The name of every leaf."""
         spec: Any = self.structure
         paths, _ = tree_flatten_with_path(tree_unflatten(list(range(len(self.leaves))), spec))
-        named = zip(paths, self.leaves, strict=True)
-        return [(path_of(path), shape) for (path, _), (kind, shape) in named if isinstance(kind, torch.dtype)]
+        return [path_of(path) for path, _ in paths]
 
     def __str__(self) -> str:
         """What ranks compare: the same for the same call on all of them."""
         mode = "training" if all(self.training) else "training in part" if any(self.training) else "evaluation"
-        given = [f"{str(kind)[6:]}{list(shape)}" for kind, shape in self.leaves if isinstance(kind, torch.dtype)]
+        given, skipped = list[str](), False
+        for path, (kind, shape) in zip(self._paths, self.leaves, strict=True):
+            if isinstance(kind, torch.dtype):  # with its name where its place does not tell which one it is
+                named = "" if path.isidentifier() and not skipped else f"{path} "
+                given.append(f"{named}{str(kind)[6:]}{list(shape)}")
+            skipped |= shape is None
         others = [_text(kind, value) for kind, value in self.leaves if isinstance(kind, type) and value is not None]
         wanted = "with gradients" if self.gradients else "without gradients"
         joined = " of all ranks" if self.whole else ""
         to = sorted({str(dtype)[6:] for _, dtype in self.cast})
         cast = f", {len(self.cast)} parameters and buffers cast to {' and '.join(to)}" if to else ""
-        return f"{mode} {wanted}, inputs{joined} {', '.join(given + others) or 'none'}{cast}"
+        usual = "" if self.default is None else f", default dtype {str(self.default)[6:]}"
+        return f"{mode} {wanted}, inputs{joined} {', '.join(given + others) or 'none'}{cast}{usual}"
 
 
 def _text(kind: type, value: Any) -> str:
@@ -104,8 +118,7 @@ class Program:
         rewritten: the sharded graph, and what it was made from.
         schedules: of the sharded graph; None: it runs as it is.
         accumulation: its gradients that wait to be reduced.
-        made_of: see `autotp.runtime.output_guard.made_of`, where the graph is scheduled.
-        made_apart: where it runs as it is: it hands on what comes to an output that needs no gathering.
+        relations: of its outputs.
         constants: placeholder -> a constant on this device.
     """
 
@@ -114,8 +127,7 @@ class Program:
     rewritten: Rewritten
     schedules: Schedules | None
     accumulation: Accumulation
-    made_of: Mapping[int, frozenset[int]]
-    made_apart: Mapping[int, frozenset[int]]
+    relations: Relations
     constants: dict[str, Tensor]
 
     @property

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from autotp.errors import AutotpError
 from autotp.runtime.programs.program import Program
 from autotp.runtime.programs.programs import Programs
+from passes.capture import require_call
 
 __all__ = ["Programmed"]
 
@@ -38,9 +39,10 @@ class Programmed(nn.Module):
                 out, as the module and torch's switch for gradients are now.
 
         Raises:
-            AutotpError: the mode is unknown, or there are as many programs as there may be.
+            AutotpError: an argument is wrong, or there are as many programs as there may be.
             PlanMismatchError: the processes ask for different programs.
         """
+        require_call(args, kwargs)
         args, kwargs = tree_map(self._given, (args, kwargs or {}))
         key, inputs = self._programs.key(self._moded, args, kwargs, mode)
         if (whole := self._programs.joined(key, args, kwargs, inputs)) is not None:

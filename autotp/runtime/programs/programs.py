@@ -24,7 +24,7 @@ from autotp.plans.plan import Plan
 from autotp.runtime.accumulation import Accumulation
 from autotp.runtime.agreement import Agreement, agreed
 from autotp.runtime.compiled import Overlap
-from autotp.runtime.output_guard import made_of
+from autotp.runtime.output_guard import Relations
 from autotp.runtime.programs.monitor import Monitor
 from autotp.runtime.programs.program import Call, Key, Program, Unkept, named_state, require_own, run_alike, without_memory
 from autotp.runtime.programs.rows import Joined, joined, require_same_inputs
@@ -89,6 +89,7 @@ class Programs:
     ) -> None:
         self.model, self.plan, self.world, self.agreement, self.how = model, plan, world, agreement, how
         self.most, self.device, self.layouts, self.even, self.syncing = most, device, layouts, even, True
+        self.default = torch.get_default_dtype()
         self.debug, self.checked, self.changed = debug, set[Key](), Unkept(each.path for each in rewritten.captured.changed)
         self.monitor = Monitor(world, agreement) if debug and agreement.processes > 1 else None
         self.split, self.ways, self.kept = rewritten.sharding.split, rewritten.ways, rewritten.sharding.kept > 0
@@ -156,14 +157,15 @@ class Programs:
             AutotpError: the mode is unknown.
             TypeError: the arguments do not fit the model's signature.
         """
-        if mode is not None and mode not in MODES:
+        if mode is not None and mode not in tuple(MODES):
             raise AutotpError(f"mode={mode!r} is unknown; choose one of {', '.join(MODES)}, or leave it out")
         training = tuple(each.training if mode is None else MODES[mode] for each in modules)
         # A plan for inference has counted no memory for gradients; they are right, when someone asks for them.
         gradients = self.plan.mode == "train" and (torch.is_grad_enabled() if mode is None else MODES[mode])
         leaves, structure = tree_flatten(bind(self.signature.parameters, args, kwargs))
         tensors = [dense(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        return Key(training, gradients, tuple(map(_described, leaves)), structure, cast=self.cast), tensors
+        default = None if (now := torch.get_default_dtype()) == self.default else now
+        return Key(training, gradients, tuple(map(_described, leaves)), structure, cast=self.cast, default=default), tensors
 
     def keep_dtypes(self, module: nn.Module) -> None:
         """Makes programs from now on for the dtypes that a module's parameters and buffers have now."""
@@ -325,17 +327,15 @@ class Programs:
         schedules = None
         if how is not None:
             schedules = Schedules(sharded, self.world, how, self.agreement, even=self.even and rewritten.even)
-        flows = made_of(captured.graph_module.graph, captured.returned, shown=True)
-        through = made_of(sharded.graph, captured.returned)
-        through = {i: others for i, others in through.items() if i not in rewritten.sharding.rows}
+        apart = [i for i in range(captured.returned) if rewritten.returned(i) is not None]
+        graphs, rows = (captured.graph_module.graph, sharded.graph), rewritten.sharding.rows
         return Program(
             key,
             plan,
             rewritten,
             schedules,
             Accumulation(sharded, captured.parameters, self.world),
-            flows,
-            {i: others - through.get(i, frozenset()) for i, others in flows.items()},
+            Relations.of(*graphs, captured.returned, rows, apart),
             {name: constant.to(self.device) for name, constant in captured.constants.items()},
         )
 

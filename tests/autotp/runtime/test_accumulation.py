@@ -282,3 +282,18 @@ def backward_of_parameters(node):
     if node.target not in (ops.reshard, ops.gather) or not str(node.args[1].target).startswith("p_"):
         return ()
     return node.args[3]
+
+
+def test_parameters_are_not_frozen_while_their_gradients_wait():
+    model, (x,) = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double(), (torch.randn(8, 8, dtype=torch.float64),)
+    ours = autotp.simulate(model, planned(model, (x,), "data"), (x,))
+    with ours.no_sync():
+        ours(x).sum().backward()
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(
+        autotp.AutotpError, match=r"0\.weight is frozen now, while gradients of steps under no_sync\(\) wait"
+    ):
+        ours(x)
+    ours.zero_grad()
+    ours(x).sum().backward()
+    assert model[0].weight.grad is None and model[1].weight.grad is not None

@@ -13,7 +13,7 @@ from float64 import double, float64_mode
 from models import MODELS
 from thinned import thinned
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_structure
 
 import autotp
 from autotp.runtime.programs import Key, blueprint
@@ -196,7 +196,7 @@ def test_calls_are_told_apart_here_and_alike_on_all_ranks():
         return [triple, torch.relu, torch.nn.functional.gelu, Held(), torch.Generator(), functools.partial(triple, 2)]
 
     def key(value):
-        return Key((True,), True, ((type(value), value),), None)
+        return Key((True,), True, ((type(value), value),), tree_structure({"value": value}))
 
     mine, theirs = made(), made()
     for one, other in zip(mine, theirs, strict=True):
@@ -428,3 +428,98 @@ def test_a_program_that_only_reads_a_cache_takes_it_as_it_rests():
         torch.testing.assert_close(mine, theirs, **SIX)
         layouts = {program.plan.parameters.get("seen", "R") for program in parallel.programs}
         assert layouts == ({"S(1)@x"} if len(first) == 2 else {"R"}), "the first program decides"
+
+
+class Given(nn.Module):
+    """A layer, and a function of the test that is its forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize(
+    "shown",
+    [
+        lambda z: (z, z),
+        lambda z: (z, z.flatten()),
+        lambda z: (z[:2], z),
+        lambda z: (z.t(), z, z.detach()[1]),
+        lambda z: (z, z.clone(), z.diagonal()),
+        lambda z: (z, z.t().reshape(-1)),
+    ],
+)
+def test_outputs_that_are_views_of_each_other_change_together(shown, schedule):
+    class Model(Given):
+        def forward(self, x):
+            return shown(self.layer(x))
+
+    torch.manual_seed(0)
+    model, x = Model().double(), torch.randn(4, 4, **F64)
+    plain, ours = copy.deepcopy(model), distributed(model, (x,), schedule=schedule)
+    for grad in (True, False):
+        found = []
+        for each in (ours, plain):
+            with torch.set_grad_enabled(grad):
+                made = each(x)
+                made[0].mul_(2)
+            if grad:
+                sum((k + 1) * one.square().sum() for k, one in enumerate(made) if one.requires_grad).backward()
+            found.append(made)
+        for mine, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(mine, theirs, **SIX)
+    torch.testing.assert_close(model.layer.weight.grad, plain.layer.weight.grad, **SIX)
+
+
+def test_free_keywords_are_read_in_the_order_of_the_call():
+    class Model(Given):
+        def forward(self, **named):
+            first, *rest = named.values()
+            return self.layer(first) + sum(rest)
+
+    torch.manual_seed(0)
+    model, x, y = Model().double(), torch.randn(4, 4, **F64), torch.randn(4, 4, **F64)
+    ours = autotp.simulate(
+        model, autotp.plan(model, autotp.Topology.flat(4), kwargs={"x": x, "y": y}), kwargs={"x": x, "y": y}
+    )
+    for call in ({"x": x, "y": y}, {"y": y, "x": x}, {"y": x, "x": y}):
+        torch.testing.assert_close(ours(**call), model(**call), **SIX)
+    assert {str(key).partition("inputs ")[2] for key in ours._programs.known} == {
+        "named['x'] float64[4, 4], named['y'] float64[4, 4]",
+        "named['y'] float64[4, 4], named['x'] float64[4, 4]",
+    }
+
+
+def test_a_call_says_which_optional_argument_it_has():
+    class Model(Given):
+        def forward(self, x, add=None, times=None):
+            return self.layer(x) + (0 if add is None else add) * 2 + (0 if times is None else times)
+
+    model, x = Model().double(), torch.randn(4, 4, **F64)
+    ours = distributed(model, (x,))
+    for call in ({"add": x}, {"times": x}):
+        torch.testing.assert_close(ours(x, **call), model(x, **call), **SIX)
+    assert [str(key).partition("inputs ")[2] for key in ours._programs.known] == [
+        "float64[4, 4]",
+        "float64[4, 4], float64[4, 4]",
+        "float64[4, 4], times float64[4, 4]",
+    ]
+
+
+def test_the_default_dtype_tells_programs_apart():
+    class Model(Given):
+        def forward(self, x):
+            return self.layer(x) + torch.arange(4) / torch.tensor(3.0)
+
+    model, x = Model(), torch.randn(4, 4)
+    ours = distributed(model, (x,))
+    usual = torch.get_default_dtype()
+    for dtype in (usual, torch.float64, usual):
+        torch.set_default_dtype(dtype)
+        try:
+            torch.testing.assert_close(ours(x), model(x))
+        finally:
+            torch.set_default_dtype(usual)
+    assert [key.default for key in ours._programs.known] == [None, torch.float64]
+    assert str([*ours._programs.known][1]).endswith(", default dtype float64")

@@ -116,8 +116,10 @@ def test_signature_positional_or_keyword() -> None:
     with pytest.raises(ValueError, match="argument flag: the graph was captured for the value False, this call has True"):
         captured.signature.flatten((x, y, True))
     free = capture(Scale().double(), (image(8), image(8), True), {"b": image(8), "a": image(8) + 1})
-    assert free.inputs == ("x", "y", "a", "b")
-    compare(Scale().double(), (image(8), image(8), True), {"a": image(8), "b": image(8) * 2}, free)
+    assert free.inputs == ("x", "y", "b", "a")
+    compare(Scale().double(), (image(8), image(8), True), {"b": image(8), "a": image(8) * 2}, free)
+    with pytest.raises(ValueError, match="argument more: its structure differs"):
+        free.signature.flatten((image(8), image(8), True), {"a": image(8), "b": image(8)})
 
 
 def _writes_without_gradient(self: Any, y: torch.Tensor) -> Any:
