@@ -44,8 +44,11 @@ def calibrate_command(
 
     torchrun --standalone --nproc-per-node 4 -m autotp calibrate --output cluster.toml
     """
+    reports = True
     try:
-        shape_of_job(_environment("WORLD_SIZE", "1", least=1), os.environ)
+        world = _environment("WORLD_SIZE", "1", least=1)
+        reports = not 0 < _environment("RANK") < world
+        shape_of_job(world, os.environ)
         _start()
         _check_output(output, force, name)
     except AutotpError:
@@ -53,7 +56,7 @@ def calibrate_command(
         if dist.is_initialized():
             dist.destroy_process_group()
         # Every rank finds the same mistake, and one reports it.
-        if os.environ.get("RANK", "0") != "0":
+        if not reports:
             raise typer.Exit(2) from None
         raise
     first = dist.get_rank() == 0

@@ -24,7 +24,7 @@ from autotp.cli.terminal import Terminal
 from autotp.plans.constraints import parse
 from autotp.plans.options import Options
 from autotp.validate import read_runs
-from costmodel import Level, TopologyError, parse_quantity
+from costmodel import Level, Topology, TopologyError, parse_quantity
 from passes.capture import capture
 
 CPU = (resources.files("costmodel") / "presets" / "cpu.toml").read_text()
@@ -192,6 +192,83 @@ def test_output_that_cannot_be_written(place, monkeypatch):
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert ended.returncode == 2
     assert ended.stderr == "error: the output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("words", [["topology"], ["--version"], ["plan", "--topology", "cpu", "--model", "config.json"]])
+def test_closed_output(place, words):
+    command = f"{sys.executable} -m autotp {' '.join(words)} >&-"
+    ended = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, check=False, cwd=place)
+    assert ended.returncode == 2
+    assert ended.stderr.endswith("error: the output cannot be written: Bad file descriptor\n")
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_reader_that_has_gone(place):
+    with subprocess.Popen(
+        [sys.executable, "-m", "autotp", "topology", "cpu", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as command:
+        command.stdout.close()
+        assert (command.stderr.read(), command.wait()) == ("", 1)
+
+
+@pytest.mark.parametrize("size", ["²", "0", "9" * 5000, "-3", "1.5"])
+def test_sizes_of_a_terminal_that_are_none(monkeypatch, capsys, size):
+    monkeypatch.setenv("COLUMNS", size)
+    monkeypatch.setenv("LINES", size)
+    with pytest.raises(SystemExit, match="0"):
+        main(["topology", "cpu"])
+    assert "bandwidth" in capsys.readouterr().out
+
+
+MODULES = {
+    "raises": "class Own(BaseException): pass\nraise Own('no')",
+    "replaced": "import sys\nsys.modules[__name__] = object()",
+    "ends": "def __getattr__(name): raise SystemExit(0)",
+}
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("suffix", ["", ".py"])
+def test_modules_that_are_unlike_any(place, monkeypatch, capsys, kind, suffix):
+    (place / f"unlike_{kind}.py").write_text(MODULES[kind])
+    monkeypatch.chdir(place)
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--topology", "cpu", "--model", f"unlike_{kind}{suffix}:build"])
+    assert capsys.readouterr().err.startswith(f"error: --model 'unlike_{kind}{suffix}:build': ")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("RANK", "abc", "RANK is 'abc'"),
+        ("RANK", "7", "RANK is 7"),
+        ("MASTER_PORT", "70000", "MASTER_PORT is 70000"),
+        ("MASTER_ADDR", None, "(MASTER_ADDR is not set)"),
+    ],
+)
+def test_environments_that_torchrun_does_not_make(tmp_path, monkeypatch, capsys, name, value, said):
+    for key, usual in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(key, usual)
+    monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="2"):
+        main(["calibrate", "--output", str(tmp_path / "box.toml")])
+    assert said in capsys.readouterr().err
+
+
+def test_what_no_input_should_lead_to(monkeypatch, capsys):
+    def broken(*_, **__):
+        raise KeyError("lost")
+
+    monkeypatch.setattr(Topology, "load", broken)
+    with pytest.raises(SystemExit, match="3"):
+        main(["topology", "cpu"])
+    assert "error: KeyError: 'lost' (" in (said := capsys.readouterr().err) and "report it" in said
+    monkeypatch.setenv("AUTOTP_TRACEBACK", "1")
+    with pytest.raises(KeyError):
+        main(["topology", "cpu"])
 
 
 def test_a_report_of_a_file_whose_name_is_no_text(place, monkeypatch, tmp_path):

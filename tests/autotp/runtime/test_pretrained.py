@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import stat
 import sys
 
@@ -212,6 +213,11 @@ def no_map(folder):
     (folder / "model.safetensors.index.json").write_text("[]")
 
 
+def pipe(folder):
+    (folder / "model.safetensors.index.json").unlink()
+    os.mkfifo(folder / "model.safetensors.index.json")
+
+
 def emptied(folder):
     for file in folder.iterdir():
         file.unlink()
@@ -231,6 +237,7 @@ def emptied(folder):
         (elsewhere, r"model-00002-of-00002\.safetensors lacks scale, which .* says it has: copy or download both"),
         (no_index, r"model\.safetensors\.index\.json is damaged \(JSONDecodeError.*: copy or download"),
         (no_map, r"model\.safetensors\.index\.json is damaged \(TypeError.*: copy or download"),
+        (pipe, r"has neither model\.safetensors nor model\.safetensors\.index\.json: write"),
         (emptied, r"has neither model\.safetensors nor model\.safetensors\.index\.json: write one with save_pretrained"),
     ],
 )
@@ -243,12 +250,31 @@ def test_files_that_are_missing_or_damaged_are_refused(parallel, change, message
     require_same(values(parallel), before)
 
 
+def test_whole_tensors_are_not_loaded_into_parts(parallel):
+    before = values(parallel)
+    with pytest.raises(
+        autotp.AutotpError, match=r"plain tensor for .*, a DTensor here: whole ones are loaded by .*full_state"
+    ):
+        parallel.load_state_dict(state())
+    require_same(values(parallel), before)
+
+
+def test_preparing_and_sampling_with_arguments_of_another_kind(parallel):
+    for wrong in ({"args": torch.ones(2, 4)}, {"kwargs": 3}, {"mode": []}):
+        with pytest.raises(autotp.AutotpError, match=next(iter(wrong))):
+            parallel.prepare(**{"args": (torch.ones(2, 4),)} | wrong)
+    with pytest.raises(autotp.AutotpError, match="the dataset is a int, 5: give one with a length"):
+        parallel.sampler(5)
+
+
 def test_other_arguments_are_refused(parallel, tmp_path, monkeypatch):
     with pytest.raises(autotp.AutotpError, match="there is no directory .*nowhere: give a local one"):
         autotp.load_pretrained(parallel, tmp_path / "nowhere")
     for call in (autotp.load_pretrained, autotp.save_pretrained):
         with pytest.raises(autotp.AutotpError, match="Net is not a distributed module"):
             call(Net(), tmp_path)
+        with pytest.raises(autotp.AutotpError, match="None is no path: give the name of a directory"):
+            call(parallel, None)
     with pytest.raises(autotp.AutotpError, match="'2 GBs'"):
         autotp.save_pretrained(parallel, tmp_path, max_shard_size="2 GBs")
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
