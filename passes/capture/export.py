@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
 from torch.export.graph_signature import InputKind
+from torch.utils._pytree import tree_flatten_with_path
 
 from passes.capture import attributes, checks
 from passes.capture.attributes import Left, placed
@@ -26,7 +27,7 @@ from passes.capture.masks import recognise_masks
 from passes.capture.observed import Moment, Place, apart, leaving, matching, numbered, observing, renewed
 from passes.capture.precision import Precision, cast_parameters, check_dtypes, policy_of, precision_name, under
 from passes.capture.regions import inline_regions, without_vmaps
-from passes.capture.signature import CallSignature, bind, example, in_call_order
+from passes.capture.signature import CallSignature, bind, example, in_call_order, path_of
 from passes.capture.writes import functionalise
 from passes.graph import Cast, annotate
 
@@ -250,7 +251,7 @@ def _export(
     left: tuple[Left, ...] = (),
 ) -> tuple[torch.export.ExportedProgram, list[Moment], tuple[Left, ...], dict[str, Any], checks.Seen]:
     """A model's program, its observed moments, what it leaves on itself, what else it changes, and what was seen of it."""
-    bind(inspect.signature(model.forward), args, kwargs)
+    bound = bind(inspect.signature(model.forward), args, kwargs)
     observed = matching(model, observe)
     try:
         with (
@@ -271,6 +272,14 @@ def _export(
     except BaseException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         essence = " ".join(lines[:3])[:400]
+        if essence.startswith("Unsupported input type"):
+            paths, _ = tree_flatten_with_path(bound)
+            odd = [f"{path_of(path)} is a {type(leaf).__name__}" for path, leaf in paths if f" {type(leaf)}." in essence]
+            raise CaptureError(
+                f"{type(model).__name__}: argument {', '.join(odd)}, and torch.export takes tensors, numbers and text, "
+                "also in lists and dicts: make it an attribute of the model, or an argument that forward has already "
+                "(functools.partial)"
+            ) from error
         raise CaptureError(
             f"torch.export failed on {type(model).__name__}: {type(error).__name__}: {essence}\n{checks.advice(model)}"
         ) from error

@@ -342,3 +342,17 @@ def test_an_error_is_the_same_on_other_ranks(error):
     """Rank 0 plans and sends its error to the others, which could not unpickle those with attributes."""
     sent = pickle.loads(pickle.dumps(error))
     assert (type(sent), str(sent), vars(sent)) == (type(error), str(error), vars(error))
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(torch.float32, "dtype"), (slice(1), "slice"), (np.ones(2), "ndarray"), ({1}, "set")]
+)
+def test_arguments_that_export_does_not_take(value, kind):
+    class Model(nn.Linear):
+        def forward(self, x, options=None):
+            return super().forward(x)
+
+    with pytest.raises(
+        autotp.AutotpError, match=rf"argument options\['how'\]\[0\] is a {kind}, and torch.export takes tensors"
+    ):
+        autotp.plan(Model(4, 4), autotp.Topology.flat(2), (torch.zeros(2, 4), {"how": [value]}))
