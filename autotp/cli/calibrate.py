@@ -68,7 +68,7 @@ def calibrate_command(
         except OSError as error:
             raise AutotpError(f"--output {output}: cannot be written ({error.strerror})") from error
         make_console().print(calibration_table(calibration))
-        print(f"written to {output}")
+        make_console().print(f"written to {output}", soft_wrap=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -52,8 +52,9 @@ def trace_command(
             save_trace(output, events)
         except OSError as error:
             raise AutotpError(f"--output {output}: cannot be written ({error.strerror})") from error
+        ranks = len(measured) or "no"
         make_console().print(
-            f"written to {output}: {len(measured) or 'no'} measured ranks; open it at https://ui.perfetto.dev"
+            f"written to {output}: {ranks} measured ranks; open it at https://ui.perfetto.dev", soft_wrap=True
         )
     if dist.is_initialized():
         dist.barrier()
