@@ -53,7 +53,7 @@ def inspect_command(
     module: Annotated[str | None, typer.Option(help="Only those in this module, such as h.0.mlp or h.*.attn.")] = None,
     collectives: Annotated[bool, typer.Option("--collectives", help="Only those that communicate.")] = False,
     unsharded: Annotated[bool, typer.Option("--unsharded", help="Only operators that are not sharded.")] = False,
-    top: Annotated[int | None, typer.Option(help="Only this many, the most expensive first.")] = None,
+    top: Annotated[int | None, typer.Option(min=0, help="Only this many, the most expensive first.")] = None,
     code: Annotated[bool, typer.Option("--code", help="Print the Python code of the distributed graph.")] = False,
     dot: Annotated[
         Path | None, typer.Option(help="Draw the graph: FILE.dot, or with graphviz installed FILE.svg, .pdf or .png.")

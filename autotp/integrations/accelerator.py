@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from autotp.errors import AutotpError
-from autotp.integrations.training_state import RANDOM, load_optimizer, require_global, save_optimizer
+from autotp.integrations.training_state import RANDOM, load_optimizer, load_random, require_global, save_optimizer
 from autotp.runtime.checkpoint.load import load_pretrained
 from autotp.runtime.checkpoint.random_state import RandomState
 from autotp.runtime.checkpoint.save import save_pretrained
@@ -118,7 +118,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
-        """As accelerate's; a collective call."""
+        """As accelerate's; a collective call.
+
+        Raises:
+            AutotpError: there is no directory to write to, or an optimizer steps parameters of no prepared model.
+        """
+        if output_dir is None and not self.project_configuration.automatic_checkpoint_naming:
+            raise AutotpError(
+                "save_state(None): give a directory, or ProjectConfiguration(automatic_checkpoint_naming=True)"
+            )
         with self._without_state() as (models, optimizers):
             where = super().save_state(output_dir, safe_serialization, **options)
         for number, model in enumerate(models):
@@ -142,7 +150,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             load_pretrained(model, Path(where[0], f"model_{number}"))
         for number, optimizer in enumerate(optimizers):
             load_optimizer(_stepped(models, optimizer), optimizer, Path(where[0], f"optimizer_{number}"))
-        RandomState().load_state_dict(torch.load(Path(where[0], RANDOM), weights_only=True))
+        load_random(Path(where[0], RANDOM))
 
     @contextmanager
     def _without_state(self) -> Iterator[tuple[list[Any], list[Any]]]:
@@ -158,4 +166,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 def _stepped(models: list[Any], optimizer: Any) -> Any:
     """The module whose parameters an optimizer steps."""
     first = optimizer.param_groups[0]["params"][0]
-    return next(model for model in models if any(each is first for each in model.parameters()))
+    found = next((model for model in models if any(each is first for each in model.parameters())), None)
+    if found is None:
+        raise AutotpError("an optimizer steps parameters of no prepared model: make it with what prepare() returned")
+    return found

@@ -7,6 +7,7 @@ programs over the same parameters and the same cache.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,8 +17,12 @@ from autotp.errors import AutotpError
 from autotp.runtime.checkpoint.random_state import RandomState
 from autotp.runtime.module import DistributedModule
 from autotp.runtime.programs import blueprint
+from costmodel.errors import shown
+from costmodel.text.numbers import whole
 
 __all__ = ["WithCache", "generate"]
+
+_MOST = 2**31  # sequences, and tokens of one
 
 
 class WithCache(nn.Module):
@@ -29,12 +34,14 @@ class WithCache(nn.Module):
         length: of the longest sequence, prompt included, in tokens.
 
     Raises:
-        AutotpError: the model has layers that keep something else than keys and values.
+        AutotpError: the model is none of transformers', has layers that keep something else than keys and values, or a
+            size is not positive.
     """
 
     def __init__(self, model: Any, batch: int, length: int) -> None:
         super().__init__()
-        self.model, self.batch, self.length = model, batch, length
+        _require_language_model(model)
+        self.model, self.batch, self.length = model, whole(batch, "batch", most=_MOST), whole(length, "length", most=_MOST)
         cache = _cache(model, length)
         with torch.device(model.device):
             cache.early_initialization(batch, *_heads(model.config.get_text_config()), model.dtype, model.device)
@@ -82,11 +89,13 @@ def generate(parallel: nn.Module, model: Any, input_ids: Tensor, **options: Any)
         int64 ``[batch, tokens]``: the prompts and what follows them.
 
     Raises:
-        AutotpError: the sequences are more or longer than the cache has room for.
+        AutotpError: an argument is wrong, or the sequences are more or longer than the cache has room for.
     """
     from transformers.cache_utils import Cache
 
     batch, length = _sizes(parallel)
+    _require_language_model(model)
+    _require_prompts(input_ids, options)
     if len(input_ids) != batch:
         raise AutotpError(
             f"{len(input_ids)} sequences, but the cache is for {batch}; make WithCache(model, {len(input_ids)}, …)"
@@ -135,13 +144,40 @@ def generate(parallel: nn.Module, model: Any, input_ids: Tensor, **options: Any)
         random = RandomState()
         random.load_state_dict(random.state_dict())
     with torch.no_grad():
-        found: Tensor = shell.generate(input_ids, past_key_values=filled, **options)  # type: ignore[operator]
+        found: Tensor = shell.generate(input_ids, past_key_values=filled, **options | {"use_cache": True})  # type: ignore[operator]
     return found
+
+
+def _require_language_model(model: Any) -> None:
+    if not isinstance(model, nn.Module) or not callable(getattr(model, "generate", None)):
+        raise AutotpError(
+            f"the model is a {type(model).__name__}: give one of transformers that generates, such as a LlamaForCausalLM"
+        )
+
+
+def _require_prompts(input_ids: Any, options: Mapping[str, Any]) -> None:
+    integers = isinstance(input_ids, Tensor) and not input_ids.is_floating_point()
+    if not integers or input_ids.dim() != 2 or not input_ids.shape[1]:
+        raise AutotpError(f"input_ids is {_kind_of(input_ids)}: give a tensor of token numbers, [batch, tokens]")
+    for name in ("past_key_values", "inputs_embeds", "inputs"):
+        if name in options:
+            raise AutotpError(f"{name} is given by the distributed module, whose cache is used: leave it out")
+    if options.get("use_cache", True) is not True:
+        raise AutotpError("use_cache=False, but the distributed module computes with its cache: leave it out")
+    mask = options.get("attention_mask")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != input_ids.shape):
+        raise AutotpError(
+            f"attention_mask is {_kind_of(mask)}: give a tensor of the prompts' shape, {list(input_ids.shape)}"
+        )
+
+
+def _kind_of(value: Any) -> str:
+    return f"a tensor {list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else shown(value)
 
 
 def _sizes(parallel: Any) -> tuple[int, int]:
     """For how many sequences, and tokens of each, there is room."""
-    buffers = dict(parallel.named_buffers())
+    buffers = dict(parallel.named_buffers()) if isinstance(parallel, nn.Module) else {}
     if "keys_0" not in buffers:
         raise AutotpError("generate needs a distributed autotp.integrations.WithCache(model, batch, length)")
     return buffers["keys_0"].shape[0], buffers["keys_0"].shape[2]

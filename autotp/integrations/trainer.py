@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from autotp.errors import AutotpError
 from autotp.integrations.accelerator import Accelerator
 from autotp.integrations.adapters import is_adapted, load_adapter, save_adapter
-from autotp.integrations.training_state import RANDOM, load_optimizer, require_global, save_optimizer
+from autotp.integrations.training_state import RANDOM, load_optimizer, load_random, require_global, save_optimizer
 from autotp.runtime.checkpoint.load import load_pretrained
 from autotp.runtime.checkpoint.random_state import RandomState
 from autotp.runtime.checkpoint.save import save_pretrained
@@ -163,7 +163,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         if checkpoint is not None and Path(checkpoint, RANDOM).is_file():
-            RandomState().load_state_dict(torch.load(Path(checkpoint, RANDOM), weights_only=True))
+            load_random(Path(checkpoint, RANDOM))
 
 
 def _check(args: Any) -> None:

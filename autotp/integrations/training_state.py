@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import pickle
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
 from autotp.errors import AutotpError
+from autotp.runtime.checkpoint.random_state import RandomState
 from autotp.runtime.module import DistributedModule
 
-__all__ = ["RANDOM", "load_optimizer", "require_global", "save_optimizer"]
+__all__ = ["RANDOM", "load_optimizer", "load_random", "require_global", "save_optimizer"]
 
 #: The file that says where random numbers stand on rank 0, which a job with other ranks goes on from.
 RANDOM = "autotp_random.pt"
@@ -54,11 +58,31 @@ def load_optimizer(parallel: nn.Module, optimizer: Optimizer, directory: str | o
 
     Args:
         parallel, optimizer, directory: as there.
+
+    Raises:
+        AutotpError: there is no whole checkpoint of it.
     """
     inner = _inner(optimizer)
     state = get_optimizer_state_dict(parallel, inner)
-    dcp.load({"optimizer": state}, checkpoint_id=directory)
+    try:
+        dcp.load({"optimizer": state}, checkpoint_id=directory)
+    except (Exception, CheckpointException) as error:
+        said = str(error).strip().partition("\n")[0]
+        raise AutotpError(f"{directory} has no whole state of the optimizer ({type(error).__name__}: {said})") from error
     set_optimizer_state_dict(parallel, inner, state)
+
+
+def load_random(file: str | os.PathLike[str]) -> None:
+    """Sets this process's generators to the states in a file.
+
+    Raises:
+        AutotpError: it is not there or damaged.
+    """
+    try:
+        state = torch.load(file, weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise AutotpError(f"{file} has no states of torch's generators ({type(error).__name__}): copy it again") from error
+    RandomState().load_state_dict(state)
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:

@@ -204,7 +204,10 @@ def join_job(instead: str, backend: str, **options: Any) -> None:
     whole_of(os.environ["RANK"], "environment: RANK", least=0, most=world - 1)
     whole_of(os.environ["MASTER_PORT"], "environment: MASTER_PORT", least=0, most=most)
     try:
-        dist.init_process_group(backend, **options)
+        store, rank, world = next(dist.rendezvous("env://"))
+        # After destroy_process_group, the store of the job still has the addresses of that group.
+        own = dist.PrefixStore(f"autotp/{store.add(f'autotp/groups of rank {rank}', 1)}", store)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=world, **options)
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise AutotpError(f"the {world} processes of the job did not meet at {where}: {error}") from error

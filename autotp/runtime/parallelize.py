@@ -7,6 +7,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from autotp.runtime.programs import MOST
 from autotp.runtime.rewrite import Rewritten, apply
 from costmodel import Topology
 from costmodel.errors import require
-from passes.capture import Captured, Precision, buffered, capture
+from passes.capture import Captured, Precision, buffered, capture, require_plain
 from passes.world.seeds import ways_to_draw
 
 __all__ = ["parallelize"]
@@ -132,7 +133,8 @@ def parallelize(
     if plan is not None:
         require_plan(plan)
     same["strategy"] = strategy.name if isinstance(strategy, Family) else strategy
-    same |= {f"requires_grad of {name}": parameter.requires_grad for name, parameter in model.named_parameters()}
+    with suppress(Exception):  # what is wrong with a model is an error on all ranks, once they have met
+        same |= {f"requires_grad of {name}": parameter.requires_grad for name, parameter in model.named_parameters()}
     if inputs not in ("global", "local", "uneven"):
         raise AutotpError(f"inputs={inputs!r} is unknown; choose 'global', 'local' or 'uneven'")
     if schedule is not None:
@@ -174,6 +176,7 @@ def parallelize(
     agreement.require_same(same)
 
     def captured() -> Captured:
+        require_plain(model, args, kwargs)
         _refuse_hooks(model)
         asked = precision if plan is None else plan.asked(precision)
         return capture(model, args, kwargs, asked, Options.outputs if kept is None else kept, seen)

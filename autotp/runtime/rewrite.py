@@ -97,8 +97,9 @@ def apply(
     captured: Captured,
     plan: Plan,
     split: Sequence[int] | None = (),
-    *,
     parts: Sequence[bool] | None = None,
+    rows: frozenset[int] | None = None,
+    *,
     kept: bool = False,
     joined: bool = False,
 ) -> Rewritten:
@@ -110,6 +111,7 @@ def apply(
         split: the mesh axes that split dim 0 of what each device is given as inputs, and of the outputs whose dim 0 is the
             batch; None: as the plan splits the batch.
         parts: for every input whether devices are given parts of it; left out, as `parts_of` says.
+        rows: numbers of the outputs whose dim 0 is the batch, where they are known; left out, as rules follow it.
         kept: whether outputs that may stay in the plan's layouts do so; all are brought whole to every device otherwise.
         joined: whether ranks have joined their parts of the batch, and take theirs of outputs whose dim 0 is the batch.
     """
@@ -123,7 +125,8 @@ def apply(
     resting |= _input_layouts(captured, cut, split, plan.mesh_shape)
     once = frozenset(name for name, fqn in captured.parameters.items() if fqn in plan.gathered_once)
     apart = joined or math.prod(plan.mesh_shape[axis] for axis in split) > 1
-    rows = _rows(captured, cut, operators) if apart else frozenset()
+    if rows is None or not apart:
+        rows = _rows(captured, cut, operators) if apart else frozenset()
     sharding = Sharding(
         plan.mesh_shape,
         chosen,

@@ -208,6 +208,9 @@ def _run(name: str, row: Mapping[str, Any]) -> MeasuredRun:
     )
     if data * tensor != devices:
         raise AutotpError(f"{data} x {tensor} ways on {devices} devices")
+    found = next((one for one in _KINDS if one in kind), "")
+    if not found and data > 1 and kind not in ("", "none"):
+        raise AutotpError(f"kind {shown(kind)} is unknown; the known ones are {', '.join(_KINDS)}")
     accumulate = _whole(row, "grad_accum", 1, least=1)
     batch = _whole(row, "micro_batch", 0) or _whole(row, "global_batch") // (data * accumulate)
     if "global_batch" in row and batch * data * accumulate != _whole(row, "global_batch"):
@@ -224,7 +227,7 @@ def _run(name: str, row: Mapping[str, Any]) -> MeasuredRun:
         _topology(row, devices),
         data,
         tensor,
-        next((one for one in _KINDS if one in kind), "ddp"),
+        found or "ddp",
         _yes(row, "sequence_parallel", False),
         batch,
         accumulate,
@@ -315,7 +318,10 @@ def _one_of(row: Mapping[str, Any], key: str, known: Mapping[str, str]) -> str:
 
 
 def _yes(row: Mapping[str, Any], key: str, default: bool) -> bool:
-    return str(row.get(key, default)).lower() in ("yes", "true")
+    text = str(row.get(key, "")).lower()
+    if text not in ("yes", "true", "no", "false", ""):
+        raise AutotpError(f"{key} is {shown(row[key])}; it must be yes or no")
+    return text in ("yes", "true") if text else default
 
 
 def _whole(row: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 0, most: int = _SIZE) -> int:

@@ -11,7 +11,7 @@ more than "causal" become that (`masks`). The nodes that these add are made by `
 
 from passes.capture.attributes import Left, buffered, placed
 from passes.capture.builder import CaptureError
-from passes.capture.checks import require_call
+from passes.capture.checks import require_call, require_plain
 from passes.capture.export import Captured, capture
 from passes.capture.observed import Moment, matching
 from passes.capture.precision import PRECISIONS, Precision, policy_of, precision_name
@@ -32,4 +32,5 @@ __all__ = [
     "policy_of",
     "precision_name",
     "require_call",
+    "require_plain",
 ]

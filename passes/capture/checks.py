@@ -77,16 +77,18 @@ def require_plain(model: nn.Module, args: Any = (), kwargs: Any = None) -> None:
     given = "give the model that it was made of"
     if isinstance(model, OptimizedModule):
         raise AutotpError(f"the model is wrapped by torch.compile: {given}, and for compiled code compile=True")
-    for path, module in model.named_modules():
-        if isinstance(module, _WRAPPERS):
-            raise AutotpError(f"{path or 'the model'} is wrapped by {type(module).__name__}, which distributes it: {given}")
     try:
+        modules = [*model.named_modules(remove_duplicate=False)]
         state = [*model.named_parameters(), *model.named_buffers()]
         state += [("", tensor) for tensor in (*model.parameters(), *model.buffers())]
     except Exception as error:
         raise AutotpError(
-            f"{type(model).__name__}: its parameters() or the like raised {type(error).__name__}: {error}"
+            f"{type(model).__name__}: its modules() or parameters() raised {type(error).__name__}: {error}; is "
+            "super().__init__() called, and are all parts modules with names?"
         ) from error
+    for path, module in modules:
+        if isinstance(module, _WRAPPERS):
+            raise AutotpError(f"{path or 'the model'} is wrapped by {type(module).__name__}, which distributes it: {given}")
     for path, tensor in state:
         if not isinstance(tensor, Tensor):
             raise AutotpError(
@@ -117,7 +119,10 @@ def check_memory(model: nn.Module) -> None:
 
 def check_tying(model: Any) -> None:
     """Refuses a Hugging Face model whose input and output embeddings should be one but are two on meta."""
-    config: Any = getattr(model, "config", None)
+    try:
+        config: Any = getattr(model, "config", None)
+    except Exception:  # noqa: BLE001 - a __getattr__ of the user's
+        return
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if not getattr(text, "tie_word_embeddings", False) or not hasattr(model, "get_output_embeddings"):
         return

@@ -59,8 +59,8 @@ def told(done):
 @pytest.mark.exact
 @pytest.mark.distributed
 @pytest.mark.parametrize(("strategy", "schedule"), [("data", "overlap"), ("zero3", "none")])
-def test_a_rank_that_fails_is_named_and_calls_are_refused(torchrun, tmp_path, strategy, schedule):
-    first, second = told(torchrun(2, "faults.py", "one_fails", strategy, schedule, str(tmp_path / "store")))
+def test_a_rank_that_fails_is_named_and_calls_are_refused(torchrun, strategy, schedule):
+    first, second = told(torchrun(2, "faults.py", "one_fails", strategy, schedule))
     why = "CollectiveError: rank 1 failed at embedding in embed: IndexError: index out of range in self (in call 2 of"
     assert first["failing"].startswith(why)
     assert second["failing"] == "IndexError: index out of range in self"

@@ -84,7 +84,7 @@ def stored_in(directory: Path) -> dict[str, Place]:
     try:
         owners = json.loads(read_text(directory / INDEX, _LARGEST))["weight_map"]
         files = sorted(set(owners.values()))
-        absent = [name for name in files if not (directory / name).is_file()]
+        absent = [name for name in files if Path(name).name != name or not (directory / name).is_file()]
     except (OSError, RecursionError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise AutotpError(f"{directory / INDEX} is damaged ({error!r}): copy or download it again") from error
     if absent:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from autotp.errors import AutotpError
 from passes.capture import Moment
@@ -35,12 +36,15 @@ def show(moments: Sequence[Moment], modules: Sequence[nn.Module], outputs: Seque
             continue
         args, kwargs, *made = moment.values(outputs)
         shown = moment.tensors(outputs)
-        versions = _versions(shown)
+        versions, held = _versions(shown), tree_leaves((args, kwargs, made))
         for number, hook in mine:
             given = (args, kwargs) if number in named else (args,)
             answer = hook(module, *given, *made)  # type: ignore[operator]
-            if answer is not None or _versions(shown) != versions:
-                did = "changed a tensor in place" if answer is None else f"returned a {type(answer).__name__}"
+            now = tree_leaves((args, kwargs, made))
+            other = len(now) != len(held) or any(one is not each for one, each in zip(now, held, strict=False))
+            if answer is not None or other or _versions(shown) != versions:
+                did = "changed a tensor in place" if not other else "put another value into what it was given"
+                did = did if answer is None else f"returned a {type(answer).__name__}"
                 raise AutotpError(
                     f"a forward hook of {moment.module} {did}, which would change the model's result: hooks of a "
                     "distributed module's parts only look. Return None, and change clones; to change what the model "

@@ -27,7 +27,7 @@ from autotp.runtime.compiled import Overlap
 from autotp.runtime.output_guard import Relations
 from autotp.runtime.programs.monitor import Monitor
 from autotp.runtime.programs.program import Call, Key, Program, Unkept, named_state, require_own, run_alike, without_memory
-from autotp.runtime.programs.rows import Joined, joined, require_same_inputs
+from autotp.runtime.programs.rows import Joined, joined, known_rows, require_same_inputs
 from autotp.runtime.rewrite import Rewritten, apply, parts_of
 from autotp.runtime.schedules import Schedules
 from autotp.runtime.state import checksum
@@ -89,11 +89,10 @@ class Programs:
     ) -> None:
         self.model, self.plan, self.world, self.agreement, self.how = model, plan, world, agreement, how
         self.most, self.device, self.layouts, self.even, self.syncing = most, device, layouts, even, True
-        self.default = torch.get_default_dtype()
         self.debug, self.checked, self.changed = debug, set[Key](), Unkept(each.path for each in rewritten.captured.changed)
         self.monitor = Monitor(world, agreement) if debug and agreement.processes > 1 else None
         self.split, self.ways, self.kept = rewritten.sharding.split, rewritten.ways, rewritten.sharding.kept > 0
-        self.inputs, self.varying = inputs, inputs == "uneven" and self.ways > 1
+        self.default, self.inputs, self.varying = torch.get_default_dtype(), inputs, inputs == "uneven" and self.ways > 1
         if self.varying:
             world.join([self.split])
         self.signature = rewritten.captured.signature
@@ -246,11 +245,12 @@ class Programs:
                 "or give autotp.parallelize a larger max_programs"
             )
         split, parts = () if key.whole else self.split, self.parts(key)
+        rows = functools.partial(known_rows, key, parts, self.known.values())
         plan, rewritten = agreed(
             self.agreement,
             lambda: self._captured(key, args, kwargs),
             lambda captured: self._planned(key, captured),
-            lambda captured, plan: apply(captured, plan, split, parts=parts, kept=self.kept, joined=key.whole),
+            lambda captured, plan: apply(captured, plan, split, parts, rows(captured), kept=self.kept, joined=key.whole),
         )
         self.changed |= {each.path for each in rewritten.captured.changed}
         mine = key, plan, rewritten.captured

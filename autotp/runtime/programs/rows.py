@@ -7,7 +7,7 @@ the rows that it brought.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from autotp.errors import PlanMismatchError
+from autotp.errors import AutotpError, PlanMismatchError
 from autotp.runtime.agreement import Agreement
-from autotp.runtime.programs.program import Key
+from autotp.runtime.programs.program import Key, Program
 from autotp.runtime.rewrite import batch_of
+from passes.capture import Captured
 from passes.layouts.reshard import Step
 from passes.world import ops
 from passes.world.world import World
 
-__all__ = ["Joined", "joined", "own_inputs", "own_rows", "require_same_inputs"]
+__all__ = ["Joined", "joined", "known_rows", "own_inputs", "own_rows", "require_same_inputs"]
 
 _SIZES = "parts of the batch of different sizes are for inputs='uneven'"
 _WHOLE = (
@@ -113,6 +114,31 @@ def joined(
     shapes = iter(whole)
     described = tuple((k, tuple(next(shapes).shape) if isinstance(k, torch.dtype) else v) for k, v in key.leaves)
     return Joined(replace(key, leaves=described, whole=True), args, kwargs, whole, rows)
+
+
+def known_rows(key: Key, parts: Sequence[bool], known: Iterable[Program], captured: Captured) -> frozenset[int] | None:
+    """Numbers of the outputs that have rows of a joined batch of one row: no rule follows a dim of size 1.
+
+    Args:
+        key, parts: of the call; which of its tensors are parts of the batch.
+        known: the programs so far; one of as many outputs, for more rows, says it.
+        captured: its graph.
+
+    Returns:
+        None, where rules say it: for more rows.
+
+    Raises:
+        AutotpError: there is no such program.
+    """
+    if not key.whole or all(shape[0] != 1 for (_, shape), part in zip(key.tensors, parts, strict=True) if part):
+        return None
+    for other, rewritten in ((each.captured, each.rewritten) for each in known):
+        if other.outputs == captured.outputs and batch_of([other.placeholders[name].shape for name in other.inputs]) > 1:
+            return rewritten.sharding.rows
+    raise AutotpError(
+        "the ranks bring one row together, and from no call with more rows is it known which of these outputs have rows: "
+        "prepare() such a call first, or leave this batch out"
+    )
 
 
 def require_same_inputs(

@@ -301,8 +301,8 @@ def require_sound_group() -> None:
 
 def _refusal(rank: int, operator: str, told: str) -> CollectiveError:
     return CollectiveError(
-        f"{told}. The ranks' collectives would not match any more: to go on, end the process group and make it anew "
-        "(torch.distributed.destroy_process_group, init_process_group), and distribute the model again",
+        f"{told}. The ranks' collectives would not match any more: to go on, end the process group "
+        "(torch.distributed.destroy_process_group) and distribute the model again, which makes a new one",
         rank,
         operator,
     )

@@ -356,3 +356,30 @@ def test_arguments_that_export_does_not_take(value, kind):
         autotp.AutotpError, match=rf"argument options\['how'\]\[0\] is a {kind}, and torch.export takes tensors"
     ):
         autotp.plan(Model(4, 4), autotp.Topology.flat(2), (torch.zeros(2, 4), {"how": [value]}))
+
+
+class Unfinished(nn.Module):
+    def __init__(self):
+        pass
+
+
+def _with(name, part):
+    model = nn.Sequential(nn.Linear(4, 4))
+    model._modules[name] = model if part is None else part
+    return model
+
+
+@pytest.mark.parametrize("model", [Unfinished(), _with("text", "text"), _with(3, nn.Linear(4, 4)), _with("me", None)])
+def test_models_whose_parts_are_none(model):
+    with pytest.raises(autotp.AutotpError, match="modules.. or parameters.. raised .*are all parts modules with names"):
+        autotp.plan(model, autotp.Topology.flat(2), (torch.zeros(2, 4),))
+
+
+def test_a_config_that_cannot_be_asked_for():
+    class Model(nn.Linear):
+        def __getattr__(self, name):
+            if name == "config":
+                raise RuntimeError(name)
+            return super().__getattr__(name)
+
+    assert autotp.plan(Model(4, 4), autotp.Topology.flat(2), (torch.zeros(2, 4),)).layouts

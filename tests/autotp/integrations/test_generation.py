@@ -73,3 +73,38 @@ def test_what_the_cache_has_no_room_for():
 def test_sequences_that_the_devices_do_not_divide_are_named(strategy):
     with pytest.raises(autotp.BatchError, match=r"splits the batch 4 ways .* choose a batch that is a multiple of 4"):
         distributed(GPT2LMHeadModel(GPT2).eval(), strategy, (4,))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_cache": False}, "use_cache=False, but the distributed module computes with its cache"),
+        ({"past_key_values": None}, "past_key_values is given by the distributed module"),
+        ({"inputs_embeds": torch.zeros(2, 7, 64)}, "inputs_embeds is given by the distributed module"),
+        ({"attention_mask": torch.ones(3, 7)}, r"attention_mask is .*: give a tensor of the prompts' shape, \[2, 7\]"),
+        ({"input_ids": torch.ones(2)}, r"input_ids is .*: give a tensor of token numbers, \[batch, tokens\]"),
+        ({"input_ids": torch.ones(2, 0, dtype=torch.int64)}, "input_ids is"),
+        ({"model": torch.nn.Linear(2, 2)}, "the model is a Linear: give one of transformers that generates"),
+        ({"parallel": None}, "generate needs a distributed"),
+    ],
+)
+def test_other_arguments_are_refused(options, message):
+    model = LlamaForCausalLM(LLAMA).eval()
+    call = {"parallel": WithCache(model, 2, ROOM), "model": model, "input_ids": torch.ones(2, 7, dtype=torch.int64)}
+    with pytest.raises(autotp.AutotpError, match=message):
+        generate(**call | options)
+
+
+@pytest.mark.parametrize("sizes", [(0, 8), (2, -1), (2.5, 8), ("2", 8), (2**40, 8)])
+def test_caches_of_impossible_sizes(sizes):
+    with pytest.raises(autotp.AutotpError, match=r"(batch|length) is .*; it must be"):
+        WithCache(LlamaForCausalLM(LLAMA), *sizes)
+
+
+def test_a_config_without_a_cache_makes_no_difference():
+    torch.manual_seed(0)
+    model, prompt = LlamaForCausalLM(LLAMA).double().eval(), torch.randint(128, (2, 7))
+    ours = distributed(model, "data", (2,))
+    expected = model.generate(prompt, max_new_tokens=6, do_sample=False)
+    model.generation_config.use_cache = False
+    assert torch.equal(generate(ours, model, prompt, max_new_tokens=6, do_sample=False), expected)

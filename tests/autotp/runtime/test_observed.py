@@ -240,3 +240,27 @@ def test_plans_of_observed_models_are_verified():
     plan = autotp.plan(model, autotp.Topology.flat(2), (x,), strategy="megatron-1d", mesh=(2,), observe=["blocks.*"])
     found = autotp.verify(model, plan, (x,))
     assert found.right and list(found.outputs) == ["0"]
+
+
+@pytest.mark.parametrize("how", [lambda made: made.update(h=made["h"] * 2), lambda made: made["list"].clear()])
+def test_hooks_that_put_something_else_into_what_they_are_given_are_refused(how):
+    class Part(nn.Linear):
+        def forward(self, x):
+            return {"h": super().forward(x), "list": [x]}
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Part(8, 8)
+
+        def forward(self, x):
+            return self.part(x)["h"].sum()
+
+    model, x = Whole().double(), torch.randn(8, 8, dtype=torch.float64)
+    plan = autotp.plan(model, autotp.Topology.flat(2), (x,), observe=["part"])
+    ours = autotp.simulate(model, plan, (x,))
+    handle = model.part.register_forward_hook(lambda module, args, made: how(made) and None)
+    with pytest.raises(autotp.AutotpError, match="a forward hook of part put another value into what it was given"):
+        ours(x)
+    handle.remove()
+    ours(x)

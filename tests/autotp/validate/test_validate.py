@@ -100,6 +100,9 @@ def test_what_a_step_computes_is_priced_on_other_devices_as_a_plan_is(tmp_path):
         ({"dtype": "int4"}, "dtype 'int4'"),
         ({"hidden": 25.5}, "hidden is 25.5"),
         ({"kind": "one transformer layer"}, "no training step"),
+        ({"kind": "zreo3"}, "kind 'zreo3' is unknown; the known ones are ddp"),
+        ({"tied": "perhaps"}, "tied is 'perhaps'; it must be yes or no"),
+        ({"kv_heads": 0, "architecture": "llama"}, "kv_heads is 0"),
     ],
 )
 def test_what_cannot_be_planned_is_named(tmp_path, change, why):
