@@ -43,8 +43,8 @@ def show(moments: Sequence[Moment], modules: Sequence[nn.Module], outputs: Seque
             now = tree_leaves((args, kwargs, made))
             other = len(now) != len(held) or any(one is not each for one, each in zip(now, held, strict=False))
             if answer is not None or other or _versions(shown) != versions:
-                did = "changed a tensor in place" if not other else "put another value into what it was given"
-                did = did if answer is None else f"returned a {type(answer).__name__}"
+                did = "put another value into what it was given" if other else "changed a tensor in place"
+                did = f"returned a {type(answer).__name__}" if answer is not None else did
                 raise AutotpError(
                     f"a forward hook of {moment.module} {did}, which would change the model's result: hooks of a "
                     "distributed module's parts only look. Return None, and change clones; to change what the model "
