@@ -233,7 +233,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
         """
         own = dict(self.named_parameters(remove_duplicate=False)) if isinstance(state_dict, Mapping) else {}
         plain = [name for name in own if type(state_dict.get(name)) in (Tensor, nn.Parameter)]
-        if plain:
+        if plain and not assign:
             raise AutotpError(
                 f"the state dict has a plain tensor for {plain[0]}, a DTensor here: whole ones are loaded by "
                 "torch.distributed.checkpoint.state_dict.set_model_state_dict with StateDictOptions(full_state_dict=True)"

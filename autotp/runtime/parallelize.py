@@ -129,7 +129,6 @@ def parallelize(
     require(model, nn.Module, "the model", "an instance of torch.nn.Module")
     for name, value in same.items():
         require_no_array(name, value)
-    require(observe or (), Sequence, "observe", "a list of modules' names, such as ['blocks.*']")
     if plan is not None:
         require_plan(plan)
     same["strategy"] = strategy.name if isinstance(strategy, Family) else strategy
@@ -148,7 +147,7 @@ def parallelize(
     if outputs is not None and outputs != kept:
         raise AutotpError(f"outputs={outputs!r}, but the plan is for outputs={kept!r}: leave outputs out, or plan with it")
     seen = (observe or ()) if plan is None else plan.observe
-    if plan is not None and observe is not None and tuple(observe) != tuple(seen):
+    if plan is not None and observe is not None and not (isinstance(observe, Sequence) and tuple(observe) == tuple(seen)):
         raise AutotpError(f"observe={observe!r}, but the plan is for observe={[*seen]}: leave observe out, or plan with it")
     options = Options(
         strategy,

@@ -37,7 +37,7 @@ def distributed(model, x, schedule):
 def hooks_on_what_others_are_made_of(model, x, schedule):
     """Gradients flow through the hidden state to the first layer; where that is not seen, to ask for it is an error."""
     parallel, plain = distributed(model, x, schedule), copy.deepcopy(model)
-    sees = schedule == "none" and not parallel.programs[0].made_apart[1]  # nothing is gathered between them
+    sees = schedule == "none" and not parallel.programs[0].relations.made_apart[1]  # nothing is gathered between them
     assert sees or (schedule, dist.get_world_size()) != ("none", 1)
     for ask in (lambda h: h.register_hook(lambda g: 3 * g), lambda h: h.retain_grad()):
         found = []
@@ -324,7 +324,7 @@ def main(schedules=("overlap", "none")):
     model, x = Hidden().double(), torch.randn(8, 8, dtype=torch.float64)
     split = copy.deepcopy(model)
     split.norm = nn.Identity()  # no rank holds the whole hidden state
-    assert dist.get_world_size() == 1 or distributed(split, x, "none").programs[0].made_apart[1]
+    assert dist.get_world_size() == 1 or distributed(split, x, "none").programs[0].relations.made_apart[1]
     for schedule in schedules:
         hooks_on_what_others_are_made_of(model, x, schedule)
         hooks_on_what_others_are_made_of(split, x, schedule)
