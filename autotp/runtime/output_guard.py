@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from autotp.errors import AutotpError
 from passes.graph import above, stays
 
-__all__ = ["Relations", "guard", "made_of"]
+__all__ = ["Relations"]
 
 _aten = torch.ops.aten
 _DETACHED = frozenset({_aten.detach.default, _aten.detach_.default, _aten.detach_copy.default})

@@ -125,8 +125,10 @@ def apply(
     resting |= _input_layouts(captured, cut, split, plan.mesh_shape)
     once = frozenset(name for name, fqn in captured.parameters.items() if fqn in plan.gathered_once)
     apart = joined or math.prod(plan.mesh_shape[axis] for axis in split) > 1
-    if rows is None or not apart:
-        rows = _rows(captured, cut, operators) if apart else frozenset()
+    if not apart:
+        rows = frozenset()
+    elif rows is None:
+        rows = _rows(captured, cut, operators)
     sharding = Sharding(
         plan.mesh_shape,
         chosen,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,11 +100,8 @@ class Level:
         if self.point_to_point is not None:
             figure(self.point_to_point, f"{where}: point_to_point", positive=True, error=TopologyError)
         if self.matrix is not None:
-            for row in (self.matrix, *(self.matrix if isinstance(self.matrix, Sequence) else ())):
-                require(row, Sequence, f"{where}: matrix", "rows of bytes/s, such as [[0, 1e9], [1e9, 0]]")
-            given = [[figure(v, f"{where}: matrix", error=TopologyError) for v in row] for row in self.matrix]
-            object.__setattr__(self, "matrix", tuple(map(tuple, given)))
             check_matrix(self.matrix, self.size, where)
+            object.__setattr__(self, "matrix", tuple(tuple(float(v) for v in row) for row in self.matrix))
         if self.contention is not None and figure(self.contention, f"{where}: contention", error=TopologyError) > 1:
             raise TopologyError(f"{where}: contention is {shown(self.contention)}; it must be between 0 and 1")
         require(self.measured, Mapping, f"{where}: measured", "measured figures by collective")

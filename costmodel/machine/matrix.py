@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..errors import TopologyError, shown
+from ..errors import TopologyError, require, shown
 from ..text.numbers import figure
 
 __all__ = ["Matrix", "check_matrix", "ring_bandwidth"]
@@ -28,14 +28,15 @@ def check_matrix(matrix: Matrix | None, size: int, where: str) -> None:
     """
     if matrix is None:
         return
+    for row in (matrix, *(matrix if isinstance(matrix, Sequence) else ())):
+        require(row, Sequence, f"{where}: matrix", "rows of bytes/s, such as [[0, 1e9], [1e9, 0]]")
     if len(matrix) != size or any(len(row) != size for row in matrix):
         shape = f"{len(matrix)} rows of {sorted({len(row) for row in matrix})}"
         raise TopologyError(f"{where}: matrix has {shape} entries; size {size} needs {size} rows of {size}")
     if size > _MOST:
         raise TopologyError(f"{where}: matrix joins {size:,} groups; it may join {_MOST:,}")
     for i, j in itertools.product(range(size), repeat=2):
-        if i != j:
-            figure(matrix[i][j], f"{where}: matrix: row {i}, column {j}", error=TopologyError)
+        figure(matrix[i][j], f"{where}: matrix: row {i}, column {j}", error=TopologyError)
     for i, j in itertools.combinations(range(size), 2):
         if matrix[i][j] != matrix[j][i]:
             there, back = shown(matrix[i][j]), shown(matrix[j][i])
