@@ -1,7 +1,7 @@
 """Graph to graph: capturing a model, choosing layouts, and rewriting it to run on a mesh.
 
 `graph` has what all passes use of ``torch.fx``, `layouts` and `strategies` describe what passes rewrite by, and `world`
-what a rewritten graph calls.
+what a rewritten graph calls. What torch does not document is used by way of `torch_internals` alone.
 
 All passes, in the order in which they run. Conditional passes state their condition in parentheses, and are skipped
 where it does not hold.

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor.placement_types import Placement
 
+from passes.torch_internals import schema, tree_leaves
+
 __all__ = [
     "RECOMPUTE",
     "Cast",
@@ -156,7 +158,7 @@ def emit(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
 
 
 def _mode_of(values: Any) -> Any:
-    for value in torch.utils._pytree.tree_leaves(values):
+    for value in tree_leaves(values):
         if isinstance(value, Tensor) and hasattr(value, "fake_mode"):
             return value.fake_mode
     raise ValueError("no operand has a fake tensor")
@@ -218,7 +220,7 @@ def place_of(node: fx.Node) -> str:
 def arguments_of(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call of ``node.target`` by their names in its schema, defaults filled in."""
     named: dict[str, Any] = {}
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for position, argument in enumerate(schema(node.target).arguments):  # type: ignore[union-attr]
         if position < len(args):
             named[argument.name] = args[position]
         elif argument.name in kwargs:

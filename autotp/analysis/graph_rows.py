@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 
 from autotp.analysis.inspection import named
 from passes.graph import note_of
 from passes.overlap.launch import called, wait
 from passes.overlap.primitives import axes_of
 from passes.overlap.schedule import Slot
+from passes.torch_internals import tree_leaves
 
 __all__ = ["GraphRow", "filtered", "graph_rows"]
 

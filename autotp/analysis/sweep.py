@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from autotp.errors import AutotpError, BatchError, MemoryBoundError, TimeLimitError
 from autotp.planner import plan_captured
@@ -25,6 +24,7 @@ from costmodel.errors import shown
 from costmodel.text.numbers import MOST_DEVICES, whole
 from passes.capture import Captured, Precision, capture
 from passes.rules.table import flop_of
+from passes.torch_internals import tree_flatten
 
 __all__ = ["Point", "batch_of", "example_of", "forward_flop", "sweep", "takes_devices"]
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.utils import stateless
-from torch.utils._pytree import tree_leaves, tree_map
 
 from autotp.analysis.conditioning import apart, weighed
 from passes.capture import Captured
+from passes.torch_internals import reparametrize_module, tree_leaves, tree_map
 
 __all__ = ["compared_with_model"]
 
@@ -47,7 +46,7 @@ def compared_with_model(
     *_, output = captured.graph_module.graph.nodes
     given: Any = output.args[0]
     # Not functional_call(), nor grad(): a checkpoint calls the model again in the backward pass, and may take no grad().
-    with stateless._reparametrize_module(model, {**state, **buffers}, tie_weights=True):
+    with reparametrize_module(model, {**state, **buffers}, tie_weights=True):
         returned, modules = model(*own[0], **own[1]), list(model.modules())
         results = tree_leaves((returned, [left.of(modules) for left in captured.left]))
         pairs = zip(given[: captured.outputs], results, strict=True)

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import typer
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from autotp.analysis.trace import events_of, predicted, save_trace
 from autotp.cli.arguments import check_output, load_model, working
@@ -21,6 +20,7 @@ from autotp.runtime.agreement import join_job
 from autotp.runtime.parallelize import parallelize
 from autotp.runtime.recording import Event
 from costmodel.text.numbers import MOST_DEVICES, whole_of
+from passes.torch_internals import tree_leaves
 
 __all__ = ["trace_command"]
 

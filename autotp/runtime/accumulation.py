@@ -20,6 +20,7 @@ from autotp.runtime.interpreter import Interpreter, execute, named
 from autotp.runtime.schedules import Schedules
 from passes.layouts.layout import take
 from passes.sharding.deferral import Cut, Deferred, defer
+from passes.torch_internals import is_profiling, queue_callback, version
 from passes.world.ops import Parts
 from passes.world.regather import Regather
 from passes.world.world import World
@@ -99,7 +100,7 @@ class Accumulation:
         if any(isinstance(value, Parts) for value in given.values()):
             return execute(graph, self.world, given)
         with Regather(self.world) if torch.is_grad_enabled() else nullcontext():
-            run = Interpreter(graph, named).run if torch.autograd.profiler._is_profiler_enabled else graph
+            run = Interpreter(graph, named).run if is_profiling() else graph
             found: Sequence[Any] = run(*_in_order(graph, given))
         return found
 
@@ -134,7 +135,7 @@ class Accumulation:
                 f"{self.parameters[other[0]]} is {now} now, while gradients of steps under no_sync() wait to be reduced: "
                 "freeze and unfreeze parameters between accumulated steps, or drop these gradients by zero_grad()"
             )
-        changed = [self.parameters[n] for n, parameter in parameters.items() if parameter._version != self._versions.get(n)]
+        changed = [self.parameters[n] for n, parameter in parameters.items() if version(parameter) != self._versions.get(n)]
         if changed:
             more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
             raise AutotpError(
@@ -156,7 +157,7 @@ class Accumulation:
         """
         self.used = True
         self.check(parameters)
-        self._versions = {name: parameter._version for name, parameter in parameters.items()}
+        self._versions = {name: version(parameter) for name, parameter in parameters.items()}
         self._trained = {name: parameter.requires_grad for name, parameter in parameters.items()}
         found = {name: _detached(value) if name in self.parameters else value for name, value in values.items()}
         return found | {cut.name: self._sink(cut, values) for cut in self.deferred.cuts}
@@ -186,7 +187,7 @@ class Accumulation:
         """
 
         def begun(_: Any) -> None:
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.reduce(values))  # type: ignore[attr-defined]
+            queue_callback(lambda: self.reduce(values))
 
         for node in {output.grad_fn for output in outputs if isinstance(output, Tensor) and output.grad_fn is not None}:
             node.register_prehook(begun)

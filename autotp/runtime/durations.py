@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from autotp.costs.prices import Prices
@@ -28,6 +27,7 @@ from passes.overlap.primitives import COLLECTIVE_OF, axes_of, crop, in_one_forma
 from passes.overlap.schedule import Task
 from passes.overlap.trace import Joint
 from passes.rules.table import kind_of
+from passes.torch_internals import tree_leaves
 
 __all__ = ["enough", "hiding", "how_to_run", "lane_of", "overlap_of", "task_of"]
 

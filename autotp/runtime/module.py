@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, DistributedSampler
 
 from autotp.errors import AutotpError
@@ -39,6 +38,7 @@ from autotp.runtime.submodule import Sealed, Submodule
 from costmodel.errors import require
 from passes.capture import matching
 from passes.layouts.layout import Layout, describe, is_shard, place, take
+from passes.torch_internals import local_tensor, tree_leaves, tree_map
 from passes.world.process import ProcessWorld
 from passes.world.seeds import ways_to_draw
 
@@ -264,7 +264,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
             owner, own = self._owners[fqn]
             parameter, layout = owner._parameters.get(own), self._programs.layouts[fqn]
             found[name] = parameter
-            if not isinstance(parameter, DTensor) or parameter._spec.placements != layout:
+            if not isinstance(parameter, DTensor) or parameter.placements != layout:
                 raise AutotpError(_foreign(fqn, parameter, layout, self.plan))
         return found
 
@@ -302,7 +302,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
 
     def _parts(self, program: Program, parameters: Mapping[str, Any], *, disjoint: bool = False) -> dict[str, Tensor]:
         """This device's parts of the parameters; their gradients become the parameters'."""
-        values: dict[str, Tensor] = {name: parameter._local_tensor for name, parameter in parameters.items()}
+        values: dict[str, Tensor] = {name: local_tensor(parameter) for name, parameter in parameters.items()}
         if not torch.is_grad_enabled():
             return values
         names = {name: program.captured.parameters[name] for name, each in parameters.items() if each.requires_grad}
@@ -314,7 +314,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
         """This device's parts of the parameters' gradients, by name, and their layouts."""
         named = {program.captured.parameters[name]: each for name, each in self._own_parameters(program).items()}
         found = {name: each.grad for name, each in named.items() if each.grad is not None}
-        return {name: (grad._local_tensor, grad._spec.placements) for name, grad in found.items()}
+        return {name: (local_tensor(grad), grad.placements) for name, grad in found.items()}
 
     def _values(
         self, program: Program, parameters: Mapping[str, Any], inputs: Sequence[Any], *, scheduled: bool
@@ -337,7 +337,7 @@ def _foreign(name: str, parameter: Any, layout: Layout, plan: Plan) -> str:
             f"parameter {name} is gone: something took it away from its module, as pruning does. Do it to the model, "
             "before it is distributed"
         )
-    found = describe(parameter._spec.placements, plan.mesh_axes) if isinstance(parameter, DTensor) else "a plain tensor"
+    found = describe(parameter.placements, plan.mesh_axes) if isinstance(parameter, DTensor) else "a plain tensor"
     return (
         f"parameter {name} rests as {describe(layout, plan.mesh_axes)} by the plan, and is now {found}: it was put in the "
         "place of the module's own, as load_state_dict(assign=True) does. Load without assign=True, or by "

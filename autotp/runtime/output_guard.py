@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map
 
 from autotp.errors import AutotpError
 from passes.graph import above, stays
+from passes.torch_internals import has_gradient_hooks, storage_id, tree_map
 
 __all__ = ["Relations"]
 
@@ -130,7 +130,7 @@ def _aliases(node: fx.Node, source: fx.Node) -> bool:
     made, of = (each.meta["val"] for each in (node, source))
     made = made[0] if isinstance(made, (list, tuple)) else made
     both = isinstance(made, Tensor) and isinstance(of, Tensor)
-    return both and made.untyped_storage()._cdata == of.untyped_storage()._cdata
+    return both and storage_id(made) == storage_id(of)
 
 
 def guard(outputs: Sequence[Any], others: Flows, said: Callable[[int], str]) -> None:
@@ -159,7 +159,7 @@ def _looking(
     def look(gradients: Sequence[Tensor | None]) -> None:
         for place, i, j, reference in entries:
             output = reference()
-            if output is not None and gradients[place] is not None and (output._backward_hooks or output.retains_grad):
+            if output is not None and gradients[place] is not None and (has_gradient_hooks(output) or output.retains_grad):
                 raise AutotpError(
                     f"{said(i)} has a hook or retains its gradient, and {said(j)} is computed from it inside the model: "
                     f"here, outputs are independent in autograd, so the gradient of {said(i)} would lack the part that "

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch._dynamo import OptimizedModule
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -30,6 +29,7 @@ from autotp.runtime.rewrite import Rewritten, apply
 from costmodel import Topology
 from costmodel.errors import require
 from passes.capture import Captured, Precision, buffered, capture, require_plain
+from passes.torch_internals import has_gradient_hooks, is_compiled
 from passes.world.seeds import ways_to_draw
 
 __all__ = ["parallelize"]
@@ -200,7 +200,7 @@ def parallelize(
     )
     if not (agreed_plan.compile if compile is None else compile):
         for name, module in model.named_modules():
-            if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+            if is_compiled(module):
                 _log.warning(
                     "torch.compile of %s changes nothing: give autotp.parallelize compile=True", name or "the model"
                 )
@@ -257,7 +257,7 @@ def _kind_of_device(model: nn.Module) -> str:
 
 def _refuse_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if has_gradient_hooks(parameter):
             raise AutotpError(
                 f"parameter {name} has a hook on its gradient, which the distributed module's would not have: register it "
                 "there, where gradients are DTensors, and remove it here"

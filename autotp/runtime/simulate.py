@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from autotp.errors import AutotpError
@@ -25,6 +24,7 @@ from costmodel.errors import shown
 from passes.capture import Precision, buffered, matching, placed
 from passes.graph import differentiable
 from passes.layouts.layout import Layout, is_shard, take
+from passes.torch_internals import forward_hooks, tree_leaves, versions_preserved
 from passes.world.ops import Parts
 from passes.world.seeds import ways_to_draw
 from passes.world.world import LocalWorld, World
@@ -171,7 +171,7 @@ class Simulated(Programmed):
         outputs, _ = program.run(lambda _: parts, parameters, syncing=self._programs.syncing)
         own = tuple(target for name, target in zip(captured.mutations, written, strict=True) if name in captured.parameters)
         # To whoever watches them, the parameters are changed by steps alone.
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(own):
+        with torch.no_grad(), versions_preserved(own):
             for name, target, new in zip(captured.mutations, written, outputs[captured.returned :], strict=True):
                 target.copy_(assemble([p.detach() for p in new], target.shape, resting(name), self.world))
         results = [collect(leaf) if isinstance(leaf, Parts) else leaf for leaf in outputs[: captured.returned]]
@@ -196,7 +196,7 @@ class Simulated(Programmed):
         """Refuses forward hooks that nothing calls."""
         observed = set(matching(self, self._programs.plan.observe).values())
         for name, module in self.named_modules():
-            hooks = (*module._forward_hooks, *module._forward_pre_hooks)
+            hooks = (*forward_hooks(module, before=False), *forward_hooks(module, before=True))
             if name and module not in observed and any(number >= self._since for number in hooks):
                 raise unobserved(name)
 

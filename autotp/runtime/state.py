@@ -17,6 +17,7 @@ from torch.distributed.tensor.experimental import register_sharding
 from autotp.errors import AutotpError, PlanMismatchError
 from autotp.runtime.strides import arranged
 from passes.layouts.layout import Layout, take
+from passes.torch_internals import dtensor_of, held_elsewhere, local_tensor, version
 
 __all__ = ["checksum", "distribute", "held_part", "local_part", "local_parts", "of_rank_0", "set_into", "state_of"]
 
@@ -171,7 +172,7 @@ def _unset(tensor: Tensor) -> Tensor:
 
 def held_part(buffer: Tensor) -> Tensor:
     """This device's part of a buffer, which is the buffer itself where it rests whole."""
-    return buffer._local_tensor if isinstance(buffer, DTensor) else buffer
+    return local_tensor(buffer) if isinstance(buffer, DTensor) else buffer
 
 
 def local_part(parameter: Tensor, name: str) -> Tensor:
@@ -198,14 +199,14 @@ class _LocalParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, names: tuple[str, ...], disjoint: bool, *parameters: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
         ctx.names, ctx.disjoint, ctx.parameters = names, disjoint, parameters
-        ctx.versions = [parameter._version for parameter in parameters]
+        ctx.versions = [version(parameter) for parameter in parameters]
         ctx.set_materialize_grads(False)
-        return tuple(parameter._local_tensor.view_as(parameter._local_tensor) for parameter in parameters)
+        return tuple(local_tensor(parameter).view_as(local_tensor(parameter)) for parameter in parameters)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         # What a DTensor's operators do to its part does not count as a change of that.
-        now = [parameter._version for parameter in ctx.parameters]
+        now = [version(parameter) for parameter in ctx.parameters]
         changed = [name for name, was, is_ in zip(ctx.names, ctx.versions, now, strict=True) if was != is_]
         if changed:
             shown = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
@@ -224,16 +225,14 @@ def _unshared(gradient: Tensor) -> Tensor:
 
     It cannot see that of a part's gradient, which becomes a ``DTensor`` that is new.
     """
-    storage = gradient.untyped_storage()
-    held = gradient._use_count() > 1 or torch._C._storage_Use_Count(storage._cdata) > _OWN_USES  # type: ignore[attr-defined]
-    return gradient.clone() if held else gradient
+    return gradient.clone() if held_elsewhere(gradient) else gradient
 
 
 def _plain(part: Tensor, parameter: Any) -> DTensor:
-    part = arranged(part, parameter._local_tensor.stride())
-    return DTensor(part, parameter._spec, requires_grad=False)  # type: ignore[call-arg]
+    part = arranged(part, local_tensor(parameter).stride())
+    return dtensor_of(part, parameter)
 
 
 def _differentiable(part: Tensor, parameter: Any) -> DTensor:
-    spec = parameter._spec
-    return DTensor.from_local(part, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())

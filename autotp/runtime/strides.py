@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from autotp.runtime.interpreter import Interpreter, named
+from passes.torch_internals import is_profiling
 
 __all__ = ["Arranged", "arranged", "as_traced"]
 
@@ -57,7 +58,7 @@ class Arranged:
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """The graph's outputs; while a profiler is on, nodes run one by one, under their modules' names."""
-        if self._run is self.module and torch.autograd.profiler._is_profiler_enabled:
+        if self._run is self.module and is_profiling():
             return Interpreter(self.module, named).boxed_run(inputs)
         return self._run(inputs)
 

@@ -20,11 +20,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_structure
 
 from passes.capture.builder import CaptureError
+from passes.torch_internals import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    own_attributes,
+    storage_id,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_structure,
+)
 
 __all__ = [
     "Left",
@@ -41,11 +48,7 @@ __all__ = [
 ]
 
 _DATA = (bool, int, float, complex, str, bytes)
-#: What torch's modules have for themselves; recurrent ones have lists of their parameters.
-_STANDARD = frozenset((*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"))
 _HOLDERS = (list, deque, set, dict, OrderedDict, defaultdict)
-#: The structure of one value.
-_ALONE = str(tree_structure(0))
 
 
 def in_python(model: nn.Module) -> dict[str, tuple[Any, ...]]:
@@ -65,10 +68,9 @@ def in_python(model: nn.Module) -> dict[str, tuple[Any, ...]]:
         found[f"the mode of {name or 'the model'}"] = (module.training,)
         found[f"the parameters of {name or 'the model'}"] = (*module._parameters, *module._parameters.values())
         found[f"the modules of {name or 'the model'}"] = (*module._modules, *module._modules.values())
-        hooks = module._forward_pre_hooks.values()  # those of torch that compute a weight anew at each call
-        weights = {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks}
+        torchs = own_attributes(module)
         for key, value in (*module._buffers.items(), *vars(module).items()):
-            if key not in _STANDARD and key not in weights:
+            if key not in torchs:
                 leaves, structure = tree_flatten(value)
                 held = (len(leaf) if isinstance(leaf, set) else leaf for leaf in leaves)
                 inside = (each for leaf in leaves for each in tree_leaves([*(_own(leaf) or {}).values()]))
@@ -146,10 +148,8 @@ def faked(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> I
     """Gives a call of the model on fake tensors; it leaves nothing behind."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def own(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return mode.from_tensor(leaf.detach()).clone().requires_grad_(leaf.requires_grad)
+    def own(x: Any) -> Any:
+        return mode.from_tensor(x.detach()).clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
     with restored(model), mode, torch.enable_grad():
         for module in model.modules():  # what is written in place is a copy
@@ -210,10 +210,10 @@ def in_place(model: nn.Module) -> Iterator[None]:
             if (now := module._buffers.get(name)) is not old and old is not None and now is not None
         ]
         _require_apart(model, [each for each in found if alike(*each[2:])])
-        memory = {old.untyped_storage()._cdata for _, _, old, _ in found}
+        memory = {storage_id(old) for _, _, old, _ in found}
 
         def as_was(leaf: Any) -> Any:
-            return leaf.clone() if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata in memory else leaf
+            return leaf.clone() if isinstance(leaf, Tensor) and storage_id(leaf) in memory else leaf
 
         made, new = tree_map(as_was, (made, [now for *_, now in found])) if found else (made, ())
         for (owner, name, old, __), value in zip(found, new, strict=True):
@@ -247,13 +247,13 @@ def _require_apart(model: nn.Module, replaced: Sequence[tuple[nn.Module, str, Te
         if tensor is not None and (id(module), name) not in own
     ]
     for _, name, old, now in replaced:
-        memory, why = now.untyped_storage()._cdata, ""
+        memory, why = storage_id(now), ""
         if any(stride == 0 and size > 1 for stride, size in zip(old.stride(), old.shape, strict=True)):
             why = "whose elements share memory: begin with a clone"
         for other, tensor in state:
             if tensor is old:
                 why = f"and {other} is the same tensor, which stays as it was: give each its own"
-            elif tensor.untyped_storage()._cdata == memory:
+            elif storage_id(tensor) == memory:
                 why = f"and it lies in the memory of {other} from then on: give it a clone"
         if why:
             raise CaptureError(f"{type(model).__name__}: forward replaces buffer {name}, {why}")
@@ -277,7 +277,8 @@ def carried(model: nn.Module, changes: Mapping[str, Sequence[Any]]) -> list[str]
 
 def _alone(changes: Mapping[str, Sequence[Any]]) -> dict[str, Tensor]:
     """The attributes in which there is one tensor."""
-    return {path: held[1] for path, held in changes.items() if held[:1] == (_ALONE,) and isinstance(held[1], Tensor)}
+    alone = (str(tree_structure(0)),)
+    return {path: held[1] for path, held in changes.items() if held[:1] == alone and isinstance(held[1], Tensor)}
 
 
 def plain(model: nn.Module, path: str) -> Tensor | None:

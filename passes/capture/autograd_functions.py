@@ -23,13 +23,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import PyTree, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction
 
 from costmodel.errors import AutotpError
 from passes.capture.checkpoints import Regions
+from passes.torch_internals import (
+    PyTree,
+    SingleLevelFunction,
+    TorchDispatchMode,
+    enter_inference_mode,
+    reparametrize_module,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+    version,
+)
 
 __all__ = ["Lost", "kept_whole"]
 
@@ -88,9 +97,9 @@ class _Call:
         Raises:
             Lost: it does what a captured graph cannot hold.
         """
-        versions = [operand._version for operand in operands]
+        versions = [version(operand) for operand in operands]
         results = list(_WithState.apply(self, *operands)) if self.state else self.run(operands)
-        if versions != [operand._version for operand in operands]:
+        if versions != [version(operand) for operand in operands]:
             raise Lost(
                 f"{self.function.__qualname__} changes its input, or a buffer, in place; return a new tensor instead"
             )
@@ -101,7 +110,7 @@ class _Call:
         """What the function is given, while its modules have the parameters and buffers behind it."""
         count = len(operands) - len(self.state)
         state = dict(zip(self.state, operands[count:], strict=True))
-        with _reparametrize_module(self.modules, state, tie_weights=True):  # under all names of each
+        with reparametrize_module(self.modules, state, tie_weights=True):  # under all names of each
             yield operands[:count]
 
     def run(self, operands: Sequence[Tensor]) -> list[Tensor]:
@@ -204,7 +213,7 @@ def kept_whole(regions: Regions) -> Iterator[None]:
     Raises:
         Lost: within it, where a captured graph would lose something that changes gradients.
     """
-    base: Any = torch.autograd.function._SingleLevelFunction
+    base: Any = SingleLevelFunction
     register, begin = Tensor.register_hook, torch.inference_mode.__enter__
 
     def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -229,8 +238,7 @@ def kept_whole(regions: Regions) -> Iterator[None]:
         raise Lost(f"the model registers a hook on a tensor's gradient ({hook}), which a captured graph does not call")
 
     def begun(self: Any) -> None:
-        self._inference_mode_context = torch.no_grad() if self.mode else torch._C._InferenceMode(False)
-        self._inference_mode_context.__enter__()
+        enter_inference_mode(self, torch.no_grad() if self.mode else None)
 
     # What ``Function.apply`` comes to, also where a model has taken ``apply`` from its function before.
     base.apply = classmethod(applied)

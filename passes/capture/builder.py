@@ -9,15 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves
 
 from costmodel.errors import AutotpError
 from passes.capture.checkpoints import checkpoint_of
 from passes.graph import Note, annotate, note_of, where
 from passes.rules.table import draws
+from passes.torch_internals import (
+    DisableTorchFunction,
+    FakeTensorMode,
+    OpOverload,
+    enable_python_dispatcher,
+    schema,
+    tree_leaves,
+)
 
 __all__ = ["Builder", "CaptureError", "operator_name", "outer_order"]
 
@@ -32,8 +37,8 @@ class CaptureError(AutotpError, RuntimeError):
 
 def operator_name(target: Any) -> str:
     """The schema's name of an operator, such as ``aten::add_``; a plain function's own name."""
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name
+    if isinstance(target, OpOverload):
+        return schema(target).name
     return getattr(target, "__name__", str(target))
 
 
@@ -49,7 +54,7 @@ def outer_order(target: Any, rank: int, arguments: dict[str, Any]) -> list[int]:
         arguments: its other arguments by name.
     """
     probe = torch.empty([2] * rank, device="meta")
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         strides = target(probe, **arguments).stride()
     return [probe.stride().index(s) for s in strides]
 
@@ -84,7 +89,7 @@ class Builder:
 
     def run(self, target: Any, args: Any, kwargs: Any) -> Any:
         """``target`` on fake values, as torch.export runs it; gradients, modes, autocasts of the caller do not matter."""
-        with torch._C.DisableTorchFunction(), torch.no_grad(), enable_python_dispatcher(), self.mode:
+        with DisableTorchFunction(), torch.no_grad(), enable_python_dispatcher(), self.mode:
             return target(*args, **kwargs)
 
     def emit(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None, *, like: fx.Node) -> fx.Node:

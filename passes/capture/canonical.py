@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
 
 from passes.capture.builder import Builder, operator_name
 from passes.capture.canonical_views import VIEWS, Arguments, Handler, source_of
 from passes.capture.functional import embedding_bag
 from passes.graph import arguments_of
+from passes.torch_internals import FakeTensorMode, OpOverload, tree_map
 
 __all__ = ["normalise"]
 
@@ -88,7 +87,7 @@ def _origin(node: fx.Node) -> fx.Node:
 def _rewrite(build: Builder, node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
         return args[0][args[1]]
-    handler = _HANDLERS.get(operator_name(node.target)) if isinstance(node.target, torch._ops.OpOverload) else None
+    handler = _HANDLERS.get(operator_name(node.target)) if isinstance(node.target, OpOverload) else None
     value = handler(build, node, arguments_of(node, args, kwargs)) if handler is not None else None
     return build.copy(node, args, kwargs) if value is None else value
 

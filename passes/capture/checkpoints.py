@@ -14,12 +14,18 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import fx
-from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
 from passes.graph import Checkpoint
+from passes.torch_internals import (
+    CachingTorchDispatchMode,
+    CheckpointFrame,
+    TagActivationCheckpoint,
+    checkpoint_hook,
+    context_of,
+)
 
 __all__ = ["Regions", "checkpoint_of", "marked"]
 
@@ -70,7 +76,7 @@ class Regions:
 
 
 def _last(graph: fx.Graph | None) -> fx.Node | None:
-    return None if graph is None else graph._root.prev
+    return None if graph is None else next(reversed(graph.nodes), None)
 
 
 def _mark(node: fx.Node, found: Checkpoint) -> None:
@@ -86,16 +92,14 @@ def checkpoint_of(node: fx.Node) -> Checkpoint:
 def marked() -> Iterator[Regions]:
     """Within it, nodes that are traced in checkpointed functions are marked; reentrant ones call `Regions` themselves."""
     regions = Regions()
-    hook, frame = checkpoint._checkpoint_hook, checkpoint._CheckpointFrame
-    caching = checkpoint._CachingTorchDispatchMode
+    hook, frame, caching = checkpoint_hook, CheckpointFrame, CachingTorchDispatchMode
     made, saves, tagged = caching.__init__, getattr(frame, "save_inputs", None), TagActivationCheckpoint.__call__
 
     def asking(self: Any, policy: Callable, *args: Any, **kwargs: Any) -> None:
         made(self, regions.asks(policy), *args, **kwargs)
 
     def run(self: Any, function: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        chosen = function.meta.get("_checkpoint_context_fn", checkpoint.noop_context_fn)
-        return checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=chosen)
+        return checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=context_of(function))
 
     # What all checkpoints that are not reentrant come to, wherever a model has ``checkpoint`` from. Nothing is saved for a
     # backward pass: torch's hooks would, and an outer checkpoint's make export take the inner one for a no_grad block.

@@ -19,21 +19,28 @@ from unittest import mock
 
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
-from torch._dynamo import OptimizedModule
-from torch._subclasses import FakeTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_structure
 
 from costmodel.errors import AutotpError, require, shown
 from passes.capture.attributes import in_python
 from passes.capture.builder import CaptureError, operator_name
 from passes.capture.signature import overlap, reach
+from passes.torch_internals import (
+    DisableTorchFunction,
+    FakeTensor,
+    OptimizedModule,
+    disable_current_modes,
+    forward_hooks,
+    has_backward_hooks,
+    storage_id,
+    tree_leaves,
+    tree_structure,
+)
 
 __all__ = [
     "Seen",
@@ -110,7 +117,7 @@ def check_memory(model: nn.Module) -> None:
         for _, _, other in itertools.takewhile(lambda each, end=end: each[0] < end, held[place + 1 :]):  # type: ignore[misc]
             one, two = state[name], state[other]
             trained = any(isinstance(each, nn.Parameter) and each.requires_grad for each in (one, two))
-            if (trained or one.untyped_storage()._cdata != two.untyped_storage()._cdata) and overlap(one, two):
+            if (trained or storage_id(one) != storage_id(two)) and overlap(one, two):
                 raise AutotpError(
                     f"{type(model).__name__}: {name} and {other} lie in the same memory, and would be apart once "
                     "distributed; make them one parameter or buffer, or compute one from the other in forward"
@@ -146,10 +153,10 @@ _TRACEABLE = ("torch", "transformers", "peft")
 def refuse_hooks(model: nn.Module) -> None:
     """Refuses hooks that the graph would not call, or that would run once, on fake tensors."""
     for name, module in model.named_modules():
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        hooks = [hook for before in (False, True) for hook in forward_hooks(module, before=before).values()]
         places = [str(getattr(hook, "__module__", None) or type(hook).__module__) for hook in hooks]
         forward = any(place.partition(".")[0] not in _TRACEABLE for place in places)
-        if forward or module._backward_hooks or module._backward_pre_hooks:
+        if forward or has_backward_hooks(module):
             raise CaptureError(
                 f"{type(model).__name__}: module {name!r} has a {'forward' if forward else 'backward'} hook, which a "
                 "captured graph does not call; remove it, and register it at the distributed module"
@@ -196,7 +203,7 @@ class Seen(TorchFunctionMode):
             if isinstance(leaf, nn.Parameter) and not isinstance(leaf, FakeTensor):
                 self.parameters[id(leaf)] = leaf
             elif in_place and type(leaf) is Tensor and any(reach(leaf)):
-                with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+                with disable_current_modes(), DisableTorchFunction(), torch.no_grad():
                     self.written.append((leaf, leaf.clone()))
         if (asked := _ASKED.get(function)) is not None:
             frame = sys._getframe()

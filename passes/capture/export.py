@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._guards import detect_fake_mode
 from torch.export.graph_signature import InputKind
-from torch.utils._pytree import tree_flatten_with_path
 
 from passes.capture import attributes, checks
 from passes.capture.attributes import Left, placed
@@ -30,6 +28,7 @@ from passes.capture.regions import inline_regions, without_vmaps
 from passes.capture.signature import CallSignature, bind, example, in_call_order, path_of
 from passes.capture.writes import functionalise
 from passes.graph import Cast, annotate
+from passes.torch_internals import detect_fake_mode, tree_flatten_with_path
 
 __all__ = ["CallSignature", "CaptureError", "Captured", "capture"]
 

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from passes.capture.builder import CaptureError
 from passes.graph import where
+from passes.torch_internals import OpOverload, schema
 
 __all__ = [
     "Written",
@@ -146,12 +147,12 @@ class Written:
 
 def is_write(node: fx.Node) -> bool:
     """Whether a node changes one of its arguments in place."""
-    return isinstance(node.target, torch._ops.OpOverload) and bool(writes(node.target))
+    return isinstance(node.target, OpOverload) and bool(writes(node.target))
 
 
 def writes(target: Any) -> list[int]:
     """Positions of the arguments that an operator writes to."""
-    return [i for i, a in enumerate(target._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    return [i for i, a in enumerate(schema(target).arguments) if a.alias_info is not None and a.alias_info.is_write]
 
 
 def out_of_place(node: fx.Node) -> Any:
@@ -161,7 +162,7 @@ def out_of_place(node: fx.Node) -> Any:
         CaptureError: there is none.
     """
     target: Any = node.target
-    name, overload = target._schema.name, target._schema.overload_name
+    name, overload = schema(target).name, schema(target).overload_name
     if (name, overload) in _RENAMED:
         return _RENAMED[name, overload]
     space, _, short = name.partition("::")
@@ -176,6 +177,6 @@ def out_of_place(node: fx.Node) -> Any:
 def _without_out(target: Any) -> Any:
     """The overload that takes the same and gives what this one writes, such as ``div.Tensor`` for ``div.out``."""
     packet = target.overloadpacket
-    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if not a.is_out]
+    wanted = [(a.name, str(a.type)) for a in schema(target).arguments if not a.is_out]
     every = (getattr(packet, overload) for overload in packet.overloads())
-    return next((each for each in every if [(a.name, str(a.type)) for a in each._schema.arguments] == wanted), None)
+    return next((each for each in every if [(a.name, str(a.type)) for a in schema(each).arguments] == wanted), None)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
+from passes.torch_internals import OpOverload, schema
+
 __all__ = ["recognise_masks"]
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -48,7 +50,7 @@ def _constants(mask: fx.Node) -> set[fx.Node]:
     while stack:
         node = stack.pop()
         target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
+        if not isinstance(target, OpOverload) or target.namespace != "aten" or schema(target).is_mutable:
             return set()
         if torch.Tag.nondeterministic_seeded in target.tags or not isinstance(node.meta.get("val"), Tensor):
             return set()
@@ -94,7 +96,7 @@ def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Tensor:
     kwargs: Any
     args, kwargs = (map_aggregate(each, lambda leaf: _real(leaf, values)) for each in (node.args, dict(node.kwargs)))
     repeated: set[int] = set()
-    if torch.Tag.pointwise in target.tags or target._schema.name in _UNTAGGED:
+    if torch.Tag.pointwise in target.tags or schema(target).name in _UNTAGGED:
         given = [values[n] for n in node.all_input_nodes]
         repeated = set.intersection(*(_repeated(value, len(shape)) for value in given)) if given else set()
         args, kwargs = (

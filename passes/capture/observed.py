@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from costmodel.errors import AutotpError
 from passes.capture.attributes import Left, faked, placed
 from passes.capture.builder import CaptureError
+from passes.torch_internals import TorchDispatchMode, TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = ["Moment", "Place", "apart", "leaving", "matching", "numbered", "observing", "renewed"]
 

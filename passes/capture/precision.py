@@ -16,15 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_map
 
 from costmodel.errors import AutotpError, shown
 from passes.capture.builder import CaptureError
 from passes.graph import Cast, where
 from passes.rules.shapes import operands_of
 from passes.rules.table import kind_of, rule_of
+from passes.torch_internals import BatchNorm, reparametrize_module, tree_map
 
 __all__ = ["PRECISIONS", "Precision", "cast_parameters", "check_dtypes", "policy_of", "precision_name", "under"]
 
@@ -111,7 +109,7 @@ def cast_parameters(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str,
     apart = {
         id(parameter)
         for module in model.modules()
-        if isinstance(module, _BatchNorm) and module.track_running_stats
+        if isinstance(module, BatchNorm) and module.track_running_stats
         for parameter in module.parameters(recurse=False)
     }
     for name, parameter in model.named_parameters():
@@ -156,7 +154,7 @@ def under(model: nn.Module, policy: MixedPrecisionPolicy, casts: Mapping[str, Ca
         after = _cast_to(policy.output_dtype)
         hooks.append(model.register_forward_hook(lambda _, __, outputs: after(outputs)))
     try:
-        with _reparametrize_module(model, swapped, tie_weights=True):
+        with reparametrize_module(model, swapped, tie_weights=True):
             yield
     finally:
         for hook in hooks:

@@ -13,15 +13,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._functorch import predispatch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves, tree_map
 
 from passes.capture.builder import Builder, CaptureError
 from passes.capture.functional import is_write
 from passes.graph import annotate, differentiable, note_of, where
+from passes.torch_internals import (
+    FakeTensorMode,
+    HigherOrderOperator,
+    batch_levels,
+    dual_numbers,
+    predispatch,
+    tree_leaves,
+    tree_map,
+)
 
 __all__ = ["inline_regions", "without_vmaps"]
 
@@ -98,7 +104,7 @@ class _Inliner:
                 environment[node] = self.region(args[4], args[5:], grad)
                 if args[2]:
                     _neutral(args[4], node, self.builder, args[0])
-            elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            elif isinstance(node.target, HigherOrderOperator):
                 raise CaptureError(
                     f"{where(node)}: control flow ({node.target}) cannot be planned; write the loop or branch in Python"
                 )
@@ -146,7 +152,7 @@ def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
 def _neutral(module: fx.GraphModule, region: fx.Node, builder: Builder, device: Any) -> None:
     """Refuses an active autocast region unless all its values have the dtypes that they have without it."""
     for node in module.graph.nodes:
-        if node.op != "call_function" or isinstance(node.target, torch._ops.HigherOrderOperator):
+        if node.op != "call_function" or isinstance(node.target, HigherOrderOperator):
             continue
         args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
         try:
@@ -161,7 +167,7 @@ def _neutral(module: fx.GraphModule, region: fx.Node, builder: Builder, device: 
             )
 
 
-_BEGIN, _END = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting
+_BEGIN, _END = batch_levels
 
 
 def without_vmaps(graph: fx.Graph, mode: FakeTensorMode) -> fx.Graph:
@@ -175,7 +181,7 @@ def without_vmaps(graph: fx.Graph, mode: FakeTensorMode) -> fx.Graph:
         CaptureError: the model takes derivatives forward.
     """
     for node in graph.nodes:
-        if node.target in (predispatch._make_dual, predispatch._unpack_dual):
+        if node.target in dual_numbers:
             raise CaptureError(
                 f"{where(node)}: torch.func.jvp inside forward has no graph; compute the derivative yourself"
             )

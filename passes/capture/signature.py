@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import (
+
+from costmodel.errors import AutotpError
+from passes.capture.builder import CaptureError
+from passes.torch_internals import (
     TreeSpec,
     keystr,
     tree_flatten,
@@ -19,9 +22,6 @@ from torch.utils._pytree import (
     tree_map,
     tree_unflatten,
 )
-
-from costmodel.errors import AutotpError
-from passes.capture.builder import CaptureError
 
 __all__ = ["CallSignature", "Leaf", "bind", "dense", "example", "in_call_order", "overlap", "path_of", "reach"]
 

@@ -12,6 +12,7 @@ from torch import fx
 
 from passes.capture.builder import Builder, CaptureError, operator_name, outer_order
 from passes.graph import arguments_of, where
+from passes.torch_internals import schema
 
 __all__ = ["PERMUTES", "RESHAPES", "SPLITS", "as_computed", "put_back", "refuse_unsure", "with_views"]
 
@@ -71,10 +72,10 @@ def with_views(graph: fx.Graph) -> fx.Graph:
             names.append(known)
         if known.op != "call_function":
             continue
-        takes = [(a.name, str(a.type)) for a in node.target._schema.arguments]  # type: ignore[union-attr]
+        takes = [(a.name, str(a.type)) for a in schema(node.target).arguments]  # type: ignore[union-attr]
         packet = getattr(aten, operator_name(node.target).removeprefix("aten::").removesuffix("_"))
         forms = (getattr(packet, name) for name in packet.overloads())
-        node.target = next(f for f in forms if [(a.name, str(a.type)) for a in f._schema.arguments] == takes)
+        node.target = next(f for f in forms if [(a.name, str(a.type)) for a in schema(f).arguments] == takes)
         later = set(itertools.takewhile(partial(operator.is_not, node), reversed(graph.nodes)))
         for name in names:
             name.replace_all_uses_with(node, delete_user_cb=later.__contains__)

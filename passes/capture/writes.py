@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves
 
 from passes.capture.builder import Builder, CaptureError, operator_name
 from passes.capture.functional import Written, batch_norm_train, is_statistic, is_write, out_of_place, renewed, writes
 from passes.capture.view_writes import COPIES, RESHAPES, as_computed, put_back, refuse_unsure, with_views
 from passes.graph import annotate, arguments_of, differentiable, note_of, where
+from passes.torch_internals import FakeTensorMode, OpOverload, schema, storage_id, tree_leaves
 
 __all__ = ["functionalise"]
 
@@ -183,7 +182,7 @@ class _Functionaliser:
         shadow_args, shadow_kwargs = map_arg((node.args, node.kwargs), self.shadows.__getitem__)
         self.shadows[node] = as_computed(node.target, self.build.run(node.target, shadow_args, shadow_kwargs))
         args, kwargs = map_arg((node.args, node.kwargs), self.current)
-        if isinstance(node.target, torch._ops.OpOverload):
+        if isinstance(node.target, OpOverload):
             if node.target is aten.batch_norm.default:
                 given = arguments_of(node, args, kwargs)
                 if given["training"]:
@@ -240,7 +239,7 @@ class _Functionaliser:
     def in_place(self, node: fx.Node, args: Any, kwargs: Any) -> None:
         target: Any = node.target
         reshapes = torch.Tag.inplace_view in target.tags and target is not aten.detach_.default
-        where_to = [target._schema.arguments[i].name for i in writes(target)]
+        where_to = [schema(target).arguments[i].name for i in writes(target)]
         written = arguments_of(node, node.args, dict(node.kwargs))[where_to[0]]
         if len(where_to) != 1 or reshapes or not isinstance(written, fx.Node):
             raise CaptureError(f"{where(node)}: {target} cannot be made out-of-place; use an out-of-place operator")
@@ -347,4 +346,4 @@ class _Functionaliser:
 
 
 def _storages(value: Any) -> set[int]:
-    return {v.untyped_storage()._cdata for v in tree_leaves(value) if isinstance(v, Tensor)}
+    return {storage_id(v) for v in tree_leaves(value) if isinstance(v, Tensor)}

@@ -17,7 +17,9 @@ from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
+
+from passes.torch_internals import StridedShard
 
 __all__ = [
     "Layout",
@@ -50,17 +52,17 @@ class Split(NamedTuple):
 
 def place(dim: int, blocks: int = 1) -> Placement:
     """The placement that splits ``dim``, seen as ``(blocks rest)``, in ``rest``."""
-    return Shard(dim) if blocks == 1 else _StridedShard(dim, split_factor=blocks)
+    return Shard(dim) if blocks == 1 else StridedShard(dim, split_factor=blocks)
 
 
 def is_shard(placement: Placement) -> bool:
     """Whether the placement splits a dim."""
-    return isinstance(placement, (Shard, _StridedShard))
+    return isinstance(placement, (Shard, StridedShard))
 
 
 def blocks_of(placement: Placement) -> int:
     """The number of blocks that a shard placement splits the same way (1 for ``Shard``)."""
-    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+    return int(placement.split_factor) if isinstance(placement, StridedShard) else 1
 
 
 @lru_cache(maxsize=200_000)

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from passes.graph import note_of
 from passes.overlap import primitives
 from passes.overlap.launch import local
+from passes.torch_internals import OpOverload, schema
 
 __all__ = ["held", "source_of", "viewing"]
 
@@ -36,8 +37,7 @@ _PRIMITIVES = frozenset(
 @functools.cache
 def viewing(target: Any) -> bool:
     """Whether an operator's schema says that a result lies in an operand's memory."""
-    schema = getattr(target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+    return isinstance(target, OpOverload) and any(r.alias_info is not None for r in schema(target).returns)
 
 
 def source_of(node: fx.Node) -> fx.Node | None:

@@ -269,11 +269,11 @@ def _sort(graph: fx.Graph) -> None:
     missing = {node: len(set(node.all_input_nodes)) for node in number}
     ready = [(i, node) for node, i in number.items() if not missing[node]]
     heapq.heapify(ready)
-    last = graph._root
+    end = graph.output_node()
     while ready:
         _, node = heapq.heappop(ready)
-        last.append(node)
-        last = node
+        if node is not end:
+            end.prepend(node)
         for user in node.users:
             missing[user] -= 1
             if not missing[user]:

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from passes.overlap.aliasing import source_of
 from passes.overlap.launch import launch, wait
+from passes.torch_internals import OpOverload
 
 __all__ = ["inplace"]
 
@@ -78,7 +79,7 @@ def _fresh(node: fx.Node) -> bool:
     """Whether a node made a tensor of its own that nobody else knows."""
     if node.target is operator.getitem:
         return node.args[0].op == "call_module"  # type: ignore[union-attr]
-    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+    return node.op == "call_function" and isinstance(node.target, OpOverload)
 
 
 def _whole(operand: fx.Node, root: fx.Node) -> bool:

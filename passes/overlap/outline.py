@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
 from passes.overlap.aliasing import source_of
 from passes.rules.table import kind_of
+from passes.torch_internals import OpOverload, schema, tree_leaves
 
 __all__ = ["boxed", "key_of", "outline"]
 
@@ -123,7 +123,7 @@ def _pure(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return _pure(node.args[0])  # type: ignore[arg-type]
     target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
+    if not isinstance(target, OpOverload) or target.namespace != "aten" or schema(target).is_mutable:
         return False
     # Compilers call attention's kernels as they are; with regions that end there, equal layers have equal regions.
     return torch.Tag.nondeterministic_seeded not in target.tags and kind_of(node) != "attention"

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.graph import _BoxedCodeGen
 
 from passes.graph import dump
 from passes.overlap.bucket import Buckets, Enough, Hiding, buckets, merge
@@ -31,6 +30,7 @@ from passes.overlap.schedule import Durations, Limits, Slot, reordered, schedule
 from passes.overlap.stage import Faster, Stages, stage, stages
 from passes.overlap.tidy import tidy
 from passes.overlap.trace import Joint, trace
+from passes.torch_internals import BoxedCodeGen
 from passes.world.world import World
 
 __all__ = ["BACKWARD_PASSES", "PASSES", "Halves", "Orders", "Overlapped", "halves"]
@@ -101,7 +101,7 @@ class Overlapped:
                 outline(arranged, root, regions)
             inplace(arranged)
             dump("scheduled", arranged)
-            arranged.set_codegen(_BoxedCodeGen())
+            arranged.set_codegen(BoxedCodeGen())
             for name, constant in self.constants.items():
                 root.register_buffer(name, constant, False)
             found.append(fx.GraphModule(root, arranged, class_name="Overlapped"))

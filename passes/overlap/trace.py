@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import annotate as marking
@@ -28,6 +27,15 @@ from passes.layouts.reshard import Step
 from passes.overlap import primitives
 from passes.overlap.primitives import COLLECTIVE_OF
 from passes.rules.table import draws
+from passes.torch_internals import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    OpOverload,
+    schema,
+    sequence_number,
+    sequence_number_of,
+)
 from passes.world import ops
 from passes.world.draws import Draw
 from passes.world.pending import Pending
@@ -104,7 +112,7 @@ class _Marking(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self.place = note_of(n).module or str(n.kwargs.get("at", ""))
-        self.begun.append((torch.autograd._get_sequence_nr(), self.place))  # type: ignore[attr-defined]
+        self.begun.append((sequence_number(), self.place))
         return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -115,7 +123,7 @@ class _Marking(fx.Interpreter):
         """Lets autograd mark what follows from these tensors: its nodes are numbered in the order of the forward pass."""
         numbers = [number for number, _ in self.begun]
         for node in _behind(end.grad_fn for end in ends):
-            place = self.begun[bisect.bisect_right(numbers, node._sequence_nr()) - 1][1]
+            place = self.begun[bisect.bisect_right(numbers, sequence_number_of(node)) - 1][1]
             mark = _Mark(place)
             node.register_prehook(mark.begin)
             node.register_hook(mark.end)
@@ -259,8 +267,8 @@ def trace(
         with ThreadPoolExecutor(1) as apart:  # the caller's hooks and modes are its thread's, and not the graph's
             module = apart.submit(traced).result()
     except (
-        torch._subclasses.fake_tensor.DataDependentOutputException,
-        torch._subclasses.fake_tensor.DynamicOutputShapeException,
+        DataDependentOutputException,
+        DynamicOutputShapeException,
     ) as error:
         raise Untraceable(f"it reads values while it runs ({type(error).__name__}: {error})") from error
     finally:
@@ -325,7 +333,7 @@ def _gathered(sharded: fx.GraphModule) -> list[str]:
 
 
 def _mutates(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and schema(node.target).is_mutable
 
 
 def _tidy(graph: fx.Graph) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from passes.rules import shapes as by
 from passes.rules.rule import Rule
+from passes.torch_internals import schema
 
 __all__ = ["ELEMENTWISE"]
 
@@ -53,9 +54,9 @@ def _exists(name: str) -> bool:
     _, op, overload = name.split(".")
     if not hasattr(torch.ops.aten, op) or overload not in getattr(torch.ops.aten, op).overloads():
         return False
-    schema = getattr(getattr(torch.ops.aten, op), overload)._schema
-    takes = [str(a.type) for a in schema.arguments]
-    return "Tensor" in takes and [str(r.type) for r in schema.returns] == ["Tensor"] and "Device" not in takes[:1]
+    signature = schema(getattr(getattr(torch.ops.aten, op), overload))
+    takes = [str(a.type) for a in signature.arguments]
+    return "Tensor" in takes and [str(r.type) for r in signature.returns] == ["Tensor"] and "Device" not in takes[:1]
 
 
 ELEMENTWISE = _elementwise()

@@ -9,6 +9,7 @@ from torch import fx
 
 from passes.rules.notation import Dim, OpRule
 from passes.rules.shapes import named, op_rule, operands_of, results_of, shape_of, shapes_of
+from passes.torch_internals import schema
 
 __all__ = ["cell", "cell_flop", "kept_by_network", "network", "network_flop"]
 
@@ -60,6 +61,6 @@ def cell_flop(node: fx.Node) -> float:
 
 def kept_by_network(node: fx.Node) -> list[tuple[int, float]]:
     """The gates of every step and layer."""
-    name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
+    name = schema(node.target).name.removeprefix("aten::")  # type: ignore[union-attr]
     gates, layers = _GATES.get(name.removesuffix("_cell"), 1), named(node).get("num_layers", 1)
     return [(-1, float(gates * layers * results_of(node)[0].element_size() if layers else 0))]

@@ -23,6 +23,7 @@ from passes.rules.elementwise import ELEMENTWISE
 from passes.rules.kinds import KERNELS
 from passes.rules.notation import OpRule, RuleError, instantiate
 from passes.rules.rule import Product, Rule
+from passes.torch_internals import OpOverload
 
 __all__ = ["RULES", "bind", "draws", "flop_of", "kept_besides", "kind_of", "name_of", "rule_of"]
 
@@ -38,7 +39,7 @@ def name_of(node: fx.Node) -> str:
 def _name(target: Any) -> str:
     if isinstance(target, str):
         return target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target)
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
 
@@ -64,7 +65,7 @@ def flop_of(node: fx.Node) -> float:
 def draws(node: fx.Node) -> bool:
     """Whether a node draws random numbers."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     given = arguments_of(node, node.args, node.kwargs)
     if not given.get("train", given.get("training", True)):

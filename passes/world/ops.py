@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from passes.graph import differentiable
 from passes.layouts.reshard import Step
+from passes.torch_internals import tree_leaves, view_base
 from passes.world.chunked import ChunkedWorld
 from passes.world.draws import Draw
 from passes.world.world import World
@@ -78,8 +78,8 @@ def _apart(result: Tensor, others: Sequence[Tensor]) -> Tensor:
     """
     if any(result is other for other in others):
         return result.view_as(result)
-    base = result._base
-    if base is None or any(base is other or base is other._base for other in others):
+    base = view_base(result)
+    if base is None or any(base is other or base is view_base(other) for other in others):
         return result
     return result.detach()
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from costmodel.errors import AutotpError
+from passes.torch_internals import default_group, forget_groups, group_time_limit, is_zerotensor
 from passes.world.pending import Pending
 from passes.world.whereabouts import Whereabouts
 from passes.world.world import World, reduced
@@ -171,9 +172,7 @@ class ProcessWorld(World):
 
 def time_limit() -> timedelta:
     """How long the job's process group waits for a collective; groups that are made later have torch's default."""
-    whole = dist.distributed_c10d._get_default_group()
-    options = whole._get_backend(whole._device_types[0]).options
-    return getattr(options, "_timeout", dist.constants.default_pg_timeout)
+    return group_time_limit(default_group())
 
 
 def _let_go(world: weakref.ref[ProcessWorld], mesh: weakref.ref[DeviceMesh]) -> None:
@@ -187,13 +186,12 @@ def _let_go(world: weakref.ref[ProcessWorld], mesh: weakref.ref[DeviceMesh]) -> 
     if held is not None:
         held._process_groups.clear()
     if known is not None:
-        for each in (known, getattr(known, "_root_mesh", None)):
-            getattr(each, "_pg_registry", {}).clear()
+        forget_groups(known)
 
 
 def _in_memory(tensor: Tensor) -> Tensor:
     """A tensor without gaps. Some zeros that autograd makes (the gradient of ``sgn``) have no memory at all."""
-    return tensor.clone(memory_format=torch.contiguous_format) if tensor._is_zerotensor() else tensor.contiguous()
+    return tensor.clone(memory_format=torch.contiguous_format) if is_zerotensor(tensor) else tensor.contiguous()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from passes.layouts.reshard import Step
+from passes.torch_internals import version
 from passes.world.world import World
 
 __all__ = ["Regather", "version_of"]
@@ -70,14 +71,14 @@ class Regather:
 
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was changed in place, as far as that is counted."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version(tensor)
 
 
-def _unchanged(tensor: Tensor, version: int) -> Tensor:
+def _unchanged(tensor: Tensor, expected: int) -> Tensor:
     """What was saved; where hooks save, torch does not look whether it was changed since."""
-    if version_of(tensor) != version:
+    if version_of(tensor) != expected:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version}"
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {version(tensor)}; expected version {expected}"
         )
     return tensor

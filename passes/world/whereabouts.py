@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
-import torch
 from torch import fx
-from torch.utils.checkpoint import _StopRecomputationError
 
 from costmodel.errors import AutotpError
 from passes.graph import note_of
+from passes.torch_internals import StopRecomputationError, backward_pass, queue_callback
 
 __all__ = ["ENDED_EARLY", "CollectiveError", "Job", "Whereabouts"]
 
@@ -128,17 +127,17 @@ class Whereabouts:
     def going_back(self, at: str) -> None:
         """Notes a backward pass, until it is over, and for which operator its next collective runs."""
         self.at = at
-        task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        task = backward_pass()
         if self.back is None and self.job is not None and task != -1:
             self.back = task
-            torch.autograd.Variable._execution_engine.queue_callback(_Backward(self))  # type: ignore[attr-defined]
+            queue_callback(_Backward(self))
 
     @contextmanager
     def passing(self) -> Iterator[None]:
         """Tells the other ranks if a pass ends early in here."""
         try:
             yield
-        except _StopRecomputationError:  # torch.utils.checkpoint has what it needs, on all ranks
+        except StopRecomputationError:  # torch.utils.checkpoint has what it needs, on all ranks
             raise
         except BaseException as error:
             self._fail(error, _failed_at(error))

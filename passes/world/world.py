@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from costmodel.errors import AutotpError
 from passes.layouts.layout import even_chunk, extent, in_one_format, take_block
 from passes.layouts.reshard import Step
+from passes.torch_internals import tree_leaves
 from passes.world.draws import Draw, Stream, generator_of
 from passes.world.pending import Pending
 from passes.world.random_ops import DRAWN
@@ -49,7 +49,7 @@ def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
 
 def _within(ids: Tensor, outside: Tensor, message: str) -> Tensor:
     if outside.is_cuda:  # as torch's own lookups: the CPU does not wait for the device to find out
-        torch._assert_async(outside == 0, message)
+        torch.ops.aten._assert_async.msg(outside == 0, message)
     elif outside:
         raise IndexError(message)
     return ids

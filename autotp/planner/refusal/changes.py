@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from autotp.errors import AutotpError, Change
 from autotp.planner.contest import Contest
@@ -18,6 +17,7 @@ from autotp.plans.options import Options
 from costmodel import Topology
 from costmodel.memory import OPTIMIZERS
 from passes.capture import Captured, Precision, policy_of
+from passes.torch_internals import tree_map
 
 __all__ = ["Job", "Recapture", "changes_of", "part_of"]
 

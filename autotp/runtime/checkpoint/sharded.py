@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
@@ -24,6 +23,7 @@ from autotp.runtime.state import distribute
 from costmodel.errors import require
 from passes.layouts.codes import fits, restorable
 from passes.layouts.layout import Layout, blocks_of
+from passes.torch_internals import distribute_tensors, set_distribute_tensors
 
 __all__ = ["checkpoint_blocks", "redistribute", "storable"]
 
@@ -33,7 +33,6 @@ Parts = tuple[tuple[tuple[slice, ...], tuple[slice, ...]], ...]
 _torch_chunks: Any = DTensor.__create_chunk_list__
 _torch_items: Any = DTensor.__create_write_items__
 _torch_values: Any = DTensor.__get_tensor_shard__
-_torch_distribute: Any = _state_dict_utils._distribute_tensors
 
 
 def checkpoint_blocks() -> None:
@@ -42,8 +41,7 @@ def checkpoint_blocks() -> None:
     tensors.__create_chunk_list__ = _chunks
     tensors.__create_write_items__ = _items
     tensors.__get_tensor_shard__ = _values
-    functions: Any = _state_dict_utils
-    functions._distribute_tensors = _distribute_parts
+    set_distribute_tensors(_distribute_parts)
 
 
 def storable(state: T) -> T:
@@ -129,4 +127,4 @@ def _distribute_parts(state: dict[str, Any], names: list[str], device: torch.dev
             for here, there in _parts(pair[0]):
                 pair[0].to_local()[here].copy_(pair[1][there])
                 state[name] = pair[0]
-    _torch_distribute(state, names, device, group)
+    distribute_tensors(state, names, device, group)

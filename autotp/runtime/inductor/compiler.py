@@ -1,7 +1,4 @@
-"""One graph of torch's operators, compiled by Inductor.
-
-Inductor is imported where it is used: that takes a fifth of the seconds in which a process imports autotp.
-"""
+"""One graph of torch's operators, compiled by Inductor."""
 
 from __future__ import annotations
 
@@ -11,13 +8,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._filelock import FileLock
-from torch.utils._triton import has_triton
 
 from passes.overlap.trace import current_device
+from passes.torch_internals import FakeTensorMode, FileLock, TracingContext, cpp_compiler, has_triton, inductor, tracing
 
 __all__ = ["compiled", "unavailable"]
 
@@ -26,10 +20,8 @@ def unavailable(device: torch.device) -> str:
     """Why nothing can be compiled for a device; empty if it can."""
     if device.type != "cpu":
         return "" if has_triton() else "triton is not installed, or does not know this device"
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
     try:
-        get_cpp_compiler()
+        cpp_compiler()
     except RuntimeError as error:
         return str(error)
     return ""
@@ -45,26 +37,23 @@ def compiled(graph: fx.Graph, lock: str) -> Callable[[list[Any]], Sequence[Any]]
     Returns:
         A function of a list of the operands, which it empties.
     """
-    from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner, record_original_output_strides
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.runtime.runtime_utils import cache_dir
-    from torch._inductor.utils import BoxedBool
-
+    backend = inductor()
     operands = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
     device = next((each.device for each in operands if each.device.type != "cpu"), torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in operands]
-        module = make_fx(fx.Interpreter(fx.GraphModule({}, graph)).run, select_decomp_table())(*fakes)
-    os.makedirs(cache_dir(), exist_ok=True)
+        module = make_fx(fx.Interpreter(fx.GraphModule({}, graph)).run, backend.decompositions())(*fakes)
+    os.makedirs(backend.cache_dir(), exist_ok=True)
     with (
-        FileLock(os.path.join(cache_dir(), f"autotp-{lock}.lock")),
+        FileLock(os.path.join(backend.cache_dir(), f"autotp-{lock}.lock")),
         current_device(operands),
         tracing(TracingContext(mode)),
         torch.no_grad(),
     ):
-        _recursive_joint_graph_passes(module, input_device=device)
+        backend.prepare(module, input_device=device)
         # Results lie in memory as they were traced, whatever would be faster: others read them.
         results: Any = module.graph.output_node()
         results.meta["user_visible_output_idxs"] = range(len(results.args[0]))
-        record_original_output_strides(module)
-        return compile_fx_inner(module, fakes, cudagraphs=BoxedBool(False), is_inference=True)  # type: ignore[return-value]
+        backend.record_strides(module)
+        found: Callable[[list[Any]], Sequence[Any]] = backend.compile(module, fakes)
+        return found

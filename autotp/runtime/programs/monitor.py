@@ -23,6 +23,7 @@ from autotp.runtime.interpreter import Interpreter
 from autotp.runtime.programs.program import Program
 from passes.graph import note_of
 from passes.layouts.layout import Layout
+from passes.torch_internals import queue_callback
 from passes.world.world import World
 
 __all__ = ["Monitor", "Seen", "problem"]
@@ -147,7 +148,7 @@ class Monitor:
 
         def begun(gradients: Sequence[Tensor | None]) -> None:
             if not given:
-                torch.autograd.Variable._execution_engine.queue_callback(ended)  # type: ignore[attr-defined]
+                queue_callback(ended)
             given.update({i: g for i, each in trained if (g := gradients[each.output_nr]) is not None})
 
         def ended() -> None:

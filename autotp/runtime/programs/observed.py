@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from autotp.errors import AutotpError
+from autotp.runtime.state import held_part
 from passes.capture import Moment
+from passes.torch_internals import forward_hooks, forward_hooks_with_kwargs, has_gradient_hooks, tree_leaves
 from passes.world.regather import version_of
 
 __all__ = ["show", "unobserved"]
@@ -29,9 +30,8 @@ def show(moments: Sequence[Moment], modules: Sequence[nn.Module], outputs: Seque
     """
     for moment in moments:
         module = modules[moment.index]
-        hooks = module._forward_pre_hooks if moment.before else module._forward_hooks
-        named = module._forward_pre_hooks_with_kwargs if moment.before else module._forward_hooks_with_kwargs
-        mine = [(number, hook) for number, hook in hooks.items() if number >= since]
+        named = forward_hooks_with_kwargs(module, before=moment.before)
+        mine = [(n, hook) for n, hook in forward_hooks(module, before=moment.before).items() if n >= since]
         if not mine:
             continue
         args, kwargs, *made = moment.values(outputs)
@@ -50,7 +50,7 @@ def show(moments: Sequence[Moment], modules: Sequence[nn.Module], outputs: Seque
                     "distributed module's parts only look. Return None, and change clones; to change what the model "
                     "computes, change the model before it is distributed"
                 )
-            if any(each._backward_hooks or each.retains_grad for each in shown):
+            if any(has_gradient_hooks(each) or each.retains_grad for each in shown):
                 raise AutotpError(
                     f"a forward hook of {moment.module} asked for the gradient of what it was shown, which would lack what "
                     "comes from the rest of the model: observed tensors are independent outputs in autograd. Hooks on "
@@ -60,7 +60,7 @@ def show(moments: Sequence[Moment], modules: Sequence[nn.Module], outputs: Seque
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     """How often tensors were changed in place; a ``DTensor`` and its part are counted apart."""
-    return [version_of(each) + version_of(getattr(each, "_local_tensor", each)) for each in tensors]
+    return [version_of(each) + version_of(held_part(each)) for each in tensors]
 
 
 def unobserved(name: str) -> AutotpError:

@@ -13,7 +13,6 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
 from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
@@ -24,6 +23,7 @@ from autotp.runtime.schedules import Schedules
 from autotp.runtime.state import checksum, held_part
 from passes.capture import Captured
 from passes.capture.signature import overlap, path_of
+from passes.torch_internals import tree_flatten_with_path, tree_unflatten
 
 __all__ = ["Call", "Key", "Program", "Unkept", "blueprint", "named_state", "require_own", "run_alike", "without_memory"]
 

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from autotp.errors import AutotpError
 from autotp.runtime.programs.program import Program
 from autotp.runtime.programs.programs import Programs
 from passes.capture import require_call
+from passes.torch_internals import tree_map
 
 __all__ = ["Programmed"]
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
 
 from autotp.errors import AutotpError
 from autotp.planner import plan_captured
@@ -38,6 +37,7 @@ from passes.graph import cast_of
 from passes.layouts.layout import Layout, is_shard, local_shape
 from passes.sharding.shard import draws_of, place_constants, used_groups
 from passes.strategies.strategy import whole_layout
+from passes.torch_internals import tree_flatten, tree_map
 from passes.world.world import World
 
 __all__ = ["MOST", "Programs"]

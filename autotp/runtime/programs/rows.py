@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from autotp.errors import AutotpError, PlanMismatchError
 from autotp.runtime.agreement import Agreement
@@ -21,6 +20,7 @@ from autotp.runtime.programs.program import Key, Program
 from autotp.runtime.rewrite import batch_of
 from passes.capture import Captured
 from passes.layouts.reshard import Step
+from passes.torch_internals import tree_flatten, tree_map_only
 from passes.world import ops
 from passes.world.world import World
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from autotp.errors import PlanMismatchError
 from autotp.runtime.watch.stacks import Line, caller, is_users, stacks
+from passes.torch_internals import default_group, default_store, describe_group
 from passes.world.process import time_limit
 from passes.world.whereabouts import ENDED_EARLY, CollectiveError, Whereabouts
 
@@ -196,9 +197,8 @@ class Watch:
     def _apart(self, first: Mapping[str, Any]) -> CollectiveError:
         """The ranks' collectives do not match any more: says so to all, and marks the process group."""
         self.store.set(self._key("apart"), "")
-        group = dist.distributed_c10d._get_default_group()
         if not _mark():
-            group._set_group_desc(f"{group.group_desc}{_MARK}{first['told']}")
+            describe_group(default_group(), f"{default_group().group_desc}{_MARK}{first['told']}")
         return _refusal(first["rank"], first["operator"], first["told"])
 
     def _seen(self) -> tuple[float, str]:
@@ -286,7 +286,7 @@ def _at(line: Line | None) -> str:
 
 def _mark() -> str:
     """What a rank told when it failed, if that was in the job's process group as it is now."""
-    return dist.distributed_c10d._get_default_group().group_desc.partition(_MARK)[2]
+    return default_group().group_desc.partition(_MARK)[2]
 
 
 def require_sound_group() -> None:
@@ -323,7 +323,7 @@ def watching(whereabouts: Whereabouts) -> Watch | None:
     Args:
         whereabouts: of this process. A wait is long that takes 30 s, or a quarter of the process group's time limit.
     """
-    whole: Any = dist.distributed_c10d._get_default_store()
+    whole: Any = default_store()
     try:
         store = whole.clone()  # a client of its own, which never waits for the thread that computes
     except RuntimeError:  # it is in this process, as that of torch's fake process group

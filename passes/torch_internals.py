@@ -1,0 +1,350 @@
+"""What autotp uses of torch that torch does not document: every such name stands here, and nowhere else.
+
+A new release of torch is met in this file; `tests/passes/test_torch_internals.py` has a test for every name, which says
+what is asked of it, and fails where another file uses a private name. Operators of ATen, private or not, are what exported
+graphs consist of, and are not listed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch._C import DisableTorchFunction
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import OptimizedModule
+from torch._functorch import predispatch
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._higher_order_ops.wrap import TagActivationCheckpoint
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
+from torch.distributed import _state_dict_utils
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.utils.stateless import _reparametrize_module as reparametrize_module
+from torch.utils import checkpoint
+from torch.utils._filelock import FileLock
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._pytree import (
+    PyTree,
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_structure,
+    tree_unflatten,
+)
+from torch.utils._triton import has_triton
+from torch.utils.checkpoint import _StopRecomputationError as StopRecomputationError
+
+__all__ = [
+    "PROTECTED",
+    "own_attributes",
+    "BatchNorm",
+    "BoxedCodeGen",
+    "CachingTorchDispatchMode",
+    "CheckpointFrame",
+    "DataDependentOutputException",
+    "DisableTorchFunction",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "FileLock",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OptimizedModule",
+    "PyTree",
+    "SingleLevelFunction",
+    "StopRecomputationError",
+    "StridedShard",
+    "TagActivationCheckpoint",
+    "TorchDispatchMode",
+    "TracingContext",
+    "TreeSpec",
+    "backward_pass",
+    "batch_levels",
+    "checkpoint_hook",
+    "context_of",
+    "cpp_compiler",
+    "default_group",
+    "default_store",
+    "describe_group",
+    "detect_fake_mode",
+    "disable_current_modes",
+    "distribute_tensors",
+    "dtensor_of",
+    "dual_numbers",
+    "enable_python_dispatcher",
+    "enter_inference_mode",
+    "forget_groups",
+    "forward_hooks",
+    "forward_hooks_with_kwargs",
+    "group_time_limit",
+    "has_backward_hooks",
+    "has_gradient_hooks",
+    "has_triton",
+    "held_elsewhere",
+    "inductor",
+    "is_compiled",
+    "is_profiling",
+    "is_zerotensor",
+    "keystr",
+    "local_tensor",
+    "predispatch",
+    "queue_callback",
+    "reparametrize_module",
+    "schema",
+    "set_distribute_tensors",
+    "sequence_number",
+    "sequence_number_of",
+    "storage_id",
+    "tracing",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_structure",
+    "tree_unflatten",
+    "version",
+    "versions_preserved",
+    "view_base",
+]
+
+#: Attributes of ``nn.Module`` and ``fx.GraphModule`` that classes derived from them set or override.
+PROTECTED = frozenset(
+    {
+        *("_apply", "_buffers", "_get_name", "_modules", "_non_persistent_buffers_set", "_parameters", "_graph"),
+        *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    }
+)
+
+#: What modules have for themselves; recurrent ones have lists of their parameters.
+_MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"})
+
+checkpoint_hook: Any = checkpoint._checkpoint_hook
+CheckpointFrame: Any = checkpoint._CheckpointFrame
+CachingTorchDispatchMode: Any = checkpoint._CachingTorchDispatchMode
+versions_preserved: Callable[[tuple[Tensor, ...]], AbstractContextManager[None]]
+versions_preserved = torch.autograd._unsafe_preserve_version_counter
+
+#: What begins and ends a level of ``vmap`` in an exported graph, and what makes and reads dual numbers.
+batch_levels = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting
+dual_numbers = predispatch._make_dual, predispatch._unpack_dual
+
+#: References to a storage that one tensor alone holds: the tensor's, and that of the object that is queried.
+_OWN_USES = 2
+
+
+def schema(operator: Any) -> torch.FunctionSchema:
+    """The arguments and results of an operator."""
+    found: torch.FunctionSchema = operator._schema
+    return found
+
+
+def storage_id(tensor: Tensor) -> int:
+    """A number of the memory that a tensor lies in, equal for all views of it, while it is there."""
+    return tensor.untyped_storage()._cdata
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place, as autograd counts."""
+    return tensor._version
+
+
+def view_base(tensor: Tensor) -> Tensor | None:
+    """The tensor of which autograd knows that this is a view."""
+    return tensor._base
+
+
+def is_zerotensor(tensor: Tensor) -> bool:
+    """Whether a tensor is zeros that have no memory."""
+    return tensor._is_zerotensor()
+
+
+def held_elsewhere(tensor: Tensor) -> bool:
+    """Whether anyone but the caller's variable holds a tensor, or a view of it."""
+    storage = tensor.untyped_storage()
+    return tensor._use_count() > 1 or torch._C._storage_Use_Count(storage._cdata) > _OWN_USES  # type: ignore[attr-defined]
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether a tensor has hooks on its gradient."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def local_tensor(tensor: DTensor) -> Tensor:
+    """This rank's part itself; ``to_local`` would give a view of it to autograd."""
+    return tensor._local_tensor
+
+
+def dtensor_of(part: Tensor, like: DTensor) -> DTensor:
+    """A ``DTensor`` laid out as another, without a gradient; ``from_local`` would be seen by autograd."""
+    return DTensor(part, like._spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+#: Takes each rank's parts of the whole tensors of a state dict.
+distribute_tensors: Callable[..., None] = _state_dict_utils._distribute_tensors
+
+
+def set_distribute_tensors(function: Callable[..., None]) -> None:
+    """Lets ``torch.distributed.checkpoint.state_dict`` call another function in its place."""
+    setattr(_state_dict_utils, "_distribute_tensors", function)  # noqa: B010
+
+
+def sequence_number() -> int:
+    """The number that the next node of autograd's graph will have."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def sequence_number_of(node: Any) -> int:
+    """The number of a node of autograd's graph."""
+    return int(node._sequence_nr())
+
+
+def backward_pass() -> int:
+    """The number of the backward pass that runs in this thread; -1 if none does."""
+    return int(torch._C._current_graph_task_id())  # type: ignore[attr-defined]
+
+
+def queue_callback(function: Callable[[], None]) -> None:
+    """Calls a function when the backward pass that runs is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch's is on."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def enter_inference_mode(context: Any, instead: AbstractContextManager | None = None) -> None:
+    """What ``torch.inference_mode.__enter__`` does.
+
+    Args:
+        context: the ``torch.inference_mode``, which leaves what was entered.
+        instead: of inference mode.
+    """
+    context._inference_mode_context = instead or torch._C._InferenceMode(False)
+    context._inference_mode_context.__enter__()
+
+
+def forward_hooks(module: nn.Module, *, before: bool) -> Mapping[int, Callable]:
+    """A module's forward hooks, or forward pre-hooks, by the numbers that torch gives them in order."""
+    return module._forward_pre_hooks if before else module._forward_hooks
+
+
+def forward_hooks_with_kwargs(module: nn.Module, *, before: bool) -> Iterable[int]:
+    """The numbers of those that are given keyword arguments too."""
+    return module._forward_pre_hooks_with_kwargs if before else module._forward_hooks_with_kwargs
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether a module has backward hooks or backward pre-hooks."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def own_attributes(module: nn.Module) -> frozenset[str | None]:
+    """The names of what torch puts into a module, such as a weight that a pre-hook of torch's computes at each call."""
+    hooks = module._forward_pre_hooks.values()
+    return _MODULE_ATTRIBUTES | {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks}
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` made a module, or compiles its calls."""
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+
+
+def context_of(function: fx.GraphModule) -> Callable:
+    """The ``context_fn`` of a checkpoint that was exported as an operator."""
+    found: Callable = function.meta.get("_checkpoint_context_fn", checkpoint.noop_context_fn)
+    return found
+
+
+def default_group() -> dist.ProcessGroup:
+    """The job's process group.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return dist.distributed_c10d._get_default_group()
+
+
+def default_store() -> Any:
+    """The store of the job's process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def describe_group(group: dist.ProcessGroup, description: str) -> None:
+    """Sets what ``group.group_desc`` says."""
+    group._set_group_desc(description)
+
+
+def group_time_limit(group: dist.ProcessGroup) -> timedelta:
+    """How long a process group waits for a collective."""
+    options: Any = group._get_backend(group._device_types[0]).options
+    return getattr(options, "_timeout", dist.constants.default_pg_timeout)
+
+
+def forget_groups(mesh: DeviceMesh) -> None:
+    """Lets a mesh, and the one that it is a part of, hold no process group any more."""
+    for each in (mesh, getattr(mesh, "_root_mesh", None)):
+        getattr(each, "_pg_registry", {}).clear()
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that Inductor uses.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return get_cpp_compiler()
+
+
+class Inductor(NamedTuple):
+    """What compiles one functional graph of ATen's operators, in the order in which it is called.
+
+    Attributes:
+        decompositions: what operators are traced to: operator -> function.
+        cache_dir: the directory of what was compiled.
+        prepare: runs the passes that a forward and a backward graph see together, in place.
+        record_strides: notes how results lie in memory.
+        compile: a graph and fake operands -> a function of a list of operands, which it empties.
+    """
+
+    decompositions: Callable[[], Mapping[Any, Callable]]
+    cache_dir: Callable[[], str]
+    prepare: Callable[..., Any]
+    record_strides: Callable[[fx.GraphModule], None]
+    compile: Callable[..., Any]
+
+
+def inductor() -> Inductor:
+    """Inductor, imported when it is asked for: that takes a fifth of the seconds in which a process imports autotp."""
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner, record_original_output_strides
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.runtime.runtime_utils import cache_dir
+    from torch._inductor.utils import BoxedBool
+
+    run = functools.partial(compile_fx_inner, cudagraphs=BoxedBool(False), is_inference=True)
+    return Inductor(select_decomp_table, cache_dir, _recursive_joint_graph_passes, record_original_output_strides, run)
