@@ -8,8 +8,8 @@ graphs consist of, and are not listed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
+from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 from torch.distributed import _state_dict_utils
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -55,80 +55,6 @@ from torch.utils._pytree import (
 )
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputationError
-
-__all__ = [
-    "PROTECTED",
-    "own_attributes",
-    "BatchNorm",
-    "BoxedCodeGen",
-    "CachingTorchDispatchMode",
-    "CheckpointFrame",
-    "DataDependentOutputException",
-    "DisableTorchFunction",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "FileLock",
-    "HigherOrderOperator",
-    "OpOverload",
-    "OptimizedModule",
-    "PyTree",
-    "SingleLevelFunction",
-    "StopRecomputationError",
-    "StridedShard",
-    "TagActivationCheckpoint",
-    "TorchDispatchMode",
-    "TracingContext",
-    "TreeSpec",
-    "backward_pass",
-    "batch_levels",
-    "checkpoint_hook",
-    "context_of",
-    "cpp_compiler",
-    "default_group",
-    "default_store",
-    "describe_group",
-    "detect_fake_mode",
-    "disable_current_modes",
-    "distribute_tensors",
-    "dtensor_of",
-    "dual_numbers",
-    "enable_python_dispatcher",
-    "enter_inference_mode",
-    "forget_groups",
-    "forward_hooks",
-    "forward_hooks_with_kwargs",
-    "group_time_limit",
-    "has_backward_hooks",
-    "has_gradient_hooks",
-    "has_triton",
-    "held_elsewhere",
-    "inductor",
-    "is_compiled",
-    "is_profiling",
-    "is_zerotensor",
-    "keystr",
-    "local_tensor",
-    "predispatch",
-    "queue_callback",
-    "reparametrize_module",
-    "schema",
-    "set_distribute_tensors",
-    "sequence_number",
-    "sequence_number_of",
-    "storage_id",
-    "tracing",
-    "tree_flatten",
-    "tree_flatten_with_path",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "tree_structure",
-    "tree_unflatten",
-    "version",
-    "versions_preserved",
-    "view_base",
-]
 
 #: Attributes of ``nn.Module`` and ``fx.GraphModule`` that classes derived from them set or override.
 PROTECTED = frozenset(
@@ -245,6 +171,63 @@ def enter_inference_mode(context: Any, instead: AbstractContextManager | None = 
     """
     context._inference_mode_context = instead or torch._C._InferenceMode(False)
     context._inference_mode_context.__enter__()
+
+
+@contextmanager
+def functions_replaced(instead: Callable[..., Any]) -> Iterator[None]:
+    """Within it, what ``apply`` of a ``torch.autograd.Function`` calls; not of those that are mapped or differentiated.
+
+    Args:
+        instead: of the class, its own ``apply``, and the arguments. Where ``apply`` was taken from the class before, torch
+            2.14 calls it without gradients, and only for classes that are not torch's.
+    """
+    base: Any = _SingleLevelFunction
+    if isinstance(vars(torch.autograd.Function)["apply"], classmethod):  # torch 2.13: it calls that of its base
+        base.apply = classmethod(lambda cls, *args, **kwargs: instead(cls, super(base, cls).apply, args, kwargs))
+        try:
+            yield
+        finally:
+            del base.apply
+        return
+    function, meta, lookup = torch.autograd.Function, FunctionMeta, FunctionMeta.__getattribute__
+    descriptor = vars(function)["apply"]
+    looking, waiting = True, None
+
+    def own(cls: type) -> Callable[..., Any]:
+        def apply(*args: Any, **kwargs: Any) -> Any:
+            nonlocal looking
+            before, looking = looking, False
+            try:
+                return descriptor.__get__(None, cls)(*args, **kwargs)
+            finally:
+                looking = before
+
+        return apply
+
+    def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if not looking or torch._C._are_functorch_transforms_active():
+            return own(cls)(*args, **kwargs)
+        return instead(cls, own(cls), args, kwargs)
+
+    def look(cls: type, name: str) -> Any:
+        """An attribute of a class. What is compiled, and nobody else, looks for ``_backward_cls`` before ``forward``."""
+        nonlocal waiting
+        found = lookup(cls, name)
+        if looking and name == "_backward_cls" and cls.__module__.partition(".")[0] != "torch":
+            waiting = cls
+        if waiting is cls and name == "forward":
+            waiting = None
+            given = int(cls.setup_context is base.setup_context)  # type: ignore[attr-defined]
+            return lambda *args, **kwargs: instead(cls, own(cls), args[given:], kwargs)
+        return found
+
+    function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
+    meta.__getattribute__ = look  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        function.apply = descriptor  # type: ignore[method-assign]
+        del meta.__getattribute__
 
 
 def forward_hooks(module: nn.Module, *, before: bool) -> Mapping[int, Callable]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, compress
 from typing import Any
@@ -29,9 +29,9 @@ from costmodel.errors import AutotpError
 from passes.capture.checkpoints import Regions
 from passes.torch_internals import (
     PyTree,
-    SingleLevelFunction,
     TorchDispatchMode,
     enter_inference_mode,
+    functions_replaced,
     reparametrize_module,
     tree_flatten,
     tree_leaves,
@@ -213,11 +213,9 @@ def kept_whole(regions: Regions) -> Iterator[None]:
     Raises:
         Lost: within it, where a captured graph would lose something that changes gradients.
     """
-    base: Any = SingleLevelFunction
     register, begin = Tensor.register_hook, torch.inference_mode.__enter__
 
-    def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
-        apply = super(base, cls).apply  # type: ignore[misc]
+    def applied(cls: type, apply: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         call = _Call(apply, cls, args)
         if cls is CheckpointFunction:  # runs it without gradients, and again with them
             run, _, *given = args
@@ -240,13 +238,11 @@ def kept_whole(regions: Regions) -> Iterator[None]:
     def begun(self: Any) -> None:
         enter_inference_mode(self, torch.no_grad() if self.mode else None)
 
-    # What ``Function.apply`` comes to, also where a model has taken ``apply`` from its function before.
-    base.apply = classmethod(applied)
     Tensor.register_hook = refused  # type: ignore[assignment, method-assign]
     torch.inference_mode.__enter__ = begun  # type: ignore[method-assign]
     try:
-        yield
+        with functions_replaced(applied):
+            yield
     finally:
-        del base.apply
         Tensor.register_hook = register  # type: ignore[method-assign]
         torch.inference_mode.__enter__ = begin  # type: ignore[method-assign]

@@ -349,21 +349,48 @@ def test_enter_inference_mode(monkeypatch):
     assert torch.is_grad_enabled() and not made.is_inference()
 
 
-def test_SingleLevelFunction(monkeypatch):
+def test_functions_replaced():
     class Double(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
             return x * 2
 
-    seen, base = [], internals.SingleLevelFunction
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2
 
-    def applied(cls, *args):
+    class Triple(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            return x * 3
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 3 + 0 * ctx.saved_tensors[0]
+
+    seen, early, x = [], (Double.apply, Triple.apply), torch.ones(1, requires_grad=True)
+
+    def instead(cls, apply, args, kwargs):
+        if cls not in (Double, Triple):  # what torch makes to map one
+            return apply(*args, **kwargs)
         seen.append(cls)
-        return super(base, cls).apply(*args)
+        return apply(*args, **kwargs) + 10
 
-    monkeypatch.setattr(base, "apply", classmethod(applied), raising=False)
-    assert Double.apply(torch.ones(1)).tolist() == [2]
-    assert seen == [Double]
+    with internals.functions_replaced(instead):
+        inside = [function(x).tolist() for function in (Double.apply, Triple.apply, *early)]
+        mapped = torch.func.vmap(Triple.apply)(x)
+        assert [Double.forward(None, 1), Triple.forward(1)] == [2, 3]
+    assert inside == [[12], [13]] * 2 and mapped.tolist() == [3]
+    assert seen == [Double, Triple] * 2
+    assert [function(x).tolist() for function in (Double.apply, Triple.apply, *early)] == [[2], [3]] * 2
+    assert seen == [Double, Triple] * 2
+    assert [torch.autograd.grad(function(x), x)[0].item() for function in early] == [2, 3]
 
 
 # Modules
@@ -565,7 +592,17 @@ def test_inductor():
 
 def test_every_name_has_a_test():
     named = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
-    assert set(internals.__all__) <= named | {"PROTECTED"}
+    names = set()
+    for node in ast.parse(pathlib.Path(internals.__file__).read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("torch"):
+            private = node.module.partition("._")[1] or any(each.name.startswith("_") for each in node.names)
+            names |= {each.asname or each.name for each in node.names if private}
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {each.id for target in node.targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+    assert {name for name in names if not name.startswith("_")} - {"FunctionMeta", "Inductor"} <= named
+    assert len(names) > 60
 
 
 def _private(node, own):
