@@ -12,13 +12,14 @@ TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 4
 # One thread a process: the ranks share the cores, and the order of float sums stays the same.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test exact tables predictions overlap docs lint format clean
+.PHONY: help demo test exact newest newest-torch tables predictions overlap docs lint format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train a small GPT, then a small U-Net, on 4 processes; compare with one process"
 	@echo "make test    tests that meet every rule, family and command once (at most 8 minutes on 2 free cores)"
 	@echo "make exact   all other tests: the whole matrix of models, strategies and meshes, and what is slow (hours)"
+	@echo "make newest  tests of what depends on torch, with torch $(NEWEST), which brings 5 GB for GPUs"
 	@echo "make tables  write the tables in docs/ that need no cluster anew (minutes)"
 	@echo "make predictions  measure steps on emulated clusters, as root (half an hour)"
 	@echo "make overlap  measure overlap, and autotp beside DDP, FSDP2 and tensor parallel, as root (two hours)"
@@ -42,6 +43,20 @@ test: $(STAMP)
 
 exact: $(STAMP)
 	$(BIN)/python -m pytest -m exact --timeout 1200
+
+# The newest release of torch that is supported, in front of that of constraints.txt.
+NEWEST := 2.14.1
+OTHER := $(abspath $(VENV))/torch-$(NEWEST)
+
+$(OTHER): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --target $@.part torch==$(NEWEST)
+	mv $@.part $@
+
+newest-torch: $(OTHER)
+
+newest: $(OTHER)
+	PYTHONPATH=$(OTHER) $(BIN)/python -m pytest tests/passes/test_torch_internals.py tests/passes/capture tests/passes/world \
+		tests/whole/test_corners.py tests/whole/test_mixed_precision.py tests/autotp/runtime/test_observed.py
 
 tables: $(STAMP)
 	for name in volumes rediscovery lower_bound trends memory planning_time planning_scale canonical walkthrough; do $(BIN)/python -m benchmarks.$$name --write || exit 1; done

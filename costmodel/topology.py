@@ -205,7 +205,10 @@ class Topology:
             Level.from_dict(entry, f"{where}: [[levels]] number {number}")
             for number, entry in enumerate(top.mappings("levels"), start=1)
         ]
-        device = Device.from_dict(top.mapping("device"), f"{where}: [device]")
+        try:
+            device = Device.from_dict(top.mapping("device"), f"{where}: [device]")
+        except TopologyError as error:
+            raise error if str(error).startswith(where) else TopologyError(f"{where}: [device]: {error}") from None
         name, library = top.text("name"), top.text("library") if "library" in top.data else "nccl"
         try:
             return cls(name, device, tuple(levels), library)

@@ -8,8 +8,10 @@ graphs consist of, and are not listed.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -137,6 +139,17 @@ def set_distribute_tensors(function: Callable[..., None]) -> None:
     setattr(_state_dict_utils, "_distribute_tensors", function)  # noqa: B010
 
 
+@contextmanager
+def silent_fake_tensors() -> Iterator[None]:
+    """Within it, torch logs no traceback of what an operator refuses; the error that follows says it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
 def sequence_number() -> int:
     """The number that the next node of autograd's graph will have."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
@@ -173,6 +186,10 @@ def enter_inference_mode(context: Any, instead: AbstractContextManager | None = 
     context._inference_mode_context.__enter__()
 
 
+#: Whether a function's own ``apply`` runs, which may have been handed out in an earlier capture.
+_applying = ContextVar("_applying", default=False)
+
+
 @contextmanager
 def functions_replaced(instead: Callable[..., Any]) -> Iterator[None]:
     """Within it, what ``apply`` of a ``torch.autograd.Function`` calls; not of those that are mapped or differentiated.
@@ -191,21 +208,20 @@ def functions_replaced(instead: Callable[..., Any]) -> Iterator[None]:
         return
     function, meta, lookup = torch.autograd.Function, FunctionMeta, FunctionMeta.__getattribute__
     descriptor = vars(function)["apply"]
-    looking, waiting = True, None
+    waiting = None
 
     def own(cls: type) -> Callable[..., Any]:
         def apply(*args: Any, **kwargs: Any) -> Any:
-            nonlocal looking
-            before, looking = looking, False
+            before = _applying.set(True)
             try:
                 return descriptor.__get__(None, cls)(*args, **kwargs)
             finally:
-                looking = before
+                _applying.reset(before)
 
         return apply
 
     def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if not looking or torch._C._are_functorch_transforms_active():
+        if _applying.get() or torch._C._are_functorch_transforms_active():
             return own(cls)(*args, **kwargs)
         return instead(cls, own(cls), args, kwargs)
 
@@ -213,7 +229,7 @@ def functions_replaced(instead: Callable[..., Any]) -> Iterator[None]:
         """An attribute of a class. What is compiled, and nobody else, looks for ``_backward_cls`` before ``forward``."""
         nonlocal waiting
         found = lookup(cls, name)
-        if looking and name == "_backward_cls" and cls.__module__.partition(".")[0] != "torch":
+        if not _applying.get() and name == "_backward_cls" and cls.__module__.partition(".")[0] != "torch":
             waiting = cls
         if waiting is cls and name == "forward":
             waiting = None

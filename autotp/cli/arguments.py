@@ -92,6 +92,14 @@ Html = Annotated[Path | None, typer.Option(help="Write a report for the browser,
 Timeline = Annotated[
     bool | None, typer.Option(help="Whether the report shows the schedule; left out, unless the model is very large.")
 ]
+
+
+def check_timeline(timeline: bool | None, html: Path | None) -> None:
+    """Refuses an option of the report where there is none."""
+    if timeline is not None and html is None:
+        raise AutotpError("--timeline and --no-timeline are for the report: give --html FILE too")
+
+
 Everything = Annotated[bool, typer.Option("--all", help="Show the cheap operators too.")]
 
 
@@ -250,9 +258,10 @@ def topologies(incomplete: str) -> list[str]:
 def mesh_of(text: str) -> tuple[int, ...]:
     """Parses ``--mesh``, such as ``2,2`` or ``2x2``."""
     what = f"--mesh {shown(text)}: a size (expected those of the mesh axes, outermost first, such as 2,2)"
-    return tuple(
-        whole_of(size, what, most=MOST_DEVICES) for size in text.replace("x", ",").split(",")[: len(AXIS_NAMES) + 1]
-    )
+    sizes = text.replace("x", ",").split(",")
+    if len(sizes) > len(AXIS_NAMES):
+        raise AutotpError(f"--mesh {shown(text)}: a mesh has at most {len(AXIS_NAMES)} axes, not {len(sizes)}")
+    return tuple(whole_of(size, what, most=MOST_DEVICES) for size in sizes)
 
 
 def chunks_of(text: str) -> dict[str, int]:

@@ -28,6 +28,7 @@ from autotp.cli.arguments import (
     PrecisionName,
     Timeline,
     beginning,
+    check_timeline,
     chunks_of,
     described,
     load_model,
@@ -185,6 +186,7 @@ def _plan(
     everything: Everything = False,
 ) -> None:
     """Plan a model for a machine. Needs no devices, and no memory when the model is built on meta."""
+    check_timeline(timeline, html)
     machine = Topology.load(topology)
     if devices is not None:
         machine = machine.resized(devices)

@@ -21,10 +21,13 @@ from costmodel import COLLECTIVES, Topology, format_quantity, parse_quantity
 
 __all__ = ["explain_command"]
 
+_OF_PLANS = {"model", "memory", "alternatives", "planned"}
+_OF_COLLECTIVES = {"topology", "size", "devices", "mesh", "axes"}
 _UNITS = {"V": "memory", "beta": "bandwidth"}
 
 
 def explain_command(
+    context: typer.Context,
     what: Annotated[
         str | None, typer.Argument(help=f"An operator of a plan, or a collective: {', '.join(COLLECTIVES)}.")
     ] = None,
@@ -48,6 +51,11 @@ def explain_command(
 
     autotp explain all_reduce --topology dgx-h100 --bytes "32 MB"
     """
+    sources = {each: context.get_parameter_source(each) for each in context.params}
+    given = {each for each, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    if foreign := sorted(given & (_OF_COLLECTIVES if plan is not None else _OF_PLANS)):
+        options = ", ".join(f"--{'bytes' if each == 'size' else each}" for each in foreign)
+        raise AutotpError(f"{options}: for {'a collective' if plan is not None else 'a plan (--plan)'} alone; leave it out")
     if plan is not None:
         if model is None or (what is None) != memory:
             raise AutotpError("give the model (--model FILE.py:FACTORY), and the name of an operator or --memory")

@@ -26,6 +26,7 @@ from autotp.cli.arguments import (
     PlannedModel,
     SavedPlan,
     Timeline,
+    check_timeline,
     load_model,
     save_plan,
     working,
@@ -35,6 +36,7 @@ from autotp.cli.inspect_graph import show_graph
 from autotp.cli.render import bytes_of, short_target, show_plan, time_of
 from autotp.cli.report import write_report
 from autotp.cli.terminal import make_console, show
+from autotp.errors import AutotpError
 from autotp.plans.folded import unnumbered
 from autotp.plans.plan import Plan
 from autotp.runtime.rewrite import apply
@@ -66,6 +68,9 @@ def inspect_command(
     as_json: AsJson = False,
 ) -> None:
     """Read a plan: layouts, collectives with their cost, work and memory of every operator, by the model's modules."""
+    if code and as_json:
+        raise AutotpError("--code prints Python, and --json JSON: give one of them")
+    check_timeline(timeline, html)
     loaded = Plan.load(plan)
     with working("reading the plan"):
         module_, args, kwargs = load_model(model, loaded.devices)

@@ -60,6 +60,8 @@ def validate_command(
     found = [run for run in found if any(only.lower() in text.lower() for text in (run.name, run.source, run.device))]
     skipped = [one for one in skipped if any(only.lower() in text.lower() for text in (one.name, one.source))]
     if not found:
+        if not only and skipped:
+            raise AutotpError(f"no run to plan, {len(skipped)} skipped; the first: {skipped[0].name}: {skipped[0].why}")
         raise AutotpError(f"no run to plan: {len(skipped)} skipped, none with {only!r} in its name, source or device")
     with Terminal(stderr=True).status("planning") as status:
         done, unplanned = predicted_all(found, lambda name: status.update(Text(f"planning {name}")))

@@ -155,7 +155,7 @@ class Options:
         policy_of(self.precision)
         if not isinstance(self.strategy, Family):
             family(self.strategy)
-        parse(self.constraints or ())
+        _ = self.asked
         self._write_plain()
 
     def _write_plain(self) -> None:
@@ -273,7 +273,7 @@ class Options:
     @property
     def asked(self) -> tuple[Constraint, ...]:
         """The constraints, read."""
-        return parse(self.constraints or ())
+        return parse(() if self.constraints is None else self.constraints)
 
 
 def _check_recompute(way: str | Sequence[str]) -> None:

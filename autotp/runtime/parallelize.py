@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +28,7 @@ from autotp.runtime.module import DistributedModule
 from autotp.runtime.programs import MOST
 from autotp.runtime.rewrite import Rewritten, apply
 from costmodel import Topology
-from costmodel.errors import require
+from costmodel.errors import require, shown
 from passes.capture import Captured, Precision, buffered, capture, require_plain
 from passes.torch_internals import has_gradient_hooks, is_compiled
 from passes.world.seeds import ways_to_draw
@@ -141,6 +142,13 @@ def parallelize(
     if compile is not None:
         check_compile(compile)
     ways_to_draw(dropout, torch.device("cpu"))
+    for name, each in (("broadcast", broadcast), ("debug", debug)):
+        if not isinstance(each, bool):
+            raise AutotpError(f"{name}={shown(each)}: give True or False")
+    if initialise is not None and not callable(initialise):
+        raise AutotpError(f"initialise={shown(initialise)}: give a function of a module, or None")
+    if not (topology is None or isinstance(topology, (str, os.PathLike, Topology))):
+        raise AutotpError(f"topology {shown(topology)}: give a preset's name, the path of a .toml file, or a Topology")
     if not isinstance(max_programs, int) or max_programs < 1:
         raise AutotpError(f"max_programs={max_programs!r}: give a positive number")
     kept = outputs if plan is None else plan.outputs

@@ -152,6 +152,8 @@ class Level:
                 figures.quantity("overhead", "time") if "overhead" in figures.data else 0.0,
             )
         widest = max((rate for row in matrix for rate in row), default=0.0) if matrix else 0.0
+        if matrix is not None and not widest and "bandwidth" not in table.data:
+            raise TopologyError(f"{where}: matrix has no bandwidth above 0; give rows such as [[0, 1e9], [1e9, 0]]")
         read: dict[str, Callable[[str], Any]] = {
             "links": table.integer,
             "point_to_point": lambda key: table.quantity(key, "bandwidth", positive=True),

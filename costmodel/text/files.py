@@ -73,13 +73,13 @@ def require_path(path: Any, what: str) -> None:
     """Refuses what names no file.
 
     Raises:
-        AutotpError: it is neither text nor a path.
+        AutotpError: it is neither text nor a path, or empty.
     """
     try:
         named = isinstance(path, (str, os.PathLike)) and isinstance(os.fspath(path), str)
     except TypeError:  # a class of the user's whose path is none
         named = False
-    if not named:
+    if not named or not os.fspath(path):
         raise AutotpError(f"{shown(path)} is no path: give the name of {what}")
 
 

@@ -44,7 +44,6 @@ from passes.torch_internals import (
 
 __all__ = [
     "Seen",
-    "advice",
     "check_tying",
     "drop_checks",
     "looking",
@@ -162,18 +161,6 @@ def refuse_hooks(model: nn.Module) -> None:
                 "captured graph does not call; remove it, and register it at the distributed module"
                 + (f", for a forward hook with observe=[{name!r}]" if name else "")
             )
-
-
-def advice(model: nn.Module) -> str:
-    """What may help where ``torch.export`` fails."""
-    found = (
-        "Try: no Python control flow that depends on tensor values; no torch.autograd.grad and no x.data inside forward; "
-        "parameters changed under torch.no_grad() alone; parameters, buffers and inputs on one device; under a precision, "
-        "no two dtypes in one operator"
-    )
-    if any(type(each).__module__.startswith("transformers.") for each in model.modules()):
-        found += "; use_cache=False for causal language models; experts_implementation='batched_mm' for mixtures of experts"
-    return found
 
 
 _IN_PLACE = re.compile(r"(?!__).*_|.*_\..*|__(set|i(?!nit|nvert)).*__")  # add_, aten.add_.Tensor, __setitem__ and __iadd__

@@ -5,7 +5,6 @@ Nothing is run: all values are fake, and models on the meta device are welcome.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,10 +24,10 @@ from passes.capture.masks import recognise_masks
 from passes.capture.observed import Moment, Place, apart, leaving, matching, numbered, observing, renewed
 from passes.capture.precision import Precision, cast_parameters, check_dtypes, policy_of, precision_name, under
 from passes.capture.regions import inline_regions, without_vmaps
-from passes.capture.signature import CallSignature, bind, example, in_call_order, path_of
+from passes.capture.signature import CallSignature, example, in_call_order, refusal
 from passes.capture.writes import functionalise
 from passes.graph import Cast, annotate
-from passes.torch_internals import detect_fake_mode, tree_flatten_with_path
+from passes.torch_internals import detect_fake_mode, silent_fake_tensors
 
 __all__ = ["CallSignature", "CaptureError", "Captured", "capture"]
 
@@ -250,12 +249,11 @@ def _export(
     left: tuple[Left, ...] = (),
 ) -> tuple[torch.export.ExportedProgram, list[Moment], tuple[Left, ...], dict[str, Any], checks.Seen]:
     """A model's program, its observed moments, what it leaves on itself, what else it changes, and what was seen of it."""
-    bound = bind(inspect.signature(model.forward), args, kwargs)
     observed = matching(model, observe)
     try:
         with (
-            attributes.restored(model), torch.enable_grad(), marked() as regions, kept_whole(regions),
-            leaving(model, left), attributes.in_place(model), observing(model, observed) as moments,
+            silent_fake_tensors(), attributes.restored(model), torch.enable_grad(), marked() as regions,
+            kept_whole(regions), leaving(model, left), attributes.in_place(model), observing(model, observed) as moments,
             checks.looking(model) as seen,
         ):  # fmt: skip
             exported = torch.export.export(model, args, kwargs, strict=False)
@@ -269,19 +267,7 @@ def _export(
     except (CaptureError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        essence = " ".join(lines[:3])[:400]
-        if essence.startswith("Unsupported input type"):
-            paths, _ = tree_flatten_with_path(bound)
-            odd = [f"{path_of(path)} is a {type(leaf).__name__}" for path, leaf in paths if f" {type(leaf)}." in essence]
-            raise CaptureError(
-                f"{type(model).__name__}: argument {', '.join(odd)}, and torch.export takes tensors, numbers and text, "
-                "also in lists and dicts: make it an attribute of the model, or an argument that forward has already "
-                "(functools.partial)"
-            ) from error
-        raise CaptureError(
-            f"torch.export failed on {type(model).__name__}: {type(error).__name__}: {essence}\n{checks.advice(model)}"
-        ) from error
+        raise refusal(model, args, kwargs, error) from error
 
 
 class _Names:

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from costmodel.errors import AutotpError
+from passes.capture.attributes import faked
 from passes.capture.builder import CaptureError
 from passes.torch_internals import (
     TreeSpec,
     keystr,
+    silent_fake_tensors,
     tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
@@ -23,7 +25,19 @@ from passes.torch_internals import (
     tree_unflatten,
 )
 
-__all__ = ["CallSignature", "Leaf", "bind", "dense", "example", "in_call_order", "overlap", "path_of", "reach"]
+__all__ = [
+    "CallSignature",
+    "Leaf",
+    "advice",
+    "bind",
+    "dense",
+    "example",
+    "flat",
+    "in_call_order",
+    "overlap",
+    "reach",
+    "refusal",
+]
 
 _COUNTED = 2**22  # elements: so many are compared one by one
 
@@ -179,7 +193,11 @@ def example(
         kwargs = dummy if isinstance(dummy, Mapping) else {}
         if not kwargs and inspect.signature(model.forward).parameters:
             raise AutotpError(f"{type(model).__name__}: no example inputs; pass args=(...) or kwargs={{...}} as in a call")
-    args, kwargs = _with_defaults(inspect.signature(model.forward), args, kwargs or {})
+    try:
+        args, kwargs = _with_defaults(inspect.signature(model.forward), args, kwargs or {})
+        flat(inspect.signature(model.forward), args, kwargs)
+    except TypeError as error:
+        raise AutotpError(f"{type(model).__name__}: the example inputs do not fit forward: {error}") from None
     meta = any(p.is_meta for p in model.parameters())
 
     def own(leaf: Any) -> Any:
@@ -220,6 +238,58 @@ def bind(parameters: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str
     bound = parameters.bind(*args, **kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
+
+
+def refusal(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], error: BaseException) -> CaptureError:
+    """What is said of an error of ``torch.export``: whether it is the model's own, and else what may help."""
+    essence, name = _essence(error), type(model).__name__
+    if essence.startswith("Unsupported input type"):
+        paths, _ = tree_flatten_with_path(bind(inspect.signature(model.forward), args, kwargs))
+        odd = [f"{path_of(path)} is a {type(leaf).__name__}" for path, leaf in paths if f" {type(leaf)}." in essence]
+        return CaptureError(
+            f"{name}: argument {', '.join(odd)}, and torch.export takes tensors, numbers and text, also in lists and "
+            "dicts: make it an attribute of the model, or an argument that forward has already (functools.partial)"
+        )
+    tried = advice(model)
+    try:
+        with silent_fake_tensors(), faked(model, args, kwargs) as call:
+            call()
+    except Exception as own:
+        if type(own) is type(error) and _essence(own)[:40] == essence[:40]:
+            given = ", ".join(
+                f"{str(x.dtype)[6:]}{[*x.shape]}" for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+            )
+            tried = f"So does a plain call of the model: check the shapes and dtypes of its inputs, which are {given}"
+    return CaptureError(f"torch.export failed on {name}: {type(error).__name__}: {essence}\n{tried}")
+
+
+def advice(model: nn.Module) -> str:
+    """What may help where ``torch.export`` fails."""
+    found = (
+        "Try: no Python control flow that depends on tensor values; no torch.autograd.grad and no x.data inside forward; "
+        "parameters changed under torch.no_grad() alone; parameters, buffers and inputs on one device; under a precision, "
+        "no two dtypes in one operator"
+    )
+    if any(type(each).__module__.startswith("transformers.") for each in model.modules()):
+        found += "; use_cache=False for causal language models; experts_implementation='batched_mm' for mixtures of experts"
+    return found
+
+
+def _essence(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3])[:400]
+
+
+def flat(parameters: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], TreeSpec]:
+    """The leaves of what `bind` gives, and their structure.
+
+    Raises:
+        AutotpError: arguments contain themselves.
+    """
+    try:
+        return tree_flatten(bind(parameters, args, kwargs))
+    except RecursionError:
+        raise AutotpError("arguments of the model contain themselves") from None
 
 
 def path_of(path: Sequence[Any]) -> str:

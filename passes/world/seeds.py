@@ -105,6 +105,6 @@ def ways_to_draw(dropout: str, device: torch.device) -> Seeds:
     Raises:
         AutotpError: it is neither.
     """
-    if dropout not in ("sharded", "as-single"):
+    if not isinstance(dropout, str) or dropout not in ("sharded", "as-single"):
         raise AutotpError(f"dropout={dropout!r} is unknown; choose 'sharded' or 'as-single'")
     return Seeds() if dropout == "sharded" else AsSingle(device)

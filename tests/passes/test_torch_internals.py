@@ -1,7 +1,9 @@
 """What is asked of each private name of torch, and that no other file uses one."""
 
 import ast
+import logging
 import pathlib
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -134,6 +136,20 @@ def test_DataDependentOutputException():
 def test_DynamicOutputShapeException():
     with internals.FakeTensorMode(), pytest.raises(internals.DynamicOutputShapeException):
         torch.empty(3).nonzero()
+
+
+def test_silent_fake_tensors(caplog):
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(caplog.handler)
+    try:
+        for quiet in (True, False):
+            caplog.clear()
+            silent = internals.silent_fake_tensors() if quiet else nullcontext()
+            with internals.FakeTensorMode(), silent, pytest.raises(RuntimeError, match="reduction dim"):
+                torch.empty(2, 3) @ torch.empty(2, 3)
+            assert ("meta for aten.mm" in caplog.text) != quiet
+    finally:
+        log.removeHandler(caplog.handler)
 
 
 def test_TorchDispatchMode():

@@ -23,6 +23,7 @@ from autotp.runtime.checkpoint.entries import Entry, entries_of
 from autotp.runtime.checkpoint.files import INDEX, WHOLE, safetensors_library
 from costmodel import parse_quantity
 from costmodel.text.files import move_atomically, regular_target, require_path
+from costmodel.text.numbers import figure
 
 __all__ = ["save_pretrained"]
 
@@ -89,7 +90,7 @@ def _size(given: float | str) -> float:
     """Bytes of a file. As for transformers, the unit's case says nothing: ``"200KB"`` and ``"10gb"`` are sizes too."""
     if isinstance(given, str):
         given = re.sub(r"[a-z]+$", lambda unit: _CASES.get(unit[0].lower(), unit[0]), given.strip(), flags=re.IGNORECASE)
-    return parse_quantity(given, "memory")
+    return figure(parse_quantity(given, "memory"), "max_shard_size", positive=True)
 
 
 def _staging(target: Path) -> Path:

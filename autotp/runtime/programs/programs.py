@@ -32,12 +32,12 @@ from autotp.runtime.schedules import Schedules
 from autotp.runtime.state import checksum
 from costmodel.memory import state_bytes
 from passes.capture import Captured, capture
-from passes.capture.signature import bind, dense
+from passes.capture.signature import bind, dense, flat
 from passes.graph import cast_of
 from passes.layouts.layout import Layout, is_shard, local_shape
 from passes.sharding.shard import draws_of, place_constants, used_groups
 from passes.strategies.strategy import whole_layout
-from passes.torch_internals import tree_flatten, tree_map
+from passes.torch_internals import tree_map
 from passes.world.world import World
 
 __all__ = ["MOST", "Programs"]
@@ -161,7 +161,7 @@ class Programs:
         training = tuple(each.training if mode is None else MODES[mode] for each in modules)
         # A plan for inference has counted no memory for gradients; they are right, when someone asks for them.
         gradients = self.plan.mode == "train" and (torch.is_grad_enabled() if mode is None else MODES[mode])
-        leaves, structure = tree_flatten(bind(self.signature.parameters, args, kwargs))
+        leaves, structure = flat(self.signature.parameters, args, kwargs)
         tensors = [dense(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         default = None if (now := torch.get_default_dtype()) == self.default else now
         return Key(training, gradients, tuple(map(_described, leaves)), structure, cast=self.cast, default=default), tensors
@@ -268,7 +268,7 @@ class Programs:
             if tensor.dtype != have[name]:
                 tensor.data = without_memory(tensor, have[name])
         ways = 1 if key.whole else self.ways
-        leaves, _ = tree_flatten(bind(self.signature.parameters, args, kwargs))
+        leaves, _ = flat(self.signature.parameters, args, kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         cut = {id(leaf) for leaf, part in zip(tensors, self.parts(key), strict=True) if part and ways > 1}
 

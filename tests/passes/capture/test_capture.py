@@ -14,7 +14,7 @@ from torch import nn
 
 from costmodel.errors import AutotpError
 from passes.capture import CaptureError, capture
-from passes.capture.checks import advice
+from passes.capture.signature import advice
 from passes.graph import note_of
 
 
