@@ -48,7 +48,7 @@ exact: $(STAMP)
 NEWEST := 2.14.1
 OTHER := $(abspath $(VENV))/torch-$(NEWEST)
 
-$(OTHER): $(STAMP)
+$(OTHER): | $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --target $@.part torch==$(NEWEST)
 	mv $@.part $@
 
