@@ -254,7 +254,9 @@ def refusal(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], er
     try:
         with silent_fake_tensors(), faked(model, args, kwargs) as call:
             call()
-    except Exception as own:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as own:  # models may end the process
         if type(own) is type(error) and _essence(own)[:40] == essence[:40]:
             given = ", ".join(
                 f"{str(x.dtype)[6:]}{[*x.shape]}" for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)

@@ -15,7 +15,9 @@ def torchrun():
     """Runs one of ``tests/torchrun_programs`` under torchrun, on CPUs unless ``gpus``."""
 
     def run(processes, program, *arguments, timeout=150, gpus=False):
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
+        before = os.environ.get("PYTHONPATH", "")  # where another torch may be
+        path = os.pathsep.join(filter(None, (before, str(TESTS.parent), str(TESTS))))
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         environment |= {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         command += [str(TESTS / "torchrun_programs" / program), *arguments]

@@ -53,6 +53,7 @@ class Groups(nn.Linear):
 class Odd(tuple):
     def __len__(self): raise KeyError("no length")
 
+def shapes(): return nn.Linear(8, 8), (torch.zeros(2, 7),)
 def exits(): return Exits(), (torch.zeros(2, 8),)
 def groups(): return Groups(8, 8), (torch.zeros(2, 8),)
 def lazy(): return nn.LazyLinear(8), (torch.zeros(2, 8),)
@@ -160,6 +161,14 @@ COMMANDS = [
     "inspect plan.json --model net.py:build --html " + "d/" * 5_000 + "r.html",
     "explain all_reduce --topology cpu --bytes 1e999",
     "explain all_reduce --topology cpu --bytes 1 --mesh " + "9" * 5_000,
+    "explain all_reduce --topology cpu --bytes 1 --mesh 1,1,1,1,1,1,1,8",
+    "explain all_reduce --topology cpu --bytes 1 --memory --alternatives 7",
+    "explain relu --plan plan.json --model net.py:build --axes q --bytes junk",
+    "inspect plan.json --model net.py:build --code --json",
+    "inspect plan.json --model net.py:build --timeline",
+    "plan --topology cpu --model net.py:build --no-timeline",
+    "plan --topology cpu --model net.py:shapes",
+    "sweep --topology cpu --model net.py:build --devices 1 --csv same.svg --plot same.svg",
     "validate fifo.csv",
     "validate /dev/zero",
     "--unknown",
@@ -335,6 +344,7 @@ def test_numbers_of_devices(count):
         {"precision": "cast_forward_inputs=float32"},
         {"recompute": 3},
         {"constraints": 5},
+        {"constraints": False},
         {"constraints": [5]},
         {"constraints": ["a=S(" + "9" * 5_000 + ")@x"]},
         {"constraints": ["a" * 10**6 + "=R"]},

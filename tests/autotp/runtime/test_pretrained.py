@@ -273,10 +273,12 @@ def test_other_arguments_are_refused(parallel, tmp_path, monkeypatch):
     for call in (autotp.load_pretrained, autotp.save_pretrained):
         with pytest.raises(autotp.AutotpError, match="Net is not a distributed module"):
             call(Net(), tmp_path)
-        with pytest.raises(autotp.AutotpError, match="None is no path: give the name of a directory"):
-            call(parallel, None)
-    with pytest.raises(autotp.AutotpError, match="'2 GBs'"):
-        autotp.save_pretrained(parallel, tmp_path, max_shard_size="2 GBs")
+        for path in (None, ""):
+            with pytest.raises(autotp.AutotpError, match=f"{path!r} is no path: give the name of a directory"):
+                call(parallel, path)
+    for size, said in (("2 GBs", "'2 GBs'"), (0, "max_shard_size is 0.0; it must be finite and positive")):
+        with pytest.raises(autotp.AutotpError, match=said):
+            autotp.save_pretrained(parallel, tmp_path, max_shard_size=size)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     (tmp_path / "model.safetensors").touch()
     for call in (autotp.load_pretrained, autotp.save_pretrained):

@@ -232,8 +232,9 @@ def test_programs_are_found_again_and_bounded():
     assert len(ours.programs) == 3
     with torch.no_grad(), pytest.raises(autotp.AutotpError, match=r"(?s)float64\[2, 8\].*max_programs=3.*float64\[4, 8\]"):
         ours(x[:2], y[:2])
-    with pytest.raises(autotp.AutotpError, match="max_programs=0"):
-        autotp.parallelize(model, max_programs=0)
+    for wrong in ({"max_programs": 0}, {"debug": "no"}, {"broadcast": "False"}, {"initialise": 7}, {"topology": object()}):
+        with pytest.raises(autotp.AutotpError, match=next(iter(wrong))):
+            autotp.parallelize(model, **wrong)
 
 
 def test_programs_made_ahead_of_time():

@@ -223,6 +223,9 @@ def test_the_command_prints_fits_and_draws(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         cli.main(["validate", str(file), "--only", "nothing"])
     assert stop.value.code == 2 and "no run to plan" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["validate", str(write(tmp_path / "pipes.toml", RUN | {"id": "pipe", "pp_degree": 2}))])
+    assert stop.value.code == 2 and "the first: pipe: a pipeline of 2 stages" in capsys.readouterr().err
 
 
 def test_the_shipped_table_is_read():

@@ -91,6 +91,9 @@ def test_the_same_numbers(made, strategy, mesh):
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-9, atol=1e-10, msg=name)
 
 
+@pytest.mark.skipif(
+    torch.torch_version.TorchVersion(torch.__version__) >= (2, 14), reason="its fake group norm forgets the format"
+)
 def test_nothing_is_laid_out_between_convolutions():
     model = nn.Sequential(
         nn.Conv2d(4, 16, 3), nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Conv2d(16, 4, 3)
