@@ -34,17 +34,8 @@ from passes.torch_internals import (
 )
 
 __all__ = [
-    "Left",
-    "buffered",
-    "carried",
-    "changed",
-    "faked",
-    "in_place",
-    "in_python",
-    "of_other_kinds",
-    "placed",
-    "plain",
-    "restored",
+    *("Left", "buffered", "carried", "changed", "faked", "in_place", "in_python", "of_other_kinds"),
+    *("placed", "plain", "restored"),
 ]
 
 _DATA = (bool, int, float, complex, str, bytes)
@@ -146,12 +137,13 @@ def placed(model: nn.Module, paths: Iterable[str]) -> tuple[Left, ...]:
 @contextmanager
 def faked(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Callable[[], Any]]:
     """Gives a call of the model on fake tensors; it leaves nothing behind."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def own(x: Any) -> Any:
-        return mode.from_tensor(x.detach()).clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+    def own(x: Any) -> Any:  # not from its values: those of modules that stand for others have no memory
+        if not isinstance(x, Tensor) or x.layout is not torch.strided:
+            return x
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
 
-    with restored(model), mode, torch.enable_grad():
+    with restored(model), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         for module in model.modules():  # what is written in place is a copy
             for held in (module._buffers, vars(module)):
                 held.update({name: own(value) for name, value in held.items() if isinstance(value, Tensor)})
