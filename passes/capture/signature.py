@@ -35,6 +35,7 @@ __all__ = [
     "flat",
     "in_call_order",
     "overlap",
+    "path_of",
     "reach",
     "refusal",
 ]
