@@ -45,7 +45,7 @@ exact: $(STAMP)
 	$(BIN)/python -m pytest -m exact --timeout 1200
 
 # The newest release of torch that is supported, in front of that of constraints.txt.
-NEWEST := 2.14.1
+NEWEST ?= 2.15.0
 OTHER := $(abspath $(VENV))/torch-$(NEWEST)
 
 $(OTHER): | $(STAMP)
@@ -56,7 +56,7 @@ newest-torch: $(OTHER)
 
 newest: $(OTHER)
 	PYTHONPATH=$(OTHER) $(BIN)/python -m pytest tests/passes/test_torch_internals.py tests/passes/capture tests/passes/world \
-		tests/whole/test_corners.py tests/whole/test_mixed_precision.py tests/autotp/runtime/test_observed.py
+		tests/whole/test_corners.py tests/whole/test_mixed_precision.py tests/autotp/runtime/test_observed.py tests/autotp/runtime/test_submodule.py
 
 tables: $(STAMP)
 	for name in volumes rediscovery lower_bound trends memory planning_time planning_scale canonical walkthrough; do $(BIN)/python -m benchmarks.$$name --write || exit 1; done
