@@ -65,7 +65,9 @@ def commands() -> Iterator[str]:
     for command in app.registered_commands:
         function = command.callback
         assert function is not None
-        parameters = list(map(_Parameter, _hints(function).items(), inspect.signature(function).parameters.values()))
+        signature = inspect.signature(function).parameters
+        hints = [(name, hint) for name, hint in _hints(function).items() if hasattr(hint, "__metadata__")]  # no context
+        parameters = [_Parameter(hint, signature[hint[0]]) for hint in hints]
         arguments = [p for p in parameters if p.positional]
         options = [p for p in parameters if not p.positional]
         usage = ["autotp", str(command.name), *(p.shown for p in arguments)]
