@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -25,12 +26,8 @@ from torch._functorch import predispatch
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 from torch.distributed import _state_dict_utils
 from torch.distributed.device_mesh import DeviceMesh
@@ -56,6 +53,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 from torch.utils._triton import has_triton
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputationError
 
 #: Attributes of ``nn.Module`` and ``fx.GraphModule`` that classes derived from them set or override.
@@ -175,19 +173,16 @@ def is_profiling() -> bool:
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
-def enter_inference_mode(context: Any, instead: AbstractContextManager | None = None) -> None:
-    """What ``torch.inference_mode.__enter__`` does.
-
-    Args:
-        context: the ``torch.inference_mode``, which leaves what was entered.
-        instead: of inference mode.
-    """
+def enter_inference_mode(context: Any, instead: AbstractContextManager | None) -> None:
+    """Enters something else in the place of a ``torch.inference_mode`` that is on, or what one that is off enters."""
     context._inference_mode_context = instead or torch._C._InferenceMode(False)
     context._inference_mode_context.__enter__()
 
 
 #: Whether a function's own ``apply`` runs, which may have been handed out in an earlier capture.
 _applying = ContextVar("_applying", default=False)
+#: Whether ``apply`` is compiled, as it is since torch 2.14.
+_COMPILED = not isinstance(vars(torch.autograd.Function)["apply"], classmethod)
 
 
 @contextmanager
@@ -195,20 +190,19 @@ def functions_replaced(instead: Callable[..., Any]) -> Iterator[None]:
     """Within it, what ``apply`` of a ``torch.autograd.Function`` calls; not of those that are mapped or differentiated.
 
     Args:
-        instead: of the class, its own ``apply``, and the arguments. Where ``apply`` was taken from the class before, torch
-            2.14 calls it without gradients, and only for classes that are not torch's.
+        instead: of the class, its own ``apply``, whether ``apply`` was taken from the class before and torch 2.14 or later
+            has turned gradients off, and the arguments.
     """
     base: Any = _SingleLevelFunction
-    if isinstance(vars(torch.autograd.Function)["apply"], classmethod):  # torch 2.13: it calls that of its base
-        base.apply = classmethod(lambda cls, *args, **kwargs: instead(cls, super(base, cls).apply, args, kwargs))
+    if not _COMPILED:  # it calls that of its base
+        base.apply = classmethod(lambda cls, *args, **kwargs: instead(cls, super(base, cls).apply, False, args, kwargs))
         try:
             yield
         finally:
             del base.apply
         return
     function, meta, lookup = torch.autograd.Function, FunctionMeta, FunctionMeta.__getattribute__
-    descriptor = vars(function)["apply"]
-    waiting = None
+    descriptor, state = vars(function)["apply"], threading.local()
 
     def own(cls: type) -> Callable[..., Any]:
         def apply(*args: Any, **kwargs: Any) -> Any:
@@ -223,18 +217,29 @@ def functions_replaced(instead: Callable[..., Any]) -> Iterator[None]:
     def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
         if _applying.get() or torch._C._are_functorch_transforms_active():
             return own(cls)(*args, **kwargs)
-        return instead(cls, own(cls), args, kwargs)
+        return instead(cls, own(cls), False, args, kwargs)
 
     def look(cls: type, name: str) -> Any:
-        """An attribute of a class. What is compiled, and nobody else, looks for ``_backward_cls`` before ``forward``."""
-        nonlocal waiting
+        """An attribute of a class. What is compiled looks for the names below in order; Python code does not."""
         found = lookup(cls, name)
-        if not _applying.get() and name == "_backward_cls" and cls.__module__.partition(".")[0] != "torch":
-            waiting = cls
-        if waiting is cls and name == "forward":
-            waiting = None
-            given = int(cls.setup_context is base.setup_context)  # type: ignore[attr-defined]
-            return lambda *args, **kwargs: instead(cls, own(cls), args[given:], kwargs)
+        if _applying.get():
+            return found
+        waiting, state.waiting = getattr(state, "waiting", None), None
+        if name == "_backward_cls" and (cls is CheckpointFunction or cls.__module__.partition(".")[0] != "torch"):
+            state.waiting = (cls, "forward")
+        elif waiting == (cls, "setup_context") == (cls, name):  # its own has run
+            return lambda *args: None
+        elif waiting == (cls, "forward") and name in ("clear_saved_tensors_on_access", "boxed_grads_call"):
+            state.waiting = waiting
+        elif waiting == (cls, "forward") == (cls, name):
+            own_context = lookup(cls, "setup_context") is base.setup_context
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                result = instead(cls, own(cls), True, args[int(own_context) :], kwargs)
+                state.waiting = None if own_context else (cls, "setup_context")
+                return result
+
+            return forward
         return found
 
     function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
@@ -279,11 +284,7 @@ def context_of(function: fx.GraphModule) -> Callable:
 
 
 def default_group() -> dist.ProcessGroup:
-    """The job's process group.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The job's process group; a ValueError says that there is none."""
     return dist.distributed_c10d._get_default_group()
 
 
@@ -310,11 +311,7 @@ def forget_groups(mesh: DeviceMesh) -> None:
 
 
 def cpp_compiler() -> str:
-    """The C++ compiler that Inductor uses.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """The C++ compiler that Inductor uses; a RuntimeError says that there is none."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     return get_cpp_compiler()

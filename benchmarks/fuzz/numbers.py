@@ -54,9 +54,8 @@ def step(model: Any, held: nn.Module, args: Any, train: bool = True) -> dict[str
     left = {f"input {i}": a for i, a in enumerate(args)}
     plain = ((name, value) for name, value in vars(held).items() if isinstance(value, torch.Tensor))
     left |= {f"buffer {name}": b for name, b in (*held.named_buffers(), *plain)}
-    left |= {
-        f"parameter {name}": p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in held.named_parameters()
-    }
+    left |= {f"parameter {name}": p for name, p in held.named_parameters()}
+    left = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in left.items()}
     return numbers | {name: tensor.detach().clone() for name, tensor in left.items()}
 
 

@@ -62,8 +62,8 @@ class Lost(AutotpError):
 class _Call:
     """A function with the arguments of one call, but for the tensors among them."""
 
-    def __init__(self, apply: Callable, function: type, args: Sequence[Any]) -> None:
-        leaves, self.spec = tree_flatten(list(args))
+    def __init__(self, apply: Callable, function: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        leaves, self.spec = tree_flatten((list(args), dict(kwargs)))
         self.apply, self.function = apply, function
         self.leaves = [_HERE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         modules = nn.ModuleList(leaf for leaf in self.leaves if isinstance(leaf, nn.Module))
@@ -118,7 +118,8 @@ class _Call:
         given = iter(operands)
         leaves = [next(given) if leaf is _HERE else leaf for leaf in self.leaves]
         with nullcontext() if self.checked else _NoDraws(self.function):
-            returned = self.apply(*tree_unflatten(leaves, self.spec))
+            args, kwargs = tree_unflatten(leaves, self.spec)
+            returned = self.apply(*args, **kwargs)
         self.returned, self.checked = tree_map(lambda leaf: _HERE if isinstance(leaf, Tensor) else leaf, returned), True
         return [result for result in tree_leaves(returned) if isinstance(result, Tensor)]
 
@@ -215,9 +216,11 @@ def kept_whole(regions: Regions) -> Iterator[None]:
     """
     register, begin = Tensor.register_hook, torch.inference_mode.__enter__
 
-    def applied(cls: type, apply: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        call = _Call(apply, cls, args)
+    def applied(cls: type, apply: Callable, early: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        call = _Call(apply, cls, args, kwargs)
         if cls is CheckpointFunction:  # runs it without gradients, and again with them
+            if early:
+                raise Lost("CheckpointFunction.apply was taken from its class: call torch.utils.checkpoint.checkpoint")
             run, _, *given = args
             return _checkpointed(regions, run, given)
         if cls.__module__.partition(".")[0] == "torch" or cls is _WithState or _HERE not in call.leaves:
@@ -229,7 +232,8 @@ def kept_whole(regions: Regions) -> Iterator[None]:
                 "strings"
             )
         name = _registered(call)
-        operands = [*(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), *call.operands]
+        given = tree_leaves((list(args), dict(kwargs)))
+        operands = [*(leaf for leaf in given if isinstance(leaf, Tensor)), *call.operands]
         return _CALLS[name].whole(torch.ops.autotp.function(operands, name))
 
     def refused(tensor: Tensor, hook: Any) -> Any:

@@ -15,6 +15,8 @@ from costmodel.errors import AutotpError
 from passes.capture.attributes import faked
 from passes.capture.builder import CaptureError
 from passes.torch_internals import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
     TreeSpec,
     keystr,
     silent_fake_tensors,
@@ -258,11 +260,14 @@ def refusal(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], er
     except KeyboardInterrupt:
         raise
     except BaseException as own:  # models may end the process
-        if type(own) is type(error) and _essence(own)[:40] == essence[:40]:
+        unknown = isinstance(own, (DataDependentOutputException, DynamicOutputShapeException))
+        if type(own) is type(error) and _essence(own)[:40] == essence[:40] and not unknown:
             given = ", ".join(
-                f"{str(x.dtype)[6:]}{[*x.shape]}" for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+                f"{str(x.dtype)[6:]}{[*x.shape]} on {x.device}"
+                for x in tree_leaves((args, kwargs))
+                if isinstance(x, Tensor)
             )
-            tried = f"So does a plain call of the model: check the shapes and dtypes of its inputs, which are {given}"
+            tried = f"So does a plain call, on tensors without values: check its inputs, {given}. {tried}"
     return CaptureError(f"torch.export failed on {name}: {type(error).__name__}: {essence}\n{tried}")
 
 

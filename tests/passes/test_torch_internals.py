@@ -392,7 +392,7 @@ def test_functions_replaced():
 
     seen, early, x = [], (Double.apply, Triple.apply), torch.ones(1, requires_grad=True)
 
-    def instead(cls, apply, args, kwargs):
+    def instead(cls, apply, early, args, kwargs):
         if cls not in (Double, Triple):  # what torch makes to map one
             return apply(*args, **kwargs)
         seen.append(cls)
@@ -615,6 +615,8 @@ def test_every_name_has_a_test():
             names |= {each.asname or each.name for each in node.names if private}
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names.add(node.name)
+        elif isinstance(node, ast.AnnAssign):
+            names.add(node.target.id)
         elif isinstance(node, ast.Assign):
             names |= {each.id for target in node.targets for each in ast.walk(target) if isinstance(each, ast.Name)}
     assert {name for name in names if not name.startswith("_")} - {"FunctionMeta", "Inductor"} <= named

@@ -37,6 +37,54 @@ class Scaled(torch.autograd.Function):
         return 3 * ctx.scale * gradient * weight * x.cos(), None, (gradient * x).flatten(0, -2).sum(0), None
 
 
+class Named(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale=2.0):
+        ctx.scale = scale
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.scale * 10, None
+
+
+class NamedApart(torch.autograd.Function):
+    @staticmethod
+    def forward(x, scale=2.0):
+        return x * scale
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        with torch.no_grad():
+            ctx.scale = inputs[1]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.scale * 10, None
+
+
+@pytest.mark.parametrize("function", [Named.apply, NamedApart.apply, lambda *a, **k: Named.apply(*a, **k)])
+def test_arguments_by_keyword(function):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8).double(), nn.Linear(8, 8).double()
+
+        def forward(self, x):
+            return self.last(function(self.first(x), scale=5.0)).sum()
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(4, 8, dtype=torch.float64)
+    plan = autotp.plan(model, autotp.Topology.flat(2), (x,), strategy="data")
+    found = autotp.simulate(copy.deepcopy(model), plan, (x,))
+    ours = found(x)
+    torch.testing.assert_close(ours, model(x))
+    ours.backward()
+    model(x).backward()
+    for mine, theirs in zip(found.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
 class Straight(torch.autograd.Function):
     """In two parts, as torch's newer functions are."""
 
