@@ -56,7 +56,7 @@ from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputationError
 
-#: Attributes of ``nn.Module`` and ``fx.GraphModule`` that classes derived from them set or override.
+#: Attributes of ``nn.Module`` and ``fx.GraphModule`` that derived classes set or override; they are used everywhere.
 PROTECTED = frozenset(
     {
         *("_apply", "_buffers", "_get_name", "_modules", "_non_persistent_buffers_set", "_parameters", "_graph"),

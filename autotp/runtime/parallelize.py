@@ -142,9 +142,8 @@ def parallelize(
     if compile is not None:
         check_compile(compile)
     ways_to_draw(dropout, torch.device("cpu"))
-    for name, each in (("broadcast", broadcast), ("debug", debug)):
-        if not isinstance(each, bool):
-            raise AutotpError(f"{name}={shown(each)}: give True or False")
+    require(broadcast, bool, "broadcast", "True or False")
+    require(debug, bool, "debug", "True or False")
     if initialise is not None and not callable(initialise):
         raise AutotpError(f"initialise={shown(initialise)}: give a function of a module, or None")
     if not (topology is None or isinstance(topology, (str, os.PathLike, Topology))):

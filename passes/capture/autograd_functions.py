@@ -30,6 +30,7 @@ from passes.capture.checkpoints import Regions
 from passes.torch_internals import (
     PyTree,
     TorchDispatchMode,
+    TreeSpec,
     enter_inference_mode,
     functions_replaced,
     reparametrize_module,
@@ -62,8 +63,8 @@ class Lost(AutotpError):
 class _Call:
     """A function with the arguments of one call, but for the tensors among them."""
 
-    def __init__(self, apply: Callable, function: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        leaves, self.spec = tree_flatten((list(args), dict(kwargs)))
+    def __init__(self, apply: Callable, function: type, leaves: Sequence[Any], spec: TreeSpec) -> None:
+        self.spec = spec
         self.apply, self.function = apply, function
         self.leaves = [_HERE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         modules = nn.ModuleList(leaf for leaf in self.leaves if isinstance(leaf, nn.Module))
@@ -217,12 +218,12 @@ def kept_whole(regions: Regions) -> Iterator[None]:
     register, begin = Tensor.register_hook, torch.inference_mode.__enter__
 
     def applied(cls: type, apply: Callable, early: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        call = _Call(apply, cls, args, kwargs)
+        given, spec = tree_flatten((list(args), dict(kwargs)))
+        call = _Call(apply, cls, given, spec)
         if cls is CheckpointFunction:  # runs it without gradients, and again with them
             if early:
                 raise Lost("CheckpointFunction.apply was taken from its class: call torch.utils.checkpoint.checkpoint")
-            run, _, *given = args
-            return _checkpointed(regions, run, given)
+            return _checkpointed(regions, args[0], args[2:])
         if cls.__module__.partition(".")[0] == "torch" or cls is _WithState or _HERE not in call.leaves:
             return apply(*args, **kwargs)
         if any(callable(leaf) and not isinstance(leaf, nn.Module) for leaf in call.leaves):
@@ -232,7 +233,6 @@ def kept_whole(regions: Regions) -> Iterator[None]:
                 "strings"
             )
         name = _registered(call)
-        given = tree_leaves((list(args), dict(kwargs)))
         operands = [*(leaf for leaf in given if isinstance(leaf, Tensor)), *call.operands]
         return _CALLS[name].whole(torch.ops.autotp.function(operands, name))
 

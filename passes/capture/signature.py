@@ -197,8 +197,9 @@ def example(
         if not kwargs and inspect.signature(model.forward).parameters:
             raise AutotpError(f"{type(model).__name__}: no example inputs; pass args=(...) or kwargs={{...}} as in a call")
     try:
-        args, kwargs = _with_defaults(inspect.signature(model.forward), args, kwargs or {})
-        flat(inspect.signature(model.forward), args, kwargs)
+        parameters = inspect.signature(model.forward)
+        args, kwargs = _with_defaults(parameters, args, kwargs or {})
+        flat(parameters, args, kwargs)
     except TypeError as error:
         raise AutotpError(f"{type(model).__name__}: the example inputs do not fit forward: {error}") from None
     meta = any(p.is_meta for p in model.parameters())
