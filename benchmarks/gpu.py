@@ -138,10 +138,12 @@ GPUs). A slowdown is how many times longer operators of a kind take than by the 
 A step is forward, backward and fused AdamW, with weights in bfloat16 and sequences of {SETTINGS[0].tokens} tokens:
 medians of {TIMED}. Allocated bytes are `torch.cuda.max_memory_allocated` of those steps. The plain model recomputes whole
 blocks by `gradient_checkpointing_enable`. Models are transformers' own, unmodified. Under `torch.compile`, as under any
-tracer, they write their causal masks out, which makes attention slow; autotp recognises such masks, and is ahead.
+tracer, they write their causal masks out, which makes attention slow; autotp recognises such masks.
 
 {table(header, rows)}
-`torch.compile` computes element-wise operators of the forward pass again in the backward pass, and allocates less.
+`torch.compile` computes element-wise operators of the forward pass again in the backward pass: it allocates less, and is
+ahead where there are many of them, as in GPT-2, whose GELU is written out. autotp recomputes where it is asked to, or where
+memory is short.
 
 ## Exactness
 

@@ -54,7 +54,7 @@ COVERING = [
     ("vit", "atp", (2, 2, 2)),
     *(
         (name, strategy, mesh)
-        for name in ("unet", "gpt2", "llama", "bert", "vit")
+        for name in ("gpt2", "unet", "llama", "bert", "vit")
         for strategy, mesh in (
             ("summa-2d", (2, 2)),
             ("tesseract-2.5d", (2, 2, 2)),
@@ -101,12 +101,12 @@ PANELLED = [
 OVERLAPPED = [
     ("gpt2", "auto", (2, 2), {}),
     ("resnet", "data", (4,), {"batch": 2}),
+    ("llama", "tensor3d", (2, 2), {"batch": 2, "rows": 2}),
     ("unet", "megatron-1d", (4,), {"batch": 2, "rows": 2}),
     ("bert", "zero3", (4,), {"batch": 2}),
     ("gpt2", "data", (4,), {"batch": 2}),
     ("gpt2", "summa-2d", (2, 2), {"rows": 2}),
     ("llama", "megatron-1d", (2, 2), {"rows": 2}),
-    ("llama", "tensor3d", (2, 2), {"batch": 2, "rows": 2}),
     ("llama", "tesseract-2.5d", (2, 2, 2), {"batch": 2}),
     ("bert", "megatron-sp", (2, 2), {"batch": 4}),
     ("vit", "atp", (2, 2), {"batch": 4}),
@@ -122,9 +122,9 @@ OVERLAPPED = [
 #: Recomputation, run as autograd orders it (chunks None) or overlapped: (model, strategy, mesh, chunks, way).
 RECOMPUTED = [
     ("llama", "data", (4,), None, "full"),
+    ("gpt2", "megatron-sp", (2, 2), {}, "full"),
     ("unet", "megatron-1d", (4,), {}, "full"),
     ("gpt2", "zero3", (4,), None, "selective"),
-    ("gpt2", "megatron-sp", (2, 2), {}, "full"),
     ("llama", "tensor3d", (2, 2), {"batch": 2}, "selective"),
     ("llama", "3d", (2, 2, 2), {}, "full"),
     ("bert", "auto", (2, 2, 2), {"rows": 2}, "full"),

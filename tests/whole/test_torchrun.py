@@ -64,13 +64,13 @@ def test_three_steps_on_a_gpu(torchrun, model, strategy):
     ("processes", "cases"),
     thinned(
         [
-            (2, "accumulate checkpoints own_gradients uneven_chunks observed written"),
-            (2, "as_eager:overlapped programs"),
-            (2, "special:dropout,local_inputs,orders,hooks,state"),
-            (2, "special:destroyed"),  # looks at how the process ends
-            (2, "pretrained:round_trip,errors"),
-            (2, "trainer:losses,resume"),
+            (2, "accumulate checkpoints own_gradients uneven_chunks special:dropout,local_inputs,orders,hooks,state"),
+            (2, "written as_eager:overlapped programs:parts_of_the_batch,rows_of_the_batch,as_with_other_modules"),
+            (2, "trainer:losses pretrained:errors programs:ranks_disagree"),
             (4, "staged special:collectives,resting"),
+            (2, "programs observed"),
+            (2, "pretrained:round_trip trainer:resume"),
+            (2, "special:destroyed"),  # looks at how the process ends
             (1, "as_eager own_gradients"),
             (2, "as_eager"),
             (2, "precision"),
@@ -81,7 +81,7 @@ def test_three_steps_on_a_gpu(torchrun, model, strategy):
             (4, "observed"),
             (8, "special:short_dims"),
         ],
-        first=7,
+        first=4,
     ),
 )
 def test_a_distributed_module_does_what_the_model_does(torchrun, processes, cases):

@@ -13,6 +13,7 @@ from importlib import resources
 
 import pytest
 import torch
+from thinned import thinned
 from torch import nn
 
 import autotp
@@ -203,7 +204,9 @@ def test_output_that_cannot_be_written(place, monkeypatch):
     assert ended.stderr == "error: the output cannot be written: No space left on device\n"
 
 
-@pytest.mark.parametrize("words", [["topology"], ["--version"], ["plan", "--topology", "cpu", "--model", "config.json"]])
+@pytest.mark.parametrize(
+    "words", thinned([["--version"], ["topology"], ["plan", "--topology", "cpu", "--model", "config.json"]], 3, whole=True)
+)
 def test_closed_output(place, words):
     command = f"{sys.executable} -m autotp {' '.join(words)} >&-"
     ended = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, check=False, cwd=place)
