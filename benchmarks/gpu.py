@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import autotp
-from benchmarks.gpu_steps import EXACT, QUICK, SETTINGS, TIMED, Setting, Step, exactness, language_model, steps
+from benchmarks.gpu_steps import EXACT, QUICK, SELECTIVE, SETTINGS, TIMED, Setting, Step, exactness, language_model, steps
 from benchmarks.tables import command, table
 from costmodel import Topology
 
@@ -69,10 +69,9 @@ def rows_of(found: Sequence[Step], settings: Sequence[Setting], topologies: Sequ
             model, batch = language_model(setting)
         compiled = next((one.seconds for one in mine if one.way == "torch.compile"), None)
         for one in mine:
+            recompute = SELECTIVE if one.way.endswith(SELECTIVE) else setting.recompute
             plans = [
-                autotp.plan(
-                    model, each, (batch,), recompute=setting.recompute, compile=one.way.endswith("compiled"), mesh=(1,)
-                )
+                autotp.plan(model, each, (batch,), recompute=recompute, compile="compiled" in one.way, mesh=(1,))
                 for each in (topologies if one.way.startswith("autotp") else ())
             ]
             ratios = [f"{plan.predicted.step_seconds / one.seconds:.2f}" for plan in plans] or [""] * len(topologies)

@@ -30,6 +30,7 @@ from costmodel import Topology
 WARM_UP, TIMED = 3, 10
 FAMILIES = ("data", "zero3", "megatron-1d", "megatron-sp", "summa-2d", "tensor3d", "auto")
 EXACT = ("decoder", "unet")
+SELECTIVE = "selective"  # to recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ def ways(
             made.model.gradient_checkpointing_enable({"use_reentrant": False})
         return torch.compile(made) if compile else made  # type: ignore[return-value]
 
-    def parallel(compile: bool) -> nn.Module:
+    def parallel(compile: bool, recompute: str) -> nn.Module:
         there = copy.deepcopy(model).to(batch.device)
         made: nn.Module = autotp.parallelize(there, topology, (batch,), recompute=recompute, compile=compile)
         return made
@@ -167,7 +168,9 @@ def ways(
     for compile in (False, True):
         if not compile or not unavailable(batch.device):
             yield "torch.compile" if compile else "eager", functools.partial(plain, compile)
-            yield "autotp, compiled" if compile else "autotp", functools.partial(parallel, compile)
+            yield "autotp, compiled" if compile else "autotp", functools.partial(parallel, compile, recompute)
+            if compile and recompute == "none":  # as torch.compile does
+                yield f"autotp, compiled, {SELECTIVE}", functools.partial(parallel, compile, SELECTIVE)
 
 
 def exactness(names: Sequence[str], device: torch.device) -> list[list[str]]:
