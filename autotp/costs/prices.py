@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -68,12 +68,15 @@ class Prices:
         self.fused = fused or {}
         self.topology, self.devices, self.train, self.optimizer = topology, mesh, train, optimizer
         self.mesh, self.together, self.accumulate = (*mesh, *chunks), together, accumulate
+        self.link = lru_cache(maxsize=None)(partial(topology.link, mesh))
         self.collective = lru_cache(maxsize=None)(self._collective)
         self.moving = lru_cache(maxsize=None)(self._moving)
         self.moved = lru_cache(maxsize=None)(self._moved)
-        self.contention = lru_cache(maxsize=None)(self._contention)
+        self.known: dict[Hashable, np.ndarray] = {}  # what is asked for again with other weights
         self.shares = lru_cache(maxsize=None)(self._shares)
-        self.latency = lru_cache(maxsize=None)(self._latency)
+        # Seconds of a collective without any bytes, which is waiting and takes nobody's time: one, and in stages if less.
+        self.latency = lru_cache(maxsize=None)(lambda kind, axes: float(self.alone(kind, axes, np.ones(1))[0]))
+        self.least = lru_cache(maxsize=None)(lambda kind, axes: float(self.spent(kind, axes, np.ones(1))[0, 0]))
         self.operator = lru_cache(maxsize=None)(self._operator)
 
     @property
@@ -81,18 +84,10 @@ class Prices:
         """The share of what is held at a moment that a schedule may hold besides."""
         return _SPARE if self.together > 0 else 0.0
 
-    def _contention(self, kind: str, axes: tuple[int, ...]) -> float:
-        """The share of a collective's seconds over ``axes`` that takes compute time from the device."""
-        return self.topology.link(self.devices, axes, kind).contention
-
     def _shares(self, kind: str, axes: tuple[int, ...]) -> np.ndarray:
         """Of a second of a collective over ``axes``: 1, its bytes' share of the device's time, and of each level's."""
-        busy = self.topology.link(self.devices, axes, kind).busy
-        return np.array([1.0, self.contention(kind, axes), *(busy.get(level.name, 0.0) for level in self.topology.levels)])
-
-    def _latency(self, kind: str, axes: tuple[int, ...]) -> float:
-        """Seconds of a collective without any bytes, which is waiting and takes nobody's time."""
-        return float(self.alone(kind, axes, np.ones(1))[0])
+        link = self.link(axes, kind)
+        return np.array([1.0, link.contention, *(link.busy.get(level.name, 0.0) for level in self.topology.levels)])
 
     def _collective(self, kind: str, axes: tuple[int, ...], volume: float, parameter: bool = False) -> tuple[float, float]:
         """(seconds, bytes received) of one collective; ``volume`` is in bytes of the larger tensor on one device."""
@@ -114,6 +109,12 @@ class Prices:
             ``[2 + levels, ...]`` seconds: of communicating; of those that take compute time; and for every level of
             the network, innermost first, those in which it is occupied.
         """
+        key = kind, axes, parameter, volumes.shape, volumes.tobytes()
+        if key not in self.known:
+            self.known[key] = self._spent(kind, axes, volumes, parameter)
+        return self.known[key]
+
+    def _spent(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray, parameter: bool) -> np.ndarray:
         found = self.at_once(kind, axes, volumes, parameter)
         if not self.together:
             return found
@@ -122,7 +123,7 @@ class Prices:
             found = np.where(staged[0] < _STAGED * found[0], staged, found)
         if not parameter:
             return found
-        latency = np.minimum(self.spent(kind, axes, np.ones(1))[0], found[0])  # of less than a byte, where there is none
+        latency = np.minimum(self.least(kind, axes), found[0])  # of less than a byte, where there is none
         merged = np.asarray(overlap.merged(found[0], latency, volumes / self.together))
         share = np.divide(merged, found[0], out=np.ones_like(merged), where=found[0] > 0)
         taken = found[1]  # fewer messages are no fewer bytes
@@ -142,15 +143,14 @@ class Prices:
         alone = self.alone(kind, axes, volumes)
         found = np.multiply.outer(self.shares(kind, axes), alone)
         latency = np.minimum(alone, self.latency(kind, axes))
-        found[1] = self.contention(kind, axes) * (alone - latency)
+        found[1] = self.shares(kind, axes)[1] * (alone - latency)
         if not parameter and self.topology.library in _DRIVEN:
             found[1] += latency
         return np.asarray(found)
 
     def alone(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
         """Seconds of one collective over ``axes``, not in stages, for many sizes in bytes."""
-        link = self.topology.link(self.devices, axes, kind)
-        return np.asarray(collectives.of_link(kind, volumes, link, self.topology.library))
+        return np.asarray(collectives.of_link(kind, volumes, self.link(axes, kind), self.topology.library))
 
     def in_stages(self, axes: tuple[int, ...], volumes: np.ndarray, parameter: bool = False) -> np.ndarray:
         """``spent`` by an all_reduce that goes over the last axis first; see `passes.overlap.stage`."""
