@@ -165,6 +165,8 @@ def find_factory(spec: str) -> Callable[..., Any]:
     file, _, options = spec.partition(".json")
     if os.path.isfile(f"{file}.json") or spec.endswith(".json"):
         return configured(Path(f"{file}.json"), _options_of(spec, options))
+    if options.startswith(":"):
+        raise ModelSpecError(f"--model {shown(spec)}: there is no file {shown(f'{file}.json')}")
     where, _, attribute = spec.rpartition(":")
     if not where or not attribute.isidentifier():
         raise ModelSpecError(
@@ -257,8 +259,8 @@ def topologies(incomplete: str) -> list[str]:
 
 def mesh_of(text: str) -> tuple[int, ...]:
     """Parses ``--mesh``, such as ``2,2`` or ``2x2``."""
-    what = f"--mesh {shown(text)}: a size (expected those of the mesh axes, outermost first, such as 2,2)"
-    sizes = text.replace("x", ",").split(",")
+    what = f"--mesh {shown(text)}: a size (expected those of the mesh axes, outermost first, such as 2,2 or 2x2)"
+    sizes = text.split("x" if "x" in text and "," not in text else ",")
     if len(sizes) > len(AXIS_NAMES):
         raise AutotpError(f"--mesh {shown(text)}: a mesh has at most {len(AXIS_NAMES)} axes, not {len(sizes)}")
     return tuple(whole_of(size, what, most=MOST_DEVICES) for size in sizes)

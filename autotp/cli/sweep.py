@@ -118,7 +118,7 @@ def _loader(factory: Callable[..., Any], spec: str) -> Callable[..., Any]:
 
 
 def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+    return [word.strip() for word in text.split(",")] if text.strip() else []
 
 
 def _count(word: str) -> int:

@@ -39,10 +39,11 @@ _log = logging.getLogger("autotp.compile")
 
 #: Arguments in which ranks may differ: rank 0 has the plan, and the rest is checked with the graphs.
 _OWN = ("model", "topology", "args", "kwargs", "plan", "initialise")
-#: Attribute of a parameter that a distributed module has another for: the parameter's id, which no copy of it has.
+#: Attribute of a parameter that a distributed module has another for: its id, which no copy of it has, and its model's.
 _REPLACED = "_autotp_replaced"
 
 
+@torch.inference_mode(False)
 def parallelize(
     model: nn.Module,
     topology: Topology | str | None = None,
@@ -228,10 +229,24 @@ def parallelize(
             inputs=inputs,
             agreement=agreement,
         )
-    for parameter in model.parameters():
-        setattr(parameter, _REPLACED, id(parameter))
+    for name, parameter in model.named_parameters():
+        own, holder = getattr(parameter, _REPLACED, (0, 0))
+        if own == id(parameter) and holder != id(model) and holder in _distributed().values():
+            _log.warning(
+                "%s is a parameter of another model, too, which was distributed: each has one of its own now, which are "
+                "trained apart; to share it, distribute one module that has both models",
+                name,
+            )
+        setattr(parameter, _REPLACED, (id(parameter), id(model)))
+    _distributed()[made] = id(model)
     _sound_optimizers().clear()
     return made
+
+
+@functools.cache
+def _distributed() -> weakref.WeakKeyDictionary[nn.Module, int]:
+    """Distributed module -> the id of the model that it was made of."""
+    return weakref.WeakKeyDictionary()
 
 
 def _join() -> None:
@@ -284,7 +299,7 @@ def _sound_optimizers() -> weakref.WeakSet[Optimizer]:
         if optimizer in sound:
             return
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        replaced = any(getattr(each, _REPLACED, None) == id(each) for each in held)
+        replaced = any(getattr(each, _REPLACED, (0, 0))[0] == id(each) for each in held)
         if replaced and all(each.grad is None for each in held):
             raise AutotpError(
                 "the optimizer has the parameters of the model that was distributed, not those of the distributed module, "

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from costmodel.errors import AutotpError, require, shown
 from passes.capture.attributes import in_python
 from passes.capture.builder import CaptureError, operator_name
-from passes.capture.signature import overlap, reach
+from passes.capture.signature import overlap, reach, require_dense
 from passes.torch_internals import (
     DisableTorchFunction,
     FakeTensor,
@@ -49,6 +49,7 @@ __all__ = [
     "looking",
     "refuse_hooks",
     "refuse_seeds",
+    "refuse_sparse",
     "require_plain",
     "warn_of_changes",
 ]
@@ -93,6 +94,8 @@ def require_plain(model: nn.Module, args: Any = (), kwargs: Any = None) -> None:
             "super().__init__() called, and are all parts modules with names?"
         ) from error
     for path, module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise AutotpError(f"{path or 'the model'} is a module of torch.jit, which cannot be captured: {given}")
         if isinstance(module, _WRAPPERS):
             raise AutotpError(f"{path or 'the model'} is wrapped by {type(module).__name__}, which distributes it: {given}")
     for path, tensor in state:
@@ -104,8 +107,20 @@ def require_plain(model: nn.Module, args: Any = (), kwargs: Any = None) -> None:
             raise AutotpError(
                 f"{path} has no shape yet: call the model once, with inputs like those that it is planned for"
             )
+        require_dense(tensor, f"{path} is")
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise AutotpError(f"{path} was made under torch.inference_mode(): make the model outside, or under no_grad()")
         if isinstance(tensor, DTensor):
             raise AutotpError(f"the model is distributed already, as its {path} is a DTensor: use it as it is, or {given}")
+
+
+def refuse_sparse(model: nn.Module, exported: fx.GraphModule) -> None:
+    """Refuses graphs with tensors that are not dense."""
+    for graph in [each.graph for each in exported.modules() if isinstance(each, fx.GraphModule)]:
+        for node in graph.nodes:
+            for value in tree_leaves(node.meta.get("val")):
+                if isinstance(value, Tensor):
+                    require_dense(value, f"{type(model).__name__}: {node.name} is")
 
 
 def check_memory(model: nn.Module) -> None:

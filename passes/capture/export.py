@@ -184,6 +184,7 @@ def _captured(
             program, moments, left, anew, seen = _export(model, args, kwargs, observe)
     out_spec = program.call_spec.out_spec.child(0) if observe else program.call_spec.out_spec
     exported = program.graph_module
+    checks.refuse_sparse(model, exported)
     values = {n.name: n.meta.get("val") for n in exported.graph.nodes if n.op == "placeholder"}
     names = _Names(model, program, values, args, kwargs, seen.parameters.values())
 

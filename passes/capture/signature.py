@@ -153,12 +153,17 @@ def dense(tensor: Tensor) -> Tensor:
     Raises:
         AutotpError: it is sparse or nested.
     """
+    require_dense(tensor, "a call has")
+    return tensor.resolve_conj().resolve_neg()
+
+
+def require_dense(tensor: Tensor, what: str) -> None:
+    """Refuses tensors that are no rectangles of numbers in memory; ``what`` has them, for the message."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise AutotpError(
-            f"a call has a tensor with layout {tensor.layout}, sparse or nested; graphs are planned for dense ones: pass "
+            f"{what} a tensor with layout {tensor.layout}, sparse or nested; graphs are planned for dense ones: pass "
             "its parts, such as indices and values, or to_dense()"
         )
-    return tensor.resolve_conj().resolve_neg()
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:

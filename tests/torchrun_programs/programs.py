@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from unittest import TestCase
 
 import pytest
 import torch
@@ -419,6 +420,17 @@ def as_with_other_modules():
             again(nn.parallel.DistributedDataParallel(Shared().double()), autotp.Topology.local(), (x,))
         with pytest.raises(autotp.AutotpError, match="wrapped by torch.compile: give the model"):
             again(torch.compile(model), autotp.Topology.local(), (x,))
+    with TestCase().assertLogs("autotp") as said:
+        autotp.parallelize(nn.Sequential(model), None, (x,), strategy="zero3", mesh=(ranks,))
+    assert any("0.query.weight is a parameter of another model, too" in line for line in said.output), said.output
+    fresh = copy.deepcopy(model)
+    with torch.inference_mode():
+        within = autotp.parallelize(fresh, None, (x,), strategy="zero3", mesh=(ranks,))
+        torch.testing.assert_close(within(x[: len(x) // 2]), model(x[: len(x) // 2]), **SIX)
+        made = nn.Linear(8, 8)
+        with pytest.raises(autotp.AutotpError, match=r"weight was made under torch.inference_mode\(\)"):
+            autotp.parallelize(made, None, (torch.ones(4, 8),))
+    within(x).sum().backward()
     inside = nn.Sequential(parallel)
     for whole in (parallel, inside):
         for trace in (torch.export.export, torch.jit.trace, lambda module, _: torch.fx.symbolic_trace(module)):

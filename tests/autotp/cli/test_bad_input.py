@@ -79,6 +79,44 @@ def test_inputs_that_are_not_dense(kind):
         autotp.simulate(model, plan, (x,))(getattr(x, kind)())
 
 
+class _Sparse(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.kind = nn.Linear(4, 4), kind
+        if kind == "buffer":
+            self.register_buffer("links", torch.eye(4).to_sparse())
+        self.fixed = torch.eye(4).to_sparse()
+
+    def forward(self, x):
+        x = self.layer(x)
+        return {
+            "buffer": lambda: torch.sparse.mm(self.links, x),
+            "attribute": lambda: torch.sparse.mm(self.fixed, x),
+            "inside": lambda: x.to_sparse().to_dense(),
+            "output": lambda: x.to_sparse(),
+        }[self.kind]()
+
+
+@pytest.mark.parametrize("kind", ["buffer", "attribute", "inside", "output"])
+def test_models_that_are_not_dense(kind):
+    with pytest.raises(autotp.AutotpError, match=r"is a tensor with layout torch.sparse_coo"):
+        autotp.plan(_Sparse(kind), autotp.Topology.flat(2), (torch.ones(4, 4),))
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.jit.trace(model, torch.ones(2, 4))])
+def test_modules_of_torchscript(make):
+    with pytest.warns(DeprecationWarning):
+        made = make(nn.Linear(4, 4))
+    for model, path in ((made, "the model"), (nn.Sequential(made), "0")):
+        with pytest.raises(autotp.AutotpError, match=f"^{path} is a module of torch.jit"):
+            autotp.plan(model, autotp.Topology.flat(2), (torch.ones(2, 4),))
+
+
+def test_inference_has_nothing_to_recompute():
+    with pytest.raises(autotp.AutotpError, match="recompute=full, but mode 'inference' has no backward pass"):
+        autotp.plan(nn.Linear(4, 4), autotp.Topology.flat(2), (torch.ones(2, 4),), mode="inference", recompute="full")
+
+
 def test_numbers_of_numpy_can_be_written():
     sizes = {
         "mesh": [np.int64(2), np.int64(2)],

@@ -186,7 +186,7 @@ def test_the_command_line_refuses_it_at_once(place, monkeypatch, capsys, line):
     took, said = time.process_time() - begin, capsys.readouterr()
     assert ended.value.code == 2 and not said.out
     assert said.err.startswith("error: ") and len(said.err) < 10_000
-    assert took < 1
+    assert took < 5, "a tenth of a second on a quiet machine; what does not end takes minutes"
 
 
 def test_a_model_of_too_many_parts_is_not_made(place, monkeypatch, capsys):
