@@ -139,8 +139,6 @@ class Options:
         check_accumulate(self.accumulate)
         if self.accumulate > 1 and self.mode != "train":
             raise AutotpError(f"accumulate={self.accumulate}, but mode {self.mode!r} has no gradients; leave it out")
-        if self.recompute not in ("auto", "none") and self.mode != "train":
-            raise AutotpError(f"recompute={self.recompute}, but mode {self.mode!r} has no backward pass; leave it out")
         self._check_mesh()
         if self.memory is not None and not (isinstance(self.memory, float) and self.memory == math.inf):
             figure(self.memory, "memory", positive=True)

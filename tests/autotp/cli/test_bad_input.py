@@ -112,11 +112,6 @@ def test_modules_of_torchscript(make):
             autotp.plan(model, autotp.Topology.flat(2), (torch.ones(2, 4),))
 
 
-def test_inference_has_nothing_to_recompute():
-    with pytest.raises(autotp.AutotpError, match="recompute=full, but mode 'inference' has no backward pass"):
-        autotp.plan(nn.Linear(4, 4), autotp.Topology.flat(2), (torch.ones(2, 4),), mode="inference", recompute="full")
-
-
 def test_numbers_of_numpy_can_be_written():
     sizes = {
         "mesh": [np.int64(2), np.int64(2)],
