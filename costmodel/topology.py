@@ -305,8 +305,7 @@ def _wholes(numbers: Sequence[int], what: str) -> tuple[int, ...]:
     instead = "whole numbers, such as (2, 4)"
     require(numbers, Sequence, what, instead)
     for one in numbers:
-        if not isinstance(one, Integral):
-            require(one, Integral, f"{what}: {shown(numbers)}: a number", instead)
+        require(one, Integral, f"{what}: {shown(numbers)}: a number", instead)
     return tuple(map(int, numbers))
 
 

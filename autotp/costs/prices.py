@@ -65,14 +65,14 @@ class Prices:
         accumulate: int = 1,
         fused: Mapping[fx.Node, Fused] | None = None,
     ) -> None:
-        self.fused = fused or {}
         self.topology, self.devices, self.train, self.optimizer = topology, mesh, train, optimizer
-        self.mesh, self.together, self.accumulate = (*mesh, *chunks), together, accumulate
+        self.mesh, self.together, self.accumulate, self.fused = (*mesh, *chunks), together, accumulate, fused or {}
         self.link = lru_cache(maxsize=None)(partial(topology.link, mesh))
         self.collective = lru_cache(maxsize=None)(self._collective)
         self.moving = lru_cache(maxsize=None)(self._moving)
         self.moved = lru_cache(maxsize=None)(self._moved)
         self.known: dict[Hashable, np.ndarray] = {}  # what is asked for again with other weights
+        self.contention = lru_cache(maxsize=None)(lambda kind, axes: self.link(axes, kind).contention)
         self.shares = lru_cache(maxsize=None)(self._shares)
         # Seconds of a collective without any bytes, which is waiting and takes nobody's time: one, and in stages if less.
         self.latency = lru_cache(maxsize=None)(lambda kind, axes: float(self.alone(kind, axes, np.ones(1))[0]))
@@ -86,8 +86,8 @@ class Prices:
 
     def _shares(self, kind: str, axes: tuple[int, ...]) -> np.ndarray:
         """Of a second of a collective over ``axes``: 1, its bytes' share of the device's time, and of each level's."""
-        link = self.link(axes, kind)
-        return np.array([1.0, link.contention, *(link.busy.get(level.name, 0.0) for level in self.topology.levels)])
+        busy = self.link(axes, kind).busy
+        return np.array([1.0, self.contention(kind, axes), *(busy.get(level.name, 0.0) for level in self.topology.levels)])
 
     def _collective(self, kind: str, axes: tuple[int, ...], volume: float, parameter: bool = False) -> tuple[float, float]:
         """(seconds, bytes received) of one collective; ``volume`` is in bytes of the larger tensor on one device."""
@@ -143,7 +143,7 @@ class Prices:
         alone = self.alone(kind, axes, volumes)
         found = np.multiply.outer(self.shares(kind, axes), alone)
         latency = np.minimum(alone, self.latency(kind, axes))
-        found[1] = self.shares(kind, axes)[1] * (alone - latency)
+        found[1] = self.contention(kind, axes) * (alone - latency)
         if not parameter and self.topology.library in _DRIVEN:
             found[1] += latency
         return np.asarray(found)

@@ -125,7 +125,7 @@ def enough(kind: str, axes: tuple[int, ...], total: float, prices: Prices, spare
     nothing = float(prices.collective(kind, axes, 1.0)[0])
     if nothing and not math.isinf(total):
         alone = float(prices.collective(kind, axes, factor * total)[0])
-        return min(most, total / float(messages(max(alone, nothing), nothing, prices.shares(kind, axes)[1])))
+        return min(most, total / float(messages(max(alone, nothing), nothing, prices.contention(kind, axes))))
     size = min(2.0**10, most)
     while size < most and nothing > LATENCY_SHARE * float(prices.collective(kind, axes, factor * size)[0]):
         size *= 2
@@ -138,7 +138,7 @@ def hiding(
     """Of sending so many bytes of one device's parts: see `passes.overlap.bucket.Hiding` (and `enough`)."""
     nothing = float(prices.collective(kind, axes, 1.0)[0])
     alone = float(prices.collective(kind, axes, _factor(kind, axes, prices) * total)[0])
-    hidden = (1 - prices.shares(kind, axes)[1]) * max(0.0, alone - nothing)
+    hidden = (1 - prices.contention(kind, axes)) * max(0.0, alone - nothing)
     return hidden, nothing, _most(kind, axes, prices, spare)
 
 
