@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -140,8 +141,12 @@ _EMPTY = Note()
 
 def cast_of(node: fx.Node) -> Cast:
     """The dtypes in which a captured tensor rests, moves and has its gradient summed: one, but under a precision."""
-    dtype = node.meta["val"].dtype
-    return note_of(node).cast or Cast(dtype, dtype, dtype)
+    return note_of(node).cast or _one(node.meta["val"].dtype)
+
+
+@cache
+def _one(dtype: torch.dtype) -> Cast:
+    return Cast(dtype, dtype, dtype)
 
 
 def emit(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:

@@ -1,4 +1,4 @@
-"""The integer program of a model on one mesh: a structure, masked and priced.
+"""The integer program of a model on one mesh: a structure, masked and priced, and then weighted.
 
 Operators, parameters and the model's outputs are nodes; inputs, buffers and constants are nodes with one choice. Tied
 (folded) nodes become one node whose costs are those of all its copies.
@@ -7,7 +7,7 @@ Operators, parameters and the model's outputs are nodes; inputs, buffers and con
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autotp.costs.prices import Prices
-from autotp.planner.choices import Choice, Edge, Needs, Rest
+from autotp.planner.choices import Choice, Edge, Needs, Rest, kept_inside
 from autotp.planner.ilp import NEVER, Deadline, Node, Problem, Tensor, Use
 from autotp.planner.structure import Structure
 from autotp.plans.constraints import Requirement
@@ -23,11 +23,10 @@ from costmodel.overlap import Weight, Weights
 from passes.layouts.codes import PARTIAL, WHOLE, decode, fitting, local_elements, restoring
 from passes.layouts.layout import Layout
 from passes.layouts.reshard_matrix import Collective, Tariff
-from passes.rules.shapes import operands_of, results_of
-from passes.rules.table import kept_besides
+from passes.rules.shapes import results_of
 from passes.strategies.strategy import Strategy, whole_layout
 
-__all__ = ["EVEN", "Assembled", "assemble", "kept_inside", "parts_of"]
+__all__ = ["EVEN", "Assembled", "Assembly", "assemble"]
 
 #: Nothing is hidden: a second is a second.
 EVEN = Weights()
@@ -101,80 +100,78 @@ def assemble(
     Raises:
         Expired: the deadline passed before the program was complete.
     """
-    return _Assembly(structure, prices, panelled, weights, deadline).run()
+    key = prices, panelled, structure.chosen.family.scatters
+    if key not in structure.last:
+        structure.last.clear()  # they are large, and a mesh is mostly asked for several times in a row
+        structure.last[key] = Assembly(structure, prices, panelled, deadline)
+    return structure.last[key].weighted(weights, deadline)
 
 
-def kept_inside(choice: Choice, mesh: tuple[int, ...]) -> np.ndarray:
-    """Bytes that an operator's strategies keep for the backward pass besides operands and results, ``[S]``."""
-    space, operator = choice.space, choice.space.operator
-    operands, found = operands_of(operator.node), parts_of(choice, choice.kept.besides, mesh)
-    besides = kept_besides(operator.node)
-    if operator.rule is None or not besides or not choice.gradient:
-        return found
-    inside = space.axes_of(operator.rule.inner).any(axis=-1)
-    first = operands[0].meta["val"]
-    size = local_elements(tuple(first.shape), space.wants[0], mesh) * first.element_size()
-    return np.where(inside, besides * size, found)
+#: Seconds as some weights count them; infinite where something does not exist.
+Weighted = Callable[[Weights], np.ndarray]
 
 
-def parts_of(choice: Choice, parts: Sequence[tuple[int, float]], mesh: tuple[int, ...]) -> np.ndarray:
-    """Bytes of so many for each element of operands, or (-1) of the first result, of an operator's strategies, ``[S]``."""
-    space, found = choice.space, np.zeros(len(choice.space.serves))
-    for position, size in parts:
-        node = space.operator.node
-        tensor = results_of(node)[0] if position < 0 else operands_of(node)[position].meta["val"]
-        rows = space.results[0] if position < 0 else space.wants[position]
-        found += size * local_elements(tuple(tensor.shape), rows, mesh)
-    return found
+@dataclass(frozen=True, slots=True, eq=False)
+class _Moves:
+    """What is known of a tensor's reshards whatever seconds count; see `Tensor`.
+
+    ``regather``: ``[H, W]``, which are repeated for the backward pass; ``barred``: which do not exist; None: all do.
+    """
+
+    regather: np.ndarray
+    memory: np.ndarray
+    temporary: np.ndarray
+    barred: np.ndarray | None
+    uses: tuple[Use, ...]
 
 
-class _Assembly:
-    def __init__(
-        self,
-        structure: Structure,
-        prices: Prices,
-        panelled: bool,
-        weights: Weights,
-        deadline: Deadline,
-    ) -> None:
-        self.deadline = deadline
+class Assembly:
+    """The integer program of a structure on the mesh of ``prices``, but for what seconds count; see `assemble`.
+
+    Raises:
+        Expired: the deadline passed before all was known.
+    """
+
+    def __init__(self, structure: Structure, prices: Prices, panelled: bool, deadline: Deadline) -> None:
         self.structure, self.prices, self.panelled = structure, prices, panelled
-        self.weights = weights
         self.mesh = prices.mesh
-        self.kinds = {weights.forward, weights.backward, weights.reductions}
-        self.by_key: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+        self.by_key: dict[object, tuple[Weighted, np.ndarray]] = {}
         self.kept: dict[int, np.ndarray] = {}
+        for node, choice, _ in structure.nodes:
+            deadline.check()
+            if choice is not None and (key := self.key(node, choice)) not in self.by_key:
+                work = self.strategies(choice, key[1]) if isinstance(choice, Choice) else self.layouts(choice, key[1])
+                self.by_key[key] = work
+        self.moves: list[_Moves] = []
+        for edge in structure.edges:
+            deadline.check()
+            self.moves.append(self.moved(edge))
 
-    def run(self) -> Assembled:
-        nodes = [self.node(node, choice, count) for node, choice, count in self.structure.nodes]
-        self.tariffs: dict[tuple[bool, Weight, float], Tariff] = {}
-        for parameter, weight in itertools.product((False, True), self.kinds):
-            mine = [edge for edge in self.structure.edges if edge.parameter == parameter]
-            sizes = list(dict.fromkeys(_size(edge, d) for edge in mine for d in (edge.cast.used, edge.cast.reduced)))
-            found = Tariff.of(sizes, self.mesh, self.pay(parameter, weight)) if sizes else []
-            self.tariffs |= {(parameter, weight, size): tariff for size, tariff in zip(sizes, found, strict=True)}
-        tensors = [self.tensor(edge) for edge in self.structure.edges]
-        tensors += [self.needed(edge, edge.needs) for edge in self.structure.edges if edge.needs is not None]
-        tensors += [
-            self.tied(edge, view) for edge in self.structure.edges if edge.needs is not None for view in edge.needs.views
-        ]
-        for index, memory in self.kept.items():
-            nodes[index] = Node(nodes[index].name, nodes[index].cost, nodes[index].memory + memory)
+    def key(self, node: fx.Node, choice: Choice | Rest) -> tuple[int, Sequence[Requirement]]:
+        """Nodes with the same one have the same strategies at the same prices."""
+        return id(choice), self.structure.model.pins.get(node, ())
+
+    def weighted(self, weights: Weights, deadline: Deadline) -> Assembled:
+        """The program whose seconds are weighted.
+
+        Raises:
+            Expired: the deadline passed before it was complete.
+        """
+        known = {key: (seconds(weights), memory) for key, (seconds, memory) in self.by_key.items()}
+        nodes = []
+        for index, (node, choice, count) in enumerate(self.structure.nodes):
+            deadline.check()
+            cost, memory = (np.zeros(1), np.zeros(1)) if choice is None else known[self.key(node, choice)]
+            nodes.append(Node(node.name, count * cost, count * memory + self.kept.get(index, 0.0)))
+        edges, weighing, tensors = self.structure.edges, _Weighing(self, weights), list[Tensor]()
+        for edge, moves in zip(edges, self.moves, strict=True):
+            deadline.check()
+            tensors.append(weighing.tensor(edge, moves))
+        tensors += [weighing.needed(edge, edge.needs) for edge in edges if edge.needs is not None]
+        tensors += [self.tied(edge, view) for edge in edges if edge.needs is not None for view in edge.needs.views]
         return Assembled(Problem(tuple(nodes), tuple(tensors)), self.structure, self.mesh)
 
-    def node(self, node: fx.Node, choice: Choice | Rest | None, count: int) -> Node:
-        self.deadline.check()
-        if choice is None:
-            return Node(node.name, np.zeros(1), np.zeros(1))
-        pins = self.structure.model.pins.get(node, ())
-        key = id(choice), pins
-        if key not in self.by_key:
-            work = self.strategies(choice, pins) if isinstance(choice, Choice) else self.layouts(choice, pins)
-            self.by_key[key] = work
-        cost, memory = self.by_key[key]
-        return Node(node.name, count * cost, count * memory)
-
-    def strategies(self, choice: Choice, pins: Sequence[Requirement]) -> tuple[np.ndarray, np.ndarray]:
+    def strategies(self, choice: Choice, pins: Sequence[Requirement]) -> tuple[Weighted, np.ndarray]:
         """Seconds and saved bytes of an operator's strategies; infinite seconds where one does not exist here."""
         valid = choice.space.valid(self.mesh)
         for pin in pins:
@@ -190,18 +187,23 @@ class _Assembly:
         if not choice.recomputed and self.prices.train:
             memory += kept_inside(choice, self.mesh)
         late, inner_late = self.prices.behind(choice.space.operator.node, gradient=choice.gradient)
-        forward, backward = self.weights.forward, self.weights.backward
-        seconds = ((1 - late) * forward.compute + late * backward.compute) * compute
-        seconds = seconds + (1 - inner_late) * forward.of(spent, parameter=False)
-        recomputing = (1 - late) * backward.compute * compute + (1 - inner_late) * backward.of(spent, parameter=False)
-        if choice.recomputed and self.prices.train:
-            seconds = seconds + recomputing
-        seconds = seconds + inner_late * backward.of(spent, parameter=False)
-        if choice.undecided:
-            seconds = np.concatenate([seconds, seconds + recomputing])
-        return np.where(choice.twice(valid), self.prices.accumulate * seconds, np.inf), choice.twice(memory)
+        exists = choice.twice(valid)
 
-    def layouts(self, rest: Rest, pins: Sequence[Requirement]) -> tuple[np.ndarray, np.ndarray]:
+        def seconds(weights: Weights) -> np.ndarray:
+            ahead, behind = (each.of(spent, parameter=False) for each in (weights.forward, weights.backward))
+            found = ((1 - late) * weights.forward.compute + late * weights.backward.compute) * compute
+            found = found + (1 - inner_late) * ahead
+            recomputing = (1 - late) * weights.backward.compute * compute + (1 - inner_late) * behind
+            if choice.recomputed and self.prices.train:
+                found = found + recomputing
+            found = found + inner_late * behind
+            if choice.undecided:
+                found = np.concatenate([found, found + recomputing])
+            return np.where(exists, self.prices.accumulate * found, np.inf)
+
+        return seconds, choice.twice(memory)
+
+    def layouts(self, rest: Rest, pins: Sequence[Requirement]) -> tuple[Weighted, np.ndarray]:
         """Where something may rest: seconds of the optimizer's step there, and bytes of its state."""
         shape = tuple(rest.value.shape)
         elements = local_elements(shape, rest.rows, self.mesh)
@@ -209,7 +211,8 @@ class _Assembly:
         fits &= ~((rest.rows != WHOLE) & (np.array(self.mesh) == 1)).any(axis=-1)
         fits &= restoring(rest.rows, self.mesh)
         if not rest.parameter:
-            return np.where(fits, 0.0, np.inf), elements * rest.value.element_size()
+            found = np.where(fits, 0.0, np.inf)
+            return lambda _: found, elements * rest.value.element_size()
         fits &= rest.regathered | (not self.panelled)
         for pin in pins:
             fits &= pin.allows(rest.rows)
@@ -219,11 +222,11 @@ class _Assembly:
             parts = np.where(rest.rows >= 0, np.array(self.mesh), 1).prod(axis=-1)
             offered &= parts == parts[fits].max(initial=0)
         memory = self.prices.states(elements, rest.cast.rests.itemsize)
-        seconds = self.weights.update * self.prices.updating(self.prices.update_bytes(elements, rest.cast.rests.itemsize))
-        return np.where(offered, seconds, np.inf), memory
+        seconds = self.prices.updating(self.prices.update_bytes(elements, rest.cast.rests.itemsize))
+        return lambda weights: np.where(offered, weights.update * seconds, np.inf), memory
 
-    def tensor(self, edge: Edge) -> Tensor:
-        self.deadline.check()
+    def moved(self, edge: Edge) -> _Moves:
+        """Bytes of a tensor's reshards, and which there are and are repeated."""
         prices, shape, itemsize = self.prices, tuple(edge.value.shape), edge.value.element_size()
         regather = np.zeros((len(edge.rows), len(edge.wants)), bool)
         for_backward = edge.regathered[:, None] & edge.saved
@@ -253,22 +256,10 @@ class _Assembly:
             unreduced = local_elements(shape, edge.gradients, self.mesh) * itemsize
             memory = memory + np.where(waiting, edge.count * unreduced, 0.0)
         temporary = np.where(comes & ~stays, wanted, 0.0) if edge.parameter else np.zeros(regather.shape)
-        cost = edge.count * self.reshards(edge, regather)
+        scattered = None
         if not self.structure.chosen.family.scatters and not edge.parameter:
             scattered = ((edge.rows[:, None, :] == PARTIAL) & (edge.wants[None, :, :] >= 0)).any(axis=-1)
-            cost = np.where(scattered, np.inf, cost)
-        uses = tuple(Use(index, want) for index, want in edge.uses)
-        return Tensor(edge.name, edge.producer, edge.have, uses, cost, memory, temporary)
-
-    def needed(self, edge: Edge, needs: Needs) -> Tensor:
-        """How a tensor that is recomputed comes to the readers that need it for their gradients, or to be recomputed."""
-        rows, columns = len(edge.rows), len(edge.wants)
-        cost = np.zeros((2 * rows, columns))
-        cost[rows:] = edge.count * self.prices.accumulate * self.there(edge, self.weights.backward)
-        if self.panelled:  # what products read comes in panels, once more anyway
-            cost[:, edge.products & ~edge.saved] = 0.0
-        uses = tuple(Use(index, want) for index, want in needs.uses)
-        return Tensor(edge.name, edge.producer, needs.have, uses, cost, np.zeros(cost.shape), np.zeros(cost.shape))
+        return _Moves(regather, memory, temporary, scattered, tuple(Use(index, want) for index, want in edge.uses))
 
     def tied(self, edge: Edge, view: int) -> Tensor:
         """A view is recomputed if and only if what it is a view of is."""
@@ -280,28 +271,36 @@ class _Assembly:
             edge.name, edge.producer, shown.recomputing.astype(np.int64), uses, cost, np.zeros((2, 2)), np.zeros((2, 2))
         )
 
-    def pay(self, parameter: bool, weight: Weight) -> Collective:
-        """What collectives of a pass cost, weighted, that move a parameter, or something else."""
-        prices = self.prices
 
-        def seconds(kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
-            return weight.of(prices.spent(kind, axes, volumes, parameter), parameter=parameter)
+class _Weighing:
+    """Prices of reshards as weights count seconds."""
 
-        return seconds
+    def __init__(self, assembly: Assembly, weights: Weights) -> None:
+        self.assembly, self.weights = assembly, weights
+        self.prices, self.mesh = assembly.prices, assembly.mesh
+        self.tariffs: dict[tuple[bool, Weight, float], Tariff] = {}
+        for parameter, weight in itertools.product((False, True), {weights.forward, weights.backward, weights.reductions}):
+            mine = [edge for edge in assembly.structure.edges if edge.parameter == parameter]
+            sizes = list(dict.fromkeys(_size(edge, d) for edge in mine for d in (edge.cast.used, edge.cast.reduced)))
+            found = Tariff.of(sizes, self.mesh, self.pay(parameter, weight)) if sizes else []
+            self.tariffs |= {(parameter, weight, size): tariff for size, tariff in zip(sizes, found, strict=True)}
 
-    def moving(self, edge: Edge, have: np.ndarray, want: np.ndarray, weight: Weight, dtype: torch.dtype) -> np.ndarray:
-        """Weighted seconds from layouts to layouts."""
-        tariff, pay = self.tariffs[edge.parameter, weight, _size(edge, dtype)], self.pay(edge.parameter, weight)
-        shape = tuple(edge.value.shape)
-        return self.structure.pricer.seconds(shape, dtype.itemsize, have, want, self.mesh, tariff, pay)
+    def tensor(self, edge: Edge, moves: _Moves) -> Tensor:
+        """A tensor with the weighted seconds of its reshards."""
+        cost = edge.count * self.reshards(edge, moves.regather)
+        if moves.barred is not None:
+            cost = np.where(moves.barred, np.inf, cost)
+        return Tensor(edge.name, edge.producer, edge.have, moves.uses, cost, moves.memory, moves.temporary)
 
-    def there(self, edge: Edge, weight: Weight) -> np.ndarray:
-        """Weighted seconds from every layout that a tensor has to every one wanted, once."""
-        moved, cast = self.moving(edge, edge.rows, edge.wants, weight, edge.cast.used), edge.cast
-        if not cast.there:
-            return moved
-        elements = local_elements(tuple(edge.value.shape), edge.rows, self.mesh)
-        return moved + weight.compute * self.prices.casting(elements, cast.rests, cast.used)[:, None]
+    def needed(self, edge: Edge, needs: Needs) -> Tensor:
+        """How a tensor that is recomputed comes to the readers that need it for their gradients, or to be recomputed."""
+        rows, columns = len(edge.rows), len(edge.wants)
+        cost = np.zeros((2 * rows, columns))
+        cost[rows:] = edge.count * self.prices.accumulate * self.there(edge, self.weights.backward)
+        if self.assembly.panelled:  # what products read comes in panels, once more anyway
+            cost[:, edge.products & ~edge.saved] = 0.0
+        uses = tuple(Use(index, want) for index, want in needs.uses)
+        return Tensor(edge.name, edge.producer, needs.have, uses, cost, np.zeros(cost.shape), np.zeros(cost.shape))
 
     def reshards(self, edge: Edge, regather: np.ndarray) -> np.ndarray:
         """Weighted seconds from every layout that a tensor has to every one wanted, with the gradient's way back."""
@@ -322,6 +321,29 @@ class _Assembly:
                 elements = local_elements(shape, edge.gradients, self.mesh)
                 found = found + times * backward.compute * self.prices.casting(elements, cast.used, cast.reduced)
         return found
+
+    def there(self, edge: Edge, weight: Weight) -> np.ndarray:
+        """Weighted seconds from every layout that a tensor has to every one wanted, once."""
+        moved, cast = self.moving(edge, edge.rows, edge.wants, weight, edge.cast.used), edge.cast
+        if not cast.there:
+            return moved
+        elements = local_elements(tuple(edge.value.shape), edge.rows, self.mesh)
+        return moved + weight.compute * self.prices.casting(elements, cast.rests, cast.used)[:, None]
+
+    def moving(self, edge: Edge, have: np.ndarray, want: np.ndarray, weight: Weight, dtype: torch.dtype) -> np.ndarray:
+        """Weighted seconds from layouts to layouts."""
+        tariff, pay = self.tariffs[edge.parameter, weight, _size(edge, dtype)], self.pay(edge.parameter, weight)
+        shape = tuple(edge.value.shape)
+        return self.assembly.structure.pricer.seconds(shape, dtype.itemsize, have, want, self.mesh, tariff, pay)
+
+    def pay(self, parameter: bool, weight: Weight) -> Collective:
+        """What collectives of a pass cost, weighted, that move a parameter, or something else."""
+        prices = self.prices
+
+        def seconds(kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:
+            return weight.of(prices.spent(kind, axes, volumes, parameter), parameter=parameter)
+
+        return seconds
 
 
 def _size(edge: Edge, dtype: torch.dtype) -> float:

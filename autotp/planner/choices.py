@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,11 +10,14 @@ import numpy as np
 import torch
 
 from passes.graph import Cast
+from passes.layouts.codes import local_elements
 from passes.rules.factors import Value
 from passes.rules.kept import Kept
+from passes.rules.shapes import operands_of, results_of
+from passes.rules.table import kept_besides
 from passes.strategies.space import Space
 
-__all__ = ["Choice", "Edge", "Needs", "Rest"]
+__all__ = ["Choice", "Edge", "Needs", "Rest", "kept_inside", "parts_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,3 +169,27 @@ def _first(rows: np.ndarray) -> np.ndarray:
     """The first of the rows that each is equal to."""
     _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
     return np.asarray(first[inverse.reshape(-1)])
+
+
+def kept_inside(choice: Choice, mesh: tuple[int, ...]) -> np.ndarray:
+    """Bytes that an operator's strategies keep for the backward pass besides operands and results, ``[S]``."""
+    space, operator = choice.space, choice.space.operator
+    operands, found = operands_of(operator.node), parts_of(choice, choice.kept.besides, mesh)
+    besides = kept_besides(operator.node)
+    if operator.rule is None or not besides or not choice.gradient:
+        return found
+    inside = space.axes_of(operator.rule.inner).any(axis=-1)
+    first = operands[0].meta["val"]
+    size = local_elements(tuple(first.shape), space.wants[0], mesh) * first.element_size()
+    return np.where(inside, besides * size, found)
+
+
+def parts_of(choice: Choice, parts: Sequence[tuple[int, float]], mesh: tuple[int, ...]) -> np.ndarray:
+    """Bytes of so many for each element of operands, or (-1) of the first result, of an operator's strategies, ``[S]``."""
+    space, found = choice.space, np.zeros(len(choice.space.serves))
+    for position, size in parts:
+        node = space.operator.node
+        tensor = results_of(node)[0] if position < 0 else operands_of(node)[position].meta["val"]
+        rows = space.results[0] if position < 0 else space.wants[position]
+        found += size * local_elements(tuple(tensor.shape), rows, mesh)
+    return found

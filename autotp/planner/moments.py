@@ -20,8 +20,8 @@ from torch import fx
 
 from autotp.costs.moment import Moment, Turn
 from autotp.costs.prices import Prices
-from autotp.planner.assemble import Assembled, kept_inside, parts_of
-from autotp.planner.choices import Choice
+from autotp.planner.assemble import Assembled
+from autotp.planner.choices import Choice, kept_inside, parts_of
 from autotp.planner.ilp import Deadline, Node, Problem, Tensor, Use, cheapest, least
 from autotp.planner.structure import Structure
 from autotp.planner.tables import Held, Ledger, Life, Reader, Sizes, Tables

@@ -37,7 +37,8 @@ __all__ = ["Structure", "structure"]
 class Structure:
     """See the module's docstring. ``nodes`` are (graph node, its choices, number of copies).
 
-    ``lives``: what `autotp.planner.moments` worked out of it, for all meshes.
+    ``lives``: what `autotp.planner.moments` worked out of it, for all meshes; ``last``: what `autotp.planner.assemble` did,
+    for the last one.
     """
 
     model: Model
@@ -48,6 +49,7 @@ class Structure:
     index: Mapping[fx.Node, int]
     pricer: ReshardPricer
     lives: dict[Any, Any] = field(default_factory=dict)
+    last: dict[Any, Any] = field(default_factory=dict)
 
 
 def structure(

@@ -235,6 +235,7 @@ class _Routes:
         self.pairs = np.flatnonzero(depending >= 0)
         self.depending = depending[self.pairs]
         self.special: dict[Hashable, _Sequences] = {}
+        self.odd: dict[Hashable, np.ndarray] = {}
         rows = np.concatenate([have, want])
         dims, bits = dims_of(rows), 1 << np.arange(axes)
         self.shards = [((dims == d) * bits).sum(axis=1) for d in range(int(dims.max(initial=-1)) + 1)]
@@ -251,7 +252,13 @@ class _Routes:
         return seconds
 
     def uneven(self, shape: tuple[int, ...], mesh: tuple[int, ...]) -> np.ndarray:
-        """Which of the layouts, had and then wanted, may exist but do not split every dim of a tensor evenly."""
+        """Which of the layouts, had and then wanted, exist but do not split every dim of a tensor evenly."""
+        if (shape, mesh) not in self.odd:
+            odd = self._uneven(shape, mesh)
+            self.odd[shape, mesh] = odd[fitting(shape, self.rows[odd], mesh)] if len(odd) else odd
+        return self.odd[shape, mesh]
+
+    def _uneven(self, shape: tuple[int, ...], mesh: tuple[int, ...]) -> np.ndarray:
         products = [math.prod(n for a, n in enumerate(mesh) if mask >> a & 1) for mask in range(1 << len(mesh))]
         odd, possible = np.zeros(len(self.rows), bool), np.ones(len(self.rows), bool)
         for size, shards in zip(shape, self.shards, strict=False):
@@ -296,9 +303,7 @@ class ReshardPricer:
             self._routes[key] = _Routes(known, have, want)
         routes = self._routes[key]
         seconds = routes.price(mesh, tariff)
-        odd = routes.uneven(shape, mesh)
-        odd = odd[fitting(shape, routes.rows[odd], mesh)] if len(odd) else odd
-        if len(odd):
+        if len(odd := routes.uneven(shape, mesh)):
             uneven = np.zeros(len(routes.rows), bool)
             uneven[odd] = True
             pairs = np.flatnonzero((uneven[: len(have), None] | uneven[None, len(have) :]).ravel())
