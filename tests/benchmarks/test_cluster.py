@@ -158,6 +158,7 @@ def test_without_iproute2(monkeypatch):
         netns.require_host()
 
 
+@pytest.mark.exact
 @pytest.mark.distributed
 def test_all_reduce_keeps_to_the_rate(host, program):
     with Cluster(topology(*TWO_NODES)) as cluster:

@@ -101,6 +101,7 @@ PANELLED = [
 OVERLAPPED = [
     ("gpt2", "auto", (2, 2), {}),
     ("resnet", "data", (4,), {"batch": 2}),
+    ("vit", "megatron-1d", (2, 2), {"batch": 2, "rows": 2}),
     ("llama", "tensor3d", (2, 2), {"batch": 2, "rows": 2}),
     ("unet", "megatron-1d", (4,), {"batch": 2, "rows": 2}),
     ("bert", "zero3", (4,), {"batch": 2}),
@@ -122,6 +123,7 @@ OVERLAPPED = [
 #: Recomputation, run as autograd orders it (chunks None) or overlapped: (model, strategy, mesh, chunks, way).
 RECOMPUTED = [
     ("llama", "data", (4,), None, "full"),
+    ("vit", "megatron-sp", (2, 2), {}, "full"),
     ("gpt2", "megatron-sp", (2, 2), {}, "full"),
     ("unet", "megatron-1d", (4,), {}, "full"),
     ("gpt2", "zero3", (4,), None, "selective"),

@@ -118,8 +118,8 @@ def test_every_family(name, strategy, mesh, overlap):
     ("name", "strategy", "mesh", "panels", "chunks"),
     thinned(
         [
-            ("bert", "zero3", (4,), 1, {"batch": 2}),
             ("vit", "data", (4,), 1, {"batch": 2}),
+            ("bert", "zero3", (4,), 1, {"batch": 2}),
             ("llama", "summa-2d", (2, 2), 2, None),
             ("gpt2", "zero3", (4,), 2, None),
             ("llama", "tensor3d", (2, 2), 1, {"batch": 2, "rows": 2}),
