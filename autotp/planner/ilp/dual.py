@@ -123,8 +123,10 @@ class Dual:
         cost = np.minimum(tensor.cost, self.big)
         wanted = np.zeros(cost.shape[1])
         for use in tensor.uses:
-            wanted[np.unique(use.want[use.want >= 0])] += 1.0
-        cost = cost / np.maximum(wanted, 1.0)
+            wants = np.zeros(cost.shape[1] + 1, dtype=bool)
+            wants[use.want] = True  # the last one is for those that want nothing, -1
+            wanted += wants[:-1]
+        cost /= np.maximum(wanted, 1.0)
         made = []
         parts: list[_Part] = []
         self.parts.append(parts)
@@ -138,7 +140,8 @@ class Dual:
             want, columns = _port(np.where(use.want < 0, cost.shape[1], use.want))
             real = columns[columns < cost.shape[1]]
             share = cost[np.ix_(rows, real)]
-            phi = np.hstack([share, np.zeros((len(rows), len(columns) - len(real)))])
+            phi = np.zeros((len(rows), len(columns)))
+            phi[:, : len(real)] = share
             pair = _Pair((tensor.producer, use.node), (have, want), phi, share, real)
             made.append(pair)
             parts.append(_Part(pair, np.zeros(0)))
