@@ -80,22 +80,23 @@ def compact(problem: Problem, alive: Alive, *, sized: bool = False) -> Reduced:
         if not len(columns):
             continue
         rows, have = np.unique(tensor.have[kept[tensor.producer]], return_inverse=True)
-        cost = tensor.cost[np.ix_(rows, columns)]
-        temporary = np.where(np.isfinite(cost), tensor.temporary[np.ix_(rows, columns)], 0.0)
-        memory = np.where(np.isfinite(cost), tensor.memory[np.ix_(rows, columns)], 0.0)
-        if not sized:
-            temporary, memory = np.zeros_like(temporary), np.zeros_like(memory)
-        if not (cost.any() or temporary.any() or memory.any()):
+        cells = np.ix_(rows, columns)
+        cost = tensor.cost[cells]
+        bytes_of = (tensor.temporary, tensor.memory) if sized else ()
+        tables = [cost, *(np.where(np.isfinite(cost), table[cells], 0.0) for table in bytes_of)]
+        if not any(table.any() for table in tables):
             continue
         new_column = np.full(tensor.cost.shape[1], -1)
         new_column[columns] = np.arange(len(columns))
-        first, same = _relabel(np.hstack([cost, temporary, memory]))
-        cost, temporary, memory, have = cost[first], temporary[first], memory[first], same[have]
+        first, same = _relabel(np.hstack(tables))
+        tables, have = [table[first] for table in tables], same[have]
         if len(wants) == 1:
             # Equal columns of a shared tensor stay apart: two uses wanting both would pay for both.
-            first, same = _relabel(np.hstack([cost.T, temporary.T, memory.T]))
-            cost, temporary, memory = cost[:, first], temporary[:, first], memory[:, first]
+            first, same = _relabel(np.hstack([table.T for table in tables]))
+            tables = [table[:, first] for table in tables]
             new_column[columns] = same
+        cost, *sizes = tables
+        temporary, memory = sizes or (np.zeros_like(cost), np.zeros_like(cost))
         uses = tuple(
             Use(use.node, np.where(want < 0, -1, new_column[np.maximum(want, 0)]))
             for use, want in zip(tensor.uses, wants, strict=True)
