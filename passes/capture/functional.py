@@ -6,7 +6,9 @@ defined.
 
 from __future__ import annotations
 
+import functools
 import operator
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,13 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.capture.builder import CaptureError
-from passes.graph import where
-from passes.torch_internals import OpOverload, schema
+from passes.capture.builder import CaptureError, operator_name
+from passes.graph import differentiable, note_of, where
+from passes.torch_internals import OpOverload, schema, tree_leaves
 
 __all__ = [
+    "Flow",
     "Written",
     "batch_norm_train",
+    "copying",
     "embedding_bag",
     "is_statistic",
     "is_write",
@@ -30,6 +34,8 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
+#: Operators that take no more than the shape of a tensor.
+_SHAPED = re.compile(r"^aten::(\w+_like|new_\w+)$")
 _RENAMED = {
     ("aten::bernoulli_", "float"): aten.bernoulli.p,
     ("aten::normal_", ""): aten.normal_functional.default,
@@ -155,6 +161,82 @@ def writes(target: Any) -> list[int]:
     return [i for i, a in enumerate(schema(target).arguments) if a.alias_info is not None and a.alias_info.is_write]
 
 
+class Flow:
+    """Which values of a graph may carry a gradient to a parameter or an input.
+
+    Args:
+        kinds: see `passes.capture.writes.functionalise`.
+    """
+
+    def __init__(self, kinds: Mapping[str, str]) -> None:
+        self.kinds = kinds
+        self.known: dict[tuple[bool, bool], dict[fx.Node, bool]] = {}
+
+    def reaches(self, node: Any, *, flat: bool = False, inputs: bool = True) -> bool:
+        """Whether a value does.
+
+        Args:
+            node: the value; what is no node carries none.
+            flat: as the graph has it, which has no blocks without gradients; otherwise as the model has it.
+            inputs: to an input too, or to a parameter that is frozen now.
+        """
+        if not isinstance(node, fx.Node):
+            return False
+        known, pending = self.known.setdefault((flat, inputs), {}), [node]
+        while pending:
+            unknown = [n for n in pending[-1].all_input_nodes if n not in known]
+            pending += unknown
+            if not unknown:
+                found = pending.pop()
+                known[found] = self._carries(found, known, flat, inputs)
+        return known[node]
+
+    def _carries(self, node: fx.Node, known: Mapping[fx.Node, bool], flat: bool, inputs: bool) -> bool:
+        if node.op == "placeholder":
+            kind, value = self.kinds.get(node.name), node.meta["val"]
+            return (
+                (kind in ("parameter", "input") and differentiable(value))
+                if inputs
+                else kind == "parameter" and value.requires_grad
+            )
+        ends = node.target is aten.detach.default or _SHAPED.search(operator_name(node.target))
+        if ends or is_statistic(node) or not any(map(differentiable, tree_leaves(node.meta["val"]))):
+            return False
+        return (flat or note_of(node).grad) and any(known[n] for n in node.all_input_nodes)
+
+
+@functools.cache
+def copying(target: Any) -> Any:
+    """Of an operator of the user's that writes to arguments, one that writes to copies, and returns these as well.
+
+    torch's own have out-of-place forms (`out_of_place`), which for others nothing promises, whatever their names.
+
+    Returns:
+        The operator, or None where arguments that are written are no single tensors, or what is returned is not new.
+    """
+    described = schema(target)
+    written = [described.arguments[i].name for i in writes(target)]
+    kinds = [str(a.type) for a in (*(described.arguments[i] for i in writes(target)), *described.returns)]
+    if set(kinds) != {"Tensor"} or any(a.alias_info is not None for a in described.returns):
+        return None
+    names = [a.name for a in described.arguments]
+
+    def copies(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given |= {name: given[name].clone() for name in written}
+        returned = target(**given)
+        own = returned if isinstance(returned, tuple) else [returned] * len(described.returns)
+        found = *own, *(given[name] for name in written)
+        return found if len(found) > 1 else found[0]
+
+    name = f"copying_{re.sub(r'[^a-zA-Z0-9]+', '_', str(target))}"
+    taken = re.sub(r"\(\w+!\)", "", str(described).partition("(")[2].rpartition(" -> ")[0])
+    returns = ", ".join(["Tensor"] * len(kinds))
+    made = torch.library.custom_op(f"autotp::{name}", copies, mutates_args=(), schema=f"({taken} -> ({returns})")
+    made.register_fake(copies)
+    return getattr(torch.ops.autotp, name).default
+
+
 def out_of_place(node: fx.Node) -> Any:
     """The operator that gives what a node's writes.
 
@@ -166,6 +248,8 @@ def out_of_place(node: fx.Node) -> Any:
     if (name, overload) in _RENAMED:
         return _RENAMED[name, overload]
     space, _, short = name.partition("::")
+    if space != "aten":  # names promise nothing there
+        raise CaptureError(f"{where(node)}: {target} has no out-of-place form; use an out-of-place operator")
     plain = f"__{short[3:]}" if short.startswith("__i") else short.removesuffix("_")
     found = getattr(getattr(torch.ops, space), plain, None)
     found = _without_out(target) if plain == short else getattr(found, overload or "default", None)
@@ -179,4 +263,5 @@ def _without_out(target: Any) -> Any:
     packet = target.overloadpacket
     wanted = [(a.name, str(a.type)) for a in schema(target).arguments if not a.is_out]
     every = (getattr(packet, overload) for overload in packet.overloads())
-    return next((each for each in every if [(a.name, str(a.type)) for a in schema(each).arguments] == wanted), None)
+    taken = {each: [(a.name, str(a.type)) for a in schema(each).arguments] for each in every if not writes(each)}
+    return next((each for each, arguments in taken.items() if arguments == wanted), None)

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import re
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +19,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from passes.capture.builder import Builder, CaptureError, operator_name
-from passes.capture.functional import Written, batch_norm_train, is_statistic, is_write, out_of_place, renewed, writes
+from passes.capture.functional import Flow, Written, batch_norm_train, copying, is_write, out_of_place, renewed, writes
 from passes.capture.view_writes import COPIES, RESHAPES, as_computed, put_back, refuse_unsure, with_views
 from passes.graph import annotate, arguments_of, differentiable, note_of, where
 from passes.torch_internals import FakeTensorMode, OpOverload, schema, storage_id, tree_leaves
@@ -29,8 +27,6 @@ from passes.torch_internals import FakeTensorMode, OpOverload, schema, storage_i
 __all__ = ["functionalise"]
 
 aten = torch.ops.aten
-#: Operators that take no more than the shape of a tensor.
-_SHAPED = re.compile(r"^aten::(\w+_like|new_\w+)$")
 
 
 @dataclass
@@ -77,7 +73,7 @@ class _Functionaliser:
         self.owners: dict[int, list[fx.Node]] = {}
         self.shadows: dict[fx.Node, Any] = {}
         self.frozen, self.carried, self.strided = set[str](), set[str](), False
-        self.needs: dict[tuple[bool, bool], dict[fx.Node, bool]] = defaultdict(dict)
+        self.needs_gradient = Flow(kinds).reaches
 
     def run(self) -> tuple[fx.Graph, Written]:
         output: list[Any] = []
@@ -141,38 +137,6 @@ class _Functionaliser:
 
     # -- gradients --
 
-    def needs_gradient(self, node: Any, *, flat: bool = False, inputs: bool = True) -> bool:
-        """Whether a value of the new graph may carry a gradient to a parameter or an input.
-
-        Args:
-            node: the value; what is no node carries none.
-            flat: as the new graph has it, which has no blocks without gradients; otherwise as the model has it.
-            inputs: to an input too, or to a parameter that is frozen now.
-        """
-        if not isinstance(node, fx.Node):
-            return False
-        known, pending = self.needs[flat, inputs], [node]
-        while pending:
-            unknown = [n for n in pending[-1].all_input_nodes if n not in known]
-            pending += unknown
-            if not unknown:
-                found = pending.pop()
-                known[found] = self._carries(found, flat, inputs)
-        return known[node]
-
-    def _carries(self, node: fx.Node, flat: bool, inputs: bool) -> bool:
-        if node.op == "placeholder":
-            kind, value = self.kinds.get(node.name), node.meta["val"]
-            return (
-                (kind in ("parameter", "input") and differentiable(value))
-                if inputs
-                else kind == "parameter" and value.requires_grad
-            )
-        ends = node.target is aten.detach.default or _SHAPED.search(operator_name(node.target))
-        if ends or is_statistic(node) or not any(map(differentiable, tree_leaves(node.meta["val"]))):
-            return False
-        return (flat or note_of(node).grad) and any(self.needs[flat, inputs][n] for n in node.all_input_nodes)
-
     def without_gradient(self, new: fx.Node, like: fx.Node) -> fx.Node:
         return self.build.emit(aten.detach.default, (new,), like=like) if self.needs_gradient(new, flat=True) else new
 
@@ -194,7 +158,11 @@ class _Functionaliser:
                     self.instance_norm(node, given)
                     return
             if is_write(node):
-                self.in_place(node, args, kwargs)
+                made = None if operator_name(node.target).startswith("aten::") else copying(node.target)
+                if made is None:
+                    self.in_place(node, args, kwargs)
+                else:
+                    self.copying(node, made, args, kwargs)
                 return
         source = self.source_of(node)
         same = all(a.meta["val"] is b.meta["val"] for a, b in self._pairs(node, args, kwargs))
@@ -235,6 +203,26 @@ class _Functionaliser:
             update = emit(aten.mul.Tensor, (emit(aten.mean.dim, (made, [0])), momentum))
             new = emit(aten.add.Tensor, (emit(aten.mul.Tensor, (given[name], 1 - momentum)), update))
             self.write(old[name], self.without_gradient(new, node), node, aside=False)
+
+    def copying(self, node: fx.Node, target: Any, args: Any, kwargs: Any) -> None:
+        """An operator of the user's that writes to arguments: ``target`` returns what it does, and then what it writes."""
+        if note_of(node).grad and any(self.needs_gradient(self.current(n), inputs=False) for n in node.all_input_nodes):
+            raise CaptureError(
+                f"{where(node)}: {node.target} changes its arguments, and through such operators no gradient flows; use an "
+                "out-of-place operator"
+            )
+        found, returns = self.build.emit(target, args, kwargs, like=node), len(schema(node.target).returns)
+
+        def result(number: int) -> fx.Node:
+            single = isinstance(found.meta["val"], Tensor)
+            return found if single else self.build.emit(operator.getitem, (found, number), like=node)
+
+        self.root(node, result(0) if returns == 1 else found)
+        old = arguments_of(node, node.args, dict(node.kwargs))
+        for number, position in enumerate(writes(node.target), returns):
+            new, written = result(number), old[schema(node.target).arguments[position].name]
+            refuse_unsure(node, written, self.values[written].root)
+            self.write(written, new, node, aside=not note_of(node).grad)
 
     def in_place(self, node: fx.Node, args: Any, kwargs: Any) -> None:
         target: Any = node.target

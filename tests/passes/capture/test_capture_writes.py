@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
 import pytest
 import torch
 from capturing import check, compare, image, program, targets
+from devices import slow_machine
+from float64 import float64_mode
 from thinned import thinned
 from torch import nn
 
+import autotp
 from passes.capture import CaptureError, capture
 
 
@@ -287,3 +291,89 @@ def test_a_write_to_what_only_a_fake_kernel_makes_contiguous_is_refused(operator
 
     with pytest.raises(CaptureError, match=f"{operator}.*clone"):
         check(program(written), image(4, 8))
+
+
+@torch.library.custom_op("test_writes::double", mutates_args={"x"})
+def double(x: torch.Tensor, *, times: float = 2.0) -> torch.Tensor:
+    old = x.clone()
+    x.mul_(times)
+    return old
+
+
+@double.register_fake
+def _(x, *, times=2.0):
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("test_writes::swap_", mutates_args={"x", "y"})
+def swap_(x: torch.Tensor, y: torch.Tensor) -> None:
+    kept = x.clone()
+    x.copy_(y)
+    y.copy_(kept)
+
+
+@torch.library.custom_op("test_writes::swap", mutates_args=())
+def swap(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x * 100  # the name says nothing
+
+
+swap.register_fake(lambda x, y: torch.empty_like(x))
+
+
+@torch.library.custom_op("test_writes::fill", mutates_args={"x"})
+def fill(x: torch.Tensor | None) -> None:
+    if x is not None:
+        x.fill_(1.0)
+
+
+class Writer(nn.Module):
+    """Changes copies of its inputs, a view of one, and a buffer by operators of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("seen", torch.ones(4, 8))
+
+    def forward(self, x, y):
+        one, two = x.clone(), y.clone()
+        old = double(one[:, ::2], times=3.0)
+        swap_(one, two)
+        double(self.seen)
+        return self.linear(one) * self.seen + two, old
+
+
+def test_operators_of_the_user_that_write_to_arguments():
+    with float64_mode():
+        torch.manual_seed(0)
+        model = Writer()
+        plain, args = copy.deepcopy(model), (torch.randn(4, 8), torch.randn(4, 8))
+        plan = autotp.plan(model, slow_machine((2,)), args, strategy="megatron-1d")
+        ours = autotp.simulate(model, plan, args)
+        for _ in range(2):
+            found, wanted = ours(*args), plain(*args)
+            for got, want in zip(found, wanted, strict=True):
+                assert torch.equal(got, want)
+            found[0].sum().backward()
+            wanted[0].sum().backward()
+        assert torch.equal(ours.get_buffer("seen"), plain.seen) and (plain.seen == 4).all()
+        for got, want in zip(ours.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, want.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda model, y: double(y), "no gradient flows"),
+        (lambda model, y: swap_(y.detach().clone(), y), "no gradient flows"),
+        (lambda model, y: fill(y), "no out-of-place form"),
+    ],
+)
+def test_what_operators_of_the_user_may_not_write(write, message):
+    class Model(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            write(self, y)
+            return y
+
+    with pytest.raises(CaptureError, match=message):
+        capture(Model(8, 8), (torch.randn(4, 8),))
