@@ -33,7 +33,7 @@ from autotp.runtime.programs import (
 )
 from autotp.runtime.recording import Event, recorded
 from autotp.runtime.rewrite import Rewritten
-from autotp.runtime.state import distribute, held_part, local_part, local_parts, of_rank_0, state_of
+from autotp.runtime.state import distribute, held_part, local_part, local_parts, of_rank_0, require_parts, state_of
 from autotp.runtime.submodule import Sealed, Submodule
 from costmodel.errors import require
 from passes.capture import matching
@@ -231,13 +231,8 @@ class DistributedModule(Programmed, Sealed, Untraced):
         Raises:
             AutotpError: it has plain tensors for parameters that rest in parts.
         """
-        own = dict(self.named_parameters(remove_duplicate=False)) if isinstance(state_dict, Mapping) else {}
-        plain = [name for name in own if type(state_dict.get(name)) in (Tensor, nn.Parameter)]
-        if plain and not assign:
-            raise AutotpError(
-                f"the state dict has a plain tensor for {plain[0]}, a DTensor here: whole ones are loaded by "
-                "torch.distributed.checkpoint.state_dict.set_model_state_dict with StateDictOptions(full_state_dict=True)"
-            )
+        if isinstance(state_dict, Mapping):
+            require_parts(self, state_dict)
         return super().load_state_dict(state_dict, strict, assign)
 
     def __str__(self) -> str:

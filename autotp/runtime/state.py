@@ -120,6 +120,25 @@ def of_rank_0(
             )
 
 
+def require_parts(module: nn.Module, state_dict: Mapping[str, Any], prefix: str = "", *_: Any) -> None:
+    """A module's ``load_state_dict`` pre-hook: refuses plain tensors for parameters that rest in parts.
+
+    Args:
+        module: of a distributed module, or it itself.
+        state_dict: what is loaded, where names begin with ``prefix``.
+
+    Raises:
+        AutotpError: there are such.
+    """
+    names = (prefix + name for name, _ in module.named_parameters(remove_duplicate=False))
+    plain = [name for name in names if type(state_dict.get(name)) in (Tensor, nn.Parameter)]
+    if plain:
+        raise AutotpError(
+            f"the state dict has a plain tensor for {plain[0]}, a DTensor here: whole ones are loaded by "
+            "torch.distributed.checkpoint.state_dict.set_model_state_dict with StateDictOptions(full_state_dict=True)"
+        )
+
+
 def checksum(tensor: Tensor) -> int:
     """Tells tensors of different values apart, all but surely (CRC-32)."""
     return zlib.crc32(_bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()).numpy().data)

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autotp.errors import AutotpError
 from autotp.runtime.programs import Unkept, unobserved
-from autotp.runtime.state import set_into
+from autotp.runtime.state import require_parts, set_into
 
 __all__ = ["Sealed", "Submodule"]
 
@@ -167,9 +167,8 @@ class Sealed(nn.Module):
         Raises:
             AutotpError: always; a ``DTensor`` belongs to one process.
         """
-        raise AutotpError(
-            f"{self._path or type(self).__name__}.share_memory(): parts of a distributed module belong to one process each"
-        )
+        name = self._path or type(self).__name__
+        raise AutotpError(f"{name}.share_memory(): parts of a distributed module belong to one process each")
 
     def _seal(self) -> None:
         """Refuses from now on what the graph cannot follow."""
@@ -237,6 +236,7 @@ class Submodule(Sealed):
         kind: Any = Submodule if does_more else _of_kind(found)
         made: Submodule = kind.__new__(kind)
         nn.Module.__init__(made)
+        made.register_load_state_dict_pre_hook(require_parts)
         made._path, made._name, made.training = path, module._get_name(), module.training
         for table in ("_parameters", "_buffers", "_modules"):
             getattr(made, table).update({name: None for name, value in getattr(module, table).items() if value is None})

@@ -216,11 +216,13 @@ def modes(model, x, schedule):
 
 
 def parameters_of_others(model, x, schedule):
-    """What would take the place of the plan's parameters, as ``assign=True`` does, or took it past the module."""
+    """What would take the place of the plan's parameters, or took it past the module."""
     parallel = distributed(model, x, schedule)
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(RuntimeError, match="first.weight: the graph cannot follow a parameter that takes the place"):
+    with pytest.raises(autotp.AutotpError, match=r"the state dict has a plain tensor for first\.weight, a DTensor here"):
         parallel.load_state_dict(state, assign=True)
+    with pytest.raises(autotp.AutotpError, match="first.weight: the graph cannot follow a parameter that takes the place"):
+        parallel.first.weight = nn.Parameter(state["first.weight"])
     parallel(x)
     parallel.first._parameters["weight"] = nn.Parameter(state["first.weight"])
     with pytest.raises(autotp.AutotpError, match="first.weight rests as R by the plan, and is now a plain tensor"):

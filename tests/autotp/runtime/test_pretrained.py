@@ -250,12 +250,15 @@ def test_files_that_are_missing_or_damaged_are_refused(parallel, change, message
     require_same(values(parallel), before)
 
 
-def test_whole_tensors_are_not_loaded_into_parts(parallel):
-    before = values(parallel)
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("path", ["", "body", "body.first"])
+def test_whole_tensors_are_not_loaded_into_parts(parallel, path, assign):
+    before, prefix = values(parallel), path and f"{path}."
+    given = {name.removeprefix(prefix): value for name, value in state().items() if name.startswith(prefix)}
     with pytest.raises(
         autotp.AutotpError, match=r"plain tensor for .*, a DTensor here: whole ones are loaded by .*full_state"
     ):
-        parallel.load_state_dict(state())
+        parallel.get_submodule(path).load_state_dict(given, assign=assign)
     require_same(values(parallel), before)
 
 
