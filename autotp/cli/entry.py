@@ -6,6 +6,7 @@ A mistake of the user's ends with ``error: ...`` on stderr and exit code 2, neve
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -52,6 +53,7 @@ from autotp.errors import AutotpError
 from autotp.planner import plan_model
 from autotp.plans.options import RECOMPUTE, Options
 from costmodel import Topology
+from costmodel.errors import shown
 from passes.capture import capture
 
 __all__ = ["app", "main"]
@@ -59,6 +61,8 @@ __all__ = ["app", "main"]
 # Typer has click's exceptions in its own copy, of which this is the one that is public.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
+#: Options that name a file to write.
+_WRITTEN = ("--csv", "--dot", "--fit", "--html", "--output", "--plot", "--save")
 #: The environment variable that asks for tracebacks of what no input should lead to.
 _TRACEBACK = "AUTOTP_TRACEBACK"
 
@@ -78,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     open_streams()
     try:
+        _require_apart(words)
         code = app(args=words or ["--help"], prog_name="autotp", standalone_mode=False)
         sys.stdout.flush()
     except AutotpError as error:
@@ -100,6 +105,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     except Exception as error:  # noqa: BLE001 - nobody who runs a command should have to read a traceback
         _fail_unexpectedly(error)
     raise SystemExit(code or 0)
+
+
+def _require_apart(words: Sequence[str]) -> None:
+    """Refuses to write a file that the command reads, such as the model's, or writes by another option too.
+
+    ``reprice`` alone may put new prices in the place of those that it reads.
+    """
+    options: dict[str, str] = {}
+    parts = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    for option, word in itertools.pairwise(parts if parts[:1] != ["reprice"] else []):
+        writes = option in _WRITTEN
+        file = word if writes else word.partition(":")[0]
+        if word.startswith("-") or "\0" in word or not (os.path.isfile(file) or (writes and not os.path.exists(file))):
+            continue
+        other = options.setdefault(os.path.realpath(file), option)
+        if other != option and (writes or other in _WRITTEN):
+            twice = "writes" if writes and other in _WRITTEN else "reads"
+            raise AutotpError(
+                f"{option if writes else other} {shown(file)}: the command {twice} this file by another option too"
+            )
 
 
 def _fail_unexpectedly(error: Exception) -> NoReturn:

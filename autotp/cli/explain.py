@@ -58,7 +58,7 @@ def explain_command(
         raise AutotpError(f"{options}: for {'a collective' if plan is not None else 'a plan (--plan)'} alone; leave it out")
     if plan is not None:
         if model is None or (what is None) != memory:
-            raise AutotpError("give the model (--model FILE.py:FACTORY), and the name of an operator or --memory")
+            raise AutotpError("give the model (--model FILE.py:FACTORY), and either the name of an operator or --memory")
         if memory:
             explain_memory(plan, model, as_json=as_json)
         else:

@@ -68,8 +68,9 @@ def inspect_command(
     as_json: AsJson = False,
 ) -> None:
     """Read a plan: layouts, collectives with their cost, work and memory of every operator, by the model's modules."""
-    if code and as_json:
-        raise AutotpError("--code prints Python, and --json JSON: give one of them")
+    forms = {"--code": code, "--dot": dot, "--graph": graph, "--html": html, "--json": as_json and graph is None}
+    if len(asked := [option for option, given in forms.items() if given]) > 1:
+        raise AutotpError(f"{' and '.join(asked)} show a plan in different forms: give one of them")
     check_timeline(timeline, html)
     loaded = Plan.load(plan)
     with working("reading the plan"):

@@ -74,8 +74,6 @@ def sweep_command(
         check_plot(plot)
     for file in (csv, plot):
         check_output(file)
-    if csv is not None and csv == plot:
-        raise AutotpError(f"--csv and --plot are both {csv}: give each a file of its own")
     factory = find_factory(model)
     if weak and not takes_devices(factory):
         raise AutotpError(f"--weak: the factory of --model {model!r} has no argument `devices` to choose its batch by")

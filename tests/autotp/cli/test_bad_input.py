@@ -4,6 +4,7 @@ import json
 import pickle
 from fractions import Fraction
 from importlib import resources
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -423,3 +424,36 @@ def test_a_config_that_cannot_be_asked_for():
             return super().__getattr__(name)
 
     assert autotp.plan(Model(4, 4), autotp.Topology.flat(2), (torch.zeros(2, 4),)).layouts
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "plan --model net.py:build --topology two.toml --save net.py",
+        "plan --model net.py:build --topology two.toml --save=./two.toml",
+        "plan --model net.py:build --topology two.toml --html new.html --save new.html",
+        "trace --model net.py:build --plan p.json --output p.json",
+        "sweep --model net.py:build --topology two.toml --csv out --plot out",
+        "validate two.toml --fit two.toml",
+    ],
+)
+def test_a_file_is_not_replaced_that_is_read_or_written_otherwise(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("net.py", "two.toml", "p.json"):
+        Path(name).write_text("mine")
+    with pytest.raises(SystemExit) as stop:
+        main(words.split())
+    assert stop.value.code == 2
+    assert "this file by another option too" in capsys.readouterr().err
+    assert all(Path(name).read_text() == "mine" for name in ("net.py", "two.toml", "p.json"))
+    assert not Path("new.html").exists()
+
+
+@pytest.mark.parametrize(
+    "forms", [("--code", "--json"), ("--graph", "forward", "--dot", "a.dot"), ("--dot", "a.dot", "--html", "a.html")]
+)
+def test_a_plan_is_shown_in_one_form(forms, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["inspect", "plan.json", "--model", "net.py:build", *forms])
+    assert stop.value.code == 2
+    assert "show a plan in different forms: give one of them" in capsys.readouterr().err
