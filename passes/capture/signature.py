@@ -147,13 +147,15 @@ class CallSignature:
         return "the call's structure differs from the example call's; plan again with example inputs of this kind"
 
 
-def dense(tensor: Tensor) -> Tensor:
+def dense(tensor: Tensor, example: bool = False) -> Tensor:
     """A tensor of a call as the example's: kernels that read real parts see no others.
 
     Raises:
-        AutotpError: it is sparse or nested.
+        AutotpError: it is sparse or nested; or it holds no numbers, and is no ``example``.
     """
     require_dense(tensor, "a call has")
+    if tensor.is_meta and not example:
+        raise AutotpError("a call has a tensor on the meta device, which holds no numbers: pass it on the module's device")
     return tensor.resolve_conj().resolve_neg()
 
 
@@ -214,7 +216,7 @@ def example(
             return leaf
         if isinstance(leaf, DTensor):  # only its whole shape counts
             leaf = torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
-        leaf = dense(leaf)
+        leaf = dense(leaf, example=True)
         copy = leaf.detach().to("meta") if meta and not leaf.is_meta else _as_it_lies(leaf.detach())
         return copy.requires_grad_(leaf.requires_grad)
 

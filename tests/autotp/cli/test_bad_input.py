@@ -76,8 +76,11 @@ def test_inputs_that_are_not_dense(kind):
         autotp.AutotpError, match=r"layout torch.sparse_\w+, sparse or nested; graphs are planned for dense"
     ):
         autotp.plan(model, topology, (getattr(x, kind)(),))
+    simulated = autotp.simulate(model, plan, (x,))
     with pytest.raises(autotp.AutotpError, match="layout torch.sparse_"):
-        autotp.simulate(model, plan, (x,))(getattr(x, kind)())
+        simulated(getattr(x, kind)())
+    with pytest.raises(autotp.AutotpError, match="on the meta device, which holds no numbers"):
+        simulated(x.to("meta"))
 
 
 class _Sparse(nn.Module):
