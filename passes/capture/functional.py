@@ -232,7 +232,9 @@ def copying(target: Any) -> Any:
     name = f"copying_{re.sub(r'[^a-zA-Z0-9]+', '_', str(target))}"
     taken = re.sub(r"\(\w+!\)", "", str(described).partition("(")[2].rpartition(" -> ")[0])
     returns = ", ".join(["Tensor"] * len(kinds))
-    made = torch.library.custom_op(f"autotp::{name}", copies, mutates_args=(), schema=f"({taken} -> ({returns})")
+    made = torch.library.custom_op(
+        f"autotp::{name}", copies, mutates_args=(), schema=f"({taken} -> ({returns})", tags=list(target.tags)
+    )
     made.register_fake(copies)
     return getattr(torch.ops.autotp, name).default
 
