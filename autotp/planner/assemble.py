@@ -26,7 +26,7 @@ from passes.layouts.reshard_matrix import Collective, Tariff
 from passes.rules.shapes import results_of
 from passes.strategies.strategy import Strategy, whole_layout
 
-__all__ = ["EVEN", "Assembled", "Assembly", "assemble"]
+__all__ = ["EVEN", "Assembled", "assemble"]
 
 #: Nothing is hidden: a second is a second.
 EVEN = Weights()
@@ -103,7 +103,7 @@ def assemble(
     key = prices, panelled, structure.chosen.family.scatters
     if key not in structure.last:
         structure.last.clear()  # they are large, and a mesh is mostly asked for several times in a row
-        structure.last[key] = Assembly(structure, prices, panelled, deadline)
+        structure.last[key] = _Assembly(structure, prices, panelled, deadline)
     return structure.last[key].weighted(weights, deadline)
 
 
@@ -125,7 +125,7 @@ class _Moves:
     uses: tuple[Use, ...]
 
 
-class Assembly:
+class _Assembly:
     """The integer program of a structure on the mesh of ``prices``, but for what seconds count; see `assemble`.
 
     Raises:
@@ -275,7 +275,7 @@ class Assembly:
 class _Weighing:
     """Prices of reshards as weights count seconds."""
 
-    def __init__(self, assembly: Assembly, weights: Weights) -> None:
+    def __init__(self, assembly: _Assembly, weights: Weights) -> None:
         self.assembly, self.weights = assembly, weights
         self.prices, self.mesh = assembly.prices, assembly.mesh
         self.tariffs: dict[tuple[bool, Weight, float], Tariff] = {}

@@ -28,6 +28,7 @@ __all__ = [
     "embedding_bag",
     "is_statistic",
     "is_write",
+    "no_form",
     "out_of_place",
     "renewed",
     "writes",
@@ -240,7 +241,7 @@ def copying(target: Any) -> Any:
 
 
 def out_of_place(node: fx.Node) -> Any:
-    """The operator that gives what a node's writes.
+    """The operator of torch's own that gives what a node's writes.
 
     Raises:
         CaptureError: there is none.
@@ -249,15 +250,18 @@ def out_of_place(node: fx.Node) -> Any:
     name, overload = schema(target).name, schema(target).overload_name
     if (name, overload) in _RENAMED:
         return _RENAMED[name, overload]
-    space, _, short = name.partition("::")
-    if space != "aten":  # names promise nothing there
-        raise CaptureError(f"{where(node)}: {target} has no out-of-place form; use an out-of-place operator")
+    short = name.removeprefix("aten::")
     plain = f"__{short[3:]}" if short.startswith("__i") else short.removesuffix("_")
-    found = getattr(getattr(torch.ops, space), plain, None)
+    found = getattr(aten, plain, None)
     found = _without_out(target) if plain == short else getattr(found, overload or "default", None)
     if found is None:
-        raise CaptureError(f"{where(node)}: {target} has no out-of-place form; use an out-of-place operator")
+        raise no_form(node)
     return found
+
+
+def no_form(node: fx.Node) -> CaptureError:
+    """Of a write that nothing can stand in for."""
+    return CaptureError(f"{where(node)}: {node.target} has no out-of-place form; use an out-of-place operator")
 
 
 def _without_out(target: Any) -> Any:

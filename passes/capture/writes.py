@@ -19,7 +19,17 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from passes.capture.builder import Builder, CaptureError, operator_name
-from passes.capture.functional import Flow, Written, batch_norm_train, copying, is_write, out_of_place, renewed, writes
+from passes.capture.functional import (
+    Flow,
+    Written,
+    batch_norm_train,
+    copying,
+    is_write,
+    no_form,
+    out_of_place,
+    renewed,
+    writes,
+)
 from passes.capture.view_writes import COPIES, RESHAPES, as_computed, put_back, refuse_unsure, with_views
 from passes.graph import annotate, arguments_of, differentiable, note_of, where
 from passes.torch_internals import FakeTensorMode, OpOverload, schema, storage_id, tree_leaves
@@ -158,11 +168,8 @@ class _Functionaliser:
                     self.instance_norm(node, given)
                     return
             if is_write(node):
-                made = None if operator_name(node.target).startswith("aten::") else copying(node.target)
-                if made is None:
-                    self.in_place(node, args, kwargs)
-                else:
-                    self.copying(node, made, args, kwargs)
+                write = self.in_place if operator_name(node.target).startswith("aten::") else self.copying
+                write(node, args, kwargs)
                 return
         source = self.source_of(node)
         same = all(a.meta["val"] is b.meta["val"] for a, b in self._pairs(node, args, kwargs))
@@ -204,8 +211,11 @@ class _Functionaliser:
             new = emit(aten.add.Tensor, (emit(aten.mul.Tensor, (given[name], 1 - momentum)), update))
             self.write(old[name], self.without_gradient(new, node), node, aside=False)
 
-    def copying(self, node: fx.Node, target: Any, args: Any, kwargs: Any) -> None:
-        """An operator of the user's that writes to arguments: ``target`` returns what it does, and then what it writes."""
+    def copying(self, node: fx.Node, args: Any, kwargs: Any) -> None:
+        """An operator of the user's that writes to arguments; what stands for it returns results, then what it writes."""
+        target = copying(node.target)
+        if target is None:
+            raise no_form(node)
         if note_of(node).grad and any(self.needs_gradient(self.current(n), inputs=False) for n in node.all_input_nodes):
             raise CaptureError(
                 f"{where(node)}: {node.target} changes its arguments, and through such operators no gradient flows; use an "
