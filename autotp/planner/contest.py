@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import numpy as np
+
 from autotp.costs.model import Model
 from autotp.costs.moment import Moment
 from autotp.errors import BatchError
@@ -25,11 +27,13 @@ from autotp.planner.ilp import (
     Deadline,
     Expired,
     Infeasible,
+    Problem,
     Solution,
     solve,
 )
 from autotp.planner.least_memory import Least, Smallest, smallest
 from autotp.planner.moments import Moments
+from costmodel import overlap
 from costmodel.overlap import Weights
 
 __all__ = ["Contest"]
@@ -111,6 +115,22 @@ class Contest:
     def posing(self, candidates: Candidates) -> Contest:
         """A contest that has not begun, of other programs."""
         return replace(self.anew(), candidates=candidates, leasts={}, floors={})
+
+    def sides(self, candidate: Candidate, chunks: int) -> list[list[Problem]]:
+        """Of every pass of a step the programs that say how long each of what may limit it takes."""
+        options, depth = self.candidates.options, self.candidates.model.depth
+        if not options.hides:
+            return [[self.anew().assemble(candidate).problem]]
+        passes, sides = 2 if options.accumulate == 1 else 3, 1 + len(self.candidates.topology.levels)
+        found = []
+        for one in range(passes):
+            weights = []
+            for side in range(sides):
+                shares = [np.eye(sides)[side] * (other == one) for other in range(passes)]
+                shares.append(np.full(1, float(one == 0)))  # the optimizer, whatever limits the pass
+                weights.append(overlap.weights(shares, depth, options.accumulate, chunks))
+            found.append([self.anew(weight).assemble(candidate).problem for weight in weights])
+        return found
 
     def admits(self, meshes: Sequence[tuple[int, ...]]) -> bool:
         """Whether there is a choice at all on some mesh that fits, as far as there is time to tell."""

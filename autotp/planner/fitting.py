@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -55,6 +56,20 @@ class Outcome:
     chunks: Mapping[str, int] | None = None
 
 
+@contextmanager
+def _frozen() -> Iterator[None]:
+    """Keeps what is there already, such as all of torch, out of garbage collections, of which planning causes many."""
+    if gc.get_freeze_count():  # somebody's own
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@_frozen()
 def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
     """The best plan over meshes and ways to recompute; recomputing is tried where memory is short.
 

@@ -14,13 +14,13 @@ reaches last, are treated as one choice says, and the rest as the other.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from autotp.planner.assemble import Assembled
 from autotp.planner.candidates import Candidate
 from autotp.planner.contest import Contest
 from autotp.planner.describe import Found
-from autotp.planner.ilp import Expired, Problem, least, minimax, promising
+from autotp.planner.ilp import NEVER, Deadline, Expired, Problem, least, minimax, promising
 from autotp.planner.least_memory import dearer
 from autotp.planner.least_step import Searched, first_shares, most_chunks
 from autotp.planner.mixing import Met, mix
@@ -48,6 +48,7 @@ _FAR = 3.0  # by which factor the next price may differ from the best one
 _SAME = 1e-6  # relative; less is no difference
 _HOPELESS = 1e3  # times the fastest choice met: a step that no plan has, so that none fits
 _SMALL = 4000  # choices of all nodes together that a solver gets
+_CLOSELY = 8  # so many meshes' share of the time is left for looking closely
 _SETTLING = 1.0  # seconds for the exact search of a small program
 
 
@@ -56,27 +57,36 @@ def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | N
 
     Args:
         contest: of the job.
-        meshes: to look at, in this order, until the time is over.
+        meshes: to look at, the first one first, until the time is over.
         best: a plan that fits, if one is known.
         floor: seconds that no plan without chunks is below on any of them, however much memory there is.
     """
     search = _Squeeze(contest)
     if best is not None:
         search.best = search.met(best)
-    model = contest.candidates.model
-    panels = contest.candidates.panels[:1] if model.undecided else contest.candidates.panels  # recomputing saves more
+    model, best_panels = contest.candidates.model, contest.candidates.panels[0]
+    candidates = contest.candidates.over(meshes)  # where something may be recomputed, that saves more than panels
+    first, *others = (one for one in candidates if not model.undecided or one.panels == best_panels)
     if search.most > 1:
         prices = contest.candidates.prices((contest.candidates.topology.devices,))
         search.cut = least_seconds(model, prices, float(overlap.CHUNKED.subs(overlap.c, search.most)))
-    floors = []
-    for pair, count in itertools.product(contest.candidates.restrictions(meshes), panels):
-        floors.append(search.on(Candidate(*pair, count), floor if search.most == 1 else 0.0))
-    step = math.inf if search.best is None else search.best.step
-    floor = max(0.0, min([step, *floors]))
-    if search.best is None:
-        return Searched(None, floor, math.inf)
-    found = search.best.found
-    return Searched(replace(found, solution=replace(found.solution, seconds=step, bound=floor)), floor, found.memory)
+    known = floor if search.most == 1 else 0.0
+    floors = [search.on(first, known, search.look)]
+    # All get a bound before any other is looked at closely, the most promising first: its plan rules most of them out.
+    bounded = []
+    for number, one in enumerate(others):
+        until = contest.deadline.within(contest.deadline.left / (len(others) - number + _CLOSELY))
+        bounded.append((search.on(one, known, partial(search.bounded, until=until)), number))
+    for low, number in sorted(bounded):
+        floors.append(low if low >= search.good else max(low, search.on(others[number], low, search.look)))
+    best_met = search.best
+    if best_met is None:
+        return Searched(None, max(0.0, min(floors)), math.inf)
+    floor = max(0.0, min([best_met.step, *floors]))
+    found = best_met.found
+    return Searched(
+        replace(found, solution=replace(found.solution, seconds=best_met.step, bound=floor)), floor, found.memory
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +103,7 @@ Solved = tuple[Assembled, Moments, float, tuple[int, ...] | None]
 
 @dataclass(slots=True)
 class _Squeeze:
-    """A search over meshes; each begins at the point where the bound of the one before was best.
+    """A search over meshes; each begins at the point where the bound of one before was best.
 
     ``cut``: seconds that no plan in chunks is below on any of them.
     """
@@ -129,15 +139,23 @@ class _Squeeze:
         step = sums.step(options.hides)
         return Met(found, sums.sides if options.hides else ((step,),), step)
 
-    def on(self, candidate: Candidate, known: float) -> float:
-        """Looks for a better plan on a mesh; seconds that none of its plans is below, as far as there is time."""
+    def on(self, candidate: Candidate, known: float, look: Callable[[Candidate], float]) -> float:
+        """Seconds that none of a mesh's plans is below, as far as there is time."""
         try:
-            return self.look(candidate)
+            return look(candidate)
         except BatchError as error:
             self.contest.indivisible = error
             return math.inf
         except Expired:
             return known
+
+    def bounded(self, candidate: Candidate, until: Deadline) -> float:
+        """Seconds that none of a mesh's plans is below, by the best point known."""
+        solved = self.solve(candidate, self.point, None, surely=True, until=until)
+        if solved is None:
+            return math.inf
+        _, moments, floor, _ = solved
+        return floor if self.most == 1 else min(floor, self.in_chunks(candidate, moments))
 
     def look(self, candidate: Candidate) -> float:
         """Looks for a better plan on a mesh; seconds that none of its plans is below."""
@@ -154,7 +172,7 @@ class _Squeeze:
         if floor < self.good and self.layers == 1:
             floor = max(floor, self.close(candidate, moments))
         if self.most > 1:
-            low = self.cut if self.cut >= self.good else self.in_chunks(candidate, moments)
+            low = self.in_chunks(candidate, moments)
             if low < self.good and self.layers == 1:
                 low = max(low, self.close(candidate, moments, self.most))
             floor = min(floor, low)
@@ -163,6 +181,8 @@ class _Squeeze:
 
     def in_chunks(self, candidate: Candidate, moments: Moments) -> float:
         """A lower bound on the seconds of plans in chunks, from one point alone."""
+        if self.cut >= self.good:
+            return self.cut
         solved = self.solve(candidate, self.point, moments, surely=True, chunks=self.most)
         return math.inf if solved is None else solved[2]
 
@@ -186,9 +206,8 @@ class _Squeeze:
             new = value > high * (1 + _SAME)
             if new:
                 high, self.point = value, point
-            if lines and high > _HOPELESS * min(one.step for one in lines.values()):
-                break
-            if choice in lines and not new:
+            hopeless = lines and high > _HOPELESS * min(one.step for one in lines.values())
+            if hopeless or (choice in lines and not new):
                 break
             if choice not in lines:
                 lines[choice] = self.offer(self.contest.candidates.found(candidate, assembled, choice))
@@ -205,14 +224,12 @@ class _Squeeze:
         assembled = self.at(self.point, chunks).assemble(candidate)
         answer = self.weighed(assembled, self.point, moments, surely=True)
         spent = sum(self.point.prices.values()) * self.room
-        alive = (
-            promising(answer, self.good + spent, self.contest.deadline)
-            if math.isfinite(self.good)
-            else [np.isfinite(n.cost) for n in answer.nodes]
-        )
+        alive = [np.isfinite(node.cost) for node in answer.nodes]
+        if math.isfinite(self.good):
+            alive = promising(answer, self.good + spent, self.contest.deadline)
         if sum(int(mask.sum()) for mask in alive) > _SMALL:
             return 0.0
-        groups, floor = self.forms(candidate, chunks), 0.0
+        groups, floor = self.contest.sides(candidate, chunks), 0.0
         for sharp in (True, False):
             floor = max(floor, self.settle(candidate, assembled, moments, groups, alive, sharp=sharp))
             if floor >= self.good:
@@ -253,37 +270,27 @@ class _Squeeze:
             surely[worst] = not sharp or worst not in surely
         return floor
 
-    def forms(self, candidate: Candidate, chunks: int) -> list[list[Problem]]:
-        """Of every pass of a step the programs that say how long each of what may limit it takes."""
-        options, depth = self.contest.candidates.options, self.contest.candidates.model.depth
-        if not options.hides:
-            return [[self.contest.anew().assemble(candidate).problem]]
-        passes, sides = 2 if options.accumulate == 1 else 3, 1 + len(self.contest.candidates.topology.levels)
-        found = []
-        for one in range(passes):
-            weights = []
-            for side in range(sides):
-                shares = [np.eye(sides)[side] * (other == one) for other in range(passes)]
-                shares.append(np.full(1, float(one == 0)))  # the optimizer, whatever limits the pass
-                weights.append(overlap.weights(shares, depth, options.accumulate, chunks))
-            found.append([self.contest.anew(weight).assemble(candidate).problem for weight in weights])
-        return found
-
     def solve(
-        self, candidate: Candidate, point: _Point, moments: Moments | None, *, surely: bool, chunks: int = 1
+        self,
+        candidate: Candidate,
+        point: _Point,
+        moments: Moments | None,
+        *,
+        surely: bool,
+        chunks: int = 1,
+        until: Deadline = NEVER,
     ) -> Solved | None:
         """The least sum (1) and its choice, unless that is not below what is of interest; None where layouts admit none.
 
-        Only with what choices hold ``surely`` is the sum a bound.
+        Only with what choices hold ``surely`` is the sum a bound. ``until``: when the best bound so far is good enough.
         """
-        spent = sum(point.prices.values()) * self.room
-        deadline = self.contest.deadline
+        spent, deadline = sum(point.prices.values()) * self.room, min(until, self.contest.deadline, key=lambda one: one.at)
 
         def ask(assembled: Assembled) -> tuple[Moments, float, tuple[int, ...] | None]:
-            known = moments or self.moments(candidate, assembled)
-            value, choice = least(
-                self.weighed(assembled, point, known, surely), cutoff=self.good + spent, deadline=deadline
-            )
+            prices, panelled = self.contest.candidates.prices(candidate.mesh), candidate.panels != 1
+            known = moments or Moments(assembled, prices, panelled, self.contest.deadline)
+            weighed = self.weighed(assembled, point, known, surely)
+            value, choice = least(weighed, cutoff=self.good + spent, deadline=deadline)
             return known, value - spent, choice
 
         assembled, answer = self.at(point, chunks).ask(candidate, ask)
@@ -296,11 +303,6 @@ class _Squeeze:
         weights = overlap.weights(shares, depth, options.accumulate, chunks) if options.hides else None
         self.contest = self.contest.anew(weights)
         return self.contest
-
-    def moments(self, candidate: Candidate, assembled: Assembled) -> Moments:
-        """Of a mesh's steps."""
-        prices, deadline = self.contest.candidates.prices(candidate.mesh), self.contest.deadline
-        return Moments(assembled, prices, candidate.panels != 1, deadline)
 
     def weighed(self, assembled: Assembled, point: _Point, moments: Moments, surely: bool) -> Problem:
         """The sum (1), but for the bounds."""

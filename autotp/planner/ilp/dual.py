@@ -44,17 +44,22 @@ class _Port:
         return np.minimum.reduceat(values[self.order], self.starts)
 
 
-@dataclass(slots=True)
+@dataclass
 class _Pair:
-    """One use of one tensor as a table ``phi`` between two nodes; ``share`` covers the columns of
-    ``columns``.
+    """One use of one tensor as a table ``phi`` between two nodes, over rows and columns of the tensor's ``cost`` for a
+    use; ``share``, as large, is this use's, once it is asked for.
     """
 
     nodes: tuple[int, int]
     ports: tuple[_Port, _Port]
     phi: np.ndarray
-    share: np.ndarray
+    cost: np.ndarray
+    rows: np.ndarray
     columns: np.ndarray
+
+    @functools.cached_property
+    def share(self) -> np.ndarray:
+        return self.cost[np.ix_(self.rows, self.columns)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +144,10 @@ class Dual:
             have, rows = _port(tensor.have)
             want, columns = _port(np.where(use.want < 0, cost.shape[1], use.want))
             real = columns[columns < cost.shape[1]]
-            share = cost[np.ix_(rows, real)]
-            phi = np.zeros((len(rows), len(columns)))
-            phi[:, : len(real)] = share
-            pair = _Pair((tensor.producer, use.node), (have, want), phi, share, real)
+            phi = cost[np.ix_(rows, real)]
+            if len(real) < len(columns):
+                phi = np.concatenate([phi, np.zeros((len(rows), 1))], axis=1)
+            pair = _Pair((tensor.producer, use.node), (have, want), phi, cost, rows, real)
             made.append(pair)
             parts.append(_Part(pair, np.zeros(0)))
         self.pairs.extend(made)
@@ -151,45 +156,44 @@ class Dual:
 
     def bound(self) -> float:
         """The proven lower bound (1), in seconds."""
-        return (
-            self.offset
-            - self.error
-            + math.fsum(
-                [
-                    *(float(theta.min()) for theta in self.theta),
-                    *(float(pair.phi.min()) for pair in self.pairs),
-                ]
-            )
-        )
+        return self._of_nodes() + math.fsum(float(pair.phi.min()) for pair in self.pairs)
 
     def _visit(self, node: int, ahead: list[tuple[_Pair, int]], behind: list[tuple[_Pair, int]]) -> np.ndarray:
-        theta = self.theta[node]
+        theta, lows = self.theta[node], []
         for pair, side in (*ahead, *behind):
             least = pair.phi.min(axis=1 - side)
-            pair.phi -= least[:, None] if side == 0 else least[None, :]
+            lows.append(least)
             theta += least[pair.ports[side].index]
         weight = 1.0 / max(len(ahead), len(behind), 1)
         full = theta.copy()
-        for pair, side in ahead:
-            part = weight * pair.ports[side].least(full)
-            pair.phi += part[:, None] if side == 0 else part[None, :]
-            theta -= part[pair.ports[side].index]
+        # What a table gives and what it gets is one change: tables are what takes the time.
+        for number, (pair, side) in enumerate((*ahead, *behind)):
+            change = -lows[number]
+            if number < len(ahead):
+                part = weight * pair.ports[side].least(full)
+                change += part
+                theta -= part[pair.ports[side].index]
+            pair.phi += change[:, None] if side == 0 else change[None, :]
         return full
 
-    def sweep(self) -> list[np.ndarray]:
-        """Messages forward and back once; returns, per node, a lower bound on any assignment with each
+    def sweep(self) -> tuple[float, list[np.ndarray]]:
+        """Messages forward and back once; returns the bound, and per node a lower bound on any assignment with each
         strategy.
         """
         count = len(self.theta)
         for node in range(count):
             self._visit(node, self.after[node], self.before[node])
         # Bounds only rise, so what holds before the way back holds at every node on it.
-        floor = self.bound()
+        floor = self._of_nodes()
         through: list[np.ndarray] = [np.zeros(0)] * count
         for node in reversed(range(count)):
             full = self._visit(node, self.before[node], self.after[node])
             through[node] = floor + (full - full.min())
-        return through
+        return self._of_nodes(), through
+
+    def _of_nodes(self) -> float:
+        """The bound where every table's least entry is 0, as messages leave them."""
+        return self.offset - self.error + math.fsum(float(theta.min()) for theta in self.theta)
 
     def rebalance(self) -> None:
         """Move shares of reshards that several uses may share from uses for which they are slack to all of

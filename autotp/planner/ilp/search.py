@@ -29,6 +29,7 @@ __all__ = ["CLOSEST", "Search", "Settings"]
 _QUICK = 100_000
 _PARTS = (0.05, 0.2, 0.5, 1.0)
 _SWEEPS = 60
+_FEWER = 0.7  # of a program's strategies: where fewer are left, sweeping those anew is quicker
 #: Relative; bounds as close as this are not left to the solver, which takes for whole what is off by 1e-6: of a large cost,
 #: that is more.
 CLOSEST = 1e-7
@@ -108,9 +109,11 @@ class Search:
         self.method = method
         self.bound = self.value
 
-    def run(self) -> None:
-        """Search until everything is settled or time is over."""
+    def run(self, among: Sequence[np.ndarray] | None = None) -> None:
+        """Search until everything is settled or time is over; ``among``: masks of the strategies that are of interest."""
         masks = [np.isfinite(node.cost) for node in self.problem.nodes]
+        for mask, interest in zip(masks, among or masks, strict=True):
+            mask &= interest
         root = Space(masks, [np.full(len(m), -math.inf) for m in masks], -math.inf)
         reduced = self._tighten(root)
         if reduced is not None and not self.settings.deadline.over and not self._label(root, reduced, _QUICK):
@@ -160,14 +163,15 @@ class Search:
         """Sweep until the bound reaches the target or hardly rises, and read choices off the
         messages.
         """
-        last = -math.inf
+        last, size = -math.inf, sum(map(len, reduced.kept))
         for number in range(1, _SWEEPS + 1):
-            through = dual.sweep()
-            bound = dual.bound()
+            bound, through = dual.sweep()
             done, over = bound >= self.target(), self.settings.deadline.over
             if done or over or number % 5 == 0:
                 space.bound = max(space.bound, bound)
                 self._prune(space, reduced, through)
+                if sum(int(mask.sum()) for mask in space.alive) < _FEWER * size:
+                    break
                 slow = bound - last < 0.02 * (min(self.target(), self._cap(reduced.problem)) - bound)
                 if done or over or (slow and number > 5):
                     break

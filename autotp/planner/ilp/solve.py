@@ -134,7 +134,7 @@ def _searched(problem: Problem, settings: Settings) -> Search:
     if choice is not None:
         search.settle(choice, "elimination")
     else:
-        search.run()
+        search.run(masks)
     if search.choice is not None:
         for stage in reversed(stages):
             search.choice = stage.restore(search.choice)
@@ -148,12 +148,12 @@ def _raise_bound(problem: Problem, masks: list[np.ndarray], settings: Settings) 
     cutoff = settings.cutoff
     dual = Dual(problem, cutoff)
     for _ in range(2):
-        floors = dual.sweep()
-        if dual.bound() >= cutoff or settings.deadline.over:
+        bound, floors = dual.sweep()
+        if bound >= cutoff or settings.deadline.over:
             break
     for mask, floor in zip(masks, floors, strict=True):
         mask &= floor < cutoff
-    return dual.bound()
+    return bound
 
 
 def promising(problem: Problem, cutoff: float, deadline: Deadline) -> list[np.ndarray]:
@@ -165,7 +165,7 @@ def promising(problem: Problem, cutoff: float, deadline: Deadline) -> list[np.nd
     for _ in range(_SWEEPS):
         if deadline.over:
             break
-        floors = dual.sweep()
+        _, floors = dual.sweep()
         dual.rebalance()
         for mask, floor in zip(masks, floors, strict=True):
             mask &= floor < cutoff
