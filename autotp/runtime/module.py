@@ -232,7 +232,7 @@ class DistributedModule(Programmed, Sealed, Untraced):
             AutotpError: it has plain tensors for parameters that rest in parts.
         """
         if isinstance(state_dict, Mapping):
-            require_parts(self, state_dict)
+            require_parts(self, state_dict, "", {"assign_to_params_buffers": assign})
         return super().load_state_dict(state_dict, strict, assign)
 
     def __str__(self) -> str:

@@ -120,18 +120,25 @@ def of_rank_0(
             )
 
 
-def require_parts(module: nn.Module, state_dict: Mapping[str, Any], prefix: str = "", *_: Any) -> None:
+def require_parts(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
+) -> None:
     """A module's ``load_state_dict`` pre-hook: refuses plain tensors for parameters that rest in parts.
+
+    Those without dims have no parts: they are copied, as `torch.distributed.checkpoint.state_dict` leaves them plain.
 
     Args:
         module: of a distributed module, or it itself.
         state_dict: what is loaded, where names begin with ``prefix``.
+        local_metadata: says whether what is loaded takes the place of parameters, as torch does.
 
     Raises:
         AutotpError: there are such.
     """
     names = (prefix + name for name, _ in module.named_parameters(remove_duplicate=False))
-    plain = [name for name in names if type(state_dict.get(name)) in (Tensor, nn.Parameter)]
+    least = 0 if local_metadata.get("assign_to_params_buffers") else 1
+    given = {name: state_dict[name] for name in names if type(state_dict.get(name)) in (Tensor, nn.Parameter)}
+    plain = [name for name, tensor in given.items() if tensor.dim() >= least]
     if plain:
         raise AutotpError(
             f"the state dict has a plain tensor for {plain[0]}, a DTensor here: whole ones are loaded by "

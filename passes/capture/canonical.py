@@ -114,6 +114,8 @@ def _one_hot(build: Builder, node: fx.Node, given: Arguments) -> Any:
 
 def _cast(build: Builder, node: fx.Node, given: Arguments) -> Any:
     source, value = source_of(given), node.meta["val"]
+    if not isinstance(source, fx.Node):  # torch.vmap makes tensors of numbers so
+        return build.emit(aten.scalar_tensor.default, (source,), {"dtype": value.dtype, "device": value.device}, like=node)
     if _same(source.meta["val"], value):
         return source
     if source.meta["val"].device == value.device:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,9 +191,10 @@ def _span(tensor: Tensor) -> int:
 
 def reach(tensor: Tensor) -> tuple[int, int]:
     """The addresses of a tensor's first byte and of the one behind its last; 0 and 0 where it has no memory."""
-    if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel() or not tensor.untyped_storage().size():
-        return 0, 0
-    return tensor.data_ptr(), tensor.data_ptr() + _span(tensor) * tensor.element_size()
+    with suppress(NotImplementedError):  # a sample within torch.vmap has none
+        if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() and tensor.untyped_storage().size():
+            return tensor.data_ptr(), tensor.data_ptr() + _span(tensor) * tensor.element_size()
+    return 0, 0
 
 
 def example(
@@ -286,6 +289,8 @@ def advice(model: nn.Module) -> str:
         "parameters changed under torch.no_grad() alone; parameters, buffers and inputs on one device; under a precision, "
         "no two dtypes in one operator"
     )
+    if any(isinstance(each, (nn.TransformerEncoder, nn.TransformerDecoder)) for each in model.modules()):
+        found += "; is_causal=True or False beside the mask of nn.Transformer, which else compares its values"
     if any(type(each).__module__.startswith("transformers.") for each in model.modules()):
         found += "; use_cache=False for causal language models; experts_implementation='batched_mm' for mixtures of experts"
     return found
@@ -293,7 +298,7 @@ def advice(model: nn.Module) -> str:
 
 def _essence(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3])[:400]
+    return re.sub(r" Caused by: \(passes/capture/[^)]*\)", "", " ".join(lines[:3]))[:400]
 
 
 def flat(parameters: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], TreeSpec]:

@@ -121,10 +121,11 @@ def elementwise(*linear: Sequence[int]) -> Any:
 
 
 def scaled(node: fx.Node) -> OpRule | None:
-    """mul, div: linear in the one tensor that a number scales. Products of two tensors take whole operands: passing a
-    partial sum through them saves no communication, and every such choice costs planning time."""
+    """mul, div: linear in the one tensor that a number other than 0 scales. Products of two tensors take whole operands:
+    passing a partial sum through them saves no communication, and every such choice costs planning time."""
     operands, results = shapes_of(node)
-    return pointwise(operands, results[0], [(0,)] if len(operands) == 1 and node.args[0] in operands_of(node) else ())
+    scales = len(operands) == 1 and node.args[0] in operands_of(node) and node.args[1] != 0
+    return pointwise(operands, results[0], [(0,)] if scales else ())
 
 
 def broadcast(node: fx.Node) -> OpRule | None:

@@ -6,8 +6,10 @@ An operator that is not here is replicated, and reported.
 
 from __future__ import annotations
 
+import cmath
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -95,10 +97,14 @@ def bind(node: fx.Node) -> OpRule | None:
     if rule is None:
         return None
     try:
-        return _bound(node, rule)
+        bound = _bound(node, rule)
     except RuleError as error:
         _log.warning("%s (%s) is computed whole on every device: %s", node.name, name_of(node), error)
         return None
+    numbers = [each for each in (*node.args, *node.kwargs.values()) if isinstance(each, (float, complex))]
+    if bound is not None and bound.linear and not all(map(cmath.isfinite, numbers)):
+        return replace(bound, linear=())  # terms of a sum may become infinite, of either sign
+    return bound
 
 
 def _bound(node: fx.Node, rule: Rule) -> OpRule | None:

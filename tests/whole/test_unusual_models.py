@@ -1,5 +1,7 @@
 """Unusual models: whatever torch.export takes is planned; what cannot be sharded is replicated, with the same numbers."""
 
+import math
+
 import pytest
 import torch
 from devices import SLOW, slow_machine
@@ -241,6 +243,29 @@ def test_complex_constants_and_sums_of_one_operand(strategy, schedule):
     assert schedule == "none" or all(ours._compiled.values()), "scheduled, not run as it is"
 
 
+class Scaled(nn.Module):
+    """A product over a sharded dim, times a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x, factor):
+        y = self.down(self.up(x).relu())
+        return y * factor, y / (1 / factor), torch.add(y, y.flip(0), alpha=factor)
+
+
+@pytest.mark.parametrize("planned_for", [2.0, math.inf])
+@pytest.mark.parametrize("strategy", ["megatron-1d", "zero3"])
+def test_terms_of_a_sum_do_not_become_infinite(strategy, planned_for):
+    torch.manual_seed(0)
+    model, x = Scaled().double(), torch.randn(4, 8, dtype=torch.float64)
+    plan = autotp.plan(model, autotp.Topology.flat(2), (x, planned_for), strategy=strategy, mesh=(2,))
+    ours = autotp.simulate(model, plan, (x, planned_for))
+    for factor in (2.0, math.inf):
+        torch.testing.assert_close(ours(x, factor), model(x, factor), rtol=1e-9, atol=1e-12, equal_nan=True)
+
+
 class Mapped(nn.Module):
     """What is said of one element, done to all."""
 
@@ -250,7 +275,13 @@ class Mapped(nn.Module):
 
     def forward(self, x):
         torch.vmap(lambda row: row.exp())(x)
-        return torch.vmap(torch.vmap(lambda row: self.linear(row).tanh()))(x)
+        rows = torch.vmap(torch.vmap(lambda row: self.linear(row).tanh()))(x)
+        return rows, torch.vmap(torch.vmap(lambda row: row.sum() * 2 + 1))(rows), torch.vmap(self.written)(rows)
+
+    def written(self, rows):
+        rows = rows.clone().mul_(3)
+        rows[0] = 1.0
+        return rows
 
 
 class Empty(nn.Module):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
@@ -248,6 +249,15 @@ def test_files_that_are_missing_or_damaged_are_refused(parallel, change, message
     with pytest.raises(autotp.AutotpError, match=message):
         autotp.load_pretrained(parallel, tmp_path)
     require_same(values(parallel), before)
+
+
+@pytest.mark.parametrize("from_rank_0", [False, True])
+def test_torch_loads_a_whole_state(parallel, from_rank_0):
+    """Among it a parameter without dims, which torch leaves a plain tensor."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank_0)
+    given = state()
+    set_model_state_dict(parallel, given | {"head.weight": given["body.first.weight"]}, options=options)
+    require_same(values(parallel), given)
 
 
 @pytest.mark.parametrize("assign", [False, True])
