@@ -12,12 +12,13 @@ TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 4
 # One thread a process: the ranks share the cores, and the order of float sums stays the same.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test exact newest newest-torch tables predictions overlap docs lint format clean
+.PHONY: help demo test slow exact newest newest-torch tables predictions overlap docs lint format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train a small GPT, then a small U-Net, on 4 processes; compare with one process"
 	@echo "make test    tests that meet every rule, family and command once (at most 8 minutes on 2 free cores)"
+	@echo "make slow    heavier ones: several processes for long, plans of large models (at most 8 minutes)"
 	@echo "make exact   all other tests: the whole matrix of models, strategies and meshes, and what is slow (hours)"
 	@echo "make newest  tests of what depends on torch, with torch $(NEWEST), which brings 5 GB for GPUs"
 	@echo "make tables  write the tables in docs/ that need no cluster anew (minutes)"
@@ -41,8 +42,11 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest
 
+slow: $(STAMP)
+	$(BIN)/python -m pytest -m "slow and not exact"
+
 exact: $(STAMP)
-	$(BIN)/python -m pytest -m exact --timeout 1200
+	$(BIN)/python -m pytest -m "exact or slow" --timeout 1200
 
 # The newest release of torch that is supported, in front of that of constraints.txt.
 NEWEST ?= 2.15.0

@@ -39,6 +39,7 @@ def shown(page):
     return " ".join(html.unescape(re.sub(r"<[^>]+>", "", text)).split())
 
 
+@pytest.mark.slow
 def test_the_site_builds_and_its_reference_is_whole(tmp_path):
     # Not --quiet: what is not said does not count as a warning.
     run([sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)], ROOT)

@@ -237,6 +237,7 @@ def test_overlap_of_panels():
     check("llama", "3d", (2, 2, 2), 2, overlapped=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "strategy", "mesh", "panels"), thinned(PANELLED, 4), ids=written)
 def test_panels(name, strategy, mesh, panels):
     plan = check(name, strategy, mesh, panels)
@@ -244,6 +245,7 @@ def test_panels(name, strategy, mesh, panels):
     assert set(found) <= {1, panels} and found.count(panels) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", thinned(RECOMPUTED, first=2, whole=True), ids=written)
 def test_recomputation(case):
     name, strategy, mesh, chunks, recompute = case
@@ -318,6 +320,7 @@ def test_the_covering_part_covers():
     assert {n for n, _, _, _ in OVERLAPPED} == set(MODELS) - {"llama_logits"}
 
 
+@pytest.mark.slow
 def test_logits_without_labels():
     """The loss outside the model: logits come out whole and carry gradients back."""
     plan = check("llama_logits", "megatron-1d", (2, 2))

@@ -60,6 +60,7 @@ def test_three_steps_on_a_gpu(torchrun, model, strategy):
     passes(torchrun(1, "train.py", model, strategy, "1", "--backend", "nccl", "--device", "cuda", gpus=True), "exact")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "cases"),
     thinned(
@@ -89,10 +90,12 @@ def test_a_distributed_module_does_what_the_model_does(torchrun, processes, case
     passes(torchrun(processes, "together.py", *cases.split(), timeout=290))
 
 
+@pytest.mark.slow
 def test_compiled_regions_equal_one_device(torchrun):
     passes(torchrun(2, "compiled.py", timeout=400))  # what is compiled is in torch's cache the next time
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", thinned(["by_norm", "by_value", "resumes", "resumes_with_dropout"], first=1, whole=True))
 def test_loops_of_lightning(torchrun, case):
     passes(torchrun(2, "lightning_fit.py", case, timeout=290))

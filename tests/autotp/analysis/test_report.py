@@ -60,6 +60,7 @@ def test_its_costs_are_the_plans(planned, contents):
     assert all(one["what"].startswith("parameters") for one in costs if one["hidden"])
 
 
+@pytest.mark.slow
 def test_its_timeline_is_the_schedule(planned, contents):
     model, captured, plan = planned
     slots = scheduled(captured, plan, trainable(model))

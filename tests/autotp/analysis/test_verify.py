@@ -60,6 +60,7 @@ def test_right_graphs_pass(name, strategy, mesh):
     assert max([*found.outputs.values(), *found.gradients.values()]) <= found.tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [{"batch": 2}, {"rows": 2}, {"batch": 2, "rows": 2}])
 @pytest.mark.parametrize(
     ("name", "strategy", "mesh"), thinned([("unet", "megatron-1d", (2, 2)), ("gpt2", "tensor3d", (2, 2))])
@@ -72,6 +73,7 @@ def test_right_graphs_in_chunks_pass(name, strategy, mesh, chunks):
     assert found.compared > 40 and found.outputs and found.gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", thinned([{"batch": 2}, {"rows": 2}], whole=True))
 def test_a_defect_in_one_chunk_is_found(chunks):
     model, args, kwargs = MODELS["gpt2"]()

@@ -105,6 +105,7 @@ def test_refuses_to_overwrite_before_measuring(tmp_path):
     assert (tmp_path / "there.toml").read_text() == "mine"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_one_process_measures_its_device(tmp_path):
     done = torchrun(1, "-m", "autotp", "calibrate", "--quick", "--output", tmp_path / "one.toml")

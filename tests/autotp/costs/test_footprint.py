@@ -28,6 +28,7 @@ def test_without_overlap_predictions_are_what_a_step_allocates(name):
         assert predicted == pytest.approx(found, rel=0.04), (family, mesh)
 
 
+@pytest.mark.slow
 def test_a_plan_under_a_memory_bound_keeps_it_when_run():
     model, args = trained("gpt")
     topology = autotp.Topology.load("dgx-h100").resized(4)
@@ -51,6 +52,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "family", "mesh", "recompute", "precision"), thinned(CASES, first=1))
 def test_no_schedule_holds_more_than_its_plan_says_where_that_is_all_there_is(name, family, mesh, recompute, precision):
     model, args = trained(name)

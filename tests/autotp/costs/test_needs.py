@@ -65,6 +65,7 @@ def test_gradients_share_memory_until_one_is_added_to():
     assert found.total == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "family", "mesh", "recompute"),
     thinned(

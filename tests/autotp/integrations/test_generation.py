@@ -31,6 +31,7 @@ def distributed(model, strategy, mesh, batch=2):
     return autotp.simulate(cached, plan, example)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "config", "strategy", "mesh"),
     thinned([(LlamaForCausalLM, LLAMA, "auto", (2, 2)), (GPT2LMHeadModel, GPT2, "megatron-1d", (2,))]),

@@ -70,6 +70,7 @@ def test_the_step_equals_exhaustive_search_where_it_is_proven(small_problems):
     assert proven >= len(small_problems) // 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "mesh"), thinned([("zero3", (4,)), ("data", (4,)), ("tesseract-2.5d", (2, 2, 2))], first=1)
 )
@@ -133,6 +134,7 @@ def test_accumulation_changes_the_choice():
     assert best[1].predicted.step_seconds <= data[1] and best[0].predicted.step_seconds <= split[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", thinned(["zero3", "data", "megatron-1d"], first=1, whole=True))
 def test_memory_counts_what_waits(strategy):
     """Most bytes alive while three micro-batches run on one device of four, with the optimizer's state."""
@@ -201,6 +203,8 @@ def test_wrong_numbers_of_micro_batches(wrong):
 def test_accumulation_without_gradients_contradicts():
     with pytest.raises(autotp.AutotpError, match="accumulate=2.*'inference' has no gradients"):
         Options(mode="inference", accumulate=2)
+    with pytest.raises(autotp.AutotpError, match="recompute='full'.*'inference' has no backward pass"):
+        Options(mode="inference", recompute="full")
 
 
 def test_a_plan_for_another_number_contradicts():

@@ -107,6 +107,7 @@ def check(name, strategy, mesh, overlap, panels=None, chunks=None):
         close(got, want, max(want.abs().max().item(), 1e-2), f"parameter {n} after the steps")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy", "mesh", "overlap"), thinned(FAMILIES, 9), ids=lambda v: str(v).replace(" ", "")
 )
@@ -114,6 +115,7 @@ def test_every_family(name, strategy, mesh, overlap):
     check(name, strategy, mesh, overlap)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy", "mesh", "panels", "chunks"),
     thinned(

@@ -40,6 +40,7 @@ def parts_of(shape, layout, world):
     return parts, sum(addends.values())
 
 
+@pytest.mark.slow
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_layout_to_any_other(data):

@@ -62,6 +62,7 @@ def test_many_rows_stay_apart():
     assert len(products(graph)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [{"batch": 2}, {"batch": 4}])
 def test_weights_gradients_of_chunks_are_one_product(chunks):
     model, x = Transformer(2, 256, 4).double(), torch.randn(8, 5, 256, dtype=torch.float64)

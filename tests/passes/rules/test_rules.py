@@ -601,6 +601,7 @@ def test_rule_takes_operands_and_gradients_in_any_memory_format(name, data):
     check_formats(name, data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", thinned(sorted(filter(misread, RULES)), first=1, whole=True))
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
