@@ -66,12 +66,12 @@ def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | N
         search.best = search.met(best)
     model, best_panels = contest.candidates.model, contest.candidates.panels[0]
     candidates = contest.candidates.over(meshes)  # where something may be recomputed, that saves more than panels
-    first, *others = (one for one in candidates if not model.undecided or one.panels == best_panels)
+    every = [one for one in candidates if not model.undecided or one.panels == best_panels]
     if search.most > 1:
         prices = contest.candidates.prices((contest.candidates.topology.devices,))
         search.cut = least_seconds(model, prices, float(overlap.CHUNKED.subs(overlap.c, search.most)))
     known = floor if search.most == 1 else 0.0
-    floors = [search.on(first, known, search.look)]
+    floors, others = [search.on(one, known, search.look) for one in every[:1]], every[1:]
     # All get a bound before any other is looked at closely, the most promising first: its plan rules most of them out.
     bounded = []
     for number, one in enumerate(others):
@@ -81,12 +81,10 @@ def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | N
         floors.append(low if low >= search.good else max(low, search.on(others[number], low, search.look)))
     best_met = search.best
     if best_met is None:
-        return Searched(None, max(0.0, min(floors)), math.inf)
-    floor = max(0.0, min([best_met.step, *floors]))
-    found = best_met.found
-    return Searched(
-        replace(found, solution=replace(found.solution, seconds=best_met.step, bound=floor)), floor, found.memory
-    )
+        return Searched(None, max(0.0, min(floors, default=math.inf)), math.inf)
+    floor, found = max(0.0, min([best_met.step, *floors])), best_met.found
+    solution = replace(found.solution, seconds=best_met.step, bound=floor)
+    return Searched(replace(found, solution=solution), floor, found.memory)
 
 
 @dataclass(frozen=True, slots=True)
