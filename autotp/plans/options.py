@@ -151,10 +151,6 @@ class Options:
         if figure(self.gap, "gap") >= 1:
             raise AutotpError(f"gap {self.gap!r}: give a share of the step from 0 to below 1, such as 0.001")
         _check_recompute(self.recompute)
-        if self.mode != "train" and self.recompute not in ("auto", "none"):
-            raise AutotpError(
-                f"recompute={shown(self.recompute)}, but mode {self.mode!r} has no backward pass; leave it out"
-            )
         self._check_gathers()
         policy_of(self.precision)
         if not isinstance(self.strategy, Family):

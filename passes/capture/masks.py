@@ -112,7 +112,7 @@ def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Tensor:
         first = made.narrow(dim, 0, min(1, made.shape[dim])).expand_as(made)
         if made.stride(dim) and torch.equal(first, made):
             made = first
-    return made
+    return _shrunk(made, _repeated(made, made.dim())).clone().expand(shape)  # what it was made in is as large as a batch
 
 
 def _repeated(value: Tensor, rank: int) -> set[int]:

@@ -203,8 +203,6 @@ def test_wrong_numbers_of_micro_batches(wrong):
 def test_accumulation_without_gradients_contradicts():
     with pytest.raises(autotp.AutotpError, match="accumulate=2.*'inference' has no gradients"):
         Options(mode="inference", accumulate=2)
-    with pytest.raises(autotp.AutotpError, match="recompute='full'.*'inference' has no backward pass"):
-        Options(mode="inference", recompute="full")
 
 
 def test_a_plan_for_another_number_contradicts():
