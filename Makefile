@@ -18,7 +18,7 @@ export OMP_NUM_THREADS := 1
 help:
 	@echo "make demo    train a small GPT, then a small U-Net, on 4 processes; compare with one process"
 	@echo "make test    tests that meet every rule, family and command once (at most 8 minutes on 2 free cores)"
-	@echo "make slow    heavier ones: several processes for long, plans of large models (at most 8 minutes)"
+	@echo "make slow    heavier ones: several processes for long, memory bounds (minutes)"
 	@echo "make exact   all other tests: the whole matrix of models, strategies and meshes, and what is slow (hours)"
 	@echo "make newest  tests of what depends on torch, with torch $(NEWEST), which brings 5 GB for GPUs"
 	@echo "make tables  write the tables in docs/ that need no cluster anew (minutes)"

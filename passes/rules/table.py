@@ -101,10 +101,11 @@ def bind(node: fx.Node) -> OpRule | None:
     except RuleError as error:
         _log.warning("%s (%s) is computed whole on every device: %s", node.name, name_of(node), error)
         return None
+    if bound is None or not bound.linear:
+        return bound
     numbers = [each for each in (*node.args, *node.kwargs.values()) if isinstance(each, (float, complex))]
-    if bound is not None and bound.linear and not all(map(cmath.isfinite, numbers)):
-        return replace(bound, linear=())  # terms of a sum may become infinite, of either sign
-    return bound
+    # By a number that is not finite, terms of a sum may become infinite, of either sign.
+    return bound if all(map(cmath.isfinite, numbers)) else replace(bound, linear=())
 
 
 def _bound(node: fx.Node, rule: Rule) -> OpRule | None:

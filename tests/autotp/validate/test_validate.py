@@ -199,7 +199,6 @@ def test_degrees_alone_are_ranked(tmp_path):
     assert [[one.run.name for one in group.predictions] for group in groups] == [["8x1", "4x2", "2x4"]]
 
 
-@pytest.mark.slow
 def test_the_command_prints_fits_and_draws(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     sizes = [256, 512, 1024, 2048, 512, 1024, 2048, 256]
