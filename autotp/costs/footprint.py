@@ -29,7 +29,7 @@ from autotp.costs.transit import in_transit, sums_in_place
 from passes.graph import cast_of
 from passes.layouts.layout import Layout
 from passes.rules.factors import value_of
-from passes.rules.kept import working
+from passes.rules.kept import in_turn, working
 from passes.rules.table import rule_of
 from passes.strategies.strategy import Strategy, whole_layout
 
@@ -282,14 +282,14 @@ class Footprint:
         spans = needs.spans(node) if self.traced else dict.fromkeys(reads, (0, len(self.operands[node]) - 1))
         passing += self.parts(node, working(node))
         self.reach(passing)
-        for position, operand in enumerate(self.operands[node]):
+        for turn, position in enumerate(in_turn(node) or range(len(self.operands[node]))):
             for key, (since, _) in spans.items():
-                if since == position:
+                if since == turn:
                     self.restore(key, needs)
-            if value_of(operand) in self.model.trained:
+            if value_of(self.operands[node][position]) in self.model.trained:
                 self.returned(node, position, passing)
             for key, (_, until) in spans.items():
-                if until == position:
+                if until == turn:
                     self.done(key, needs)
         for value in mine:
             self.gradients.held.fall((value, None))

@@ -202,6 +202,13 @@ class Model:
         made = value_of(self.operands[node][position])[0].op != "placeholder"
         return made and (recomputed or position in self.kept(node).operands)
 
+    def reading(self, node: fx.Node, position: int) -> bool:
+        """Whether the gradient of an operand, if its formula is its own, reads the operator's other operands."""
+        rule = rule_of(node)
+        return (
+            rule is not None and position not in rule.additive and value_of(self.operands[node][position]) in self.trained
+        )
+
     def reads_back(self, node: fx.Node, value: Value) -> bool:
         """Whether the backward pass reads an operand for an operator's gradients, or to recompute it."""
         operands = self.operands.get(node, ())  # an output of the model has none

@@ -18,7 +18,7 @@ from autotp.costs.priced import Priced
 from autotp.costs.storages import CAST, Key, Storages, casts
 from autotp.costs.transit import gathers, travels
 from passes.rules.factors import value_of
-from passes.rules.kept import kept_lowered
+from passes.rules.kept import in_turn, kept_lowered
 from passes.rules.table import rule_of
 
 __all__ = ["BESIDES", "Needs"]
@@ -87,15 +87,12 @@ class Needs:
         return (0, float(operands[0].meta["val"].element_size())) if have == want else None
 
     def spans(self, node: fx.Node) -> dict[Key, tuple[int, int]]:
-        """Storage -> the first and the last of an operator's operands, whose gradients are made in order, that reads it."""
-        rule, operands, last = rule_of(node), self.storages.operands[node], len(self.storages.operands[node]) - 1
+        """Storage -> the first and the last that reads it of the gradients of an operator's operands, in their turn."""
+        order, last = in_turn(node), len(self.storages.operands[node]) - 1
         found = dict.fromkeys(self.reads.get(node, ()), (0, last))
-        if rule is None or rule.saves != "others" or rule.kind == "convolution":
-            return found
-        trained = [i for i, n in enumerate(operands) if i not in rule.additive and value_of(n) in self.model.trained]
-        for key in found:
-            mine = {i for i in range(len(operands)) if self._operand(node, i) == key}
-            readers = [i for i in trained if mine - {i}]
+        for key in found if order else ():
+            mine = {i for i in order if self._operand(node, i) == key}
+            readers = [turn for turn, i in enumerate(order) if self.model.reading(node, i) and mine - {i}]
             found[key] = min(readers, default=0), max(readers, default=last)
         return found
 

@@ -26,7 +26,7 @@ from autotp.planner.ilp import Deadline, Node, Problem, Tensor, Use, cheapest, l
 from autotp.planner.structure import Structure
 from autotp.planner.tables import Held, Ledger, Life, Reader, Sizes, Tables
 from passes.rules.factors import Value
-from passes.rules.kept import working
+from passes.rules.kept import in_turn, working
 from passes.rules.shapes import results_of
 from passes.rules.table import rule_of
 from passes.sharding.panel import data_position
@@ -262,7 +262,7 @@ class _Lives:
 
     def _reader(self, value: Value, user: fx.Node, position: int) -> Reader:
         if user not in self.order:
-            return Reader(len(self.order), False, False, -1, -1, False, False, True, False, True)
+            return Reader(len(self.order), False, False, -1, -1, False, False, True, False, False, True)
         given, rule = value[0].op == "placeholder", rule_of(user)
         gradient = value in self.model.saved[user]
         if given:  # a lowering need not read it
@@ -274,7 +274,11 @@ class _Lives:
         data = self.panelled and data_position(user) == position
         view, flows = position == 0 and self.model.shown.get(user) == value, user in self.model.differentiated
         same, saves = rule is not None and (rule.hands_on or rule.view), saves and self.train
-        return Reader(self.order[user], saves, gradient, until, block, data, view, flows, same_storage=same, ends=False)
+        order = in_turn(user)
+        before = order[: order.index(position)] if order else ()
+        later = [i for i in order if i != position and i not in before and self.model.reading(user, i)]
+        gone = gradient and bool(order) and not later
+        return Reader(self.order[user], saves, gradient, until, block, data, view, flows, same, gone, ends=False)
 
 
 def _twice(tensors: Sequence[Tensor], structure: Structure, needs: Sequence[int]) -> list[Tensor]:

@@ -32,7 +32,8 @@ class Reader:
     ``saves`` is whether it ever is: where the planner decides, that depends on the choice. ``gradient``: the reader's
     gradient needs it in any case. ``until``: the last operator whose gradient needs a result of the reader, which, if it is
     recomputed, is there by then. ``block``: the last operator of the block in whose backward pass it may be. ``flows``: a
-    gradient comes back, ``same_storage``: which may be that of the reader's result. ``ends``: it is an output of the model.
+    gradient comes back, ``same_storage``: which may be that of the reader's result, or ``gone``: for which the reader's own
+    gradients need the tensor no more. ``ends``: it is an output of the model.
     """
 
     at: int
@@ -44,6 +45,7 @@ class Reader:
     view: bool
     flows: bool
     same_storage: bool
+    gone: bool
     ends: bool
 
 
@@ -252,7 +254,8 @@ class Ledger:
             kept = np.concatenate([kept, np.zeros_like(kept)])
         self.held(self.needs[number], saved, kept)
         if moment.turn is Turn.BACKWARD and edge.trained:
-            now = [use for use, r in enumerate(life.readers) if r.at == moment.at and r.flows and not r.same_storage]
+            own_storage = [(use, r) for use, r in enumerate(life.readers) if r.flows and not r.same_storage]
+            now = [use for use, r in own_storage if r.at == moment.at and not r.gone]
             self.held(number, now, np.broadcast_to(count * back, stays.shape), "gradients")
             if life.made == moment.at and not life.view and any(r.flows for r in life.readers):
                 self.own(edge, count * own)
@@ -265,8 +268,9 @@ class Ledger:
         later = [use for use, r in enumerate(life.readers) if r.at > moment.at]
         if life.made < moment.at:
             self.held(number, later, count * every, "gradients")
-            if moment.turn is Turn.BACKWARD:  # beside what is there, to be added to it
-                now = [use for use, r in enumerate(life.readers) if r.at == moment.at]
+            if moment.turn is Turn.BACKWARD:  # beside what is there, to be added to it, if that is not gone
+                kept = life.kept or life.returned or any(r.saves and r.at < moment.at for r in life.readers)
+                now = [use for use, r in enumerate(life.readers) if r.at == moment.at and (kept or not r.gone)]
                 self.held(number, now, count * every, "gradients")
         elif moment.turn is Turn.ARRIVAL:
             arrived = np.where(stays & (back[None, :] == own[:, None]), every, every + own[:, None])

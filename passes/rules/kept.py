@@ -13,7 +13,7 @@ from passes.rules.rule import Rule
 from passes.rules.shapes import argument, operands_of
 from passes.rules.table import kept_besides, rule_of
 
-__all__ = ["NOTHING", "Kept", "kept", "kept_lowered", "working"]
+__all__ = ["NOTHING", "Kept", "in_turn", "kept", "kept_lowered", "working"]
 
 
 class Kept(NamedTuple):
@@ -68,6 +68,19 @@ def kept_lowered(node: fx.Node) -> Kept:
     if rule.rereads and torch.promote_types(first.dtype, torch.float32) == first.dtype:
         return Kept((0,), besides=((0, besides),))
     return Kept(besides=((0, besides + first.element_size()),))
+
+
+def in_turn(node: fx.Node) -> tuple[int, ...]:
+    """The positions of an operator's operands, in the order in which their gradients are made; none: all at once.
+
+    Where each has a formula of its own, autograd goes by the names of its operators' arguments: ``mat2`` and ``other`` come
+    before ``self``; but ``mat1`` and ``mat2`` before the ``self`` that their product is added to.
+    """
+    rule, positions = rule_of(node), range(len(operands_of(node)))
+    if rule is None or rule.saves != "others" or rule.kind == "convolution":
+        return ()
+    added = tuple(i for i in positions if i in rule.additive)
+    return (*(i for i in positions if i not in added), *added) if added else tuple(reversed(positions))
 
 
 def working(node: fx.Node) -> tuple[tuple[int, float], ...]:
