@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from overlapping import traced
 from thinned import thinned
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
 from autotp.analysis.explain import priced_plan
@@ -18,6 +20,8 @@ from autotp.costs.transit import gathers, in_transit, sums_in_place
 from benchmarks.models import trained
 from passes.capture import capture
 from passes.graph import note_of
+from passes.rules.kept import in_turn
+from passes.rules.table import rule_of
 
 WHOLE, SUMS, ROWS, COLUMNS = (Replicate(),), (Partial(),), (Shard(0),), (Shard(1),)
 SHAPE, MESH, ALL = (8, 12), (4,), 96
@@ -104,3 +108,44 @@ def test_what_is_not_needed_to_compute_again_is_not_kept():
     needs = Needs(walked.priced, walked.storages)
     kept = [layout for (node, number), layout in needs.kept if node.op != "placeholder" and number != BESIDES]
     assert kept and not any(isinstance(placement, Partial) for layout in kept for placement in layout)
+
+
+class _Reads(TorchDispatchMode):
+    """The memory of each operand that products read, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.mul.Tensor}:
+            self.found += [t.data_ptr() for t in args]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (torch.nn.functional.linear, [(2, 7, 3), (5, 3)]),
+        (torch.nn.functional.linear, [(2, 7, 3), (5, 3), (5,)]),
+        (torch.mm, [(7, 3), (3, 5)]),
+        (torch.bmm, [(2, 7, 3), (2, 3, 5)]),
+        (torch.matmul, [(2, 7, 3), (2, 3, 5)]),
+        (torch.mul, [(2, 7), (2, 7)]),
+        (torch.addmm, [(5,), (7, 3), (3, 5)]),
+        (torch.baddbmm, [(2, 7, 5), (2, 7, 3), (2, 3, 5)]),
+    ],
+)
+def test_gradients_are_made_in_autograds_order(function, shapes):
+    class Model(torch.nn.Module):
+        def forward(self, *operands):
+            return function(*operands)
+
+    operands = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    (node,) = (n for n in capture(Model(), operands).graph_module.graph.nodes if n.op == "call_function" and rule_of(n))
+    order = [i for i in in_turn(node) if i not in rule_of(node).additive]
+    result = function(*operands)
+    with _Reads() as reads:
+        result.backward(torch.ones_like(result))
+    read = [i for pointer in reads.found for i in order if operands[i].data_ptr() == pointer]
+    assert read == [i for mine in order for i in order if i != mine]
