@@ -29,7 +29,7 @@ from autotp.costs.transit import in_transit, sums_in_place
 from passes.graph import cast_of
 from passes.layouts.layout import Layout
 from passes.rules.factors import value_of
-from passes.rules.kept import in_turn, working
+from passes.rules.kept import working
 from passes.rules.table import rule_of
 from passes.strategies.strategy import Strategy, whole_layout
 
@@ -67,7 +67,7 @@ class Footprint:
     @property
     def total(self) -> float:
         """Bytes held now."""
-        return self.stored + self.gradients.total
+        return self.stored + self.gradients.held.total
 
     def run(self) -> float:
         """Bytes at the worst moment, under ``zero_grad()`` as it is by default (gradients dropped)."""
@@ -124,10 +124,12 @@ class Footprint:
 
     def reach(self, passing: float = 0.0) -> None:
         """Looks whether this moment, with bytes that pass, is the worst yet."""
-        passing += self.spare * (self.total + passing)
-        self.peak = max(self.peak, self.total + passing)
-        self.held[self.now] = max(self.held.get(self.now, 0.0), self.total + passing)
-        if self.total + passing >= self.watched:
+        total = self.total + passing
+        passing += self.spare * total
+        total += self.spare * total
+        self.peak = max(self.peak, total)
+        self.held[self.now] = max(self.held.get(self.now, 0.0), total)
+        if total >= self.watched:
             self.watched, self.worst = math.inf, self.holding(passing)
 
     def explain(self, peak: float | None = None) -> list[tuple[str, str, float]]:
@@ -282,7 +284,8 @@ class Footprint:
         spans = needs.spans(node) if self.traced else dict.fromkeys(reads, (0, len(self.operands[node]) - 1))
         passing += self.parts(node, working(node))
         self.reach(passing)
-        for turn, position in enumerate(in_turn(node) or range(len(self.operands[node]))):
+        turns = self.model.turns.get(node) or [(position, True) for position in range(len(self.operands[node]))]
+        for turn, (position, _) in enumerate(turns):
             for key, (since, _) in spans.items():
                 if since == turn:
                     self.restore(key, needs)

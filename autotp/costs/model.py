@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -14,10 +14,10 @@ from torch import Tensor, fx
 
 from autotp.plans.constraints import Requirement
 from passes.capture import Captured
-from passes.graph import differentiable, stays
+from passes.graph import differentiable, note_of, stays
 from passes.layouts.layout import Layout
 from passes.rules.factors import Operator, Value, value_of
-from passes.rules.kept import NOTHING, Kept, kept
+from passes.rules.kept import NOTHING, Kept, in_turn, kept
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of
 
@@ -115,6 +115,18 @@ class Model:
         return {node: operands_of(node) for node in self.operators}
 
     @_of_graph
+    def results(self) -> Mapping[fx.Node, Sequence[Tensor]]:
+        """Operator -> the (fake) tensors that it returns."""
+        return {node: results_of(node) for node in self.operators}
+
+    @_of_graph
+    def kinds(self) -> Mapping[fx.Node, int]:
+        """Operator -> a number that only those share whose rules, shapes, arguments, factors and roles are equal."""
+        given = {*self.captured.parameters, *self.captured.buffers}
+        numbers: dict[object, int] = {}
+        return {node: numbers.setdefault(_kind(each, given), len(numbers)) for node, each in self.operators.items()}
+
+    @_of_graph
     def shown(self) -> Mapping[fx.Node, Value]:
         """View -> the tensor whose memory it shows (`shown_by`)."""
         found = {node: shown_by(node) for node in self.operators}
@@ -194,7 +206,7 @@ class Model:
         operands = self.operands[node]
         found = [value_of(n) for position, n in enumerate(operands) if self.reads_operand_back(node, position, recomputed)]
         if self.kept(node).results or self.kept(node).besides:  # a mask, for one, is made as the results are
-            found += [(node, i) for i in range(len(results_of(node)))]
+            found += [(node, i) for i in range(len(self.results[node]))]
         return found
 
     def reads_operand_back(self, node: fx.Node, position: int, recomputed: bool) -> bool:
@@ -202,12 +214,17 @@ class Model:
         made = value_of(self.operands[node][position])[0].op != "placeholder"
         return made and (recomputed or position in self.kept(node).operands)
 
-    def reading(self, node: fx.Node, position: int) -> bool:
-        """Whether the gradient of an operand, if its formula is its own, reads the operator's other operands."""
-        rule = rule_of(node)
-        return (
-            rule is not None and position not in rule.additive and value_of(self.operands[node][position]) in self.trained
-        )
+    @_of_graph
+    def turns(self) -> Mapping[fx.Node, Sequence[tuple[int, bool]]]:
+        """Operator -> its operands, by position, as their gradients are made, and whether each reads the other operands.
+
+        Empty where one formula makes them all.
+        """
+        return {
+            node: [(i, i not in rule.additive and value_of(self.operands[node][i]) in self.trained) for i in in_turn(node)]
+            for node in self.operators
+            if (rule := rule_of(node)) is not None
+        }
 
     def reads_back(self, node: fx.Node, value: Value) -> bool:
         """Whether the backward pass reads an operand for an operator's gradients, or to recompute it."""
@@ -264,14 +281,24 @@ class Model:
 
     def kept(self, node: fx.Node) -> Kept:
         """What the gradients of an operator's operands are made of, where nothing inside it is sharded."""
-        if node not in self._kept:
+        known = self._kept
+        if node not in known:
             trained = [value_of(operand) in self.trained for operand in self.operands[node]]
-            self._kept[node] = kept(node, trained) if node in self.differentiated else NOTHING
-        return self._kept[node]
+            known[node] = kept(node, trained) if node in self.differentiated else NOTHING
+        return known[node]
 
     @_of_graph
     def _kept(self) -> dict[fx.Node, Kept]:
         return {}
+
+
+def _kind(operator: Operator, given: Set[str]) -> object:
+    node = operator.node
+    factors = tuple((f.name, f.size, f.role, f.offered) for f in operator.factors.values())
+    operands = tuple((tuple(n.meta["val"].shape), n.name in given, note_of(n).cast) for n in operands_of(node))
+    results = tuple((tuple(t.shape), str(t.dtype)) for t in results_of(node))
+    args = fx.node.map_aggregate(node.args, lambda a: "·" if isinstance(a, fx.Node) else repr(a))
+    return str(node.target), operands, results, str(args), factors
 
 
 def shown_by(node: fx.Node) -> Value | None:

@@ -18,7 +18,7 @@ from autotp.costs.priced import Priced
 from autotp.costs.storages import CAST, Key, Storages, casts
 from autotp.costs.transit import gathers, travels
 from passes.rules.factors import value_of
-from passes.rules.kept import in_turn, kept_lowered
+from passes.rules.kept import kept_lowered
 from passes.rules.table import rule_of
 
 __all__ = ["BESIDES", "Needs"]
@@ -88,11 +88,12 @@ class Needs:
 
     def spans(self, node: fx.Node) -> dict[Key, tuple[int, int]]:
         """Storage -> the first and the last that reads it of the gradients of an operator's operands, in their turn."""
-        order, last = in_turn(node), len(self.storages.operands[node]) - 1
+        turns, last = self.model.turns.get(node, ()), len(self.storages.operands[node]) - 1
         found = dict.fromkeys(self.reads.get(node, ()), (0, last))
-        for key in found if order else ():
-            mine = {i for i in order if self._operand(node, i) == key}
-            readers = [turn for turn, i in enumerate(order) if self.model.reading(node, i) and mine - {i}]
+        operands = [(i, self._operand(node, i)) for i, _ in turns] if found else []
+        for key in found if operands else ():
+            mine = {i for i, operand in operands if operand == key}
+            readers = [turn for turn, (i, reads) in enumerate(turns) if reads and mine - {i}]
             found[key] = min(readers, default=0), max(readers, default=last)
         return found
 

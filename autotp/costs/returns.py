@@ -62,11 +62,6 @@ class Returns:
                     seen.add(slot)
                     self.ends[node][slot] = None
 
-    @property
-    def total(self) -> float:
-        """Bytes of all gradients."""
-        return self.held.total
-
     def _slot(self, value: Value, want: Want) -> Slot:
         """Where a gradient is added up: with those of others that want the tensor so."""
         have = self.priced.layouts[value]

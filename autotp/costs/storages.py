@@ -8,7 +8,6 @@ from autotp.costs.priced import Priced
 from passes.graph import cast_of
 from passes.layouts.layout import Layout
 from passes.rules.factors import Value, value_of
-from passes.rules.shapes import results_of
 
 __all__ = ["CAST", "Key", "Storages", "casts"]
 
@@ -29,8 +28,7 @@ class Storages:
 
     def __init__(self, priced: Priced) -> None:
         self.strategies, self.layouts = priced.strategies, priced.layouts
-        self.operands, self.shown = priced.model.operands, priced.model.shown
-        self.results = {node: results_of(node) for node in self.operands}
+        self.operands, self.results, self.shown = priced.model.operands, priced.model.results, priced.model.shown
         self.roots: dict[Value, Key] = {}
         self.last = self._readers()
 

@@ -7,18 +7,15 @@ sharded in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from torch import Tensor, fx
 
 from autotp.costs.model import Model
-from passes.graph import note_of
-from passes.rules.factors import Operator
-from passes.rules.shapes import operands_of, results_of
 
-__all__ = ["apart", "fold", "folded", "signature"]
+__all__ = ["apart", "fold", "folded"]
 
 _LONGEST_PERIOD = 4096
 _LEAST_SAVING = 6
@@ -28,7 +25,7 @@ def folded(model: Model) -> Model:
     """The model with identical operators tied, if they are also pinned, resting and recomputed in the same way."""
     pins, recomputed, resting = model.pins, model.recomputed, model.resting
     marks = {n: (pins.get(n, ()), recomputed.get(n), resting.get(n)) for n in (*pins, *recomputed, *resting)}
-    return replace(model, stands=fold(model.operators, frozenset(model.placed), marks))
+    return replace(model, stands=fold(model, marks))
 
 
 def apart(model: Model) -> dict[fx.Node, fx.Node]:
@@ -36,21 +33,19 @@ def apart(model: Model) -> dict[fx.Node, fx.Node]:
     return {node: node for node in model.stands}
 
 
-def fold(
-    operators: Mapping[fx.Node, Operator], parameters: frozenset[str], marks: Mapping[fx.Node, object] | None = None
-) -> dict[fx.Node, fx.Node]:
+def fold(model: Model, marks: Mapping[fx.Node, object]) -> dict[fx.Node, fx.Node]:
     """Maps every operator, and every parameter that operators read, to the one that stands for it.
 
     Args:
-        operators: the analysis of a captured graph, in order.
-        parameters: names of the placeholders that are parameters.
+        model: analysed.
         marks: of operators and parameters; only what has equal marks is tied.
     """
-    nodes = list(operators)
+    nodes, operands, placed = list(model.operators), model.operands, model.placed
     index: dict[object, int] = {}
-    mark_of = marks or {}
-    marked = [[mark_of.get(m) for m in (n, *(o for o in operands_of(n) if o.name in parameters))] for n in nodes]
-    keys = [(signature(operators[n], parameters), *mine) for n, mine in zip(nodes, marked, strict=True)]
+    keys = [
+        (model.kinds[n], marks.get(n), *(marks.get(o) for o in operands[n] if o.op == "placeholder" and o.name in placed))
+        for n in nodes
+    ]
     codes = np.array([index.setdefault(key, len(index)) for key in keys])
     stands: dict[fx.Node, fx.Node] = {n: n for n in nodes}
     pending = [(0, len(nodes))]
@@ -65,17 +60,7 @@ def fold(
             for k in range(period):
                 stands[nodes[start + copy * period + k]] = nodes[start + k]
         pending += [(low, start), (start + period * count, high)]
-    return stands | _tie_parameters(nodes, stands, parameters)
-
-
-def signature(operator: Operator, parameters: frozenset[str]) -> object:
-    """What makes two operators interchangeable for planning: rule, shapes, arguments, factors and roles."""
-    node = operator.node
-    factors = tuple((f.name, f.size, f.role, f.offered) for f in operator.factors.values())
-    operands = tuple((tuple(n.meta["val"].shape), n.name in parameters, note_of(n).cast) for n in operands_of(node))
-    results = tuple((tuple(t.shape), str(t.dtype)) for t in results_of(node))
-    args = fx.node.map_aggregate(node.args, lambda a: "·" if isinstance(a, fx.Node) else repr(a))
-    return str(node.target), operands, results, str(args), factors
+    return stands | _tie_parameters(operands, stands, placed)
 
 
 def _repeat(codes: np.ndarray) -> tuple[int, int, int] | None:
@@ -99,7 +84,7 @@ def _repeat(codes: np.ndarray) -> tuple[int, int, int] | None:
 
 
 def _tie_parameters(
-    nodes: Sequence[fx.Node], stands: Mapping[fx.Node, fx.Node], parameters: frozenset[str]
+    operands: Mapping[fx.Node, Sequence[fx.Node]], stands: Mapping[fx.Node, fx.Node], parameters: Collection[str]
 ) -> dict[fx.Node, fx.Node]:
     tied: dict[fx.Node, fx.Node] = {}
 
@@ -108,8 +93,8 @@ def _tie_parameters(
             node = tied[node]
         return node
 
-    for node in nodes:
-        for mine, theirs in zip(operands_of(node), operands_of(stands[node]), strict=True):
+    for node in operands:
+        for mine, theirs in zip(operands[node], operands[stands[node]], strict=True):
             if mine.name in parameters and theirs.name in parameters and isinstance(mine.meta["val"], Tensor):
                 tied[root(mine)] = root(theirs)
     return {node: root(node) for node in tied}

@@ -26,7 +26,7 @@ from autotp.planner.ilp import Deadline, Node, Problem, Tensor, Use, cheapest, l
 from autotp.planner.structure import Structure
 from autotp.planner.tables import Held, Ledger, Life, Reader, Sizes, Tables
 from passes.rules.factors import Value
-from passes.rules.kept import in_turn, working
+from passes.rules.kept import working
 from passes.rules.shapes import results_of
 from passes.rules.table import rule_of
 from passes.sharding.panel import data_position
@@ -274,10 +274,9 @@ class _Lives:
         data = self.panelled and data_position(user) == position
         view, flows = position == 0 and self.model.shown.get(user) == value, user in self.model.differentiated
         same, saves = rule is not None and (rule.hands_on or rule.view), saves and self.train
-        order = in_turn(user)
-        before = order[: order.index(position)] if order else ()
-        later = [i for i in order if i != position and i not in before and self.model.reading(user, i)]
-        gone = gradient and bool(order) and not later
+        turns = self.model.turns.get(user, ())
+        last = max((turn for turn, (i, reads) in enumerate(turns) if reads and i != position), default=-1)
+        gone = gradient and any(turn > last and i == position for turn, (i, _) in enumerate(turns))
         return Reader(self.order[user], saves, gradient, until, block, data, view, flows, same, gone, ends=False)
 
 

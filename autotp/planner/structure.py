@@ -18,7 +18,6 @@ from torch import fx
 
 from autotp.costs.model import Model
 from autotp.planner.choices import Choice, Edge, Needs, Rest
-from autotp.planner.folding import signature
 from autotp.planner.ilp import NEVER, Deadline
 from autotp.plans.families import Restriction
 from passes.graph import cast_of, differentiable
@@ -126,11 +125,10 @@ class _Builder:
     def choice(self, node: fx.Node) -> Choice:
         self.deadline.check()
         operator = self.model.operators[node]
-        parameters = frozenset(self.captured.parameters)
-        weight = any(value_of(n)[0].name in parameters for n in operands_of(node))
+        weight = any(value_of(n)[0].name in self.captured.parameters for n in operands_of(node))
         gradient = node in self.model.differentiated
         recomputed, undecided = node in self.model.recomputed, node in self.model.undecided
-        key = signature(operator, parameters), weight, gradient, recomputed, undecided, self.model.kept(node)
+        key = self.model.kinds[node], weight, gradient, recomputed, undecided, self.model.kept(node)
         if key not in self.by_key:
             table, chosen = rule_of(node), self.chosen
             found = space(operator, self.axes, lambda axis, factor: chosen.allows(operator, axis, factor))

@@ -14,7 +14,7 @@ import numpy as np
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from passes.layouts.layout import Layout, blocks_of, is_shard, place
+from passes.layouts.layout import Layout, Placements, blocks_of, is_shard, place
 
 __all__ = [
     "DIM",
@@ -57,7 +57,7 @@ def decode(row: Sequence[int], mesh: tuple[int, ...]) -> Layout:
     """The layout of one row of codes on a mesh."""
     if any(code % DIM == INNER for code in row if code >= 0):
         row = resolved(np.asarray(row, np.int64), mesh).tolist()
-    return tuple(place(*divmod(code, DIM)) if code >= 0 else _UNCUT[code] for code in map(int, row))
+    return Placements(place(*divmod(code, DIM)) if code >= 0 else _UNCUT[code] for code in map(int, row))
 
 
 _UNCUT: dict[int, Placement] = {WHOLE: Replicate(), PARTIAL: Partial()}

@@ -23,6 +23,7 @@ from passes.torch_internals import StridedShard
 
 __all__ = [
     "Layout",
+    "Placements",
     "Split",
     "blocks_of",
     "describe",
@@ -38,6 +39,22 @@ __all__ = [
 ]
 
 Layout = tuple[Placement, ...]
+
+
+class Placements(tuple[Placement, ...]):
+    """A layout that works out its hash once: torch's placements work out theirs, in Python, at every lookup."""
+
+    _hash: int
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            self._hash = super().__hash__()
+            return self._hash
+
+    def __reduce__(self) -> tuple[type, tuple[Layout]]:
+        return tuple, (tuple(self),)  # in another process hashes are others
 
 
 class Split(NamedTuple):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from passes.layouts.layout import Layout, is_shard, place
+from passes.layouts.layout import Layout, Placements, is_shard, place
 from passes.rules.factors import Factor, Operator
 from passes.rules.notation import Dim
 from passes.rules.shapes import operands_of, results_of
@@ -77,9 +77,11 @@ class Strategy:
     @classmethod
     def of(cls, assignment: tuple[str | None, ...], effects: Sequence[Effect]) -> Strategy:
         """From the effect of every axis."""
-        wants, gradients = zip(*(e.wants for e in effects), strict=True), zip(*(e.gradients for e in effects), strict=True)
-        results = tuple(zip(*(e.results for e in effects), strict=True))
-        return cls(assignment, tuple(map(Want, wants, gradients)), results)
+        wants, gradients, results = (
+            map(Placements, zip(*each, strict=True))
+            for each in zip(*((e.wants, e.gradients, e.results) for e in effects), strict=True)
+        )
+        return cls(assignment, tuple(map(Want, wants, gradients)), tuple(results))
 
     def axes(self, *factors: str) -> tuple[int, ...]:
         """The axes that shard any of the factors (given by their cut names)."""
@@ -97,12 +99,12 @@ class Strategy:
 
 def whole_layout(axes: int) -> Layout:
     """Replicated on every axis."""
-    return (Replicate(),) * axes
+    return Placements((Replicate(),) * axes)
 
 
 def gradient_of(layout: Layout) -> Layout:
     """The layout in which the gradient of a tensor in ``layout`` is given to its producer."""
-    return tuple(p if is_shard(p) else Replicate() for p in layout)
+    return Placements(p if is_shard(p) else Replicate() for p in layout)
 
 
 def effect(operator: Operator, chosen: str | None) -> Effect:
