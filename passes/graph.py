@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,6 +17,7 @@ from passes.torch_internals import schema, tree_leaves
 
 __all__ = [
     "RECOMPUTE",
+    "TRACING",
     "Cast",
     "Checkpoint",
     "Note",
@@ -33,6 +35,9 @@ __all__ = [
     "where",
 ]
 
+
+#: Held by the thread that traces a model or a graph: torch replaces functions of the whole process meanwhile.
+TRACING = threading.RLock()
 
 _KEY = "note"
 #: torch's own key of ``node.meta``, which tracing copies to the nodes that a node becomes: the backward pass runs it again.

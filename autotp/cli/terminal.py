@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -81,7 +82,10 @@ def show(data: Any, shown: RenderableType, as_json: bool, *, wraps: bool = True)
 
 
 def open_streams() -> None:
-    """Puts something in the place of standard streams that were closed, to which nothing can be written."""
+    """Puts something in the place of standard streams that were closed, to which nothing can be written.
+
+    What a stream's encoding lacks is replaced.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -89,6 +93,8 @@ def open_streams() -> None:
             os.open(os.devnull, os.O_RDONLY)  # takes the lowest number that is free
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: PTH123, SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def fail(message: str, code: int = 2) -> NoReturn:

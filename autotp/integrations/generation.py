@@ -83,13 +83,14 @@ def generate(parallel: nn.Module, model: Any, input_ids: Tensor, **options: Any)
         model: the model that it was made of; it gives the generation's settings, and may be on ``meta``.
         input_ids: int64 ``[batch, tokens]``, the same on every rank.
         options: of transformers' ``generate``: ``max_new_tokens``, ``attention_mask``, ``do_sample``... All ranks sample
-            from torch's generator as it stands on rank 0. Beams are not supported.
+            from torch's generator as it stands on rank 0. Beams, and what needs a second cache or more than the logits of
+            the next token, are not supported: ``guidance_scale``, ``assistant_model``, ``output_hidden_states``...
 
     Returns:
         int64 ``[batch, tokens]``: the prompts and what follows them.
 
     Raises:
-        AutotpError: an argument is wrong, or the sequences are more or longer than the cache has room for.
+        AutotpError: an argument is wrong or not supported, or the sequences are more or longer than the cache has room for.
     """
     from transformers.cache_utils import Cache
 
@@ -108,6 +109,9 @@ def generate(parallel: nn.Module, model: Any, input_ids: Tensor, **options: Any)
             super().__init__(layers=[])
             self.tokens = 0
 
+        def crop(self, *_: Any) -> None:
+            raise AutotpError("generate takes tokens out of the cache, which the distributed module's does not do")
+
         def get_seq_length(self, layer_idx: int = 0) -> int:
             return self.tokens
 
@@ -119,9 +123,10 @@ def generate(parallel: nn.Module, model: Any, input_ids: Tensor, **options: Any)
         raise shell
     filled = Filled()
 
-    def forward(input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Any:
+    def forward(input_ids: Tensor, attention_mask: Tensor | None = None, **more: Any) -> Any:
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
+        _require_next_token(more, filled)
         if len(input_ids) != batch:
             raise AutotpError(
                 f"{len(input_ids)} sequences, but the cache is for {batch}: beams and num_return_sequences are not "
@@ -169,6 +174,19 @@ def _require_prompts(input_ids: Any, options: Mapping[str, Any]) -> None:
         raise AutotpError(
             f"attention_mask is {_kind_of(mask)}: give a tensor of the prompts' shape, {list(input_ids.shape)}"
         )
+
+
+def _require_next_token(given: Mapping[str, Any], cache: Any) -> None:
+    """A call of the model is for the next token's logits, and with the cache."""
+    wrong = ""
+    if given.get("past_key_values") is not cache:
+        wrong = "calls the model without the module's cache, as guidance_scale does"
+    elif given.get("logits_to_keep", 1) != 1:
+        wrong = "asks for the logits of several tokens, as assistant_model and prompt_lookup_num_tokens do"
+    elif asked := [name for name in ("output_attentions", "output_hidden_states") if given.get(name)]:
+        wrong = f"asks for more than logits: {', '.join(asked)}"
+    if wrong:
+        raise AutotpError(f"generate {wrong}; the distributed module computes the next token's logits: leave it out")
 
 
 def _kind_of(value: Any) -> str:

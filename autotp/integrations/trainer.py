@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from autotp.runtime.programs import blueprint
 
 try:
     import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+    from transformers.training_args import OptimizerNames
 except ImportError as error:
     raise ImportError(
         "autotp.integrations.trainer needs transformers and accelerate: pip install 'transformers>=5.23,<6' accelerate"
@@ -81,6 +84,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.model = self.model_wrapped = self.callback_handler.model = parallel
         # Trainer's own switch for models that are sharded already, which accelerate must neither wrap nor move.
         self.is_distributed_loading_by_transformers = True
+        if self.label_smoother is not None:  # Trainer would go by the name of the module's class
+            inner = getattr(shell.base_model, "model", shell) if is_adapted(shell) else shell
+            shifts = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+            self.label_smoother: Any = partial(self.label_smoother, shift_labels=shifts)
         if (config := getattr(shell, "config", None)) is not None:
             config.architectures = [type(shell).__name__]
 
@@ -171,3 +178,5 @@ def _check(args: Any) -> None:
     for name, instead in _REFUSED.items():
         if getattr(args, name, None):
             raise AutotpError(f"TrainingArguments({name}=…) would change or wrap a distributed module: {instead}")
+    if args.optim == OptimizerNames.ADAFACTOR:
+        raise AutotpError("TrainingArguments(optim='adafactor'): transformers' Adafactor takes no DTensor; use AdamW")

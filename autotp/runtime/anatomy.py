@@ -17,6 +17,7 @@ from autotp.runtime.rewrite import Rewritten
 from autotp.runtime.state import held_part, local_part
 from autotp.runtime.submodule import Submodule
 from passes.capture import Left
+from passes.graph import TRACING
 
 __all__ = ["CONSTANTS", "WORLD", "Taken", "Untraced", "attach", "bound", "carrying", "find", "hierarchy", "index_as"]
 
@@ -77,7 +78,7 @@ class Untraced(fx.GraphModule):
         Raises:
             AutotpError: while something is exported.
         """
-        if torch.compiler.is_exporting():
+        if _exporting():
             raise AutotpError(_UNEXPORTED)
         return self._graph
 
@@ -127,9 +128,17 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 @partial(torch.compiler.disable, reason=_UNEXPORTED)
 def _called(module: Any, *args: Any, **kwargs: Any) -> Any:
     symbolic = any(isinstance(each, fx.Proxy) for each in (*args, *kwargs.values()))
-    if symbolic or torch.compiler.is_exporting() or torch.jit.is_tracing():
+    if symbolic or _exporting() or torch.jit.is_tracing():
         raise AutotpError(_UNEXPORTED)
     return module._run(*args, **kwargs)
+
+
+def _exporting() -> bool:
+    """Whether this thread exports something; what another one captures is waited for."""
+    if not torch.compiler.is_exporting():
+        return False
+    with TRACING:
+        return torch.compiler.is_exporting()
 
 
 @partial(torch.compiler.disable, reason=_UNEXPORTED)

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -212,7 +213,7 @@ class Seen(TorchFunctionMode):
             # Above the code that asks are this mode's frame and those of torch.export's modes.
             while frame.f_back and frame.f_code.co_name == "__torch_function__":
                 frame = frame.f_back
-            _warn_of_question(f"x.{asked}", frame)
+            _warn_of_question(f"x.{asked}", _place_of(frame))
         if function == Tensor.data.__set__:  # type: ignore[attr-defined]
             raise CaptureError(
                 "forward sets the data of a tensor (x.data = y), which a graph does not: use y, or write it into x "
@@ -226,22 +227,21 @@ _ASKED: dict[Any, str] = {getattr(Tensor, name).__get__: name for name in ("requ
 _ASKED[Tensor.is_contiguous] = "is_contiguous()"
 
 
-def _warn_of_question(asked: str, frame: FrameType) -> None:
+def _warn_of_question(asked: str, at: str) -> None:
     """Says that a model's own code asks something, if it is that which does."""
-    if _is_own(frame):
+    if at:
         _log.warning(
-            "forward asks %s (%s:%d), which the graph does not: at every call it has the answer of the example, with "
+            "forward asks %s (%s), which the graph does not: at every call it has the answer of the example, with "
             "gradients. Branch on self.training, or on an argument",
             asked,
-            os.path.basename(frame.f_code.co_filename),
-            frame.f_lineno,
+            at,
         )
 
 
-def _is_own(frame: FrameType) -> bool:
-    """Whether code is the model's, and not torch's."""
+def _place_of(frame: FrameType) -> str:
+    """Where code is that is the model's; nothing if it is torch's."""
     file = frame.f_code.co_filename
-    return f"{os.sep}torch{os.sep}" not in file and not file.startswith("<")
+    return "" if f"{os.sep}torch{os.sep}" in file or file[0] == "<" else f"{os.path.basename(file)}:{frame.f_lineno}"
 
 
 @contextmanager
@@ -252,15 +252,16 @@ def _asking(seeded: list[str]) -> Iterator[None]:
         seeded: is told where it sets torch's random numbers.
     """
     asked = {name: getattr(torch, name) for name in ("is_grad_enabled", "is_inference_mode_enabled")}
+    mine = threading.get_ident()  # other threads may ask as they like
 
     def answer(name: str) -> bool:
-        _warn_of_question(f"torch.{name}()", sys._getframe(2))
+        if threading.get_ident() == mine:
+            _warn_of_question(f"torch.{name}()", _place_of(sys._getframe(2)))
         return bool(asked[name]())
 
     def seeding(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        frame = sys._getframe(1)
-        if _is_own(frame):
-            seeded.append(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
+        if threading.get_ident() == mine and (at := _place_of(sys._getframe(1))):
+            seeded.append(at)
         return function(*args, **kwargs)
 
     with ExitStack() as patched:

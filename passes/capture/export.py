@@ -26,7 +26,7 @@ from passes.capture.precision import Precision, cast_parameters, check_dtypes, p
 from passes.capture.regions import inline_regions, without_vmaps
 from passes.capture.signature import CallSignature, example, in_call_order, refusal
 from passes.capture.writes import functionalise
-from passes.graph import Cast, annotate
+from passes.graph import TRACING, Cast, annotate
 from passes.torch_internals import detect_fake_mode, silent_fake_tensors
 
 __all__ = ["CallSignature", "CaptureError", "Captured", "capture"]
@@ -151,14 +151,15 @@ def capture(
         TypeError: the example arguments do not fit the model's ``forward``.
         ValueError: no example inputs, or a model whose tied weights came apart on the meta device.
     """
-    checks.require_plain(model, args, kwargs)
-    how = *example(model, args, kwargs), precision, outputs, observe
-    checks.check_tying(model)
-    checks.refuse_hooks(model)
-    if isinstance(found := _captured(model, *how), Captured):
-        return found
-    with attributes.buffered(model, found):
-        made = _captured(model, *how)
+    with TRACING:
+        checks.require_plain(model, args, kwargs)
+        how = *example(model, args, kwargs), precision, outputs, observe
+        checks.check_tying(model)
+        checks.refuse_hooks(model)
+        if isinstance(found := _captured(model, *how), Captured):
+            return found
+        with attributes.buffered(model, found):
+            made = _captured(model, *how)
     if isinstance(made, Captured):
         return replace(made, attributes=found)
     raise CaptureError(f"{type(model).__name__}: forward changes {', '.join(made)}; make them buffers")

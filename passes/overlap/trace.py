@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import annotate as marking
 from torch.fx.traceback import preserve_node_meta
 
-from passes.graph import annotate, differentiable, note_of
+from passes.graph import TRACING, annotate, differentiable, note_of
 from passes.layouts.layout import local_shape
 from passes.layouts.reshard import Step
 from passes.overlap import primitives
@@ -264,7 +264,7 @@ def trace(
     sharded.recompile()
     sharded.world = world
     try:
-        with ThreadPoolExecutor(1) as apart:  # the caller's hooks and modes are its thread's, and not the graph's
+        with TRACING, ThreadPoolExecutor(1) as apart:  # the caller's hooks and modes are its thread's, and not the graph's
             module = apart.submit(traced).result()
     except (
         DataDependentOutputException,

@@ -16,6 +16,7 @@ from torch import fx, nn
 from autotp.runtime.agreement import Agreement
 from autotp.runtime.compiled import Disjoint
 from autotp.runtime.inductor.compiler import compiled, unavailable
+from passes.graph import TRACING
 from passes.overlap.outline import key_of
 
 __all__ = ["Region", "Regions"]
@@ -91,7 +92,7 @@ class Regions:
         for number, name in enumerate(order, 1):
             region = names[name]
             try:
-                with ThreadPoolExecutor(1) as apart:  # the caller's hooks and modes are its thread's
+                with TRACING, ThreadPoolExecutor(1) as apart:  # the caller's hooks and modes are its thread's
                     region.run = apart.submit(compiled, region.graph, name).result()
             except Exception as error:  # noqa: BLE001 - whatever a compiler raises, the graph runs without it
                 return f"{type(error).__name__}: {error}"

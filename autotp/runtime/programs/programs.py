@@ -33,7 +33,7 @@ from autotp.runtime.state import checksum
 from costmodel.memory import state_bytes
 from passes.capture import Captured, capture
 from passes.capture.signature import bind, dense, flat
-from passes.graph import cast_of
+from passes.graph import TRACING, cast_of
 from passes.layouts.layout import Layout, is_shard, local_shape
 from passes.sharding.shard import draws_of, place_constants, used_groups
 from passes.strategies.strategy import whole_layout
@@ -212,8 +212,7 @@ class Programs:
 
         Raises:
             AutotpError: there are as many programs as there may be, or none can be made.
-            PlanMismatchError: on every process, where they were given different calls, or should have the same inputs and
-                have not.
+            PlanMismatchError: on every process, where their calls differ, or inputs that should be the same.
         """
         unseen = inputs is not None and (key not in self.checked or self.debug)
         checked, call = unseen or key not in self.known, Call(key, frozen)
@@ -225,8 +224,9 @@ class Programs:
         if inputs is not None:
             self.checked.add(key)
         if key not in self.known:
-            with torch.inference_mode(mode=False), torch.enable_grad():
-                self._make(key, args, kwargs)
+            with TRACING, torch.inference_mode(mode=False), torch.enable_grad():
+                if key not in self.known:  # another thread may have made it
+                    self._make(key, args, kwargs)
         return self.known[key]
 
     def _check(self, call: Call, inputs: Sequence[Tensor]) -> None:

@@ -215,6 +215,16 @@ def test_closed_output(place, words):
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_output_in_an_encoding_without_all_characters(place, encoding):
+    command = [sys.executable, "-m", "autotp", "plan", "--topology", "cpu", "--devices", "2", "--model", "plain.py:build"]
+    (place / "plain.py").write_text("import torch\ndef build(): return torch.nn.Linear(8, 8), (torch.ones(4, 8),)\n")
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    ended = subprocess.run(command, capture_output=True, check=False, cwd=place, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert b"predicted step" in ended.stdout
+
+
 def test_a_reader_that_has_gone(place):
     with subprocess.Popen(
         [sys.executable, "-m", "autotp", "topology", "cpu", "--json"],

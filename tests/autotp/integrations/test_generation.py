@@ -70,6 +70,20 @@ def test_what_the_cache_has_no_room_for():
         WithCache(MambaForCausalLM(MambaConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1)), 1, 8)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"guidance_scale": 1.5}, "calls the model without the module's cache"),
+        ({"prompt_lookup_num_tokens": 3}, "asks for the logits of several tokens"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "more than logits: output_hidden_states"),
+    ],
+)
+def test_what_needs_more_than_the_next_tokens_logits_is_refused(options, message):
+    model = LlamaForCausalLM(LLAMA).eval()
+    with pytest.raises(autotp.AutotpError, match=message):
+        generate(WithCache(model, 1, ROOM), model, torch.tensor([[5, 6, 7, 5, 6]]), max_new_tokens=4, **options)
+
+
 @pytest.mark.parametrize("strategy", ["data", "zero3"])
 def test_sequences_that_the_devices_do_not_divide_are_named(strategy):
     with pytest.raises(autotp.BatchError, match=r"splits the batch 4 ways .* choose a batch that is a multiple of 4"):

@@ -41,6 +41,32 @@ def test_arguments_as_they_are_by_default_are_accepted(tmp_path):
     _check(transformers.TrainingArguments(str(tmp_path), use_cpu=True))
 
 
+def test_transformers_adafactor_is_refused(tmp_path):
+    with pytest.raises(autotp.AutotpError, match="Adafactor takes no DTensor"):
+        _check(transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", optim="adafactor"))
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_smoothed_labels_are_shifted_as_for_the_model(one_rank, tmp_path, adapted):
+    def build():
+        torch.manual_seed(0)
+        config = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, num_attention_heads=4, use_cache=False))
+        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"])) if adapted else model
+
+    ids = torch.randint(64, (4, 12))
+    args = transformers.TrainingArguments(
+        str(tmp_path), per_device_eval_batch_size=4, label_smoothing_factor=0.1, report_to="none", use_cpu=True
+    )
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    parallel = autotp.parallelize(build(), kwargs={"input_ids": ids})
+    losses = [
+        kind(model, args, eval_dataset=rows).evaluate()["eval_loss"]
+        for kind, model in ((transformers.Trainer, build()), (Trainer, parallel))
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
 def test_one_adapter_is_trained_at_a_time():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     assert not is_adapted(model)

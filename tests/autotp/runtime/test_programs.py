@@ -6,6 +6,7 @@ import enum
 import functools
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -524,3 +525,24 @@ def test_the_default_dtype_tells_programs_apart():
             torch.set_default_dtype(usual)
     assert [key.default for key in ours._programs.known] == [None, torch.float64]
     assert str([*ours._programs.known][1]).endswith(", default dtype float64")
+
+
+def test_threads_make_programs_and_plans_one_after_the_other(caplog):
+    model, example = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).eval(), (torch.randn(4, 8),)
+    served = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), example, mode="inference"), example)
+    asked, called = torch.is_grad_enabled, nn.Module.__call__
+
+    def request(rows):
+        x = torch.randn(rows, 8)
+        with torch.no_grad():
+            return served(x), model(x)
+
+    def job(_):
+        plan = autotp.plan(model, autotp.Topology.flat(4), example)
+        return autotp.simulate(model, plan, example)(*example), model(*example)
+
+    with ThreadPoolExecutor(4) as threads:
+        for got, expected in (*threads.map(request, (6, 8, 10, 12)), *threads.map(job, range(4))):
+            torch.testing.assert_close(got, expected)
+    assert (torch.is_grad_enabled, nn.Module.__call__) == (asked, called)
+    assert "forward asks" not in caplog.text
