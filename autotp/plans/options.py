@@ -149,7 +149,7 @@ class Options:
         if self.outputs not in OUTPUTS:
             raise AutotpError(f"outputs={shown(self.outputs)} is unknown; choose one of {', '.join(OUTPUTS)}")
         if figure(self.gap, "gap") >= 1:
-            raise AutotpError(f"gap {self.gap!r}: give a share of the step from 0 to below 1, such as 0.001")
+            raise AutotpError(f"gap {shown(self.gap)}: give a share of the step from 0 to below 1, such as 0.001")
         _check_recompute(self.recompute)
         self._check_gathers()
         policy_of(self.precision)

@@ -154,8 +154,8 @@ class Plan:
         Raises:
             PlanMismatchError: when the plan does not know the parameter.
         """
-        if parameter not in tuple(self.layouts):
-            raise PlanMismatchError(f"the plan has no parameter {parameter!r}; it was made for another model")
+        if not isinstance(parameter, str) or parameter not in self.layouts:
+            raise PlanMismatchError(f"the plan has no parameter {shown(parameter)}; it was made for another model")
         return self.layouts[parameter]
 
     def asked(self, precision: Precision) -> str | None:
@@ -312,7 +312,7 @@ def check_compile(compile: bool) -> None:
         AutotpError: it is neither True nor False.
     """
     if not isinstance(compile, bool):
-        raise AutotpError(f"compile={compile!r}: give True or False")
+        raise AutotpError(f"compile={shown(compile)}: give True or False")
 
 
 def overlapping(schedule: str) -> bool:

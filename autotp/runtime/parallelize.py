@@ -137,7 +137,7 @@ def parallelize(
     with suppress(Exception):  # what is wrong with a model is an error on all ranks, once they have met
         same |= {f"requires_grad of {name}": parameter.requires_grad for name, parameter in model.named_parameters()}
     if inputs not in ("global", "local", "uneven"):
-        raise AutotpError(f"inputs={inputs!r} is unknown; choose 'global', 'local' or 'uneven'")
+        raise AutotpError(f"inputs={shown(inputs)} is unknown; choose 'global', 'local' or 'uneven'")
     if schedule is not None:
         overlapping(schedule)
     if compile is not None:
@@ -150,13 +150,15 @@ def parallelize(
     if not (topology is None or isinstance(topology, (str, os.PathLike, Topology))):
         raise AutotpError(f"topology {shown(topology)}: give a preset's name, the path of a .toml file, or a Topology")
     if not isinstance(max_programs, int) or max_programs < 1:
-        raise AutotpError(f"max_programs={max_programs!r}: give a positive number")
+        raise AutotpError(f"max_programs={shown(max_programs)}: give a positive number")
     kept = outputs if plan is None else plan.outputs
     if outputs is not None and outputs != kept:
         raise AutotpError(f"outputs={outputs!r}, but the plan is for outputs={kept!r}: leave outputs out, or plan with it")
     seen = (observe or ()) if plan is None else plan.observe
     if plan is not None and observe is not None and not (isinstance(observe, Sequence) and tuple(observe) == tuple(seen)):
-        raise AutotpError(f"observe={observe!r}, but the plan is for observe={[*seen]}: leave observe out, or plan with it")
+        raise AutotpError(
+            f"observe={shown(observe)}, but the plan is for observe={[*seen]}: leave observe out, or plan with it"
+        )
     options = Options(
         strategy,
         mesh=mesh,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from costmodel.errors import AutotpError
+from costmodel.errors import AutotpError, shown
 from passes.capture.attributes import Left, faked, placed
 from passes.capture.builder import CaptureError
 from passes.torch_internals import TorchDispatchMode, TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -80,7 +80,7 @@ def matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     """
     listed = isinstance(patterns, Sequence) and not isinstance(patterns, str)
     if not listed or not all(isinstance(pattern, str) for pattern in patterns):
-        raise AutotpError(f"observe={patterns!r}: give a list of modules' names, such as ['blocks.*']")
+        raise AutotpError(f"observe={shown(patterns)}: give a list of modules' names, such as ['blocks.*']")
     names = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     found: dict[str, nn.Module] = {}
     for pattern in patterns:
@@ -88,7 +88,7 @@ def matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
         if not matched:
             close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
             hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are {', '.join(names) or 'none'}"
-            raise AutotpError(f"observe: {pattern!r} names no module inside {type(model).__name__}; {hint}")
+            raise AutotpError(f"observe: {shown(pattern)} names no module inside {type(model).__name__}; {hint}")
         found |= matched
     return found
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from costmodel.errors import AutotpError
+from costmodel.errors import AutotpError, shown
 from passes.world.draws import Draw, Stream, generator_of
 
 __all__ = ["AsSingle", "Seeds", "ways_to_draw"]
@@ -106,5 +106,5 @@ def ways_to_draw(dropout: str, device: torch.device) -> Seeds:
         AutotpError: it is neither.
     """
     if not isinstance(dropout, str) or dropout not in ("sharded", "as-single"):
-        raise AutotpError(f"dropout={dropout!r} is unknown; choose 'sharded' or 'as-single'")
+        raise AutotpError(f"dropout={shown(dropout)} is unknown; choose 'sharded' or 'as-single'")
     return Seeds() if dropout == "sharded" else AsSingle(device)
