@@ -133,7 +133,8 @@ state, buffers, inputs, saved activations, what is recomputed for the backward p
 messages; neither includes workspaces inside kernels and collectives. Plans are made and run with overlap. A prediction
 includes 2.5% for it: parameters gathered early, and messages of several tensors. Each plan's memory limit is set to its
 own prediction, and its schedule stays within that; with more memory, schedules would use more. Predictions take
-collectives in the order of autograd; a schedule that gathers a gradient later may hold less, as in the U-Net's largest error.
+collectives in the order of autograd; a schedule that gathers a gradient later may hold less, as the U-Net with the largest
+error does.
 
 Recomputation is `none`, `selective`, `full`, or what `auto` finds with {SHORT:.0%} of the memory that `none` takes. The
 vision transformer has dropout.
