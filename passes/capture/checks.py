@@ -241,7 +241,7 @@ def _warn_of_question(asked: str, at: str) -> None:
 def _place_of(frame: FrameType) -> str:
     """Where code is that is the model's; nothing if it is torch's."""
     file = frame.f_code.co_filename
-    return "" if f"{os.sep}torch{os.sep}" in file or file[0] == "<" else f"{os.path.basename(file)}:{frame.f_lineno}"
+    return "" if f"{os.sep}torch{os.sep}" in file or file[:1] == "<" else f"{os.path.basename(file)}:{frame.f_lineno}"
 
 
 @contextmanager
