@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import random
 import re
@@ -109,7 +110,8 @@ def _printed(shown: object) -> None:
 
 
 def _command(words: tuple[str, ...]) -> tuple[str, str]:
-    if words[0] == "validate" and not any("." in word or "/" in word for word in words[1:]):
+    files = [word for before, word in itertools.pairwise(words) if before != "--only" and ("." in word or "/" in word)]
+    if words[0] == "validate" and not files:
         return "ok", "command line: validate, of the shipped table, which takes minutes"
     os.chdir(folder())
     out, errors = io.StringIO(), io.StringIO()
