@@ -111,7 +111,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         state = self.gradient_state
         if not state.end_of_dataloader or state.remainder <= 0:
             return input_data
-        return accelerate.utils.recursively_apply(lambda tensor: tensor[: state.remainder], input_data)
+        return accelerate.utils.recursively_apply(lambda each: each[: state.remainder] if each.dim() else each, input_data)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole state of a distributed module on rank 0, and nothing on the others; a collective call."""
@@ -121,18 +121,19 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """As accelerate's; a collective call.
 
         Raises:
-            AutotpError: there is no directory to write to, or an optimizer steps parameters of no prepared model.
+            AutotpError: there is no directory to write to, or an optimizer does not step parameters of one prepared model.
         """
         if output_dir is None and not self.project_configuration.automatic_checkpoint_naming:
             raise AutotpError(
                 "save_state(None): give a directory, or ProjectConfiguration(automatic_checkpoint_naming=True)"
             )
         with self._without_state() as (models, optimizers):
+            stepped = [_stepped(models, optimizer) for optimizer in optimizers]
             where = super().save_state(output_dir, safe_serialization, **options)
         for number, model in enumerate(models):
             save_pretrained(model, Path(where, f"model_{number}"))
         for number, optimizer in enumerate(optimizers):
-            save_optimizer(_stepped(models, optimizer), optimizer, Path(where, f"optimizer_{number}"))
+            save_optimizer(stepped[number], optimizer, Path(where, f"optimizer_{number}"))
         state = RandomState().state_dict()
         if self.is_main_process:
             torch.save(state, Path(where, RANDOM))
@@ -143,9 +144,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """As accelerate's, of what ``save_state`` wrote; a collective call."""
         where: list[str | os.PathLike[str]] = []
         hook = self.register_load_state_pre_hook(lambda _, directory: where.append(directory))
-        with self._without_state() as (models, optimizers):
-            super().load_state(input_dir, load_kwargs, **options)
-        hook.remove()
+        try:
+            with self._without_state() as (models, optimizers):
+                super().load_state(input_dir, load_kwargs, **options)
+        finally:
+            hook.remove()
         for number, model in enumerate(models):
             load_pretrained(model, Path(where[0], f"model_{number}"))
         for number, optimizer in enumerate(optimizers):
@@ -165,8 +168,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 def _stepped(models: list[Any], optimizer: Any) -> Any:
     """The module whose parameters an optimizer steps."""
-    first = optimizer.param_groups[0]["params"][0]
-    found = next((model for model in models if any(each is first for each in model.parameters())), None)
-    if found is None:
+    steps = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    found = [model for model in models if not steps.isdisjoint(map(id, model.parameters()))]
+    if not found:
         raise AutotpError("an optimizer steps parameters of no prepared model: make it with what prepare() returned")
-    return found
+    if not steps <= {*map(id, found[0].parameters())}:
+        raise AutotpError(
+            "an optimizer steps parameters of more than one module: make one for each, whose state can be saved"
+        )
+    return found[0]

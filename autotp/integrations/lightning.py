@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autotp.errors import AutotpError
-from autotp.integrations.training_state import require_global
+from autotp.integrations.training_state import read_optimizer, require_global
 from autotp.runtime.checkpoint.random_state import RandomState
 from autotp.runtime.module import DistributedModule
 
@@ -36,6 +36,7 @@ try:
         _init_dist_connection,
     )
     from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states, pl_worker_init_function, reset_seed
+    from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import ParallelStrategy
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -48,6 +49,11 @@ __all__ = ["AutotpStrategy"]
 
 _METADATA = "meta.pt"  # where Lightning looks for what is not sharded
 _RANDOM = "autotp_random"
+#: Callbacks that would change nothing, or fail, and what to do instead.
+_REFUSED = {
+    ModelPruning: "prune the model before it is distributed",
+    StochasticWeightAveraging: "use EMAWeightAveraging",
+}
 
 
 class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
@@ -66,7 +72,8 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
         timeout: of the process group.
 
     Raises:
-        AutotpError: the trainer was given a ``precision``, or the LightningModule trains what is not distributed.
+        AutotpError: the trainer was given a ``precision``, or a callback that prunes or averages a plain module, or the
+            LightningModule trains what is not distributed.
     """
 
     def __init__(
@@ -156,6 +163,9 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
                 f"{name} trains {', '.join(plain[:4])}, which is not in a distributed module: make it a part of the model "
                 "that is distributed, or freeze it"
             )
+        for kind, instead in _REFUSED.items():
+            if any(isinstance(each, kind) for each in self.lightning_module.trainer.callbacks):
+                raise AutotpError(f"the callback {kind.__name__} changes parameters of a plain module: {instead}")
         for each in model.modules():
             if isinstance(each, Metric):  # every rank has all rows, and would count those of the others too
                 each.distributed_available_fn = _alone
@@ -270,7 +280,7 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
         for number, optimizer in enumerate(self.optimizers):
             if isinstance(given, Path):
                 state: dict[str, Any] = dict(get_optimizer_state_dict(self.lightning_module, optimizer))
-                dcp.load({f"optimizer_{number}": state}, checkpoint_id=given)
+                read_optimizer(state, f"optimizer_{number}", given)
             else:
                 own = [names[each] for group in optimizer.param_groups for each in group["params"]]
                 others = _stepped(given[number])

@@ -17,7 +17,7 @@ from autotp.errors import AutotpError
 from autotp.runtime.checkpoint.random_state import RandomState
 from autotp.runtime.module import DistributedModule
 
-__all__ = ["RANDOM", "load_optimizer", "load_random", "require_global", "save_optimizer"]
+__all__ = ["RANDOM", "load_optimizer", "load_random", "read_optimizer", "require_global", "save_optimizer"]
 
 #: The file that says where random numbers stand on rank 0, which a job with other ranks goes on from.
 RANDOM = "autotp_random.pt"
@@ -64,12 +64,35 @@ def load_optimizer(parallel: nn.Module, optimizer: Optimizer, directory: str | o
     """
     inner = _inner(optimizer)
     state = get_optimizer_state_dict(parallel, inner)
+    read_optimizer(state, "optimizer", directory)
+    set_optimizer_state_dict(parallel, inner, state)
+
+
+def read_optimizer(state: dict[str, Any], name: str, directory: str | os.PathLike[str]) -> None:
+    """Fills an optimizer's state from a checkpoint; a collective call.
+
+    Args:
+        state: of the optimizer, as torch's ``get_optimizer_state_dict`` gives it. A setting of its groups that the
+            checkpoint does not have, such as the ``initial_lr`` of a scheduler that came later, stays.
+        name: of the state in the checkpoint.
+        directory: of the checkpoint.
+
+    Raises:
+        AutotpError: there is no whole checkpoint of it.
+    """
+    groups: Any = state["param_groups"]
     try:
-        dcp.load({"optimizer": state}, checkpoint_id=directory)
+        saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+        later = [
+            {key: group.pop(key) for key in {*group} - {"params"} if f"{name}.param_groups.{number}.{key}" not in saved}
+            for number, group in enumerate(groups)
+        ]
+        dcp.load({name: state}, checkpoint_id=directory)
     except (Exception, CheckpointException) as error:
         said = str(error).strip().partition("\n")[0]
         raise AutotpError(f"{directory} has no whole state of the optimizer ({type(error).__name__}: {said})") from error
-    set_optimizer_state_dict(parallel, inner, state)
+    for group, settings in zip(groups, later, strict=True):
+        group.update(settings)
 
 
 def load_random(file: str | os.PathLike[str]) -> None:

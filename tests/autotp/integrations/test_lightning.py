@@ -4,6 +4,7 @@ import lightning
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from torch import nn
 
 import autotp
@@ -66,6 +67,18 @@ def test_what_is_not_distributed_is_refused(one_rank):
     module.beside.requires_grad_(True)
     with pytest.raises(autotp.AutotpError, match="Distributed trains beside.weight, beside.bias, which is not in"):
         trainer().fit(module)
+
+
+@pytest.mark.parametrize(
+    ("callback", "instead"),
+    [
+        (ModelPruning("l1_unstructured", amount=0.5), "prune the model before it is distributed"),
+        (StochasticWeightAveraging(1e-2), "use EMAWeightAveraging"),
+    ],
+)
+def test_callbacks_that_change_a_plain_module_are_refused(one_rank, callback, instead):
+    with pytest.raises(autotp.AutotpError, match=f"{type(callback).__name__} changes parameters of a plain.*{instead}"):
+        trainer(callbacks=[callback]).fit(Distributed())
 
 
 def test_a_module_is_distributed_once(one_rank):

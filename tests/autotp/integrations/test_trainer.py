@@ -13,6 +13,7 @@ import autotp
 from autotp.integrations.accelerator import Accelerator
 from autotp.integrations.adapters import is_adapted
 from autotp.integrations.trainer import Trainer, _check
+from autotp.integrations.training_state import load_optimizer, save_optimizer
 
 
 def test_a_plain_module_is_refused():
@@ -65,6 +66,41 @@ def test_smoothed_labels_are_shifted_as_for_the_model(one_rank, tmp_path, adapte
         for kind, model in ((transformers.Trainer, build()), (Trainer, parallel))
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_a_checkpoint_from_before_there_was_a_scheduler(one_rank, tmp_path):
+    x = torch.ones(2, 2)
+    parallel = autotp.parallelize(torch.nn.Linear(2, 2), None, (x,))
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1)
+    for _ in range(2):
+        parallel(x).sum().backward()
+        optimizer.step()
+        if not (tmp_path / "optimizer").exists():
+            save_optimizer(parallel, optimizer, tmp_path / "optimizer")
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    load_optimizer(parallel, optimizer, tmp_path / "optimizer")
+    assert optimizer.param_groups[0]["initial_lr"] == 0.1
+    assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
+    damaged = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.5)
+    with pytest.raises(autotp.AutotpError, match="has no whole state of the optimizer"):
+        load_optimizer(parallel, damaged, tmp_path / "optimizer")
+
+
+def test_what_an_optimizer_of_accelerates_steps(one_rank, tmp_path):
+    accelerator, x = Accelerator(cpu=True), torch.ones(2, 2)
+    one, other = (autotp.parallelize(torch.nn.Linear(2, 2), None, (x,)) for _ in range(2))
+    optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1)
+    accelerator.prepare(one, other, optimizer)
+    with pytest.raises(autotp.AutotpError, match="steps parameters of more than one module"):
+        accelerator.save_state(str(tmp_path / "state"))
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_number_of_the_last_batch_is_gathered_as_it_is(one_rank):
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(5.0), batch_size=2))
+    found = [accelerator.gather_for_metrics((x, x.sum())) for x in loader]
+    assert [(len(x), float(total)) for x, total in found] == [(2, 1.0), (2, 5.0), (1, 4.0)]
 
 
 def test_one_adapter_is_trained_at_a_time():
