@@ -64,16 +64,17 @@ def load_optimizer(parallel: nn.Module, optimizer: Optimizer, directory: str | o
     """
     inner = _inner(optimizer)
     state = get_optimizer_state_dict(parallel, inner)
-    read_optimizer(state, "optimizer", directory)
+    read_optimizer(state, inner, "optimizer", directory)
     set_optimizer_state_dict(parallel, inner, state)
 
 
-def read_optimizer(state: dict[str, Any], name: str, directory: str | os.PathLike[str]) -> None:
+def read_optimizer(state: dict[str, Any], optimizer: Optimizer, name: str, directory: str | os.PathLike[str]) -> None:
     """Fills an optimizer's state from a checkpoint; a collective call.
 
     Args:
-        state: of the optimizer, as torch's ``get_optimizer_state_dict`` gives it. A setting of its groups that the
-            checkpoint does not have, such as the ``initial_lr`` of a scheduler that came later, stays.
+        state: of the optimizer, as torch's ``get_optimizer_state_dict`` gives it.
+        optimizer: torch's own. What others added to its groups, as schedulers add ``initial_lr``, stays if the checkpoint
+            does not have it.
         name: of the state in the checkpoint.
         directory: of the checkpoint.
 
@@ -81,10 +82,11 @@ def read_optimizer(state: dict[str, Any], name: str, directory: str | os.PathLik
         AutotpError: there is no whole checkpoint of it.
     """
     groups: Any = state["param_groups"]
+    own = {*optimizer.defaults, "params"}
     try:
         saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
         later = [
-            {key: group.pop(key) for key in {*group} - {"params"} if f"{name}.param_groups.{number}.{key}" not in saved}
+            {key: group.pop(key) for key in {*group} - own if f"{name}.param_groups.{number}.{key}" not in saved}
             for number, group in enumerate(groups)
         ]
         dcp.load({name: state}, checkpoint_id=directory)
