@@ -284,8 +284,8 @@ class Footprint:
         spans = needs.spans(node) if self.traced else dict.fromkeys(reads, (0, len(self.operands[node]) - 1))
         passing += self.parts(node, working(node))
         self.reach(passing)
-        turns = self.model.turns.get(node) or [(position, True) for position in range(len(self.operands[node]))]
-        for turn, (position, _) in enumerate(turns):
+        order = [position for position, _ in self.model.turns.get(node, ())] or range(len(self.operands[node]))
+        for turn, position in enumerate(order):
             for key, (since, _) in spans.items():
                 if since == turn:
                     self.restore(key, needs)

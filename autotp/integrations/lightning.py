@@ -280,7 +280,7 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
         for number, optimizer in enumerate(self.optimizers):
             if isinstance(given, Path):
                 state: dict[str, Any] = dict(get_optimizer_state_dict(self.lightning_module, optimizer))
-                read_optimizer(state, getattr(optimizer, "_optimizer", optimizer), f"optimizer_{number}", given)
+                read_optimizer(state, optimizer, f"optimizer_{number}", given)
             else:
                 own = [names[each] for group in optimizer.param_groups for each in group["params"]]
                 others = _stepped(given[number])

@@ -23,7 +23,6 @@ try:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
-    from transformers.training_args import OptimizerNames
 except ImportError as error:
     raise ImportError(
         "autotp.integrations.trainer needs transformers and accelerate: pip install 'transformers>=5.23,<6' accelerate"
@@ -178,5 +177,5 @@ def _check(args: Any) -> None:
     for name, instead in _REFUSED.items():
         if getattr(args, name, None):
             raise AutotpError(f"TrainingArguments({name}=…) would change or wrap a distributed module: {instead}")
-    if args.optim == OptimizerNames.ADAFACTOR:
+    if args.optim == "adafactor":
         raise AutotpError("TrainingArguments(optim='adafactor'): transformers' Adafactor takes no DTensor; use AdamW")

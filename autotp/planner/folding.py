@@ -42,10 +42,7 @@ def fold(model: Model, marks: Mapping[fx.Node, object]) -> dict[fx.Node, fx.Node
     """
     nodes, operands, placed = list(model.operators), model.operands, model.placed
     index: dict[object, int] = {}
-    keys = [
-        (model.kinds[n], marks.get(n), *(marks.get(o) for o in operands[n] if o.op == "placeholder" and o.name in placed))
-        for n in nodes
-    ]
+    keys = [(model.kinds[n], marks.get(n), *(marks.get(o) for o in operands[n] if o.name in placed)) for n in nodes]
     codes = np.array([index.setdefault(key, len(index)) for key in keys])
     stands: dict[fx.Node, fx.Node] = {n: n for n in nodes}
     pending = [(0, len(nodes))]

@@ -275,8 +275,8 @@ class _Lives:
         view, flows = position == 0 and self.model.shown.get(user) == value, user in self.model.differentiated
         same, saves = rule is not None and (rule.hands_on or rule.view), saves and self.train
         turns = self.model.turns.get(user, ())
-        last = max((turn for turn, (i, reads) in enumerate(turns) if reads and i != position), default=-1)
-        gone = gradient and any(turn > last and i == position for turn, (i, _) in enumerate(turns))
+        order = [i for i, _ in turns]
+        gone = gradient and position in order and not any(reads for _, reads in turns[order.index(position) + 1 :])
         return Reader(self.order[user], saves, gradient, until, block, data, view, flows, same, gone, ends=False)
 
 

@@ -254,8 +254,8 @@ class Ledger:
             kept = np.concatenate([kept, np.zeros_like(kept)])
         self.held(self.needs[number], saved, kept)
         if moment.turn is Turn.BACKWARD and edge.trained:
-            own_storage = [(use, r) for use, r in enumerate(life.readers) if r.flows and not r.same_storage]
-            now = [use for use, r in own_storage if r.at == moment.at and not r.gone]
+            readers = enumerate(life.readers)
+            now = [use for use, r in readers if r.at == moment.at and r.flows and not (r.same_storage or r.gone)]
             self.held(number, now, np.broadcast_to(count * back, stays.shape), "gradients")
             if life.made == moment.at and not life.view and any(r.flows for r in life.readers):
                 self.own(edge, count * own)
