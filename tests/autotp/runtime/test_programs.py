@@ -529,17 +529,18 @@ def test_the_default_dtype_tells_programs_apart():
 
 def test_threads_make_programs_and_plans_one_after_the_other(caplog):
     model, example = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).eval(), (torch.randn(4, 8),)
+    reference = copy.deepcopy(model)  # a model is not to be called while another thread captures it
     served = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), example, mode="inference"), example)
     asked, called = torch.is_grad_enabled, nn.Module.__call__
 
     def request(rows):
         x = torch.randn(rows, 8)
         with torch.no_grad():
-            return served(x), model(x)
+            return served(x), reference(x)
 
     def job(_):
         plan = autotp.plan(model, autotp.Topology.flat(4), example)
-        return autotp.simulate(model, plan, example)(*example), model(*example)
+        return autotp.simulate(model, plan, example)(*example), reference(*example)
 
     with ThreadPoolExecutor(4) as threads:
         for got, expected in (*threads.map(request, (6, 8, 10, 12)), *threads.map(job, range(4))):
