@@ -529,8 +529,9 @@ def test_the_default_dtype_tells_programs_apart():
 
 def test_threads_make_programs_and_plans_one_after_the_other(caplog):
     model, example = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).eval(), (torch.randn(4, 8),)
-    reference = copy.deepcopy(model)  # a model is not to be called while another thread captures it
+    reference = copy.deepcopy(model)  # a model is not to be run while another thread captures it
     served = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), example, mode="inference"), example)
+    models = [copy.deepcopy(model) for _ in range(4)]
     asked, called = torch.is_grad_enabled, nn.Module.__call__
 
     def request(rows):
@@ -538,12 +539,12 @@ def test_threads_make_programs_and_plans_one_after_the_other(caplog):
         with torch.no_grad():
             return served(x), reference(x)
 
-    def job(_):
-        plan = autotp.plan(model, autotp.Topology.flat(4), example)
-        return autotp.simulate(model, plan, example)(*example), reference(*example)
+    def job(mine):
+        plan = autotp.plan(mine, autotp.Topology.flat(4), example)
+        return autotp.simulate(mine, plan, example)(*example), reference(*example)
 
     with ThreadPoolExecutor(4) as threads:
-        for got, expected in (*threads.map(request, (6, 8, 10, 12)), *threads.map(job, range(4))):
+        for got, expected in (*threads.map(request, (6, 8, 10, 12)), *threads.map(job, models)):
             torch.testing.assert_close(got, expected)
     assert (torch.is_grad_enabled, nn.Module.__call__) == (asked, called)
     assert "forward asks" not in caplog.text
