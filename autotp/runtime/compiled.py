@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +20,7 @@ from passes.overlap.memory import peak, peak_in
 from passes.overlap.schedule import Durations, Limits, Slot, schedule
 from passes.overlap.stage import Faster, Stages
 from passes.overlap.trace import Joint
+from passes.torch_internals import storage_id
 from passes.world.ops import Parts
 from passes.world.regather import version_of
 from passes.world.whereabouts import Whereabouts
@@ -265,24 +265,27 @@ class Disjoint:
     """
 
     def __init__(self, taken: Iterable[Tensor] = ()) -> None:
-        # Tensors may go meanwhile; while a weak reference is kept, no other storage is taken for theirs.
-        self._spans: dict[StorageWeakRef, list[tuple[int, int]]] = defaultdict(list)
-        for tensor in taken:
-            self._take(tensor)
+        self._spans: dict[int, list[tuple[int, int]]] = {}
+        # These may go meanwhile; while a weak reference is kept, no other storage is taken for theirs.
+        self._kept = [StorageWeakRef(tensor.untyped_storage()) for tensor in taken if self._take(tensor)]
 
     def own(self, tensor: Tensor) -> Tensor:
-        """The tensor, which takes its memory, or a copy of it where another has taken some."""
+        """The tensor, which takes its memory, or a copy of it where another has taken some.
+
+        The caller keeps it for as long as it asks about others.
+        """
         return tensor if self._take(tensor) else tensor.clone()
 
     def _take(self, tensor: Tensor) -> bool:
         """Takes a tensor's memory, unless another has some of it."""
-        if tensor.numel() == 0:
+        count, size = tensor.numel(), tensor.element_size()  # views may be of other dtypes
+        if count == 0:
             return True
         first = tensor.storage_offset()
-        last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        size = tensor.element_size()  # views may be of other dtypes
-        span = int(first) * size, int(last + 1) * size
-        spans = self._spans[StorageWeakRef(tensor.untyped_storage())]
+        if not tensor.is_contiguous():
+            count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        span = first * size, (first + count) * size
+        spans = self._spans.setdefault(storage_id(tensor), [])
         place = bisect.bisect_left(spans, span)
         if (place and spans[place - 1][1] > span[0]) or (place < len(spans) and spans[place][0] < span[1]):
             return False
