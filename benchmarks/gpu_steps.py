@@ -81,6 +81,7 @@ class Step:
         seconds: of a step: forward, backward, optimizer.
         bytes: most that were allocated at once during steps.
         ready: seconds from the model to the end of the first step.
+        host: seconds of a step until all of it is launched, where they were measured.
     """
 
     title: str
@@ -89,6 +90,7 @@ class Step:
     seconds: float
     bytes: int
     ready: float
+    host: float | None = None
 
 
 def language_model(of: Setting) -> tuple[nn.Module, torch.Tensor]:
@@ -111,22 +113,23 @@ def language_model(of: Setting) -> tuple[nn.Module, torch.Tensor]:
     return Loss(model.to(torch.bfloat16)).train(), torch.randint(0, of.vocabulary, (of.sequences, of.tokens))
 
 
-def measured(make: Callable[[], nn.Module], batch: torch.Tensor) -> tuple[float, int, float]:
-    """Seconds and bytes of steps of the only model that is on the device, and seconds to make it."""
+def measured(make: Callable[[], nn.Module], batch: torch.Tensor) -> tuple[float, int, float, float]:
+    """Seconds and bytes of steps of the only model that is on the device, seconds to make it, and the host's of a step."""
     gpu = batch.is_cuda
     begin = time.monotonic()
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     clock = torch.cuda.synchronize if gpu else lambda: None
 
-    def step() -> float:
+    def step() -> tuple[float, float]:
         clock()
         started = time.perf_counter()
         model(batch).backward()
         optimizer.step()
         optimizer.zero_grad()
+        launched = time.perf_counter()
         clock()
-        return time.perf_counter() - started
+        return time.perf_counter() - started, launched - started
 
     step()
     ready = time.monotonic() - begin
@@ -134,8 +137,8 @@ def measured(make: Callable[[], nn.Module], batch: torch.Tensor) -> tuple[float,
         step()
     if gpu:
         torch.cuda.reset_peak_memory_stats()
-    seconds = statistics.median(step() for _ in range(TIMED))
-    return seconds, torch.cuda.max_memory_allocated() if gpu else 0, ready
+    seconds, host = map(statistics.median, zip(*(step() for _ in range(TIMED)), strict=True))
+    return seconds, torch.cuda.max_memory_allocated() if gpu else 0, ready, host
 
 
 @contextmanager

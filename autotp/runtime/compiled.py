@@ -284,7 +284,7 @@ class Disjoint:
         first = tensor.storage_offset()
         if not tensor.is_contiguous():
             count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        span = first * size, (first + count) * size
+        span = int(first) * size, int(first + count) * size
         spans = self._spans.setdefault(storage_id(tensor), [])
         place = bisect.bisect_left(spans, span)
         if (place and spans[place - 1][1] > span[0]) or (place < len(spans) and spans[place][0] < span[1]):
