@@ -132,6 +132,7 @@ class Dual:
             wants[use.want] = True  # the last one is for those that want nothing, -1
             wanted += wants[:-1]
         cost /= np.maximum(wanted, 1.0)
+        have, rows = _port(tensor.have)
         made = []
         parts: list[_Part] = []
         self.parts.append(parts)
@@ -141,7 +142,6 @@ class Dual:
                 self.theta[use.node] = np.minimum(self.theta[use.node] + own, self.big)
                 parts.append(_Part(None, own))
                 continue
-            have, rows = _port(tensor.have)
             want, columns = _port(np.where(use.want < 0, cost.shape[1], use.want))
             real = columns[columns < cost.shape[1]]
             phi = cost[np.ix_(rows, real)]
