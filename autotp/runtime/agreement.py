@@ -20,7 +20,7 @@ from autotp.runtime.rewrite import Rewritten
 from autotp.runtime.watch.watch import Watch, require_sound_group, watching
 from costmodel.text.numbers import whole_of
 from passes.capture import Captured
-from passes.world.process import all_gather_single, time_limit
+from passes.world.process import all_gather_single, made_once, time_limit
 from passes.world.whereabouts import Whereabouts
 
 __all__ = ["Agreement", "JobAgreement", "agreed", "everywhere", "join_job"]
@@ -81,7 +81,7 @@ class JobAgreement(Agreement):
         self._groups: list[Any] = []
         if watched and dist.get_world_size() > 1:
             backend = "gloo" if dist.get_backend() == "nccl" else None  # torch's fake job has no other group
-            self._groups.append(dist.new_group(timeout=time_limit(), backend=backend))
+            self._groups.append(made_once("agreement", dist.new_group, timeout=time_limit(), backend=backend))
             weakref.finalize(self, _ended, watching(self.whereabouts), self._groups)
         self._sliced = dist.get_backend(self._group) == "gloo"
         on_gpus = dist.get_backend(self._group) == "nccl"

@@ -31,6 +31,7 @@ from costmodel import Topology
 from costmodel.errors import require, shown
 from passes.capture import Captured, Precision, buffered, capture, require_plain
 from passes.torch_internals import has_gradient_hooks, is_compiled
+from passes.world.process import made_once
 from passes.world.seeds import ways_to_draw
 
 __all__ = ["parallelize"]
@@ -202,13 +203,11 @@ def parallelize(
 
     agreed_plan, rewritten = agreed(agreement, captured, decide, build)
     seed = agreement.decided(torch.initial_seed)
-    device_mesh = init_device_mesh(_kind_of_device(model), agreed_plan.mesh_shape, mesh_dim_names=agreed_plan.mesh_axes)
-    how = functools.partial(
-        how_to_run,
-        schedule=schedule or agreed_plan.schedule,
-        compile=agreed_plan.compile if compile is None else compile,
-    )
-    if not (agreed_plan.compile if compile is None else compile):
+    kind, shape, axes = _kind_of_device(model), agreed_plan.mesh_shape, agreed_plan.mesh_axes
+    device_mesh = made_once((kind, shape, axes), init_device_mesh, kind, shape, mesh_dim_names=axes)
+    compile = agreed_plan.compile if compile is None else compile
+    how = functools.partial(how_to_run, schedule=schedule or agreed_plan.schedule, compile=compile)
+    if not compile:
         for name, module in model.named_modules():
             if is_compiled(module):
                 _log.warning(

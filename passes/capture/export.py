@@ -25,6 +25,7 @@ from passes.capture.observed import Moment, Place, apart, leaving, matching, num
 from passes.capture.precision import Precision, cast_parameters, check_dtypes, policy_of, precision_name, under
 from passes.capture.regions import inline_regions, without_vmaps
 from passes.capture.signature import CallSignature, example, in_call_order, refusal
+from passes.capture.view_writes import lay_as_computed
 from passes.capture.writes import functionalise
 from passes.graph import TRACING, Cast, annotate
 from passes.torch_internals import detect_fake_mode, silent_fake_tensors
@@ -203,6 +204,7 @@ def _captured(
     results = out_spec.num_leaves
     shown = range(results, len(graph.output_node().args[0]) - len(places))  # type: ignore[arg-type]
     graph = normalise(graph, mode, places, shown)
+    lay_as_computed(graph, mode)
     recognise_masks(graph)
     leaves: Any = graph.output_node().args[0]
     mutations = {buffer: leaves[place].name for buffer, place in places.items()}

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from passes.capture.builder import Builder, CaptureError, operator_name, outer_order
+from passes.capture.functional import batch_norm_train
 from passes.graph import arguments_of, where
-from passes.torch_internals import schema
+from passes.torch_internals import FakeTensorMode, schema, tree_leaves
 
-__all__ = ["PERMUTES", "RESHAPES", "SPLITS", "as_computed", "put_back", "refuse_unsure", "with_views"]
+__all__ = ["PERMUTES", "RESHAPES", "SPLITS", "as_computed", "lay_as_computed", "put_back", "refuse_unsure", "with_views"]
 
 aten = torch.ops.aten
 #: Kernels with contiguous results on CPU, where torch's fake ones have their operand's strides.
@@ -156,6 +158,25 @@ def as_computed(target: Any, value: Any) -> Any:
         return value
     last = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
     return value if last and target is aten.batch_norm.default else value.contiguous()
+
+
+def lay_as_computed(graph: fx.Graph, mode: FakeTensorMode) -> None:
+    """Gives fake values the strides that kernels' results will have, where ``torch.export`` takes them for others."""
+    build, changed = Builder(mode), set[fx.Node]()
+    for node in graph.nodes:
+        norm = node.target is operator.getitem and node.args[0].target is batch_norm_train and node.args[1] == 0
+        target = aten.batch_norm.default if norm else node.target
+        if node.op != "call_function" or not (target in _CONTIGUOUS_ON_CPU or changed.intersection(node.all_input_nodes)):
+            continue
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        value = as_computed(target, build.run(node.target, args, kwargs))
+        if _strides(value) != _strides(node.meta["val"]):
+            node.meta["val"] = value
+            changed.add(node)
+
+
+def _strides(value: Any) -> list[tuple[int, ...]]:
+    return [leaf.stride() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def refuse_unsure(node: fx.Node, written: fx.Node, root: fx.Node) -> None:

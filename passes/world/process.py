@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -23,11 +23,14 @@ from passes.world.pending import Pending
 from passes.world.whereabouts import Whereabouts
 from passes.world.world import World, reduced
 
-__all__ = ["ProcessWorld", "all_gather_single", "time_limit"]
+__all__ = ["ProcessWorld", "all_gather_single", "made_once", "time_limit"]
 
 #: Bytes that a device may receive of a group for gloo to exchange them pairwise. Its rings take a step, for which every
 #: process has to wake, for every member; of pairs all go at once, but where an uplink is shared more crosses it.
 _PAIRWISE = 64 * 2**10
+#: The job's process group -> what is made once in it.
+_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+atexit.register(_MADE.clear)  # see `_let_go`
 #: As torch 2.12 named them.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -88,19 +91,15 @@ class ProcessWorld(World):
             return self.device_mesh.get_group(axes[0])
         ranks = self.device_mesh.mesh
         rest = [a for a in range(ranks.dim()) if a not in axes]
-        mine = None
-        for members in ranks.permute(*rest, *axes).reshape(-1, math.prod(ranks.shape[a] for a in axes)).tolist():
-            group = dist.new_group(members)
-            if dist.get_rank() in members:
-                mine = group
-        assert mine is not None
-        return mine
+        several = ranks.permute(*rest, *axes).reshape(-1, math.prod(ranks.shape[a] for a in axes)).tolist()
+        made = [made_once(("group", *members), dist.new_group, members) for members in several]
+        return next(group for group, members in zip(made, several, strict=True) if dist.get_rank() in members)
 
     def of_first(self, tensor: Tensor) -> Tensor:
         """See ``World.of_first``; over gloo, so that no process waits for a GPU. torch's fake job has no other group."""
         if () not in self._process_groups:
             whole: Any = dist.group.WORLD if dist.get_backend() in ("gloo", "fake") else None
-            self._process_groups[()] = whole or dist.new_group(timeout=time_limit(), backend="gloo")
+            self._process_groups[()] = whole or made_once("gloo", dist.new_group, timeout=time_limit(), backend="gloo")
             if dist.get_backend(self._process_groups[()]) == "gloo":
                 self.sliced.add(())
         self.whereabouts.at = "the random numbers of a pass"
@@ -168,6 +167,20 @@ class ProcessWorld(World):
         """Whether everybody's tensors are better exchanged pair by pair."""
         group = self._process_groups[axes]
         return axes in self.sliced and (group.size() - 1) * part.nbytes <= _PAIRWISE
+
+
+def made_once(key: Hashable, make: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What ``make(*args, **options)`` gives, made once in a job, as groups keep threads and connections until it ends.
+
+    Args:
+        key: tells it from other things; every process asks for the same ones in the same order.
+        make: makes groups, or a mesh, which has some.
+        args, options: its arguments.
+    """
+    made = _MADE.setdefault(default_group(), {})
+    if key not in made:
+        made[key] = make(*args, **options)
+    return made[key]
 
 
 def time_limit() -> timedelta:

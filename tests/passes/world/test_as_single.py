@@ -116,6 +116,24 @@ def test_three_steps_draw_what_one_device_draws(kind, strategy, mesh, schedule, 
     require_as_single(kind, strategy, mesh, schedule, chunks)
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(6), nn.BatchNorm1d(6).eval(), nn.LogSigmoid()], ids=str)
+def test_kernels_lay_their_results_out_otherwise_than_exported(norm):
+    class Transposed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = norm
+
+        def forward(self, x):
+            return F.dropout(self.norm(x.transpose(1, 2)) * 2, 0.5)
+
+    model, x = Transposed().double(), torch.randn(4, 5, 6, **F64)
+    ours = autotp.simulate(copy.deepcopy(model), planned(model, (x,), "data", (2,)), (x,), dropout="as-single")
+    torch.manual_seed(1)
+    wanted = model(x)
+    torch.manual_seed(1)
+    torch.testing.assert_close(ours(x), wanted, rtol=1e-9, atol=1e-12)
+
+
 def test_what_is_recomputed_is_drawn_again():
     assert require_as_single(Attending, "data", schedule="overlap", recompute="full").recomputed
 
