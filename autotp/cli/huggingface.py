@@ -145,6 +145,8 @@ def _checked(file: Path, options: Mapping[str, str]) -> dict[str, str]:
 
 def _class_of(transformers: Any, config: Any, file: Path) -> Any:
     name = next(iter(config.architectures or ()), None)
+    if name is None and type(config) not in transformers.MODEL_MAPPING:
+        raise AutotpError(f"--model {file}: it names no architectures, and {type(config).__name__} has no model of its own")
     if name is None:
         return transformers.MODEL_MAPPING[type(config)]
     found = getattr(transformers, name, None) if isinstance(name, str) else None
@@ -163,7 +165,7 @@ def _inputs(model: Any, config: Any, batch: int, sequence: int, file: Path) -> d
         inputs = {"input_ids": ids}
         if getattr(config, "is_encoder_decoder", False):
             inputs["decoder_input_ids"] = ids
-    elif main == "pixel_values":
+    elif main == "pixel_values" and hasattr(config, "image_size"):
         side = config.image_size
         high, wide = side if isinstance(side, list | tuple) else (side, side)
         channels = getattr(config, "num_channels", 3)

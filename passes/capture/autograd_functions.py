@@ -237,7 +237,10 @@ def kept_whole(regions: Regions) -> Iterator[None]:
         return _CALLS[name].whole(torch.ops.autotp.function(operands, name))
 
     def refused(tensor: Tensor, hook: Any) -> Any:
-        raise Lost(f"the model registers a hook on a tensor's gradient ({hook}), which a captured graph does not call")
+        raise Lost(
+            f"the model, or a mode around it such as FlopCounterMode, registers a hook on a tensor's gradient ({hook}), "
+            "which a captured graph does not call"
+        )
 
     def begun(self: Any) -> None:
         enter_inference_mode(self, torch.no_grad() if self.mode else None)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
+from costmodel.errors import AutotpError
 from passes.capture import attributes, checks
 from passes.capture.attributes import Left, placed
 from passes.capture.autograd_functions import Lost, kept_whole
@@ -153,6 +154,8 @@ def capture(
         ValueError: no example inputs, or a model whose tied weights came apart on the meta device.
     """
     with TRACING:
+        if detect_fake_mode(()) is not None:
+            raise AutotpError("a model cannot be captured inside a FakeTensorMode, but may be made in one: plan outside")
         checks.require_plain(model, args, kwargs)
         how = *example(model, args, kwargs), precision, outputs, observe
         checks.check_tying(model)

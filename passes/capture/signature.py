@@ -19,6 +19,7 @@ from passes.capture.builder import CaptureError
 from passes.torch_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     TreeSpec,
     keystr,
     silent_fake_tensors,
@@ -164,10 +165,8 @@ def dense(tensor: Tensor, example: bool = False) -> Tensor:
 def require_dense(tensor: Tensor, what: str) -> None:
     """Refuses tensors that are no rectangles of numbers in memory; ``what`` has them, for the message."""
     if tensor.layout is not torch.strided or tensor.is_nested:
-        raise AutotpError(
-            f"{what} a tensor with layout {tensor.layout}, sparse or nested; graphs are planned for dense ones: pass "
-            "its parts, such as indices and values, or to_dense()"
-        )
+        kind = "nested tensor" if tensor.is_nested else f"sparse tensor, with layout {tensor.layout}"
+        raise AutotpError(f"{what} a {kind}; graphs are planned for dense ones: pass its parts, such as indices and values")
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
@@ -192,7 +191,8 @@ def _span(tensor: Tensor) -> int:
 def reach(tensor: Tensor) -> tuple[int, int]:
     """The addresses of a tensor's first byte and of the one behind its last; 0 and 0 where it has no memory."""
     with suppress(NotImplementedError):  # a sample within torch.vmap has none
-        if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() and tensor.untyped_storage().size():
+        held = tensor.layout is torch.strided and tensor.numel() and tensor.untyped_storage().size()
+        if held and not (tensor.is_meta or isinstance(tensor, FakeTensor)):
             return tensor.data_ptr(), tensor.data_ptr() + _span(tensor) * tensor.element_size()
     return 0, 0
 

@@ -195,6 +195,8 @@ class Program:
         """Why a placeholder cannot be changed as the model changes it."""
         captured, mine = self.captured, named[name] if name in named else state[name]
         others = {**named, **state, **self.constants} if name in named else named
+        if any(stride == 0 and size > 1 for stride, size in zip(mine.stride(), mine.shape, strict=True)):
+            return "it was expanded: several of its elements are one in memory"
         for other, tensor in others.items():
             if other != name and overlap(held_part(tensor), held_part(mine)):
                 return f"{captured.title(other)} lies in the same memory"

@@ -73,7 +73,7 @@ def test_inputs_that_are_not_dense(kind):
     model, topology, x = nn.Linear(4, 4), autotp.Topology.flat(2), torch.ones(2, 4)
     plan = autotp.plan(model, topology, (x,))
     with pytest.raises(
-        autotp.AutotpError, match=r"layout torch.sparse_\w+, sparse or nested; graphs are planned for dense"
+        autotp.AutotpError, match=r"a sparse tensor, with layout torch.sparse_\w+; graphs are planned for dense"
     ):
         autotp.plan(model, topology, (getattr(x, kind)(),))
     simulated = autotp.simulate(model, plan, (x,))
@@ -103,7 +103,7 @@ class _Sparse(nn.Module):
 
 @pytest.mark.parametrize("kind", ["buffer", "attribute", "inside", "output"])
 def test_models_that_are_not_dense(kind):
-    with pytest.raises(autotp.AutotpError, match=r"is a tensor with layout torch.sparse_coo"):
+    with pytest.raises(autotp.AutotpError, match=r"is a sparse tensor, with layout torch.sparse_coo"):
         autotp.plan(_Sparse(kind), autotp.Topology.flat(2), (torch.ones(4, 4),))
 
 

@@ -89,9 +89,17 @@ def test_wrong_files(run_cli, tmp_path, capsys):
     ):
         assert run_cli("plan", "--model", tmp_path / name, "--topology", "dgx-h100") == 2
         assert said in capsys.readouterr().err
-    spec = saved(tmp_path, transformers.WhisperConfig(architectures=["WhisperForConditionalGeneration"]))
-    assert run_cli("plan", "--model", spec, "--topology", "dgx-h100") == 2
-    assert "'input_features' cannot be guessed" in capsys.readouterr().err
+    tiny = transformers.BertConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16)
+    for config, said in (
+        (
+            transformers.WhisperConfig(architectures=["WhisperForConditionalGeneration"]),
+            "'input_features' cannot be guessed",
+        ),
+        (transformers.SegformerConfig(num_encoder_blocks=1, depths=[1]), "'pixel_values' cannot be guessed"),
+        (transformers.EncoderDecoderConfig.from_encoder_decoder_configs(tiny, tiny), "it names no architectures"),
+    ):
+        assert run_cli("plan", "--model", saved(tmp_path, config), "--topology", "dgx-h100") == 2
+        assert said in capsys.readouterr().err
 
 
 def test_what_is_completed(tmp_path, monkeypatch):

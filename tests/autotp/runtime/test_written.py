@@ -156,6 +156,19 @@ def test_inputs_whose_change_would_be_lost_are_refused():
     assert torch.equal(x, torch.full((4, 8), 2.0))
 
 
+class _FirstRow(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:1].mul_(2)
+
+
+def test_an_expanded_input_is_not_changed_in_place():
+    x = torch.ones(2, 3)
+    simulated = autotp.simulate(_FirstRow(), autotp.plan(_FirstRow(), autotp.Topology.flat(2), (x,)), (x,))
+    assert torch.equal(simulated(x), torch.full((1, 3), 2.0)) and torch.equal(x[1], torch.ones(3))
+    with pytest.raises(autotp.AutotpError, match="input x: .* it was expanded: several of its elements are one in memory"):
+        simulated(torch.ones(1, 3).expand(2, 3))
+
+
 class _Weighed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ from capturing import check, compare, image, program, run, targets
 from float64 import double, float64_mode
 from models import MODELS
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from costmodel.errors import AutotpError
 from passes.capture import CaptureError, capture
@@ -173,6 +174,14 @@ def test_advice_for_models_of_transformers_is_theirs_alone() -> None:
 def test_no_example_inputs() -> None:
     with pytest.raises(AutotpError, match="no example inputs"):
         capture(nn.Linear(8, 8))
+
+
+def test_a_model_of_fake_tensors_is_captured_outside_its_mode() -> None:
+    with FakeTensorMode():
+        model, x = nn.Linear(4, 3), torch.randn(2, 4)
+        with pytest.raises(AutotpError, match="inside a FakeTensorMode"):
+            capture(model, (x,))
+    assert capture(model, (x,)).parameters == {"p_weight": "weight", "p_bias": "bias"}
 
 
 def test_meta_model_and_tying() -> None:
