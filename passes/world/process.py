@@ -177,7 +177,10 @@ def made_once(key: Hashable, make: Callable[..., Any], *args: Any, **options: An
         make: makes groups, or a mesh, which has some.
         args, options: its arguments.
     """
-    made = _MADE.setdefault(default_group(), {})
+    job = default_group()
+    if job not in _MADE:
+        _MADE.clear()  # a mesh of an earlier job would keep its group
+    made = _MADE.setdefault(job, {})
     if key not in made:
         made[key] = make(*args, **options)
     return made[key]
