@@ -206,8 +206,8 @@ def _captured(
         return tuple(sorted(needed))
     results = out_spec.num_leaves
     shown = range(results, len(graph.output_node().args[0]) - len(places))  # type: ignore[arg-type]
-    graph = normalise(graph, mode, places, shown)
     lay_as_computed(graph, mode)
+    graph = normalise(graph, mode, places, shown)
     recognise_masks(graph)
     leaves: Any = graph.output_node().args[0]
     mutations = {buffer: leaves[place].name for buffer, place in places.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -166,13 +167,25 @@ def lay_as_computed(graph: fx.Graph, mode: FakeTensorMode) -> None:
     for node in graph.nodes:
         norm = node.target is operator.getitem and node.args[0].target is batch_norm_train and node.args[1] == 0
         target = aten.batch_norm.default if norm else node.target
-        if node.op != "call_function" or not (target in _CONTIGUOUS_ON_CPU or changed.intersection(node.all_input_nodes)):
+        otherwise = target in _CONTIGUOUS_ON_CPU or target in _LIKE_OPERANDS
+        if node.op != "call_function" or not (otherwise or changed.intersection(node.all_input_nodes)):
             continue
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        value = as_computed(target, build.run(node.target, args, kwargs))
+        value = _like_operands(build, target, args, as_computed(target, build.run(node.target, args, kwargs)))
         if _strides(value) != _strides(node.meta["val"]):
             node.meta["val"] = value
             changed.add(node)
+
+
+def _like_operands(build: Builder, target: Any, args: Sequence[Any], value: Any) -> Any:
+    """The fake result of an operator, with strides as its kernel takes from operands: those of ``add``, or of ``cat``."""
+    operands = [leaf for leaf in args if isinstance(leaf, torch.Tensor)]
+    if target not in _LIKE_OPERANDS or value.device.type != "cpu" or (target is aten.roll.default and not any(args[2:])):
+        return value
+    like = (
+        build.run(aten.cat.default, (operands, 0), {}) if len(operands) == 1 else build.run(aten.add.Tensor, operands, {})
+    )
+    return build.run(torch.empty_strided, (value.shape, like.stride()), {"dtype": value.dtype, "device": value.device})
 
 
 def _strides(value: Any) -> list[tuple[int, ...]]:

@@ -116,17 +116,26 @@ def test_three_steps_draw_what_one_device_draws(kind, strategy, mesh, schedule, 
     require_as_single(kind, strategy, mesh, schedule, chunks)
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d(6), nn.BatchNorm1d(6).eval(), nn.LogSigmoid()], ids=str)
-def test_kernels_lay_their_results_out_otherwise_than_exported(norm):
-    class Transposed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = norm
+class Transposed(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
 
-        def forward(self, x):
-            return F.dropout(self.norm(x.transpose(1, 2)) * 2, 0.5)
+    def forward(self, x):
+        return F.dropout(self.norm(x.transpose(1, 2)) * 2, 0.5)
 
-    model, x = Transposed().double(), torch.randn(4, 5, 6, **F64)
+
+class Shuffled(nn.Module):
+    def forward(self, x):
+        x = F.channel_shuffle(torch.stack([x] * 4, 1).contiguous(memory_format=torch.channels_last), 2)
+        return F.dropout(x.copysign(x.roll(1, 2)), 0.5)
+
+
+@pytest.mark.parametrize(
+    "model", [*map(Transposed, (nn.BatchNorm1d(6), nn.BatchNorm1d(6).eval(), nn.LogSigmoid())), Shuffled()], ids=str
+)
+def test_kernels_lay_their_results_out_otherwise_than_exported(model):
+    model, x = model.double(), torch.randn(4, 5, 6, **F64)
     ours = autotp.simulate(copy.deepcopy(model), planned(model, (x,), "data", (2,)), (x,), dropout="as-single")
     torch.manual_seed(1)
     wanted = model(x)
