@@ -145,10 +145,10 @@ def _checked(file: Path, options: Mapping[str, str]) -> dict[str, str]:
 
 def _class_of(transformers: Any, config: Any, file: Path) -> Any:
     name = next(iter(config.architectures or ()), None)
-    if name is None and type(config) not in transformers.MODEL_MAPPING:
-        raise AutotpError(f"--model {file}: it names no architectures, and {type(config).__name__} has no model of its own")
-    if name is None:
+    if name is None and type(config) in transformers.MODEL_MAPPING:
         return transformers.MODEL_MAPPING[type(config)]
+    if name is None:
+        raise AutotpError(f"--model {file}: it names no architectures, and {type(config).__name__} has no model of its own")
     found = getattr(transformers, name, None) if isinstance(name, str) else None
     if found is None:
         raise AutotpError(f"--model {file}: transformers {transformers.__version__} has no architecture {shown(name)}")

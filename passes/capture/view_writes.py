@@ -182,10 +182,8 @@ def _like_operands(build: Builder, target: Any, args: Sequence[Any], value: Any)
     operands = [leaf for leaf in args if isinstance(leaf, torch.Tensor)]
     if target not in _LIKE_OPERANDS or value.device.type != "cpu" or (target is aten.roll.default and not any(args[2:])):
         return value
-    like = (
-        build.run(aten.cat.default, (operands, 0), {}) if len(operands) == 1 else build.run(aten.add.Tensor, operands, {})
-    )
-    return build.run(torch.empty_strided, (value.shape, like.stride()), {"dtype": value.dtype, "device": value.device})
+    how, given = (aten.cat.default, (operands, 0)) if len(operands) == 1 else (aten.add.Tensor, operands)
+    return value.new_empty_strided(value.shape, build.run(how, given, {}).stride())
 
 
 def _strides(value: Any) -> list[tuple[int, ...]]:
