@@ -1,4 +1,4 @@
-"""Times plans in eager mode and compiled, under torchrun: -m benchmarks.compiled_steps MODEL PLANS_DIR OUT.json
+"""Times plans, in eager mode or compiled as they say, under torchrun: -m benchmarks.compiled_steps MODEL PLANS_DIR OUT.json
 
 A step is a forward and a backward pass over the same global batch; the ways take turns. With one process, the plain model
 takes its turns too, in eager mode and under ``torch.compile``. What counts is the first rank's time on a processor, which
@@ -30,8 +30,7 @@ def main() -> None:
     ways: dict[str, nn.Module] = {}
     for file in sorted(chosen.plans.glob("*.json")):
         plan = autotp.Plan.load(file)
-        for name, compile in (("", False), (", compiled", True)):
-            ways[file.stem + name] = autotp.parallelize(model, args=args, plan=plan, schedule="overlap", compile=compile)
+        ways[file.stem] = autotp.parallelize(model, args=args, plan=plan, schedule="overlap", compile=plan.compile)
     if dist.get_world_size() == 1:
         plain: Any = torch.compile(copy.deepcopy(model))
         ways |= {"eager": model, "torch.compile": plain}

@@ -49,7 +49,7 @@ SETTINGS = (
     Setting("data", "a small model and a large batch", "GPT, 4 × 1024, batch 64 × 1024",
             lambda: gpt(4, 1024, 16, 32000, 64, 1024), "dgx-h100", 8),
     Setting("zero3", "the same, but whole parameters do not fit", "GPT, 4 × 4096, batch 64 × 2048",
-            lambda: gpt(4, 4096, 32, 32000, 64, 2048), "flat", 8, 26e9),
+            lambda: gpt(4, 4096, 32, 32000, 64, 2048), "flat", 8, 13e9),
     Setting("megatron-1d", "one token at a time on fast links: few, small messages", "GPT, 4 × 4096, one token",
             lambda: gpt(4, 4096, 32, 32000, 1, 1), "dgx-h100", 8, None, "inference"),
     Setting("megatron-sp", "one sequence on fast links: norms and residuals cost memory traffic",

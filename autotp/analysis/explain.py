@@ -113,7 +113,7 @@ def priced_plan(captured: Captured, plan: Plan) -> Priced:
         PlanMismatchError: the plan is for another model or other inputs.
     """
     operators, chosen, resting = checked(captured, plan)
-    model = prepare(captured, parse(plan.constraints), plan.repeated)
+    model = prepare(captured, parse(plan.constraints), plan.repeated, train=plan.mode == "train", compiled=plan.compile)
     prices = Prices(
         plan.topology,
         plan.mesh_shape,
@@ -121,7 +121,6 @@ def priced_plan(captured: Captured, plan: Plan) -> Priced:
         optimizer=plan.optimizer,
         accumulate=plan.accumulate,
         together=model.parameter_bytes if plan.schedule == "overlap" else 0.0,
-        fused=model.fused(train=plan.mode == "train") if plan.compile else None,
     )
     panels, found = panelled(plan, operators, chosen, resting)
     once = [name for name, fqn in captured.parameters.items() if fqn in plan.gathered_once]
@@ -164,8 +163,8 @@ class Explainer:
             raise AutotpError(f"the plan has no operator {name!r}; its operators are {said}, … (see `autotp inspect`)")
         node, entry = self.nodes[name], self.entries[name]
         operator, strategy = self.model.operators[node], self.priced.strategies[name]
-        cost, gradient = self.priced.costs[node], node in self.model.differentiated
-        work = self.prices.work(Space.alone(operator, strategy), flop_of(node), gradient=gradient)
+        cost = self.priced.costs[node]
+        work = self.prices.work(Space.alone(operator, strategy), flop_of(node), self.priced.runs.run(node))
         values = {} if work is None else work.values(self.plan.topology.device)
         others = list(self.others(node))
         costed = (self.alternative(node, each) for each in (others if count else ()))

@@ -10,9 +10,9 @@ from torch import fx
 
 from autotp.analysis.explain import priced_plan
 from autotp.costs.footprint import Footprint
-from autotp.costs.moment import Moment, Turn
 from autotp.costs.priced import Priced
 from autotp.costs.recompute import keeping
+from autotp.costs.step import Moment, Turn
 from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
 from passes.capture import Captured

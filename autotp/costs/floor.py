@@ -7,6 +7,7 @@ parameters are. Nothing here needs an integer program, so a job that cannot fit 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from torch import fx
 
 from autotp.costs.model import Model
 from autotp.costs.prices import Prices
+from autotp.costs.runs import Runs
 from passes.graph import cast_of
 from passes.rules.factors import Value, value_of
 from passes.rules.kept import kept_lowered
@@ -81,21 +83,22 @@ def least_seconds(model: Model, prices: Prices, longer: float = 1.0) -> float:
     """Seconds that no plan's step is below: each device computes at least its share, in kernels as large as can be.
 
     Args:
-        model: analysed; recomputing only adds to it.
+        model: analysed.
         prices: of any mesh with the devices that plans are for.
         longer: the factor by which both passes take longer than that, as `costmodel.overlap.CHUNKED` says of chunks.
     """
     devices, device = prices.topology.devices, prices.topology.device
-    known: dict[fx.Node, float] = {}
+    known, runs = dict[fx.Node, float](), Runs(model)
     for node in model.operators:
         if (stand := model.stands[node]) not in known:
             alone = Space.of(model.operators[stand], [None], np.zeros((1, len(prices.mesh)), np.int64))
-            work = prices.work(alone, flop_of(stand), gradient=stand in model.differentiated)
-            if work is None:
-                known[stand] = 0.0
-                continue
-            share = replace(work, flop=work.flop / devices, bytes=work.bytes / devices)
-            known[stand] = float(np.asarray(share.seconds(device)).item())
+            known[stand] = math.inf
+            for run in filter(None, (runs.run(stand), runs.rerun(stand))):
+                work, seconds = prices.work(alone, flop_of(stand), run), 0.0
+                if work is not None:
+                    share = replace(work, flop=work.flop / devices, bytes=work.bytes / devices)
+                    seconds = float(np.asarray(share.seconds(device)).item())
+                known[stand] = min(known[stand], seconds)
     computing = prices.accumulate * sum(known[model.stands[node]] for node in model.operators)
     given = model.captured.graph_module.graph.find_nodes(op="placeholder")
     sizes = [(n.meta["val"].numel(), cast_of(n).rests.itemsize) for n in given if n.name in model.captured.parameters]
@@ -103,17 +106,15 @@ def least_seconds(model: Model, prices: Prices, longer: float = 1.0) -> float:
     return longer * computing + float(prices.updating(updated))
 
 
-def kernels(model: Model, prices: Prices, node: fx.Node) -> float:
+def kernels(runs: Runs, node: fx.Node) -> float:
     """How many kernels an operator and its gradients are; none, if it is a view or part of another one's."""
     rule = rule_of(node)
-    fused = prices.fused.get(node)
-    if (rule is not None and rule.view) or (fused is not None and not fused.ends):
-        return 0.0
-    return prices.passes(node, node in model.differentiated)
+    return 0.0 if rule is not None and rule.view else runs.run(node).kernels(node)
 
 
 def least_host(model: Model, prices: Prices) -> float:
     """Seconds in which the host starts the kernels that a step of every plan has, however it is sharded."""
     if not prices.topology.device.host:
         return 0.0
-    return prices.topology.device.host * prices.accumulate * sum(kernels(model, prices, node) for node in model.operators)
+    runs = Runs(model)
+    return prices.topology.device.host * prices.accumulate * sum(kernels(runs, node) for node in model.operators)

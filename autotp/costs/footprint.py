@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import fx
 
-from autotp.costs.moment import Moment, Turn
 from autotp.costs.needs import BESIDES, Needs
 from autotp.costs.priced import Priced
 from autotp.costs.returns import Returns
+from autotp.costs.step import Moment, Turn
 from autotp.costs.storages import CAST, Key, Storages, casts
 from autotp.costs.transit import in_transit, sums_in_place
 from passes.graph import cast_of

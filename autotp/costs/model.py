@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -21,40 +21,9 @@ from passes.rules.kept import NOTHING, Kept, in_turn, kept
 from passes.rules.shapes import operands_of, results_of
 from passes.rules.table import rule_of
 
-__all__ = ["Fused", "Model", "shown_by", "trained_values"]
+__all__ = ["Model", "shown_by", "trained_values"]
 
 T = TypeVar("T")
-
-#: Kinds of operators that a compiler makes one kernel of, where one reads what another gives.
-_FUSING = frozenset({"pointwise", "norm", "softmax", "copy"})
-
-
-class Fused(NamedTuple):
-    """How often what an operator reads and makes goes through memory where it is compiled with the operators beside it.
-
-    In the forward pass a kernel reads what is made outside it, once, and writes what is read outside it, or in the
-    backward pass. There it reads the gradients of what is read outside, and what was kept, once, and writes the gradients
-    of what was made outside.
-
-    Attributes:
-        operands: for each operand, times in the forward pass, and in the backward pass its gradient included.
-        results: the same for each result.
-        besides: what is written for the backward pass and read there: (an operand, or -1 for the first result; how many
-            times as large it is).
-        ends: whether something is read outside the kernel that it is in; kernels are counted where they end.
-    """
-
-    operands: tuple[tuple[int, int], ...]
-    results: tuple[int, int]
-    besides: tuple[tuple[int, float], ...] = ()
-    ends: bool = True
-
-    def moved(self, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, Any]:
-        """Bytes in the forward and in the backward pass, given those of every operand and result."""
-        tensors = [*zip(operands, self.operands, strict=True), *((each, self.results) for each in results)]
-        kept = sum([*operands, *results[:1]][position] * larger for position, larger in self.besides)
-        ahead, behind = (sum(each * times[i] for each, times in tensors) for i in (0, 1))
-        return ahead + kept, behind + kept
 
 
 def _of_graph(make: Callable[[Model], T]) -> Any:
@@ -84,6 +53,8 @@ class Model:
             into other layouts.
         undecided: operator that the planner may have recomputed, with all collectives -> the last operator of its block;
             views among them are recomputed if and only if what they show is.
+        train: whether a step has a backward pass.
+        compiled: whether what lies between collectives is compiled.
         known: what was worked out of the graph.
     """
 
@@ -95,6 +66,8 @@ class Model:
     resting: Mapping[fx.Node, Layout] = field(default_factory=dict)
     recomputed: Mapping[fx.Node, bool] = field(default_factory=dict)
     undecided: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+    train: bool = True
+    compiled: bool = False
     known: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -231,53 +204,6 @@ class Model:
         operands = self.operands.get(node, ())  # an output of the model has none
         positions = range(len(operands)) if node in self.recomputed else self.kept(node).operands if operands else ()
         return any(value_of(operands[position]) == value for position in positions)
-
-    def fused(self, *, train: bool) -> Mapping[fx.Node, Fused]:
-        """Operator of a kind that a compiler fuses -> what goes through memory for it, wherever collectives are.
-
-        Two of them are in one kernel if one reads what the other makes, or both read the same, unless something that is
-        not fused lies on another way from one to the other.
-
-        Args:
-            train: whether there is a backward pass.
-        """
-        depth: dict[fx.Node, int] = {}  # how many changes between what is fused and what is not lie before an operator
-        fusing = {node for node in self.operators if (rule := rule_of(node)) is not None and rule.kind in _FUSING}
-        fusing -= self.shown.keys()
-        shown = {node: [self.root(value_of(n)) for n in operands] for node, operands in self.operands.items()}
-        inside: dict[fx.Node, list[bool]] = {}
-        leaves = {self.root(value_of(leaf)) for leaf in self.returned}
-        held: set[Value] = set()  # for the backward pass
-        for node, values in shown.items():
-            depth[node] = max((depth.get(n, 0) + (not {n, node} <= fusing) for n, _ in values), default=0)
-            inside[node] = [{made, node} <= fusing and depth[made] == depth[node] for made, _ in values]
-            if node not in self.shown:
-                leaves |= {value for value, within in zip(values, inside[node], strict=True) if not within}
-            kept = self.kept(node) if train and node not in self.recomputed else NOTHING
-            held |= {values[position] for position in kept.operands} | ({(node, 0)} if kept.results else set())
-        once: set[tuple[str, int, Value]] = set()
-
-        def first(what: str, node: fx.Node, value: Value) -> bool:
-            known = len(once)
-            once.add((what, depth[node], value))
-            return len(once) > known
-
-        found = {}
-        for node in shown:
-            if node not in fusing:
-                continue
-            back, operands = self.kept(node) if train else NOTHING, []
-            for position, (value, within) in enumerate(zip(shown[node], inside[node], strict=True)):
-                ahead = not within and first("read", node, value)
-                again = position in back.operands and (not within or value in held) and first("kept", node, value)
-                returns = train and not within and value in self.trained and first("gradient", node, value)
-                operands.append((int(ahead), again + returns))
-            own, ends = (node, 0), (node, 0) in leaves or (node, 0) not in self.readers
-            again = back.results and own in held and first("kept", node, own)
-            tensors = [*(n.meta["val"] for n in self.operands[node]), *results_of(node)[:1]]
-            besides = tuple((position, size / tensors[position].element_size()) for position, size in back.besides)
-            found[node] = Fused(tuple(operands), (int(ends or own in held), (train and ends) + again), besides, ends)
-        return {node: found[stand] for node in self.operators if (stand := self.stands.get(node, node)) in found}
 
     def kept(self, node: fx.Node) -> Kept:
         """What the gradients of an operator's operands are made of, where nothing inside it is sharded."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autotp.costs.prices import Prices
+from autotp.costs.runs import Run
 from costmodel import pipeline
 from passes.layouts.reshard import COMMUNICATING, Step, moves
 from passes.rules.factors import Operator
@@ -60,7 +61,7 @@ def loop_seconds(loop: Loop, operators: Mapping, strategies: Mapping[str, Strate
     work = 0.0
     for node in loop.members:
         operator: Operator = operators[node]
-        one = prices.operator(operator, strategies[node.name], flop_of(node), gradient=False)
+        one = prices.operator(operator, strategies[node.name], flop_of(node), Run(gradient=False))
         launch = prices.topology.device.launch
         work += (one.compute - launch) / panels + launch
     total = before + float(pipeline.seconds(fetch, work, panels))

@@ -52,13 +52,6 @@ class Price(tuple):
         both = [ahead + behind for ahead, behind in zip(*self.passes, strict=True)]
         return Price(self.received, [0.0] * len(both), both)
 
-    @property
-    def recomputed(self) -> Price:
-        """The same with its forward pass once more in the backward pass."""
-        ahead, behind = self.passes
-        share = ahead[1] / self.communication if self.communication else 0.0
-        return self.plus(Price(share * self.received, [0.0] * len(ahead), ahead))
-
     def plus(self, other: Price) -> Price:
         """Both."""
         return tuple.__new__(Price, (mine + more for mine, more in zip(self, other, strict=True)))

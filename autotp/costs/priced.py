@@ -15,6 +15,7 @@ from autotp.costs.floor import kernels
 from autotp.costs.model import Model
 from autotp.costs.price import Price
 from autotp.costs.prices import Prices
+from autotp.costs.runs import Runs
 from autotp.costs.step import Pass, Sums
 from costmodel import overlap
 from passes.graph import cast_of
@@ -135,6 +136,11 @@ class Priced:
         return cls(model, prices, strategies, layouts, panels, regathered, frozenset(gathered_once))
 
     @cached_property
+    def runs(self) -> Runs:
+        """How a step runs the operators."""
+        return Runs(self.model)
+
+    @cached_property
     def own(self) -> Mapping[fx.Node, Price]:
         """What every operator costs by itself; folded ones have one price."""
         found: dict[fx.Node, Price] = {}
@@ -147,9 +153,7 @@ class Priced:
 
     def alone(self, node: fx.Node, strategy: Strategy) -> Price:
         """What an operator costs by itself with a strategy."""
-        gradient = node in self.model.differentiated
-        price = self.prices.operator(self.model.operators[node], strategy, flop_of(node), gradient=gradient)
-        price = price.recomputed if self.prices.train and node in self.model.recomputed else price
+        price = self.prices.operator(self.model.operators[node], strategy, flop_of(node), self.runs.run(node))
         return price if self.prices.accumulate == 1 else price.times(self.prices.accumulate)
 
     @cached_property
@@ -277,8 +281,7 @@ class Priced:
         for node in self.model.operators:
             splits = zip(self.prices.mesh[real:], self.strategies[node.name].assignment[real:], strict=True)
             times = math.prod(count for count, factor in splits if factor is not None)
-            own = kernels(self.model, self.prices, node)
-            found += times * (own + (own > 0 and self.prices.train and node in self.model.recomputed))
+            found += times * kernels(self.runs, node)
         return self.prices.accumulate * found
 
     @cached_property

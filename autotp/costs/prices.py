@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -12,8 +12,8 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Replicate
 
-from autotp.costs.model import Fused
 from autotp.costs.price import Price
+from autotp.costs.runs import Run
 from costmodel import Topology, collectives, compute, memory, overlap
 from passes.graph import Cast
 from passes.layouts.codes import local_elements
@@ -50,7 +50,6 @@ class Prices:
             travels alone.
         accumulate: how many micro-batches a step has. What ``reshard`` gives is for a whole step, of which gradients of
             parameters are reduced once; all else here is for one micro-batch.
-        fused: operator -> what goes through memory for it where what lies between collectives is compiled.
     """
 
     def __init__(
@@ -63,10 +62,9 @@ class Prices:
         chunks: tuple[int, ...] = (),
         together: float = 0.0,
         accumulate: int = 1,
-        fused: Mapping[fx.Node, Fused] | None = None,
     ) -> None:
         self.topology, self.devices, self.train, self.optimizer = topology, mesh, train, optimizer
-        self.mesh, self.together, self.accumulate, self.fused = (*mesh, *chunks), together, accumulate, fused or {}
+        self.mesh, self.together, self.accumulate = (*mesh, *chunks), together, accumulate
         self.link = lru_cache(maxsize=None)(partial(topology.link, mesh))
         self.collective = lru_cache(maxsize=None)(self._collective)
         self.moving = lru_cache(maxsize=None)(self._moving)
@@ -261,8 +259,8 @@ class Prices:
         """Elements of one device's part."""
         return math.prod(local_shape(shape, layout, self.mesh))
 
-    def work(self, space: Space, flop: float, *, gradient: bool) -> compute.Work | None:
-        """What one device computes of an operator, forward and backward, ``[S]``; None where there is nothing to do."""
+    def work(self, space: Space, flop: float, run: Run) -> compute.Work | None:
+        """What one device computes of an operator in a step, ``[S]``; None where there is nothing to do."""
         node, table = space.operator.node, rule_of(space.operator.node)
         operands, results = [n.meta["val"] for n in operands_of(node)], results_of(node)
         if (not operands and not results) or (table is not None and table.view):
@@ -277,35 +275,29 @@ class Prices:
             factors = space.operator.factors.values()
             made = [[f for f in factors if f.kind == kind] for kind in "mkn"]
             dims = tuple(math.prod(f.size for f in fs) / space.ways(self.mesh, *(f.name for f in fs)) for fs in made)
-        passes, fused = self.passes(node, gradient), self.fused.get(node)
+        passes = run.passes(node)
         share = passes * flop / space.ways(self.mesh, *space.operator.factors)
-        if fused is None:
+        if run.fused is None:
             return compute.Work(share, passes * sum((*read, *written)), dtype, kind_of(node), dims, passes)
-        moved = sum(fused.moved(read, written)[: 2 if self.train and gradient else 1])
+        moved = sum(run.fused.moved(read, written)[: 2 if passes > 1 else 1])
         # Whatever it computes, it is a loop that the compiler wrote.
-        return compute.Work(share, moved, dtype, "pointwise", dims, passes if fused.ends else 0.0)
+        return compute.Work(share, moved, dtype, "pointwise", dims, run.kernels(node))
 
-    def computing(self, space: Space, flop: float, *, gradient: bool) -> np.ndarray:
+    def computing(self, space: Space, flop: float, run: Run) -> np.ndarray:
         """Seconds of computing for all strategies at once, ``[S]``."""
-        work = self.work(space, flop, gradient=gradient)
+        work = self.work(space, flop, run)
         return np.zeros(len(space.serves)) if work is None else np.asarray(work.seconds(self.topology.device))
 
-    def passes(self, node: fx.Node, gradient: bool) -> float:
-        """Times an operator's work is done, forward and backward."""
-        rule = rule_of(node)
-        return 1.0 + (2.0 if rule is None else rule.backward) if self.train and gradient else 1.0
-
-    def behind(self, node: fx.Node, *, gradient: bool) -> tuple[float, float]:
+    def behind(self, node: fx.Node, run: Run) -> tuple[float, float]:
         """Which shares of an operator's computing, and of the collectives inside it, belong to the backward pass."""
-        table, fused = rule_of(node), self.fused.get(node)
-        forward, backward = table.statistics if table is not None else (1, 0)
-        if not (self.train and gradient):
+        times, (forward, backward) = run.passes(node), run.sums(node)
+        if times == 1:
             return 0.0, 0.0
         sizes = [n.meta["val"].nbytes for n in operands_of(node)], [t.nbytes for t in results_of(node)]
-        ahead, late = (1.0, self.passes(node, gradient) - 1) if fused is None else fused.moved(*sizes)
+        ahead, late = (1.0, times - 1) if run.fused is None else run.fused.moved(*sizes)
         return late / max(ahead + late, 1.0), backward / max(forward + backward, 1)
 
-    def inside(self, space: Space, *, gradient: bool) -> tuple[np.ndarray, np.ndarray]:
+    def inside(self, space: Space, run: Run) -> tuple[np.ndarray, np.ndarray]:
         """Of collectives inside the operator for all strategies at once: bytes received, ``[S]``, and `spent`."""
         rule, table = space.operator.rule, rule_of(space.operator.node)
         received, found = np.zeros(len(space.serves)), np.zeros((len(self._nothing()), len(space.serves)))
@@ -315,8 +307,7 @@ class Prices:
         rows = local_elements(tuple(operand.shape), space.wants[0], self.mesh) * operand.element_size()
         for name in rule.inner:
             rows = rows / np.maximum(1, -(-rule.sizes[name] // space.ways(self.mesh, name)))
-        forward, backward = table.statistics
-        times = forward + (backward if self.train and gradient else 0)
+        times = sum(run.sums(space.operator.node))
         groups = (space.axes_of(rule.inner) * (1 << np.arange(len(self.mesh)))).sum(axis=-1)
         for group in np.unique(groups[groups > 0]).tolist():
             axes, where = tuple(a for a in range(len(self.mesh)) if group >> a & 1), groups == group
@@ -328,13 +319,13 @@ class Prices:
         """Bytes of one device's part."""
         return float(self._part(tuple(value.shape), layout) * value.element_size())
 
-    def _operator(self, operator: Operator, strategy: Strategy, flop: float, *, gradient: bool) -> Price:
+    def _operator(self, operator: Operator, strategy: Strategy, flop: float, run: Run) -> Price:
         """One operator under one strategy: roofline compute, and the collectives of its lowering."""
         alone = Space.alone(operator, strategy)
-        (seconds,) = self.computing(alone, flop, gradient=gradient).tolist()
-        received, spent = self.inside(alone, gradient=gradient)
+        (seconds,) = self.computing(alone, flop, run).tolist()
+        received, spent = self.inside(alone, run)
         times = self._times([factor is not None for factor in strategy.assignment[len(self.devices) :]])
-        price = self._price(float(received[0]), seconds, spent[:, 0], *self.behind(operator.node, gradient=gradient))
+        price = self._price(float(received[0]), seconds, spent[:, 0], *self.behind(operator.node, run))
         return price.times(times)
 
     def update_bytes(self, elements: Any, itemsize: int) -> Any:

@@ -14,12 +14,13 @@ from dataclasses import replace
 from torch import fx
 
 from autotp.costs.model import Model
+from autotp.costs.runs import Runs
 from autotp.errors import AutotpError
 from passes.graph import note_of
 from passes.overlap.trace import undrawn
 from passes.rules.table import rule_of
 
-__all__ = ["decided", "keeping", "recomputed_by", "undecided"]
+__all__ = ["decided", "keeping", "recomputed_by", "undecided", "within_kernels"]
 
 _BLOCK = re.compile(r"^(?:.*?\.)?\d+(?=\.|$)")  # the outermost element of a list of modules
 
@@ -56,6 +57,21 @@ def recomputed_by(model: Model, way: str | Sequence[str], checkpoints: bool = Fa
     chosen |= {node: True for node in _inside(model, own) if not note_of(node).checkpoint.kept}
     _keep_what_is_shown(model, chosen)
     return _needed(model, chosen)
+
+
+def within_kernels(model: Model) -> Model:
+    """The model that recomputes, besides, what stays inside compiled kernels.
+
+    The backward pass makes it again of what is in memory in any case, where its gradients are computed.
+    """
+    runs, fresh = Runs(model), set(undrawn(model.captured.graph_module.graph))
+    chosen = dict(model.recomputed)
+    for node in model.operators:
+        fused, shown = runs.run(node).fused, model.shown.get(node)
+        if (shown is not None and shown[0] in chosen) or (fused is not None and not fused.ends and node.name not in fresh):
+            chosen.setdefault(node, False)
+    _keep_what_is_shown(model, chosen)
+    return replace(model, recomputed=_needed(model, chosen))
 
 
 def undecided(model: Model) -> Model:

@@ -1,16 +1,33 @@
-"""The seconds of a step, by what may hide them."""
+"""A step: its moments, and its seconds by what may hide them."""
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
+from typing import NamedTuple
 
 from autotp.costs.price import Price
 from autotp.plans.planned_operator import Predicted
 from costmodel import overlap
 
-__all__ = ["Pass", "Sums"]
+__all__ = ["Moment", "Pass", "Sums", "Turn"]
+
+
+class Turn(enum.IntEnum):
+    """What goes on: an operator runs, the gradients of its results arrive, or its backward pass runs."""
+
+    FORWARD = 0
+    ARRIVAL = 1
+    BACKWARD = 2
+
+
+class Moment(NamedTuple):
+    """When something is held: at which turn of the operator of this number."""
+
+    at: int
+    turn: Turn
 
 
 @dataclass(frozen=True, slots=True)

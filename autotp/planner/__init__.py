@@ -7,6 +7,7 @@ Where memory is short, `fitting` calls `squeeze`, `mixing` and `least_memory`, w
 `tables`; `least_step` adds chunks, with the `shares` of what limits a step.
 """
 
-from autotp.planner.search import candidate_meshes, plan, plan_captured, plan_model, prepare
+from autotp.planner.candidates import candidate_meshes
+from autotp.planner.search import plan, plan_captured, plan_model, prepare
 
 __all__ = ["candidate_meshes", "plan", "plan_captured", "plan_model", "prepare"]

@@ -178,28 +178,25 @@ class _Assembly:
             valid &= pin.allows(choice.space.serves, choice.space)
         if choice.best and valid.any():
             valid &= choice.score == choice.score[valid].max()
-        compute = self.prices.computing(choice.space, choice.flop, gradient=choice.gradient)
-        _, spent = self.prices.inside(choice.space, gradient=choice.gradient)
         memory = np.zeros(len(valid))
         if choice.saves and self.prices.train:
             for tensor, rows in zip(results_of(choice.space.operator.node), choice.space.results, strict=True):
                 memory += local_elements(tuple(tensor.shape), rows, self.mesh) * tensor.element_size()
-        if not choice.recomputed and self.prices.train:
+        if not choice.run.recomputed and self.prices.train:
             memory += kept_inside(choice, self.mesh)
-        late, inner_late = self.prices.behind(choice.space.operator.node, gradient=choice.gradient)
-        exists = choice.twice(valid)
+        exists, costs = choice.twice(valid), []
+        for run in filter(None, (choice.run, choice.rerun)):
+            compute = self.prices.computing(choice.space, choice.flop, run)
+            late, inner_late = self.prices.behind(choice.space.operator.node, run)
+            costs.append((compute, late, self.prices.inside(choice.space, run)[1], inner_late))
 
         def seconds(weights: Weights) -> np.ndarray:
-            ahead, behind = (each.of(spent, parameter=False) for each in (weights.forward, weights.backward))
-            found = ((1 - late) * weights.forward.compute + late * weights.backward.compute) * compute
-            found = found + (1 - inner_late) * ahead
-            recomputing = (1 - late) * weights.backward.compute * compute + (1 - inner_late) * behind
-            if choice.recomputed and self.prices.train:
-                found = found + recomputing
-            found = found + inner_late * behind
-            if choice.undecided:
-                found = np.concatenate([found, found + recomputing])
-            return np.where(exists, self.prices.accumulate * found, np.inf)
+            found = []
+            for compute, late, spent, inner_late in costs:
+                ahead, behind = (each.of(spent, parameter=False) for each in (weights.forward, weights.backward))
+                computing = ((1 - late) * weights.forward.compute + late * weights.backward.compute) * compute
+                found.append(computing + (1 - inner_late) * ahead + inner_late * behind)
+            return np.where(exists, self.prices.accumulate * np.concatenate(found), np.inf)
 
         return seconds, choice.twice(memory)
 

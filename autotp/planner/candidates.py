@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ from costmodel import Topology
 from costmodel.overlap import Weights
 from passes.layouts.reshard_matrix import ReshardPricer
 
-__all__ = ["Candidate", "Candidates", "check_batch", "in_haste"]
+__all__ = ["Candidate", "Candidates", "candidate_meshes", "check_batch", "in_haste"]
 
 _STEEP = 4  # prices of memory, each several times the last
 _FINE = 5  # prices between one at which a choice does not fit, and one at which it does
@@ -120,9 +121,26 @@ class Candidates:
                 optimizer=options.optimizer,
                 together=self.together,
                 accumulate=options.accumulate,
-                fused=self.model.fused(train=options.trains) if options.compile else None,
             )
         return self.meshes[mesh]
+
+
+def candidate_meshes(devices: int, axes: int, least: int = 1) -> Iterator[tuple[int, ...]]:
+    """All ordered factorisations of ``devices`` into ``least`` to ``axes`` sizes above 1, fewest axes first.
+
+    Where ``devices`` has fewer prime factors than ``least``, as many axes as it has.
+    """
+    if devices == 1:
+        yield (1,)
+        return
+    divisors = [n for n in range(2, devices + 1) if devices % n == 0]
+    by_count = [
+        [sizes for sizes in itertools.product(divisors, repeat=count) if math.prod(sizes) == devices]
+        for count in range(1, axes + 1)
+    ]
+    most = sum(1 for found in by_count if found)
+    for found in by_count[min(least, most) - 1 :]:
+        yield from found
 
 
 def in_haste(

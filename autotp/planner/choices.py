@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from autotp.costs.runs import Run
 from passes.graph import Cast
 from passes.layouts.codes import local_elements
 from passes.rules.factors import Value
@@ -27,24 +28,28 @@ class Choice:
     Attributes:
         space: of one of them.
         flop: of the whole operator, forward.
-        gradient: gradients flow through it.
+        run: how a step runs it.
+        rerun: how, if the backward pass recomputes it, where that is to be chosen: the strategies stand there twice, first
+            those that keep its results.
         saves: its results are kept for the backward pass.
         kept: what else its gradients are made of.
-        recomputed: the backward pass runs it again, whatever is chosen.
-        undecided: whether it does is to be chosen: the strategies stand there twice, first those that keep its results.
         best: only the strategies of the highest score are the family's.
         score: per strategy.
     """
 
     space: Space
     flop: float
-    gradient: bool
+    run: Run
+    rerun: Run | None
     saves: bool
     kept: Kept
-    recomputed: bool
-    undecided: bool
     best: bool
     score: np.ndarray
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the planner chooses if it is recomputed."""
+        return self.rerun is not None
 
     def twice(self, per_strategy: np.ndarray) -> np.ndarray:
         """What does not depend on whether results are kept, for all that may be chosen."""
@@ -176,7 +181,7 @@ def kept_inside(choice: Choice, mesh: tuple[int, ...]) -> np.ndarray:
     space, operator = choice.space, choice.space.operator
     operands, found = operands_of(operator.node), parts_of(choice, choice.kept.besides, mesh)
     besides = kept_besides(operator.node)
-    if operator.rule is None or not besides or not choice.gradient:
+    if operator.rule is None or not besides or not choice.run.gradient:
         return found
     inside = space.axes_of(operator.rule.inner).any(axis=-1)
     first = operands[0].meta["val"]

@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from autotp.costs.model import Model
-from autotp.costs.moment import Moment
+from autotp.costs.step import Moment
 from autotp.errors import BatchError
 from autotp.planner.assemble import EVEN, Assembled
 from autotp.planner.candidates import Candidate, Candidates, check_batch

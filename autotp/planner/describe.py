@@ -14,12 +14,11 @@ from torch import fx
 
 from autotp.costs.footprint import Footprint
 from autotp.costs.model import Model
-from autotp.costs.moment import Moment
 from autotp.costs.panels import choose_panels
 from autotp.costs.priced import Priced
 from autotp.costs.prices import Prices
 from autotp.costs.recompute import decided
-from autotp.costs.step import Sums
+from autotp.costs.step import Moment, Sums
 from autotp.costs.transit import gathers
 from autotp.planner.assemble import Assembled
 from autotp.planner.folding import folded

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from autotp.costs.floor import least_bytes
-from autotp.costs.recompute import recomputed_by, undecided
+from autotp.costs.recompute import recomputed_by, undecided, within_kernels
 from autotp.errors import BatchError
 from autotp.planner.assemble import EVEN
 from autotp.planner.candidates import Candidate, in_haste
@@ -26,6 +26,7 @@ from costmodel.overlap import Weights
 
 __all__ = ["Outcome", "best_of_ways", "floor_of", "tries", "ways"]
 
+_HALF = 0.5  # of the time: for plans that recompute only where memory is short
 _HURRY = 100  # times as long as the analysis: who has less time gets an answer in haste first
 _HASTE = 1 / 3  # of the time: for an answer in haste where memory is short
 _SEARCH = 0.75  # of the time: for plans without chunks, if there may be such in chunks
@@ -71,7 +72,11 @@ def _frozen() -> Iterator[None]:
 
 @_frozen()
 def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
-    """The best plan over meshes and ways to recompute; recomputing is tried where memory is short.
+    """The best plan over meshes and ways to recompute.
+
+    Recomputing is tried where memory is short: of what ``full`` recomputes, whatever is fastest; if nothing fits, what
+    ``selective`` recomputes. Where a compiler fuses, recomputing what stays inside its kernels may also save time: what is
+    not kept is neither written nor read.
 
     Args:
         contest: of the job.
@@ -81,6 +86,32 @@ def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]], analysis: 
     Raises:
         Expired: when the time passed before any plan was found.
     """
+    plain, short = ways(contest)
+    options, model = contest.candidates.options, plain.candidates.model
+    if not options.trains or options.recompute != "auto":
+        return _best(plain, short, meshes, analysis)
+    deadline = replace(contest.deadline, shared=True).part(_HALF) if options.compile else contest.deadline
+    found = _best(replace(plain, deadline=deadline), replace(short, deadline=deadline), meshes, analysis)
+    if options.compile:
+        found = _faster(found, plain.of(folded(within_kernels(model))), meshes, analysis)
+    if found.found.best is None and floor_of(cheap := _selective(plain)) <= contest.allowed:
+        found = _faster(found, cheap, meshes, analysis)
+    return found
+
+
+def _faster(known: Outcome, contest: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
+    """What is known, or what another contest finds, if that is faster."""
+    try:
+        other = _best(contest, contest, meshes, analysis)
+    except Expired as error:
+        return replace(known, floor=min(known.floor, error.bound))
+    if other.found.best is None:
+        return known
+    return replace(min(known, other, key=_seconds), floor=min(known.floor, other.floor))
+
+
+def _best(contest: Contest, short: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
+    """The best plan over meshes of a contest, and of one that decides on what is recomputed, where memory is short."""
     share = _SEARCH if most_chunks(contest.candidates.options) > 1 else _ALL
     hurried, first = contest.deadline.left < _HURRY * analysis, None
     large = len({*contest.candidates.model.stands.values()}) > _LARGE
@@ -88,19 +119,29 @@ def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]], analysis: 
     if hurried or (large and floor_of(contest) > _TIGHT * contest.allowed):
         first = _in_haste(contest, meshes, deadline.part(_HASTE))
     try:
-        outcome = _of_ways(replace(contest, deadline=deadline.part(share)), meshes, fits=first is not None)
+        part = deadline.part(share)
+        outcome = _of_ways(replace(contest, deadline=part), replace(short, deadline=part), meshes, fits=first is not None)
     except Expired as error:
         first = first or _in_haste(contest, meshes, deadline.part(_REST))
         if first is None:
             raise contest.indivisible or error from None
-        plain, _ = ways(contest)
-        return _in_chunks(meshes, Outcome(plain, Searched(first, error.bound, first.memory), error.bound, plain))
+        return _in_chunks(meshes, Outcome(contest, Searched(first, error.bound, first.memory), error.bound, contest))
     plain = replace(outcome.plain, deadline=deadline)
     outcome = replace(outcome, plain=plain, contest=plain if outcome.contest is outcome.plain else outcome.contest)
     best, hides = outcome.found.best, contest.candidates.options.hides
     if first is not None and (best is None or _step(first, hides) < _step(best, hides)):
         outcome = replace(outcome, found=replace(outcome.found, best=first))
     return _in_chunks(meshes, outcome)
+
+
+def _seconds(outcome: Outcome) -> float:
+    """Of the best plan's step, in its chunks."""
+    best, hides = outcome.found.best, outcome.contest.candidates.options.hides
+    if best is None:
+        return math.inf
+    if not outcome.chunks:
+        return _step(best, hides)
+    return best_chunks(best.priced, outcome.contest.deadline, outcome.chunks)[1].seconds(hides)
 
 
 def _step(found: Found, hides: bool) -> float:
@@ -112,14 +153,12 @@ def _in_haste(contest: Contest, meshes: Sequence[tuple[int, ...]], deadline: Dea
 
     The mesh with the fewest axes takes the least time. Where memory is short, others are tried until the deadline.
     """
-    plain, _ = ways(contest)
-    options, model = contest.candidates.options, plain.candidates.model
-    tried, best, price = [plain], None, 0.0
+    options, model = contest.candidates.options, contest.candidates.model
+    tried, best, price = [contest], None, 0.0
     shares = first_shares(options.accumulate)
     weights = overlap.weights(shares, model.depth, options.accumulate) if options.hides else EVEN
     if options.trains and options.recompute == "auto":  # what is cheap to recompute may be what is too much
-        recomputed = {**recomputed_by(model, "selective"), **model.recomputed}
-        tried.append(plain.of(folded(replace(model, recomputed=recomputed))))
+        tried.append(_selective(contest))
     pairs = sorted(contest.candidates.restrictions(meshes), key=lambda pair: max(pair[0]))
     pairs.sort(key=lambda pair: len(pair[0]) > min(map(len, meshes)))
     for number, (mesh, restriction) in enumerate([*pairs, *pairs[:1]]):
@@ -133,7 +172,7 @@ def _in_haste(contest: Contest, meshes: Sequence[tuple[int, ...]], deadline: Dea
                 )
                 if found is not None and (best is None or _step(found, options.hides) < _step(best, options.hides)):
                     best = found
-                if found is not None and not found.solution.price and one is plain:
+                if found is not None and not found.solution.price and one is contest:
                     return best
             except BatchError as error:
                 contest.indivisible = error
@@ -172,9 +211,8 @@ def _in_chunks(meshes: Sequence[tuple[int, ...]], outcome: Outcome) -> Outcome:
     return replace(outcome, found=replace(outcome.found, best=best), floor=min(whole, floor), chunks=chunks)
 
 
-def _of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]], fits: bool) -> Outcome:
+def _of_ways(contest: Contest, short: Contest, meshes: Sequence[tuple[int, ...]], fits: bool) -> Outcome:
     """The best plan without chunks over meshes and ways to recompute; whether some plan is known to fit."""
-    contest, short = ways(contest)
     refused = None if fits else _refused(short, meshes)
     if refused is not None:
         return refused
@@ -206,6 +244,12 @@ def ways(contest: Contest) -> tuple[Contest, Contest]:
     return contest, contest.of(
         folded(open_model) if len(model.operators) > _FEW else replace(open_model, stands=apart(model))
     )
+
+
+def _selective(contest: Contest) -> Contest:
+    """The contest where what is cheap to recompute is, besides."""
+    model = contest.candidates.model
+    return contest.of(folded(replace(model, recomputed={**recomputed_by(model, "selective"), **model.recomputed})))
 
 
 def floor_of(contest: Contest) -> float:

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autotp.costs.moment import Moment
+from autotp.costs.step import Moment
 from autotp.planner.assemble import Assembled
 from autotp.planner.candidates import Candidate
 from autotp.planner.ilp import Deadline, Expired, Problem, cheapest, evaluate

@@ -156,7 +156,6 @@ def chunked(priced: Priced, made: Chunked) -> Sums:
         chunks=tuple(made.counts.values()),
         together=prices.together,
         accumulate=prices.accumulate,
-        fused=prices.fused,
     )
     layouts = {(node, i): layout for node in model.operators for i, layout in enumerate(strategies[node.name].results)}
     rest = (Replicate(),) * len(made.counts)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autotp.costs.moment import Moment
+from autotp.costs.step import Moment
 from autotp.planner.describe import Found
 from autotp.planner.ilp import evaluate
 from autotp.planner.moments import Moments

@@ -18,8 +18,8 @@ from dataclasses import replace
 import numpy as np
 from torch import fx
 
-from autotp.costs.moment import Moment, Turn
 from autotp.costs.prices import Prices
+from autotp.costs.step import Moment, Turn
 from autotp.planner.assemble import Assembled
 from autotp.planner.choices import Choice, kept_inside, parts_of
 from autotp.planner.ilp import Deadline, Node, Problem, Tensor, Use, cheapest, least

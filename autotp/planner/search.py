@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +14,7 @@ from autotp.costs.floor import least_host, least_seconds
 from autotp.costs.model import Model, trained_values
 from autotp.costs.priced import Priced
 from autotp.errors import AutotpError, ConstraintError, TimeLimitError
-from autotp.planner.candidates import Candidates
+from autotp.planner.candidates import Candidates, candidate_meshes
 from autotp.planner.contest import Contest
 from autotp.planner.describe import AXIS_NAMES, describe_plan
 from autotp.planner.fitting import best_of_ways
@@ -37,7 +35,7 @@ from passes.rules.factors import analyse
 from passes.sharding.chunk import Chunked
 from passes.sharding.uneven import uneven
 
-__all__ = ["AXIS_NAMES", "candidate_meshes", "plan", "plan_captured", "plan_model", "prepare"]
+__all__ = ["AXIS_NAMES", "plan", "plan_captured", "plan_model", "prepare"]
 
 _log = logging.getLogger("autotp.plan")
 _ANSWERING = 8.0  # seconds of planning, about, in which a job that does not fit gets its answer
@@ -138,6 +136,9 @@ def prepare(
     constraints: Sequence[Constraint] = (),
     recomputed: Mapping[str, bool] | None = None,
     resting: Mapping[str, Layout] | None = None,
+    *,
+    train: bool = True,
+    compiled: bool = False,
 ) -> Model:
     """Analyses and folds a captured model; the same on every mesh.
 
@@ -146,12 +147,14 @@ def prepare(
         constraints: that its plans keep.
         recomputed: names of operators that the backward pass recomputes; see `autotp.costs.model.Model`.
         resting: names of parameters and buffers, and the layouts in which they have to rest.
+        train, compiled: see `autotp.costs.model.Model`.
 
     Raises:
         AutotpError: a constraint names nothing in the model.
     """
     operators = analyse(captured.graph_module.graph, captured.inputs)
-    model = Model(captured, operators, {}, trained_values(captured, operators))
+    trained = trained_values(captured, operators)
+    model = Model(captured, operators, {}, trained, train=train, compiled=compiled)
     by_node = {node: recomputed[node.name] for node in operators if recomputed and node.name in recomputed}
     graph, fqns = captured.graph_module.graph, {**captured.parameters, **captured.buffers}
     rests = {n: resting[fqns[n.name]] for n in graph.nodes if resting and fqns.get(n.name) in resting}
@@ -161,24 +164,6 @@ def prepare(
 def _pinned(model: Model, constraints: Sequence[Constraint]) -> Model:
     """The model folded as constraints allow."""
     return folded(replace(model, pins=requirements(constraints, model.captured, model.operators)))
-
-
-def candidate_meshes(devices: int, axes: int, least: int = 1) -> Iterator[tuple[int, ...]]:
-    """All ordered factorisations of ``devices`` into ``least`` to ``axes`` sizes above 1, fewest axes first.
-
-    Where ``devices`` has fewer prime factors than ``least``, as many axes as it has.
-    """
-    if devices == 1:
-        yield (1,)
-        return
-    divisors = [n for n in range(2, devices + 1) if devices % n == 0]
-    by_count = [
-        [sizes for sizes in itertools.product(divisors, repeat=count) if math.prod(sizes) == devices]
-        for count in range(1, axes + 1)
-    ]
-    most = sum(1 for found in by_count if found)
-    for found in by_count[min(least, most) - 1 :]:
-        yield from found
 
 
 def plan_captured(
@@ -337,7 +322,7 @@ def _no_plan(contest: Contest) -> AutotpError:
 def _begin(captured: Captured, topology: Topology, options: Options, deadline: Deadline = NEVER) -> Contest:
     """The contest of a job."""
     bound = topology.device.memory if options.memory is None else options.memory
-    model = prepare(captured, options.asked, resting=options.resting)
+    model = prepare(captured, options.asked, resting=options.resting, train=options.trains, compiled=options.compile)
     together = model.parameter_bytes if options.hides else 0.0
     return Contest(Candidates(model, topology, options, together), bound, deadline)
 

@@ -25,7 +25,7 @@ from functools import partial
 import numpy as np
 
 from autotp.costs.floor import least_seconds
-from autotp.costs.moment import Moment
+from autotp.costs.step import Moment
 from autotp.errors import BatchError
 from autotp.planner.assemble import Assembled
 from autotp.planner.candidates import Candidate

@@ -17,6 +17,7 @@ import numpy as np
 from torch import fx
 
 from autotp.costs.model import Model
+from autotp.costs.runs import Runs
 from autotp.planner.choices import Choice, Edge, Needs, Rest
 from autotp.planner.ilp import NEVER, Deadline
 from autotp.plans.families import Restriction
@@ -94,7 +95,7 @@ class _Builder:
     def __init__(self, model: Model, chosen: Restriction, axes: int, pricer: ReshardPricer, deadline: Deadline) -> None:
         self.deadline = deadline
         self.model, self.chosen, self.axes, self.pricer = model, chosen, axes, pricer
-        self.captured = model.captured
+        self.captured, self.runs = model.captured, Runs(model)
         self.whole = np.full((1, axes), WHOLE, np.int64)
         self.copies: dict[fx.Node, int] = defaultdict(int)
         for node in model.stands.values():
@@ -126,19 +127,18 @@ class _Builder:
         self.deadline.check()
         operator = self.model.operators[node]
         weight = any(value_of(n)[0].name in self.captured.parameters for n in operands_of(node))
-        gradient = node in self.model.differentiated
-        recomputed, undecided = node in self.model.recomputed, node in self.model.undecided
-        key = self.model.kinds[node], weight, gradient, recomputed, undecided, self.model.kept(node)
+        runs = self.runs.run(node), self.runs.rerun(node)
+        key = self.model.kinds[node], weight, runs, self.model.kept(node)
         if key not in self.by_key:
             table, chosen = rule_of(node), self.chosen
             found = space(operator, self.axes, lambda axis, factor: chosen.allows(operator, axis, factor))
             kept = self.model.kept(node)
-            saves = kept.results and not recomputed
+            saves = kept.results and not runs[0].recomputed
             best = chosen.prefers(table is not None and table.flop is not None and weight)
             score = np.array(
                 [chosen.score(operator, found.assignment(s)) for s in range(len(found.serves))] if best else []
             )
-            self.by_key[key] = Choice(found, flop_of(node), gradient, saves, kept, recomputed, undecided, best, score)
+            self.by_key[key] = Choice(found, flop_of(node), *runs, saves, kept, best, score)
         return self.by_key[key]
 
     def wanted(self) -> dict[fx.Node, list[np.ndarray]]:
@@ -283,7 +283,7 @@ class _Builder:
         for user, position, want in uses:
             choice = self.nodes[self.index[user]][1]
             if isinstance(choice, Choice):
-                needed = self.model.reads_operand_back(user, position, choice.recomputed)
+                needed = self.model.reads_operand_back(user, position, choice.run.recomputed)
                 recomputing = choice.recomputing & self.model.reads_operand_back(user, position, recomputed=True)
                 want = np.where(recomputing | needed, want, -1)
             else:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autotp.costs.moment import Moment, Turn
 from autotp.costs.prices import Prices
+from autotp.costs.step import Moment, Turn
 from autotp.planner.choices import Edge
 from passes.layouts.codes import local_elements
 

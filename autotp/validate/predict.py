@@ -184,13 +184,12 @@ def _work(captured: Captured, plan: Plan) -> StepWork:
     priced = priced_plan(captured, plan)
     found: dict[tuple[str, str, bool], list[tuple[list[float], float, float]]] = defaultdict(list)
     for node, operator in priced.model.operators.items():
-        gradient = node in priced.model.differentiated
-        work = priced.prices.work(Space.alone(operator, priced.strategies[node.name]), flop_of(node), gradient=gradient)
+        run = priced.runs.run(node)
+        work = priced.prices.work(Space.alone(operator, priced.strategies[node.name]), flop_of(node), run)
         if work is None:
             continue
-        late, _ = priced.prices.behind(node, gradient=gradient)
-        ahead = (1 - late) * plan.accumulate
-        behind = (late + (1 - late) * (node in priced.model.recomputed)) * plan.accumulate
+        late, _ = priced.prices.behind(node, run)
+        ahead, behind = (1 - late) * plan.accumulate, late * plan.accumulate
         figures = [
             float(np.asarray(x).ravel()[0]) for x in (work.flop, work.bytes, *(work.dims or (1, 1, 1)), work.launches)
         ]

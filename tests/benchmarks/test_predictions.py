@@ -12,6 +12,7 @@ from torch import nn
 
 import autotp
 from autotp.costs.prices import Prices
+from autotp.costs.runs import Run
 from benchmarks.predictions import INTERCONNECTS, Point, emulated, kendall, report
 from costmodel import KINDS, Level, compute
 from passes.capture import capture
@@ -53,12 +54,12 @@ def test_a_device_computes_its_part_of_an_operator():
     kinds = set()
     for node, operator in operators().items():
         every, flop = space(operator, 2), flop_of(node)
-        work = prices.work(every, flop, gradient=True)
-        seconds, (_, inside) = prices.computing(every, flop, gradient=True), prices.inside(every, gradient=True)
+        work = prices.work(every, flop, Run(gradient=True))
+        seconds, (_, inside) = prices.computing(every, flop, Run(gradient=True)), prices.inside(every, Run(gradient=True))
         kinds.add(kind_of(node))
         for row in np.flatnonzero(every.valid(mesh)):
             strategy = every.strategy(row)
-            one = prices.operator(operator, strategy, flop, gradient=True)
+            one = prices.operator(operator, strategy, flop, Run(gradient=True))
             assert one.compute == pytest.approx(seconds[row], rel=1e-12), (node, row)
             spent = np.array(one.passes).sum(0)[1:]
             assert inside[:, row] == pytest.approx(spent, rel=1e-12), "communication, device time, each level"

@@ -6,7 +6,7 @@ from torch import nn
 
 import autotp
 from autotp.analysis.explain import priced_plan
-from autotp.costs.model import Fused
+from autotp.costs.runs import Fused, Run, Runs
 from autotp.planner.search import prepare
 from costmodel import Device
 from passes.capture import capture
@@ -30,8 +30,9 @@ class Chain(nn.Module):
 
 
 def found(model, x, *, train):
-    analysed = prepare(capture(model, (x,)))
-    return {node.name: fused for node, fused in analysed.fused(train=train).items()}
+    analysed = prepare(capture(model, (x,)), train=train, compiled=True)
+    runs = Runs(analysed)
+    return {node.name: fused for node in analysed.operators if (fused := runs.run(node).fused) is not None}
 
 
 def test_what_lies_between_element_wise_operators_stays_inside():
@@ -64,6 +65,39 @@ def test_a_kernel_reads_once_what_several_operators_read():
     fused = found(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Softsign()), torch.randn(4, 4), train=True)
     assert fused["abs_1"].operands == ((1, 2),), "in the backward pass it is read, and its gradient written"
     assert fused["div"] == Fused(((0, 0), (0, 1)), (1, 1)), "the sum that it divides by is kept"
+
+
+def test_what_is_recomputed_is_written_only_for_other_kernels_and_read_in_none_of_its_own():
+    class Kept(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x):
+            return self.linear(self.linear(x).exp().sin())  # exp keeps its result, and sin its operand; the product sin's
+
+    captured = capture(Kept(), (torch.randn(4, 4),))
+    exp = Fused(((1, 2),), (0, 0), ends=False)
+    for again, sin in (({"exp"}, Fused(((0, 0),), (1, 1))), ({"exp", "sin"}, Fused(((0, 0),), (1, 2)))):
+        runs = Runs(prepare(captured, recomputed=dict.fromkeys(again, False), compiled=True))
+        found = {node.name: runs.run(node) for node in runs.model.operators}
+        assert found["exp"] == Run(True, True, exp), "reads the product again, and writes its gradient"
+        assert found["sin"] == Run(True, "sin" in again, sin)
+        assert found["exp"].kernels(next(n for n in runs.model.operators if n.name == "exp")) == 0
+
+
+def test_recomputing_what_stays_inside_kernels_is_planned_where_it_is_faster():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Softsign(), nn.Linear(8, 8)) for _ in range(12)))
+    args = (torch.randn(64, 8),)
+    ways = {way: autotp.plan(model, MACHINE, args, compile=True, recompute=way) for way in ("none", "selective", "full")}
+    auto = autotp.plan(model, MACHINE, args, compile=True)
+    assert auto.recomputed and auto.predicted.memory_bytes < ways["none"].predicted.memory_bytes
+    assert auto.predicted.step_seconds < min(plan.predicted.step_seconds for plan in ways.values())
+    short = autotp.plan(model, MACHINE, args, compile=True, memory=ways["selective"].predicted.memory_bytes)
+    assert short.predicted.memory_bytes < min(plan.predicted.memory_bytes for plan in (auto, ways["full"]))
+    for plan in (auto, short, *ways.values()):
+        priced = priced_plan(capture(model, args), plan)
+        assert priced.sums.predicted(True, 0.0).step_seconds == pytest.approx(plan.predicted.step_seconds, rel=1e-12)
 
 
 @pytest.mark.parametrize("mode", ["inference", "train"])
