@@ -93,8 +93,8 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was changed in place, as autograd counts."""
-    return tensor._version
+    """How often a tensor was changed in place, as autograd counts; 0 of inference tensors, of which it keeps no count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def view_base(tensor: Tensor) -> Tensor | None:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import SymBool, SymFloat, SymInt, Tensor, fx
 
 from passes.capture.builder import Builder, operator_name
 from passes.capture.canonical_views import VIEWS, Arguments, Handler, source_of
@@ -19,9 +19,21 @@ from passes.capture.functional import embedding_bag
 from passes.graph import arguments_of
 from passes.torch_internals import FakeTensorMode, OpOverload, tree_map
 
-__all__ = ["normalise"]
+__all__ = ["drop_checks", "normalise"]
 
 aten = torch.ops.aten
+
+_CHECKS = ("aten::_assert", "aten::sym_constrain", "aten::_functional_assert", "aten::_functional_sym")
+_NUMBERS = (bool, int, float, SymBool, SymInt, SymFloat)
+
+
+def drop_checks(module: fx.GraphModule) -> None:
+    """Leaves out assertions in place, in all regions, and numbers taken from tensors (``.item()``) only for them."""
+    for graph in [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]:
+        for node in reversed(graph.nodes):
+            number = node.op == "call_function" and isinstance(node.meta.get("val"), _NUMBERS)
+            if not node.users and (number or operator_name(node.target).startswith(_CHECKS)):
+                graph.erase_node(node)
 
 
 def normalise(

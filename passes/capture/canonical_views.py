@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import fx
 
-from passes.capture.builder import Builder, operator_name, outer_order
+from passes.capture.builder import Builder, CaptureError, operator_name, outer_order
 from passes.capture.view_writes import PERMUTES, RESHAPES, SPLITS
+from passes.graph import where
 
-__all__ = ["VIEWS", "Arguments", "Handler", "source_of"]
+__all__ = ["VIEWS", "Arguments", "Handler", "reads_memory", "source_of"]
 
 aten = torch.ops.aten
 
@@ -120,10 +121,40 @@ def _unbind(build: Builder, node: fx.Node, given: Arguments) -> Any:
 def _strided(build: Builder, node: fx.Node, given: Arguments) -> Any:
     # These read memory, not dims: the operand must lie as it lay in the model, whatever was dropped before.
     source, *rest = list(given.values())[: len(node.args)]
-    old, new = node.all_input_nodes[0].meta["val"], source.meta["val"]
-    if old.stride() != new.stride() and old.is_contiguous():
+    read = node.all_input_nodes[0]
+    old, new = read.meta["val"], source.meta["val"]
+    dropped = operator_name(read.target) in ("aten::alias", "aten::contiguous")  # which copies where strides are others
+    if dropped or (old.stride() != new.stride() and old.is_contiguous()):
         source = build.emit(aten.clone.default, (source,), {"memory_format": torch.contiguous_format}, like=node)
     return build.emit(node.target, (source, *rest), {name: given[name] for name in node.kwargs}, like=node)
+
+
+def reads_memory(graph: fx.Graph, inputs: Collection[str]) -> bool:
+    """Whether an ``as_strided`` reads an input's memory, or what lies in memory as an input does.
+
+    Raises:
+        CaptureError: it reads more of an input's memory than the input itself, which no rank is given.
+    """
+    found = False
+    for node in graph.nodes:
+        todo = node.all_input_nodes[:1] if operator_name(node.target) == "aten::as_strided" else []
+        shown = set(todo)  # whose memory that is
+        while todo:
+            source = todo.pop()
+            if source.op == "placeholder":
+                found |= source.name in inputs
+                plain = source.meta["val"].is_contiguous() and len(node.args) + len(node.kwargs) == 3  # no storage_offset
+                if source.name in inputs and source in shown and not plain:
+                    raise CaptureError(
+                        f"{where(node)}: as_strided reads the memory of input '{source.name}', which is not contiguous, or "
+                        "from a storage_offset of its own: it may read what is not the input's; use contiguous() first"
+                    )
+            elif source.op == "call_function" and operator_name(source.target) not in ("aten::alias", "aten::contiguous"):
+                shows = getattr(source.target, "is_view", False)
+                if shows or torch.Tag.pointwise in getattr(source.target, "tags", ()):
+                    todo += source.all_input_nodes[:1] if shows else source.all_input_nodes
+                    shown |= set(source.all_input_nodes[:1]) if shows and source in shown else set()
+    return found
 
 
 def _complex(build: Builder, node: fx.Node, given: Arguments) -> Any:

@@ -1,6 +1,6 @@
-"""Checks of a model to capture; what it and ``torch.export`` assert of values is left out, and what only that reads.
+"""Checks of a model to capture, and of what a call of it does and asks that no graph has.
 
-Also what a call of it does and asks that no graph has; what it changes in Python is found by `attributes`.
+What it changes in Python is found by `attributes`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
+from torch import Tensor, fx, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from costmodel.errors import AutotpError, require, shown
 from passes.capture.attributes import in_python
-from passes.capture.builder import CaptureError, operator_name
+from passes.capture.builder import CaptureError
 from passes.capture.signature import overlap, reach, require_dense
 from passes.torch_internals import (
     DisableTorchFunction,
@@ -46,7 +46,6 @@ from passes.torch_internals import (
 __all__ = [
     "Seen",
     "check_tying",
-    "drop_checks",
     "looking",
     "refuse_hooks",
     "refuse_seeds",
@@ -58,18 +57,6 @@ __all__ = [
 _log = logging.getLogger("autotp.capture")
 
 _WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
-
-_CHECKS = ("aten::_assert", "aten::sym_constrain", "aten::_functional_assert", "aten::_functional_sym")
-_NUMBERS = (bool, int, float, SymBool, SymInt, SymFloat)
-
-
-def drop_checks(module: fx.GraphModule) -> None:
-    """Leaves them out in place, in all regions, and numbers taken from tensors (``.item()``) that are for them alone."""
-    for graph in [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]:
-        for node in reversed(graph.nodes):
-            number = node.op == "call_function" and isinstance(node.meta.get("val"), _NUMBERS)
-            if not node.users and (number or operator_name(node.target).startswith(_CHECKS)):
-                graph.erase_node(node)
 
 
 def require_call(args: Any, kwargs: Any) -> None:
@@ -213,18 +200,26 @@ class Seen(TorchFunctionMode):
             # Above the code that asks are this mode's frame and those of torch.export's modes.
             while frame.f_back and frame.f_code.co_name == "__torch_function__":
                 frame = frame.f_back
-            _warn_of_question(f"x.{asked}", _place_of(frame))
+            place = _place_of(frame)
+            if function is Tensor.storage_offset and place:
+                raise CaptureError(
+                    f"forward asks for x.storage_offset() ({place}), which differs for a copy or a part of x"
+                )
+            _warn_of_question(f"x.{asked}", place)
         if function == Tensor.data.__set__:  # type: ignore[attr-defined]
             raise CaptureError(
                 "forward sets the data of a tensor (x.data = y), which a graph does not: use y, or write it into x "
                 "with x.copy_(y) under torch.no_grad()"
             )
-        return function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
+        by_strides = function is Tensor.contiguous or (function is Tensor.to and "memory_format" in (kwargs or {}))
+        # What copies nothing here leaves no node otherwise, and copies at calls with other strides.
+        return torch.ops.aten.alias(result) if by_strides and any(result is each for each in args) else result
 
 
 #: By what ``forward`` may ask whether there are gradients, and how a tensor lies in memory.
 _ASKED: dict[Any, str] = {getattr(Tensor, name).__get__: name for name in ("requires_grad", "grad_fn")}
-_ASKED[Tensor.is_contiguous] = "is_contiguous()"
+_ASKED |= {getattr(Tensor, name): f"{name}()" for name in ("is_contiguous", "stride", "storage_offset")}
 
 
 def _warn_of_question(asked: str, at: str) -> None:
@@ -239,9 +234,10 @@ def _warn_of_question(asked: str, at: str) -> None:
 
 
 def _place_of(frame: FrameType) -> str:
-    """Where code is that is the model's; nothing if it is torch's."""
+    """Where code is that is the model's; nothing if it is torch's, or this package's."""
     file = frame.f_code.co_filename
-    return "" if f"{os.sep}torch{os.sep}" in file or file[:1] == "<" else f"{os.path.basename(file)}:{frame.f_lineno}"
+    own = f"{os.sep}torch{os.sep}" in file or file.startswith(("<", os.path.dirname(__file__)))
+    return "" if own else f"{os.path.basename(file)}:{frame.f_lineno}"
 
 
 @contextmanager

@@ -18,7 +18,8 @@ from passes.capture import attributes, checks
 from passes.capture.attributes import Left, placed
 from passes.capture.autograd_functions import Lost, kept_whole
 from passes.capture.builder import CaptureError
-from passes.capture.canonical import normalise
+from passes.capture.canonical import drop_checks, normalise
+from passes.capture.canonical_views import reads_memory
 from passes.capture.checkpoints import marked
 from passes.capture.functional import Written
 from passes.capture.masks import recognise_masks
@@ -196,11 +197,12 @@ def _captured(
     mode = detect_fake_mode([n.meta.get("val") for n in exported.graph.nodes])
     if mode is None:
         raise CaptureError(f"{type(model).__name__}: the graph has no tensors; there is nothing to plan")
-    checks.drop_checks(exported)
+    drop_checks(exported)
     exported.graph = without_vmaps(exported.graph, mode)
     graph = inline_regions(exported, mode, names.placeholders, names.renamed)
     kinds = dict.fromkeys(names.parameters, "parameter") | dict.fromkeys((*names.buffers, *names.attributes), "buffer")
     graph, written = functionalise(graph, mode, kinds | dict.fromkeys(names.inputs, "input"))
+    written = replace(written, strided=written.strided or reads_memory(graph, names.inputs))
     places = written.places
     if needed := {*attributes.carried(model, anew), *(path for name, path in names.attributes.items() if name in places)}:
         return tuple(sorted(needed))

@@ -143,7 +143,7 @@ class Written:
         places: placeholder -> position of its new value among the outputs, where these follow the model's own.
         frozen: parameters that are changed while gradients are on, as torch allows where they need none.
         carried: buffers whose new value has a gradient, which ends with the call.
-        strided: what is changed depends on how inputs lie in memory.
+        strided: what is changed, or read, depends on how inputs lie in memory.
     """
 
     places: Mapping[str, int] = field(default_factory=dict)

@@ -220,13 +220,13 @@ def example(
         if isinstance(leaf, DTensor):  # only its whole shape counts
             leaf = torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
         leaf = dense(leaf, example=True)
-        copy = leaf.detach().to("meta") if meta and not leaf.is_meta else _as_it_lies(leaf.detach())
+        copy = leaf.detach().to("meta") if meta and not leaf.is_meta else as_it_lies(leaf.detach())
         return copy.requires_grad_(leaf.requires_grad)
 
     return tree_map(own, tuple(args)), tree_map(own, dict(kwargs or {}))
 
 
-def _as_it_lies(tensor: Tensor) -> Tensor:
+def as_it_lies(tensor: Tensor) -> Tensor:
     """A copy with the same strides, 0 as well, since these decide what ``contiguous`` and ``reshape`` copy."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return tensor.clone()

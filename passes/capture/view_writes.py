@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,17 @@ from passes.capture.functional import batch_norm_train
 from passes.graph import arguments_of, where
 from passes.torch_internals import FakeTensorMode, schema, tree_leaves
 
-__all__ = ["PERMUTES", "RESHAPES", "SPLITS", "as_computed", "lay_as_computed", "put_back", "refuse_unsure", "with_views"]
+__all__ = [
+    "PERMUTES",
+    "RESHAPES",
+    "SPLITS",
+    "as_computed",
+    "by_strides",
+    "lay_as_computed",
+    "put_back",
+    "refuse_unsure",
+    "with_views",
+]
 
 aten = torch.ops.aten
 #: Kernels with contiguous results on CPU, where torch's fake ones have their operand's strides.
@@ -50,8 +60,8 @@ _SAME = _named(
 
 _DROPOUTS = _named("dropout feature_dropout alpha_dropout feature_alpha_dropout")
 
-COPIES = _named("reshape flatten reshape_as ravel contiguous to")
-"""Operators that return a view or a copy, as their operand lies in memory."""
+COPIES = _named("reshape flatten reshape_as ravel contiguous alias to")
+"""Operators that view or copy an operand, as it lies in memory; an alias may be what copied nothing (`checks.Seen`)."""
 
 _IN_PLACE = _named("squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_")
 
@@ -190,6 +200,46 @@ def _strides(value: Any) -> list[tuple[int, ...]]:
     return [leaf.stride() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+def by_strides(written: fx.Node, like: fx.Node, values: Mapping[fx.Node, Any], inputs: Collection[str]) -> bool:
+    """Whether it depends on strides who sees a write.
+
+    Args:
+        written: what is written.
+        like: the operator that writes.
+        values: node -> how it came from what it shows (its ``source``; None if it has memory of its own).
+        inputs: whose memory is the caller's.
+    """
+
+    def shown(node: fx.Node) -> fx.Node | None:
+        """What a node shows, or would show with other strides."""
+        source: fx.Node | None = values[node].source
+        return node.all_input_nodes[0] if source is None and _may_copy(node) else source
+
+    def copies(node: fx.Node | None) -> list[fx.Node]:
+        found = []
+        while node is not None:
+            found += [node] if _may_copy(node) else []
+            node = shown(node)
+        return found
+
+    root, mine = written, copies(written)
+    while (source := shown(root)) is not None:
+        root = source
+    todo = [root]
+    while todo:
+        node = todo.pop()
+        if copies(node) != mine and any(like < user for user in node.users):
+            return True
+        todo += [user for user in node.users if user < like and user in values and shown(user) is node]
+    return bool(mine) and root.name in inputs
+
+
+def _may_copy(node: fx.Node) -> bool:
+    """Whether it depends on an operand's strides if an operator copies it."""
+    name = operator_name(node.target)
+    return name in COPIES and (name != "aten::to" or node.kwargs.get("memory_format") is not None)
+
+
 def refuse_unsure(node: fx.Node, written: fx.Node, root: fx.Node) -> None:
     """Refuses a write to what may be a copy in the model, as ``torch.export`` takes a kernel's strides for others.
 
@@ -205,7 +255,7 @@ def refuse_unsure(node: fx.Node, written: fx.Node, root: fx.Node) -> None:
     permuted = root.target in _LIKE_OPERANDS and not all(n.meta["val"].is_contiguous() for n in root.all_input_nodes)
     if as_computed(root.target, value) is value and not permuted:
         return
-    if permuted or len(root.users) > 1 or written is not root:  # contiguous() leaves no node where it seems to copy nothing
+    if permuted or len(root.users) > 1 or written is not root:
         raise CaptureError(
             f"{where(node)}: {node.target} writes to a result of {root.target}, or to a copy of it: torch.export is wrong "
             "about its strides, so it is not known whether contiguous() or reshape() copied; use an out-of-place "

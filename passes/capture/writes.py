@@ -30,7 +30,7 @@ from passes.capture.functional import (
     renewed,
     writes,
 )
-from passes.capture.view_writes import COPIES, RESHAPES, as_computed, put_back, refuse_unsure, with_views
+from passes.capture.view_writes import RESHAPES, as_computed, by_strides, put_back, refuse_unsure, with_views
 from passes.graph import annotate, arguments_of, differentiable, note_of, where
 from passes.torch_internals import FakeTensorMode, OpOverload, schema, storage_id, tree_leaves
 
@@ -77,7 +77,7 @@ class _Functionaliser:
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode, kinds: Mapping[str, str]) -> None:
         self.old = graph
         self.build = Builder(mode)
-        self.kinds = kinds
+        self.kinds, self.inputs = kinds, [name for name, kind in kinds.items() if kind == "input"]
         self.values: dict[fx.Node, _Value] = {}
         self.versions: dict[fx.Node, int] = {}
         self.owners: dict[int, list[fx.Node]] = {}
@@ -276,7 +276,7 @@ class _Functionaliser:
         """
         value = self.values[node]
         kind = self.kinds.get(value.root.name)
-        self.strided |= operator_name(node.target) in COPIES
+        self.strided |= by_strides(node, like, self.values, self.inputs)
         self.check_writable(value.root, like)
         if aside and kind not in ("parameter", "input") and self.needs_gradient(self.current(node)):
             raise CaptureError(

@@ -184,8 +184,8 @@ class Program:
             if _order(tensor) != _order(planned):
                 raise AutotpError(
                     f"input {name}: it has strides {tensor.stride()}, and {planned.stride()} when the call was planned. "
-                    "The model changes in place what reshape() or contiguous() copies or not, as its strides are: pass an "
-                    "input that lies in memory as the example did"
+                    "The model reads memory by as_strided(), or changes in place what reshape() or contiguous() copies or "
+                    "not, as its strides are: pass an input that lies in memory as the example did"
                 )
         return [held_part(named[name] if name in named else state[name]) for name in captured.mutations]
 

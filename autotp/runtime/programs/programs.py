@@ -32,7 +32,7 @@ from autotp.runtime.schedules import Schedules
 from autotp.runtime.state import checksum
 from costmodel.memory import state_bytes
 from passes.capture import Captured, capture
-from passes.capture.signature import bind, dense, flat
+from passes.capture.signature import as_it_lies, bind, dense, flat
 from passes.graph import TRACING, cast_of
 from passes.layouts.layout import Layout, is_shard, local_shape
 from passes.sharding.shard import draws_of, place_constants, used_groups
@@ -275,7 +275,7 @@ class Programs:
         def whole(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            made = leaf.detach().clone().requires_grad_(leaf.requires_grad)  # no inference tensor
+            made = as_it_lies(leaf.detach()).requires_grad_(leaf.requires_grad)  # no inference tensor
             return torch.empty_like(made).repeat_interleave(ways, 0) if id(leaf) in cut else made
 
         example, named = tree_map(whole, (tuple(args), dict(kwargs)))

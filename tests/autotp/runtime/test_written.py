@@ -14,7 +14,7 @@ from torch import nn
 from writing import WRITING, Recent, three_steps, whole
 
 import autotp
-from passes.capture import CaptureError
+from passes.capture import CaptureError, capture
 
 WAYS = [("auto", (2,)), ("zero3", (4,)), ("megatron-1d", (4,)), ("tensor3d", (2, 2)), ("3d", (2, 2, 2))]
 
@@ -250,16 +250,74 @@ def test_a_parameter_is_a_leaf_whatever_it_held(function, weight):
     assert all(_beside(_Program(function, weight), (x,), (x,), (x + 1,)))
 
 
-def _flat_first(self, x):
-    nn.functional.relu(x.flatten(), inplace=True)
-    return self.head(x) @ self.weight
+def _writes(changed, read=lambda x: x):
+    """A program that changes ``changed(x)`` in place, and then reads ``read(x)``, which it took before."""
+
+    def program(self, x):
+        seen = read(x)
+        changed(x).mul_(2)
+        return self.head(seen) @ self.weight
+
+    return program
 
 
-def test_what_is_a_copy_or_not_by_strides_is_planned_for_one_kind():
+def _computed(self, x):
+    made = x + 1
+    same = made.contiguous()
+    same.mul_(2)
+    return (self.head(made) + same) @ self.weight
+
+
+_BY_STRIDES = {
+    "flatten": _writes(lambda x: x.flatten()),
+    "contiguous": _writes(lambda x: x.contiguous()),
+    "format": _writes(lambda x: x[None, None].to(memory_format=torch.channels_last)),
+    "part": _writes(lambda x: x.chunk(2)[1].detach().contiguous()),
+    "permuted": _writes(lambda x: x.mT.contiguous()),
+    "read": _writes(lambda x: x, lambda x: x.contiguous()),
+    "computed": _computed,
+    "as_strided": lambda self, x: self.head(x.as_strided((4, 8), (16, 1))) @ self.weight,
+    "computed strided": lambda self, x: self.head((x[None] * 2).as_strided((4, 8), (16, 1))) @ self.weight,
+}
+
+
+@pytest.mark.parametrize("kind", _BY_STRIDES)
+def test_what_is_a_copy_or_not_by_strides_is_planned_for_one_kind(kind):
     x = torch.randn(8, 8).double()
-    assert all(_beside(_Program(_flat_first), (x,), (x,)))
+    program = _Program(_BY_STRIDES[kind])
+    assert all(_beside(program, (x,), (x,)))
     with pytest.raises(autotp.AutotpError, match="input x: it has strides"):
-        _beside(_Program(_flat_first), (x,), (x.t(),))
+        _beside(program, (x,), (x.t(),))
+    if kind == "as_strided":
+        with pytest.raises(CaptureError, match="reads the memory of input 'x', which is not contiguous"):
+            capture(program, (x.t(),))
+    elif "strided" not in kind:
+        assert all(_beside(program, (x.t(),), (x.t(),)))
+        with pytest.raises(autotp.AutotpError, match="input x: it has strides"):
+            _beside(program, (x.t(),), (x,))
+
+
+def _only_copies_are_read(self, x):
+    made = (x * 2).contiguous()
+    nn.functional.relu(made, inplace=True)
+    return (self.head(made) + x.contiguous().as_strided((8, 8), (8, 1))) @ self.weight
+
+
+def test_strides_do_not_matter_where_only_what_may_be_a_copy_is_read():
+    x, program = torch.randn(8, 8).double(), _Program(_only_copies_are_read)
+    for one, other in ((x, x.t()), (x.t(), x)):
+        assert all(_beside(program, (one,), (one,), (other,)))
+
+
+def test_every_program_sees_strides_as_they_are(caplog):
+    model, wide = _Program(lambda self, x: self.head(x) * x.stride(0)), torch.randn(8, 16).double()
+    x = wide[:, :8]
+    simulated = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), (x,)), (x,))
+    assert "forward asks x.stride()" in caplog.text
+    assert torch.allclose(simulated(x), model(x))
+    assert torch.allclose(simulated.eval()(x), model(x))
+    with pytest.raises(CaptureError, match="asks for x.storage_offset"):
+        capture(_Program(lambda self, x: self.head(x) * x.storage_offset()), (x,))
 
 
 def _moving(self, x):

@@ -637,6 +637,19 @@ def test_what_runs_in_inference_mode_has_no_gradient():
         assert model.other.weight.grad.any()
 
 
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+def test_functions_with_gradients_of_their_own_run_in_inference_mode(schedule):
+    class Twice(nn.Linear):
+        def forward(self, x):
+            return Named.apply(super().forward(Named.apply(super().forward(x))))
+
+    model, x = Twice(4, 4).double(), torch.randn(4, 4).double()
+    plan = autotp.plan(model, autotp.Topology.flat(2), (x,), strategy="data", mesh=(2,), schedule=schedule)
+    simulated = autotp.simulate(model, plan, (x,), schedule=schedule)
+    with torch.inference_mode():
+        torch.testing.assert_close(simulated(x), model(x))
+
+
 def test_what_torch_changes_for_itself_is_not_warned_of(caplog):
     model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.utils.weight_norm(nn.Linear(4, 4)), nn.GRU(4, 4))
     prune.random_unstructured(model[0], "bias", 0.5)
