@@ -24,7 +24,7 @@ from costmodel.errors import shown
 from passes.capture import Precision, buffered, matching, placed
 from passes.graph import differentiable
 from passes.layouts.layout import Layout, is_shard, take
-from passes.torch_internals import forward_hooks, tree_leaves, versions_preserved
+from passes.torch_internals import forward_hooks, own_attributes, tree_leaves, versions_preserved
 from passes.world.ops import Parts
 from passes.world.seeds import ways_to_draw
 from passes.world.world import LocalWorld, World
@@ -208,8 +208,8 @@ class Simulated(Programmed):
 
 def _plain(module: nn.Module) -> dict[str, Any]:
     """The numbers, texts and tensors that a module has beside its mode and state."""
-    kinds = (bool, int, float, str, Tensor)
-    return {name: value for name, value in vars(module).items() if type(value) in kinds and name != "training"}
+    kinds, torchs = (bool, int, float, str, Tensor), own_attributes(module)
+    return {name: value for name, value in vars(module).items() if type(value) in kinds and name not in torchs}
 
 
 @functools.cache

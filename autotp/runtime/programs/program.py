@@ -313,6 +313,9 @@ def blueprint(model: nn.Module) -> nn.Module | AutotpError:
             first = memories.setdefault(tensor.untyped_storage().data_ptr() or id(tensor), bare)
             bare = bare if first is bare else _beside(first, tensor)
         tensors[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+    for value in [value for module in model.modules() for value in vars(module).values()]:
+        if isinstance(value, Tensor) and value.grad_fn is not None:  # a weight as prune and weight_norm make it in a hook
+            tensors[id(value)] = value.detach()
     try:
         return copy.deepcopy(model, dict(tensors))
     except Exception as error:  # noqa: BLE001 - what a model holds besides tensors is its own

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import enum
 import functools
+import itertools
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from float64 import double, float64_mode
 from models import MODELS
 from thinned import thinned
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils._pytree import tree_map, tree_structure
 
 import autotp
@@ -548,3 +550,27 @@ def test_threads_make_programs_and_plans_one_after_the_other(caplog):
             torch.testing.assert_close(got, expected)
     assert (torch.is_grad_enabled, nn.Module.__call__) == (asked, called)
     assert "forward asks" not in caplog.text
+
+
+@pytest.mark.parametrize("how", [nn.utils.weight_norm, nn.utils.spectral_norm, prune.l1_unstructured])
+def test_weights_that_torch_computes_in_hooks_are_computed_in_every_program(how):
+    def made():  # torch cannot copy it
+        torch.manual_seed(0)
+        found = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 12)).double()
+        how(found[0], *(("weight", 0.3) if how is prune.l1_unstructured else ()))
+        return found
+
+    x = torch.randn(8, 12).double()
+    plain, model = made(), made()
+    for each in (plain, model):
+        each(x)  # which leaves a weight that has a gradient function
+    ours = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), (x,), strategy="data"), (x,))
+    for training, gradients, rows in itertools.product((True, False), (True, False), (8, 3)):
+        with torch.set_grad_enabled(gradients):
+            got, expected = (each.train(training)(x[:rows]) for each in (ours, plain))
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+        for each in (ours, plain) if gradients else ():
+            each.zero_grad()
+            each(x[:rows]).sum().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-10)
