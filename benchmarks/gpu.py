@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import autotp
-from benchmarks.gpu_steps import EXACT, QUICK, SELECTIVE, SETTINGS, TIMED, Setting, Step, exactness, language_model, steps
+from benchmarks.gpu_steps import AUTO, EXACT, QUICK, SETTINGS, TIMED, Setting, Step, exactness, language_model, steps
 from benchmarks.tables import command, table
 from costmodel import Topology
 
@@ -69,7 +69,7 @@ def rows_of(found: Sequence[Step], settings: Sequence[Setting], topologies: Sequ
             model, batch = language_model(setting)
         compiled = next((one.seconds for one in mine if one.way == "torch.compile"), None)
         for one in mine:
-            recompute = SELECTIVE if one.way.endswith(SELECTIVE) else setting.recompute
+            recompute = AUTO if one.way.endswith(AUTO) else setting.recompute
             plans = [
                 autotp.plan(model, each, (batch,), recompute=recompute, compile="compiled" in one.way, mesh=(1,))
                 for each in (topologies if one.way.startswith("autotp") else ())
@@ -150,7 +150,7 @@ as under any tracer, they write their causal masks out, which makes attention sl
 
 {table(header, rows)}
 `torch.compile` computes element-wise operators of the forward pass again in the backward pass, and allocates less; autotp
-recomputes where it is asked to, or where memory is short. Where compiled autotp is behind, the GPU waits for the host: in a
+does so in the rows with `auto`, its default, and else recomputes where it is asked to. Where compiled autotp is behind, the GPU waits for the host: in a
 profile of GPT-2 124M without recomputation (on an H100 of the same kind), `torch.compile`'s kernels took 32.7 ms of a step
 of 35.6 ms, and autotp's 31.1 ms of 36.8 ms, of which the host needed 36.4 ms. 5 ms of these are AdamW's, whose fused step
 takes 7.3 ms of the host for 148 `DTensor`s, and 2.2 ms for as many tensors; another 4 ms are autograd's, which hands each

@@ -30,7 +30,7 @@ from costmodel import Topology
 WARM_UP, TIMED = 3, 10
 FAMILIES = ("data", "zero3", "megatron-1d", "megatron-sp", "summa-2d", "tensor3d", "auto")
 EXACT = ("decoder", "unet")
-SELECTIVE = "selective"  # to recompute
+AUTO = "auto"  # the default: a compiled plan recomputes what stays inside kernels, as torch.compile does
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +172,8 @@ def ways(
         if not compile or not unavailable(batch.device):
             yield "torch.compile" if compile else "eager", functools.partial(plain, compile)
             yield "autotp, compiled" if compile else "autotp", functools.partial(parallel, compile, recompute)
-            if compile and recompute == "none":  # as torch.compile does
-                yield f"autotp, compiled, {SELECTIVE}", functools.partial(parallel, compile, SELECTIVE)
+            if compile and recompute == "none":
+                yield f"autotp, compiled, {AUTO}", functools.partial(parallel, compile, AUTO)
 
 
 def exactness(names: Sequence[str], device: torch.device) -> list[list[str]]:
