@@ -150,11 +150,11 @@ as under any tracer, they write their causal masks out, which makes attention sl
 
 {table(header, rows)}
 `torch.compile` computes element-wise operators of the forward pass again in the backward pass, and allocates less; autotp
-does so in the rows with `auto`, its default, and else recomputes where it is asked to. Where compiled autotp is behind, the GPU waits for the host: in a
-profile of GPT-2 124M without recomputation (on an H100 of the same kind), `torch.compile`'s kernels took 32.7 ms of a step
-of 35.6 ms, and autotp's 31.1 ms of 36.8 ms, of which the host needed 36.4 ms. 5 ms of these are AdamW's, whose fused step
-takes 7.3 ms of the host for 148 `DTensor`s, and 2.2 ms for as many tensors; another 4 ms are autograd's, which hands each
-of them its gradient.
+does so in the rows with `auto`, its default, and else recomputes where it is asked to. Where compiled autotp is behind, the
+GPU waits for the host: in a profile of GPT-2 124M without recomputation (on an H100 of the same kind), `torch.compile`'s
+kernels took 32.7 ms of a step of 35.6 ms, and autotp's 31.1 ms of 36.8 ms, of which the host needed 36.4 ms. 5 ms of these
+are AdamW's, whose fused step takes 7.3 ms of the host for 148 `DTensor`s, and 2.2 ms for as many tensors; another 4 ms are
+autograd's, which hands each of them its gradient.
 
 ## Exactness
 
