@@ -87,6 +87,10 @@ def _waited(slots: Sequence[Slot]) -> dict[fx.Node, float]:
 
 
 def filtered(rows: Iterable[GraphRow], op: str | None, collectives: bool, top: int | None) -> list[GraphRow]:
-    """Those of a name or kind, those that communicate, so many of the longest."""
-    found = [row for row in rows if named(op, row.name, row.target) and (row.axes or not collectives)]
+    """Those of a name or kind, those that communicate, so many of the longest.
+
+    Raises:
+        AutotpError: no operator has this name or kind.
+    """
+    found = [row for row in named(op, [*rows]) if row.axes or not collectives]
     return found if top is None else sorted(found, key=lambda row: -row.seconds)[:top]

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import fx
 
 from autotp.costs.priced import Moved, Priced
+from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
 from passes.graph import cast_of, note_of
 from passes.layouts.layout import describe
@@ -103,20 +106,39 @@ class Filters:
     top: int | None = None
 
     def __call__(self, rows: Iterable[Row]) -> list[Row]:
-        """The rows that pass, in their order, or the most expensive first with ``top``."""
-        found = [row for row in rows if self._passes(row)]
+        """The rows that pass, in their order, or the most expensive first with ``top``.
+
+        Raises:
+            AutotpError: there is no such operator, or module.
+        """
+        inside = [row for row in rows if self._inside(row)]
+        if not inside:
+            raise AutotpError(f"no operator is in a module {self.module!r}; `autotp inspect` without it shows all modules")
+        found = [row for row in named(self.op, inside) if self._passes(row)]
         return found if self.top is None else sorted(found, key=lambda row: -row.seconds)[: self.top]
+
+    def _inside(self, row: Row) -> bool:
+        return self.module is None or any(fnmatchcase(row.module, f"{self.module}{rest}") for rest in ("", ".*"))
 
     def _passes(self, row: Row) -> bool:
         moving = row.communication_seconds > 0 or any(step.seconds for step in row.reshards)
-        inside = self.module is None or any(fnmatchcase(row.module, f"{self.module}{rest}") for rest in ("", ".*"))
-        shown = inside and named(self.op, row.name, row.target)
-        return shown and (moving or not self.collectives) and (row.scheme == "replicated" or not self.unsharded)
+        return (moving or not self.collectives) and (row.scheme == "replicated" or not self.unsharded)
 
 
-def named(pattern: str | None, name: str, target: str) -> bool:
-    """Whether an operator has this name or is of this kind; any is, of none."""
-    return pattern is None or fnmatchcase(name, pattern) or fnmatchcase(target, f"*{pattern}*")
+def named(pattern: str | None, rows: Sequence[Any]) -> list[Any]:
+    """Of rows that have a ``name`` and a ``target``, those whose name or kind it is; all, for None.
+
+    Raises:
+        AutotpError: there is none.
+    """
+    if pattern is None:
+        return [*rows]
+    found = [row for row in rows if fnmatchcase(row.name, pattern) or fnmatchcase(row.target, f"*{pattern}*")]
+    if not found:
+        names = {row.name for row in rows}
+        near = get_close_matches(pattern, names, 3) or sorted(names)[:8]
+        raise AutotpError(f"no operator has the name or kind {pattern!r}; there are {', '.join(near)}, …")
+    return found
 
 
 def inspect_plan(plan: Plan, priced: Priced) -> list[Row]:

@@ -147,6 +147,10 @@ def test_rows_and_filters(explained):
     assert all(row.scheme == "replicated" for row in Filters(unsharded=True)(rows))
     module = next(row.module for row in rows if row.module)
     assert {row.module.split(".")[0] for row in Filters(module=module.split(".")[0])(rows)} == {module.split(".")[0]}
+    with pytest.raises(autotp.AutotpError, match="no operator has the name or kind 'liner'; there are "):
+        Filters(op="liner")(rows)
+    with pytest.raises(autotp.AutotpError, match="no operator is in a module 'bloks'"):
+        Filters(module="bloks")(rows)
     graph = drawing(rows, priced.model)
     assert isinstance(graph, graphviz.Digraph) and all(f"{row.name} [" in graph.source for row in rows[:5])
 
