@@ -112,7 +112,7 @@ class Filters:
             AutotpError: there is no such operator, or module.
         """
         inside = [row for row in rows if self._inside(row)]
-        if not inside:
+        if not inside and self.module is not None:
             raise AutotpError(f"no operator is in a module {self.module!r}; `autotp inspect` without it shows all modules")
         found = [row for row in named(self.op, inside) if self._passes(row)]
         return found if self.top is None else sorted(found, key=lambda row: -row.seconds)[: self.top]
