@@ -209,7 +209,8 @@ def cross_entropy(
 
 def nll_loss(at: At, scores: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100) -> Any:
     """nll_loss with tokens sharded, as `cross_entropy`."""
-    losses = at.call(at.target, scores, target, weight, 0, ignore_index)
+    # The kernel's gradient wants contiguous scores; those of expanded ones are, and of one device's part need not be.
+    losses = at.call(at.target, scores.contiguous(), target, weight, 0, ignore_index)
     return _over_tokens(at, losses, target, weight, reduction, ignore_index)
 
 
