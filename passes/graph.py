@@ -93,6 +93,7 @@ class Note:
         module, source: path of the model's module that made the node, and the line.
         grad: whether gradients were on where it ran (while capturing).
         checkpoint: the model's own, if it ran in one.
+        loose: a ``contiguous()`` of it left no node, as it copied nothing; where it lies otherwise, it copies.
         cast: of a parameter that rests in another dtype than its readers see, or whose gradient is summed in another.
         operator: the captured operator whose results it has (in sharded graphs, as all that follows but the last line).
         tensor: the captured tensor that it brings into another layout, or checks.
@@ -111,6 +112,7 @@ class Note:
     source: str | None = None
     grad: bool = True
     checkpoint: Checkpoint = Checkpoint()
+    loose: bool = False
     cast: Cast | None = None
     operator: str = ""
     tensor: str = ""

@@ -94,8 +94,10 @@ def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]], analysis: 
     found = _best(replace(plain, deadline=deadline), replace(short, deadline=deadline), meshes, analysis)
     if options.compile:
         found = _faster(found, plain.of(folded(within_kernels(model))), meshes, analysis)
-    if found.found.best is None and floor_of(cheap := _selective(plain)) <= contest.allowed:
-        found = _faster(found, cheap, meshes, analysis)
+    if found.found.best is None:
+        cheap = contest.of(folded(replace(model, recomputed=recomputed_by(model, "selective"))))
+        if floor_of(cheap) <= contest.allowed:
+            found = _faster(found, cheap, meshes, analysis)
     return found
 
 
@@ -158,7 +160,8 @@ def _in_haste(contest: Contest, meshes: Sequence[tuple[int, ...]], deadline: Dea
     shares = first_shares(options.accumulate)
     weights = overlap.weights(shares, model.depth, options.accumulate) if options.hides else EVEN
     if options.trains and options.recompute == "auto":  # what is cheap to recompute may be what is too much
-        tried.append(_selective(contest))
+        recomputed = {**recomputed_by(model, "selective"), **model.recomputed}
+        tried.append(contest.of(folded(replace(model, recomputed=recomputed))))
     pairs = sorted(contest.candidates.restrictions(meshes), key=lambda pair: max(pair[0]))
     pairs.sort(key=lambda pair: len(pair[0]) > min(map(len, meshes)))
     for number, (mesh, restriction) in enumerate([*pairs, *pairs[:1]]):
@@ -244,12 +247,6 @@ def ways(contest: Contest) -> tuple[Contest, Contest]:
     return contest, contest.of(
         folded(open_model) if len(model.operators) > _FEW else replace(open_model, stands=apart(model))
     )
-
-
-def _selective(contest: Contest) -> Contest:
-    """The contest where what is cheap to recompute is, besides."""
-    model = contest.candidates.model
-    return contest.of(folded(replace(model, recomputed={**recomputed_by(model, "selective"), **model.recomputed})))
 
 
 def floor_of(contest: Contest) -> float:

@@ -3,6 +3,8 @@
 A kernel may lay out its result differently from its fake counterpart: layer norm's gradient is contiguous, whatever its
 input was. Copies that tracing left out as needless are then missing, and some kernels take what they are given for
 contiguous. The first run looks at every value, and inserts a copy where one is missing.
+
+Also how the inputs of a call lie, on which it may depend what a model copies (``Written.strided``).
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ import torch
 from torch import Tensor, fx
 
 from autotp.runtime.interpreter import Interpreter, named
+from passes.capture import Captured
 from passes.torch_internals import is_profiling
 
-__all__ = ["Arranged", "arranged", "as_traced"]
+__all__ = ["Arranged", "arranged", "as_traced", "lying", "order_of"]
 
 _log = logging.getLogger("autotp.schedule")
 
@@ -43,6 +46,22 @@ def arranged(tensor: Tensor, strides: Sequence[int]) -> Tensor:
 def laid_like(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     """A copy of a tensor, with such strides."""
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def order_of(tensor: Tensor) -> tuple[int, ...]:
+    """How a tensor's dims lie in memory, from the outermost on; their strides, where there are gaps or elements twice."""
+    dims = [d for d, size in enumerate(tensor.shape) if size > 1]
+    if not torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
+        return (-1, *(tensor.stride(d) for d in dims))
+    return tuple(sorted(dims, key=tensor.stride, reverse=True))
+
+
+def lying(inputs: Sequence[Tensor], known: Sequence[Captured]) -> tuple[tuple[int, ...], ...]:
+    """How inputs lie in memory, if a known graph depends on that; nothing, if as those of the first."""
+    if not any(each.written.strided for each in known):
+        return ()
+    found = tuple(map(order_of, inputs))
+    return () if found == tuple(order_of(known[0].placeholders[name]) for name in known[0].inputs) else found
 
 
 class Arranged:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ class Builder:
     def _describe(node: fx.Node, like: fx.Node, value: Any) -> fx.Node:
         node.meta = {k: v for k, v in like.meta.items() if k != "tensor_meta"}
         node.meta["val"] = value
-        if note_of(node) == Note():
+        if replace(note_of(node), loose=False) == Note():
             module, source = _module(like.meta.get("nn_module_stack")), _origin(like.meta.get("stack_trace"))
             annotate(node, module=module, source=source, checkpoint=checkpoint_of(like))
         for leaf in tree_leaves(value):

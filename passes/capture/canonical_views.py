@@ -123,7 +123,7 @@ def _strided(build: Builder, node: fx.Node, given: Arguments) -> Any:
     source, *rest = list(given.values())[: len(node.args)]
     read = node.all_input_nodes[0]
     old, new = read.meta["val"], source.meta["val"]
-    dropped = operator_name(read.target) in ("aten::alias", "aten::contiguous")  # which copies where strides are others
+    dropped = operator_name(read.target) == "aten::contiguous"  # which copies where strides are others
     if dropped or (old.stride() != new.stride() and old.is_contiguous()):
         source = build.emit(aten.clone.default, (source,), {"memory_format": torch.contiguous_format}, like=node)
     return build.emit(node.target, (source, *rest), {name: given[name] for name in node.kwargs}, like=node)
@@ -149,7 +149,7 @@ def reads_memory(graph: fx.Graph, inputs: Collection[str]) -> bool:
                         f"{where(node)}: as_strided reads the memory of input '{source.name}', which is not contiguous, or "
                         "from a storage_offset of its own: it may read what is not the input's; use contiguous() first"
                     )
-            elif source.op == "call_function" and operator_name(source.target) not in ("aten::alias", "aten::contiguous"):
+            elif source.op == "call_function" and operator_name(source.target) != "aten::contiguous":
                 shows = getattr(source.target, "is_view", False)
                 if shows or torch.Tag.pointwise in getattr(source.target, "tags", ()):
                     todo += source.all_input_nodes[:1] if shows else source.all_input_nodes

@@ -176,6 +176,7 @@ class Seen(TorchFunctionMode):
         parameters: those that are no part of the model. ``torch.export`` has their data only.
         before, after: what `in_python` finds as calls of the model begin and end.
         seeded: where its code sets torch's random numbers.
+        unmoved: results of ``contiguous()`` and the like that are their operands, where other strides make them copies.
         written: tensors of no module that operators in place were given, and copies of what they were before:
             ``torch.export`` computes with these for real.
     """
@@ -185,6 +186,7 @@ class Seen(TorchFunctionMode):
         self.before, self.after = dict[str, Any](), dict[str, Any]()
         self.parameters: dict[int, nn.Parameter] = {}
         self.seeded: list[str] = []
+        self.unmoved: list[Tensor] = []
         self.written: list[tuple[Tensor, Tensor]] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -212,9 +214,10 @@ class Seen(TorchFunctionMode):
                 "with x.copy_(y) under torch.no_grad()"
             )
         result = function(*args, **(kwargs or {}))
-        by_strides = function is Tensor.contiguous or (function is Tensor.to and "memory_format" in (kwargs or {}))
-        # What copies nothing here leaves no node otherwise, and copies at calls with other strides.
-        return torch.ops.aten.alias(result) if by_strides and any(result is each for each in args) else result
+        asks = getattr(function, "__name__", "").startswith("contiguous") or "memory_format" in (kwargs or {})
+        if asks and isinstance(result, Tensor) and any(result is each for each in args):
+            self.unmoved.append(result)
+        return result
 
 
 #: By what ``forward`` may ask whether there are gradients, and how a tensor lies in memory.

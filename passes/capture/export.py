@@ -27,7 +27,7 @@ from passes.capture.observed import Moment, Place, apart, leaving, matching, num
 from passes.capture.precision import Precision, cast_parameters, check_dtypes, policy_of, precision_name, under
 from passes.capture.regions import inline_regions, without_vmaps
 from passes.capture.signature import CallSignature, example, in_call_order, refusal
-from passes.capture.view_writes import lay_as_computed
+from passes.capture.view_writes import lay_as_computed, note_unmoved
 from passes.capture.writes import functionalise
 from passes.graph import TRACING, Cast, annotate
 from passes.torch_internals import detect_fake_mode, silent_fake_tensors
@@ -191,6 +191,7 @@ def _captured(
     out_spec = program.call_spec.out_spec.child(0) if observe else program.call_spec.out_spec
     exported = program.graph_module
     checks.refuse_sparse(model, exported)
+    note_unmoved(seen.unmoved, (each.graph for each in exported.modules() if isinstance(each, fx.GraphModule)))
     values = {n.name: n.meta.get("val") for n in exported.graph.nodes if n.op == "placeholder"}
     names = _Names(model, program, values, args, kwargs, seen.parameters.values())
 
@@ -201,6 +202,7 @@ def _captured(
     exported.graph = without_vmaps(exported.graph, mode)
     graph = inline_regions(exported, mode, names.placeholders, names.renamed)
     kinds = dict.fromkeys(names.parameters, "parameter") | dict.fromkeys((*names.buffers, *names.attributes), "buffer")
+    note_unmoved(seen.unmoved, [graph])  # its placeholders, which are new
     graph, written = functionalise(graph, mode, kinds | dict.fromkeys(names.inputs, "input"))
     written = replace(written, strided=written.strided or reads_memory(graph, names.inputs))
     places = written.places

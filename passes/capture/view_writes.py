@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch.fx.node import map_arg
 
 from passes.capture.builder import Builder, CaptureError, operator_name, outer_order
 from passes.capture.functional import batch_norm_train
-from passes.graph import arguments_of, where
-from passes.torch_internals import FakeTensorMode, schema, tree_leaves
+from passes.graph import annotate, arguments_of, note_of, where
+from passes.torch_internals import FakeTensorMode, schema, storage_id, tree_leaves
 
 __all__ = [
     "PERMUTES",
@@ -24,6 +24,7 @@ __all__ = [
     "as_computed",
     "by_strides",
     "lay_as_computed",
+    "note_unmoved",
     "put_back",
     "refuse_unsure",
     "with_views",
@@ -60,8 +61,11 @@ _SAME = _named(
 
 _DROPOUTS = _named("dropout feature_dropout alpha_dropout feature_alpha_dropout")
 
-COPIES = _named("reshape flatten reshape_as ravel contiguous alias to")
-"""Operators that view or copy an operand, as it lies in memory; an alias may be what copied nothing (`checks.Seen`)."""
+COPIES = _named("reshape flatten reshape_as ravel contiguous to")
+"""Operators that return a view or a copy, as their operand lies in memory."""
+
+_LAID_ANEW = _named("linear mm addmm bmm baddbmm embedding")
+"""Operators whose result is contiguous, however their operands lie."""
 
 _IN_PLACE = _named("squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_")
 
@@ -200,8 +204,16 @@ def _strides(value: Any) -> list[tuple[int, ...]]:
     return [leaf.stride() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+def note_unmoved(unmoved: Sequence[torch.Tensor], graphs: Iterable[fx.Graph]) -> None:
+    """Notes of which values a copy may have been asked that nothing tells from them (`checks.Seen.unmoved`)."""
+    storages = {storage_id(tensor) for tensor in unmoved}
+    for node in itertools.chain.from_iterable(graph.nodes for graph in graphs):
+        if isinstance(value := node.meta.get("val"), torch.Tensor) and storage_id(value) in storages:
+            annotate(node, loose=True)
+
+
 def by_strides(written: fx.Node, like: fx.Node, values: Mapping[fx.Node, Any], inputs: Collection[str]) -> bool:
-    """Whether it depends on strides who sees a write.
+    """Whether it depends on how inputs lie in memory who sees a write.
 
     Args:
         written: what is written.
@@ -223,21 +235,37 @@ def by_strides(written: fx.Node, like: fx.Node, values: Mapping[fx.Node, Any], i
         return found
 
     root, mine = written, copies(written)
+    loose = note_of(written).loose
     while (source := shown(root)) is not None:
         root = source
-    todo = [root]
+        loose |= note_of(root).loose
+    found, todo = root.name in inputs and (loose or bool(mine)), [root]
+    while todo and not found:
+        node = todo.pop()
+        found = (loose and bool(like.users)) or (copies(node) != mine and any(like < user for user in node.users))
+        todo += [user for user in node.users if user < like and user in values and shown(user) is node]
+    return found and _laid_as_inputs(root, inputs)
+
+
+def _laid_as_inputs(node: fx.Node, inputs: Collection[str]) -> bool:
+    """Whether a value may lie in memory as an input does."""
+    todo, seen = [node], set[fx.Node]()
     while todo:
         node = todo.pop()
-        if copies(node) != mine and any(like < user for user in node.users):
+        if node.name in inputs and node.op == "placeholder":
             return True
-        todo += [user for user in node.users if user < like and user in values and shown(user) is node]
-    return bool(mine) and root.name in inputs
+        if node not in seen and operator_name(node.target) not in _LAID_ANEW:
+            todo += node.all_input_nodes
+        seen.add(node)
+    return False
 
 
 def _may_copy(node: fx.Node) -> bool:
     """Whether it depends on an operand's strides if an operator copies it."""
     name = operator_name(node.target)
-    return name in COPIES and (name != "aten::to" or node.kwargs.get("memory_format") is not None)
+    if name != "aten::to":
+        return name in COPIES
+    return arguments_of(node, node.args, dict(node.kwargs)).get("memory_format") is not None
 
 
 def refuse_unsure(node: fx.Node, written: fx.Node, root: fx.Node) -> None:

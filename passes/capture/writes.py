@@ -231,7 +231,7 @@ class _Functionaliser:
         old = arguments_of(node, node.args, dict(node.kwargs))
         for number, position in enumerate(writes(node.target), returns):
             new, written = result(number), old[schema(node.target).arguments[position].name]
-            refuse_unsure(node, written, self.values[written].root)
+            self.check_memory(written, node)
             self.write(written, new, node, aside=not note_of(node).grad)
 
     def in_place(self, node: fx.Node, args: Any, kwargs: Any) -> None:
@@ -241,7 +241,7 @@ class _Functionaliser:
         written = arguments_of(node, node.args, dict(node.kwargs))[where_to[0]]
         if len(where_to) != 1 or reshapes or not isinstance(written, fx.Node):
             raise CaptureError(f"{where(node)}: {target} cannot be made out-of-place; use an out-of-place operator")
-        refuse_unsure(node, written, self.values[written].root)
+        self.check_memory(written, node)
         before = self.current(written)
         old = before.meta["val"]
         kwargs = {name: value for name, value in kwargs.items() if name != where_to[0]}
@@ -276,7 +276,6 @@ class _Functionaliser:
         """
         value = self.values[node]
         kind = self.kinds.get(value.root.name)
-        self.strided |= by_strides(node, like, self.values, self.inputs)
         self.check_writable(value.root, like)
         if aside and kind not in ("parameter", "input") and self.needs_gradient(self.current(node)):
             raise CaptureError(
@@ -330,6 +329,10 @@ class _Functionaliser:
         made = self.build.emit(renewed, (self.values[node].now, new), like=like)
         annotate(made, grad=True)
         return made
+
+    def check_memory(self, written: fx.Node, like: fx.Node) -> None:
+        refuse_unsure(like, written, self.values[written].root)
+        self.strided |= by_strides(written, like, self.values, self.inputs)
 
     def check_writable(self, root: fx.Node, like: fx.Node) -> None:
         shared = {n for key in _storages(self.shadows[root]) for n in self.owners[key]}

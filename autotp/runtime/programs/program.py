@@ -21,6 +21,7 @@ from autotp.runtime.output_guard import Relations
 from autotp.runtime.rewrite import Rewritten
 from autotp.runtime.schedules import Schedules
 from autotp.runtime.state import checksum, held_part
+from autotp.runtime.strides import order_of
 from passes.capture import Captured
 from passes.capture.signature import overlap, path_of
 from passes.torch_internals import tree_flatten_with_path, tree_unflatten
@@ -41,6 +42,7 @@ class Key:
         whole: whether ranks that hold parts of the batch have joined them for the call.
         cast: names and dtypes of the parameters and buffers that have another dtype than the model's.
         default: torch's default dtype, where it is another than for the first program.
+        orders: how its tensors lie in memory, where that matters and is otherwise than for the first program (`lying`).
     """
 
     training: tuple[bool, ...]
@@ -50,6 +52,7 @@ class Key:
     whole: bool = False
     cast: tuple[tuple[str, torch.dtype], ...] = ()
     default: torch.dtype | None = None
+    orders: tuple[tuple[int, ...], ...] = ()
 
     @property
     def tensors(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -79,7 +82,18 @@ class Key:
         to = sorted({str(dtype)[6:] for _, dtype in self.cast})
         cast = f", {len(self.cast)} parameters and buffers cast to {' and '.join(to)}" if to else ""
         usual = "" if self.default is None else f", default dtype {str(self.default)[6:]}"
+        usual += f", with dims in memory as {self.orders}" if self.orders else ""
         return f"{mode} {wanted}, inputs{joined} {', '.join(given + others) or 'none'}{cast}{usual}"
+
+
+def described(leaf: Any) -> tuple[Any, Any]:
+    """A leaf of a call as keys have it."""
+    if isinstance(leaf, Tensor):
+        return leaf.dtype, tuple(leaf.shape)
+    if isinstance(leaf, set):  # whose text depends on how it was filled
+        leaf = frozenset(leaf)
+    # Of a float the text: -0.0 equals 0.0, and NaN not itself.
+    return type(leaf), leaf if isinstance(leaf, Hashable) and not isinstance(leaf, float | complex) else repr(leaf)
 
 
 def _text(kind: type, value: Any) -> str:
@@ -181,7 +195,7 @@ class Program:
                 )
         for name, tensor in named.items() if captured.written.strided else ():
             planned = captured.placeholders[name]
-            if _order(tensor) != _order(planned):
+            if order_of(tensor) != order_of(planned):
                 raise AutotpError(
                     f"input {name}: it has strides {tensor.stride()}, and {planned.stride()} when the call was planned. "
                     "The model reads memory by as_strided(), or changes in place what reshape() or contiguous() copies or "
@@ -224,14 +238,6 @@ def _followed(captured: Captured, name: str) -> set[str]:
     return {node.name for node in found if node.op == "placeholder"}
 
 
-def _order(tensor: Tensor) -> tuple[int, ...]:
-    """How a tensor's dims lie in memory, from the outermost on; their strides, where there are gaps or elements twice."""
-    dims = [d for d, size in enumerate(tensor.shape) if size > 1]
-    if not torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
-        return (-1, *(tensor.stride(d) for d in dims))
-    return tuple(sorted(dims, key=tensor.stride, reverse=True))
-
-
 def require_own(captured: Captured, known: Sequence[Captured]) -> Captured:
     """A program's graph, unless it has state that the first has not, or reads what another leaves.
 
@@ -272,7 +278,7 @@ def run_alike(one: tuple[Key, Plan, Captured], other: tuple[Key, Plan, Captured]
 
     def kind(key: Key, plan: Plan, captured: Captured) -> tuple[Any, ...]:
         beside = [getattr(captured, each.name) for each in fields(captured) if each.name not in _NODES]
-        return plan.hash, key.gradients, key.whole, captured.answered, [*captured.constants], beside
+        return plan.hash, key.gradients, key.whole, key.orders, captured.answered, [*captured.constants], beside
 
     if kind(*one) != kind(*other):
         return False

@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,11 +25,22 @@ from autotp.runtime.agreement import Agreement, agreed
 from autotp.runtime.compiled import Overlap
 from autotp.runtime.output_guard import Relations
 from autotp.runtime.programs.monitor import Monitor
-from autotp.runtime.programs.program import Call, Key, Program, Unkept, named_state, require_own, run_alike, without_memory
+from autotp.runtime.programs.program import (
+    Call,
+    Key,
+    Program,
+    Unkept,
+    described,
+    named_state,
+    require_own,
+    run_alike,
+    without_memory,
+)
 from autotp.runtime.programs.rows import Joined, joined, known_rows, require_same_inputs
 from autotp.runtime.rewrite import Rewritten, apply, parts_of
 from autotp.runtime.schedules import Schedules
 from autotp.runtime.state import checksum
+from autotp.runtime.strides import lying
 from costmodel.memory import state_bytes
 from passes.capture import Captured, capture
 from passes.capture.signature import as_it_lies, bind, dense, flat
@@ -97,7 +108,7 @@ class Programs:
             world.join([self.split])
         self.signature = rewritten.captured.signature
         shapes = iter(rewritten.shapes)
-        leaves = [(x.dtype, next(shapes)) if x.shape is not None else _described(x.value) for x in self.signature.leaves]
+        leaves = [(x.dtype, next(shapes)) if x.shape is not None else described(x.value) for x in self.signature.leaves]
         first = Key(tuple(training), plan.mode == "train", tuple(leaves), self.signature.in_spec)
         self.known = {first: self._program(first, plan, rewritten)}
         self.cast: tuple[tuple[str, torch.dtype], ...] = ()
@@ -164,12 +175,14 @@ class Programs:
         leaves, structure = flat(self.signature.parameters, args, kwargs)
         tensors = [dense(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         default = None if (now := torch.get_default_dtype()) == self.default else now
-        return Key(training, gradients, tuple(map(_described, leaves)), structure, cast=self.cast, default=default), tensors
+        orders = lying(tensors, [each.captured for each in self.known.values()])
+        kinds = tuple(map(described, leaves))
+        return Key(training, gradients, kinds, structure, False, self.cast, default, orders), tensors
 
     def keep_dtypes(self, module: nn.Module) -> None:
         """Makes programs from now on for the dtypes that a module's parameters and buffers have now."""
-        have = {name: tensor.dtype for name, tensor in named_state(module).items()}
-        self.cast = tuple((name, dtype) for name, dtype in have.items() if self.dtypes.get(name, dtype) != dtype)
+        state = named_state(module).items()
+        self.cast = tuple((name, each.dtype) for name, each in state if self.dtypes.get(name, each.dtype) != each.dtype)
 
     def parts(self, key: Key) -> tuple[bool, ...]:
         """For every tensor of a call whether it is a part of the batch: as in the first program, else as lengths say."""
@@ -269,7 +282,7 @@ class Programs:
                 tensor.data = without_memory(tensor, have[name])
         ways = 1 if key.whole else self.ways
         leaves, _ = flat(self.signature.parameters, args, kwargs)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
         cut = {id(leaf) for leaf, part in zip(tensors, self.parts(key), strict=True) if part and ways > 1}
 
         def whole(leaf: Any) -> Any:
@@ -338,13 +351,3 @@ class Programs:
             Relations.of(*graphs, captured.returned, rows, apart),
             {name: constant.to(self.device) for name, constant in captured.constants.items()},
         )
-
-
-def _described(leaf: Any) -> tuple[Any, Any]:
-    """A leaf of a call as keys have it."""
-    if isinstance(leaf, Tensor):
-        return leaf.dtype, tuple(leaf.shape)
-    if isinstance(leaf, set):  # whose text depends on how it was filled
-        leaf = frozenset(leaf)
-    # Of a float the text: -0.0 equals 0.0, and NaN not itself.
-    return type(leaf), leaf if isinstance(leaf, Hashable) and not isinstance(leaf, float | complex) else repr(leaf)
