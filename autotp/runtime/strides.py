@@ -4,7 +4,7 @@ A kernel may lay out its result differently from its fake counterpart: layer nor
 input was. Copies that tracing left out as needless are then missing, and some kernels take what they are given for
 contiguous. The first run looks at every value, and inserts a copy where one is missing.
 
-Also how the inputs of a call lie, on which it may depend what a model copies (``Written.strided``).
+Also how the inputs of a call lie, on which it may depend what a model copies and draws (see ``Written``).
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def order_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(sorted(dims, key=tensor.stride, reverse=True))
 
 
-def lying(inputs: Sequence[Tensor], known: Sequence[Captured]) -> tuple[tuple[int, ...], ...]:
-    """How inputs lie in memory, if a known graph depends on that; nothing, if as those of the first."""
-    if not any(each.written.strided for each in known):
+def lying(inputs: Sequence[Tensor], known: Sequence[Captured], *, drawn: bool) -> tuple[tuple[int, ...], ...]:
+    """How inputs lie in memory, if a known graph depends on that, or what it draws; nothing, if as those of the first."""
+    if not any(each.written.strided or (drawn and each.written.drawn) for each in known):
         return ()
     found = tuple(map(order_of, inputs))
     return () if found == tuple(order_of(known[0].placeholders[name]) for name in known[0].inputs) else found

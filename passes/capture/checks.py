@@ -215,7 +215,7 @@ class Seen(TorchFunctionMode):
             )
         result = function(*args, **(kwargs or {}))
         asks = getattr(function, "__name__", "").startswith("contiguous") or "memory_format" in (kwargs or {})
-        if asks and isinstance(result, Tensor) and any(result is each for each in args):
+        if asks and isinstance(result, FakeTensor) and any(result is each for each in args):
             self.unmoved.append(result)
         return result
 

@@ -27,7 +27,7 @@ from passes.capture.observed import Moment, Place, apart, leaving, matching, num
 from passes.capture.precision import Precision, cast_parameters, check_dtypes, policy_of, precision_name, under
 from passes.capture.regions import inline_regions, without_vmaps
 from passes.capture.signature import CallSignature, example, in_call_order, refusal
-from passes.capture.view_writes import lay_as_computed, note_unmoved
+from passes.capture.view_writes import draws_as_laid, lay_as_computed, note_unmoved
 from passes.capture.writes import functionalise
 from passes.graph import TRACING, Cast, annotate
 from passes.torch_internals import detect_fake_mode, silent_fake_tensors
@@ -204,7 +204,8 @@ def _captured(
     kinds = dict.fromkeys(names.parameters, "parameter") | dict.fromkeys((*names.buffers, *names.attributes), "buffer")
     note_unmoved(seen.unmoved, [graph])  # its placeholders, which are new
     graph, written = functionalise(graph, mode, kinds | dict.fromkeys(names.inputs, "input"))
-    written = replace(written, strided=written.strided or reads_memory(graph, names.inputs))
+    strided = written.strided or reads_memory(graph, names.inputs)
+    written = replace(written, strided=strided, drawn=draws_as_laid(graph, names.inputs))
     places = written.places
     if needed := {*attributes.carried(model, anew), *(path for name, path in names.attributes.items() if name in places)}:
         return tuple(sorted(needed))

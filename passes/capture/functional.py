@@ -144,12 +144,14 @@ class Written:
         frozen: parameters that are changed while gradients are on, as torch allows where they need none.
         carried: buffers whose new value has a gradient, which ends with the call.
         strided: what is changed, or read, depends on how inputs lie in memory.
+        drawn: so does what is drawn, if as one device draws.
     """
 
     places: Mapping[str, int] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     carried: frozenset[str] = frozenset()
     strided: bool = False
+    drawn: bool = False
 
 
 def is_write(node: fx.Node) -> bool:

@@ -15,7 +15,8 @@ from torch.fx.node import map_arg
 from passes.capture.builder import Builder, CaptureError, operator_name, outer_order
 from passes.capture.functional import batch_norm_train
 from passes.graph import annotate, arguments_of, note_of, where
-from passes.torch_internals import FakeTensorMode, schema, storage_id, tree_leaves
+from passes.rules.table import draws
+from passes.torch_internals import FakeTensor, FakeTensorMode, schema, storage_id, tree_leaves
 
 __all__ = [
     "PERMUTES",
@@ -23,6 +24,7 @@ __all__ = [
     "SPLITS",
     "as_computed",
     "by_strides",
+    "draws_as_laid",
     "lay_as_computed",
     "note_unmoved",
     "put_back",
@@ -208,7 +210,7 @@ def note_unmoved(unmoved: Sequence[torch.Tensor], graphs: Iterable[fx.Graph]) ->
     """Notes of which values a copy may have been asked that nothing tells from them (`checks.Seen.unmoved`)."""
     storages = {storage_id(tensor) for tensor in unmoved}
     for node in itertools.chain.from_iterable(graph.nodes for graph in graphs):
-        if isinstance(value := node.meta.get("val"), torch.Tensor) and storage_id(value) in storages:
+        if isinstance(value := node.meta.get("val"), FakeTensor) and storage_id(value) in storages:
             annotate(node, loose=True)
 
 
@@ -245,6 +247,11 @@ def by_strides(written: fx.Node, like: fx.Node, values: Mapping[fx.Node, Any], i
         found = (loose and bool(like.users)) or (copies(node) != mine and any(like < user for user in node.users))
         todo += [user for user in node.users if user < like and user in values and shown(user) is node]
     return found and _laid_as_inputs(root, inputs)
+
+
+def draws_as_laid(graph: fx.Graph, inputs: Collection[str]) -> bool:
+    """Whether an operator draws numbers for what may lie in memory as an input does."""
+    return any(draws(node) and _laid_as_inputs(node, inputs) for node in graph.nodes)
 
 
 def _laid_as_inputs(node: fx.Node, inputs: Collection[str]) -> bool:

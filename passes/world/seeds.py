@@ -24,7 +24,10 @@ class Seeds:
 
     Attributes:
         repeated: the seed of the pass that is being run again; None: every pass is a new one.
+        ordered: whether it matters in which order elements lie in memory.
     """
+
+    ordered = False
 
     def __init__(self) -> None:
         self.repeated: Any = None
@@ -63,6 +66,8 @@ class AsSingle(Seeds):
     Args:
         device: on which the model draws.
     """
+
+    ordered = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

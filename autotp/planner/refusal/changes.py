@@ -13,6 +13,7 @@ import torch
 from autotp.errors import AutotpError, Change
 from autotp.planner.contest import Contest
 from autotp.planner.fitting import floor_of, tries, ways
+from autotp.planner.ilp import Expired
 from autotp.plans.options import Options
 from costmodel import Topology
 from costmodel.memory import OPTIMIZERS
@@ -87,6 +88,9 @@ def changes_of(job: Job) -> list[Change]:
                 continue
             fit = Fit(False, floor) if late else fit_of(contest, meshes)
         except AutotpError:  # no such machine, or no such batch: no change that could be made
+            continue
+        except Expired:
+            found.append(Change(trial.name, None, reason=_LATE))
             continue
         longest = max(longest, time.perf_counter() - begun - trial.captures * job.capturing)
         if fit.fits is None:

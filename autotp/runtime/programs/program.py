@@ -54,6 +54,16 @@ class Key:
     default: torch.dtype | None = None
     orders: tuple[tuple[int, ...], ...] = ()
 
+    @staticmethod
+    def leaf(value: Any) -> tuple[Any, Any]:
+        """A leaf of a call as keys have it."""
+        if isinstance(value, Tensor):
+            return value.dtype, tuple(value.shape)
+        if isinstance(value, set):  # whose text depends on how it was filled
+            value = frozenset(value)
+        # Of a float the text: -0.0 equals 0.0, and NaN not itself.
+        return type(value), value if isinstance(value, Hashable) and not isinstance(value, float | complex) else repr(value)
+
     @property
     def tensors(self) -> list[tuple[str, tuple[int, ...]]]:
         """The name and the shape of every tensor, in the order of the graph's inputs."""
@@ -84,16 +94,6 @@ class Key:
         usual = "" if self.default is None else f", default dtype {str(self.default)[6:]}"
         usual += f", with dims in memory as {self.orders}" if self.orders else ""
         return f"{mode} {wanted}, inputs{joined} {', '.join(given + others) or 'none'}{cast}{usual}"
-
-
-def described(leaf: Any) -> tuple[Any, Any]:
-    """A leaf of a call as keys have it."""
-    if isinstance(leaf, Tensor):
-        return leaf.dtype, tuple(leaf.shape)
-    if isinstance(leaf, set):  # whose text depends on how it was filled
-        leaf = frozenset(leaf)
-    # Of a float the text: -0.0 equals 0.0, and NaN not itself.
-    return type(leaf), leaf if isinstance(leaf, Hashable) and not isinstance(leaf, float | complex) else repr(leaf)
 
 
 def _text(kind: type, value: Any) -> str:

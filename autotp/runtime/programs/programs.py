@@ -25,17 +25,7 @@ from autotp.runtime.agreement import Agreement, agreed
 from autotp.runtime.compiled import Overlap
 from autotp.runtime.output_guard import Relations
 from autotp.runtime.programs.monitor import Monitor
-from autotp.runtime.programs.program import (
-    Call,
-    Key,
-    Program,
-    Unkept,
-    described,
-    named_state,
-    require_own,
-    run_alike,
-    without_memory,
-)
+from autotp.runtime.programs.program import Call, Key, Program, Unkept, named_state, require_own, run_alike, without_memory
 from autotp.runtime.programs.rows import Joined, joined, known_rows, require_same_inputs
 from autotp.runtime.rewrite import Rewritten, apply, parts_of
 from autotp.runtime.schedules import Schedules
@@ -108,7 +98,7 @@ class Programs:
             world.join([self.split])
         self.signature = rewritten.captured.signature
         shapes = iter(rewritten.shapes)
-        leaves = [(x.dtype, next(shapes)) if x.shape is not None else described(x.value) for x in self.signature.leaves]
+        leaves = [(x.dtype, next(shapes)) if x.shape is not None else Key.leaf(x.value) for x in self.signature.leaves]
         first = Key(tuple(training), plan.mode == "train", tuple(leaves), self.signature.in_spec)
         self.known = {first: self._program(first, plan, rewritten)}
         self.cast: tuple[tuple[str, torch.dtype], ...] = ()
@@ -175,8 +165,8 @@ class Programs:
         leaves, structure = flat(self.signature.parameters, args, kwargs)
         tensors = [dense(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         default = None if (now := torch.get_default_dtype()) == self.default else now
-        orders = lying(tensors, [each.captured for each in self.known.values()])
-        kinds = tuple(map(described, leaves))
+        orders = lying(tensors, [each.captured for each in self.known.values()], drawn=self.world.seeds.ordered)
+        kinds = tuple(map(Key.leaf, leaves))
         return Key(training, gradients, kinds, structure, False, self.cast, default, orders), tensors
 
     def keep_dtypes(self, module: nn.Module) -> None:

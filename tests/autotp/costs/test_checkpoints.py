@@ -143,6 +143,26 @@ def test_memory_that_is_short_asks_for_more():
     assert set(tight.recomputed) > set(ample.recomputed) != set()
 
 
+@pytest.mark.parametrize("compile", [False, True])
+def test_nothing_is_refused_that_recomputing_by_kinds_makes_fit(compile):
+    def block():
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Softsign(), nn.Linear(8, 8))
+
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(block() for _ in range(12))
+
+        def forward(self, x):
+            return _nested(self.blocks, x)
+
+    model, args = Deep(), (torch.randn(64, 8),)
+    asked = {"topology": autotp.Topology.flat(1), "args": args, "compile": compile}
+    selective, ample = (autotp.plan(model, recompute=way, **asked).predicted.memory_bytes for way in ("selective", "auto"))
+    assert selective < ample
+    assert autotp.plan(model, memory=selective, **asked).predicted.memory_bytes <= selective
+
+
 def _products_kept(context, function, *args, **kwargs):
     products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     return CheckpointPolicy.MUST_SAVE if function in products else CheckpointPolicy.PREFER_RECOMPUTE

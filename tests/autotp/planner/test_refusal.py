@@ -11,6 +11,8 @@ import autotp
 from autotp.costs.floor import least_bytes
 from autotp.costs.prices import Prices
 from autotp.planner import plan_captured, plan_model, prepare
+from autotp.planner.ilp import Expired
+from autotp.planner.refusal import changes
 from autotp.plans.options import Options
 from passes.capture import capture
 
@@ -95,6 +97,16 @@ def test_without_the_model_what_takes_it_is_said_not_to_be_tried():
     untried = [change.name for change in error.value.changes if change.fits is None]
     assert "1/2 of the batch" in untried
     assert "4 devices" not in untried
+
+
+def test_what_there_is_no_time_for_is_said_not_to_be_tried(monkeypatch):
+    def late(*_):
+        raise Expired("no plan was found within the time limit")
+
+    monkeypatch.setattr(changes, "fit_of", late)
+    error = refused(Layers(), torch.randn(2048, 64), memory=1e5)
+    assert error.changes and not any(change.fits for change in error.changes)
+    assert "not tried" in str(error)
 
 
 def test_a_mesh_that_is_given_and_inference_leave_fewer_changes():

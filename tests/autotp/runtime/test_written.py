@@ -541,3 +541,16 @@ def test_a_default_that_is_a_tensor_may_come_by_position_alone():
     model, x = _Only(), torch.randn(4, 8)
     simulated = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), (x,)), (x,))
     assert torch.allclose(simulated(x), model(x))
+
+
+def test_numbers_are_drawn_as_inputs_lie():
+    model, x = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Dropout(0.5)).double(), torch.randn(4, 4, 6, 6).double()
+    plan = autotp.plan(model, autotp.Topology.flat(2), (x,), strategy="data", mesh=(2,))
+    simulated = autotp.simulate(model, plan, (x,), dropout="as-single")
+    for each in (x, x.contiguous(memory_format=torch.channels_last), x):
+        found = []
+        for run in (simulated, model):
+            torch.manual_seed(3)
+            found.append(run(each))
+        torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+    assert len(simulated.programs) == 2
