@@ -154,6 +154,29 @@ def test_results_of_bags_do_not_depend_on_where_a_reshard_puts_the_weight(copied
         torch.testing.assert_close(got, want)
 
 
+class Expanded(nn.Module):
+    """A loss of scores that one device has twice in memory and its part once."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores = nn.Parameter(torch.randn(5, 8).double())
+
+    def forward(self, target):
+        return F.nll_loss(self.scores[1:5][:, 5:8].expand(2, 5, 4, 3).transpose(0, 2), target)
+
+
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+def test_scores_need_not_be_contiguous_on_every_device(schedule):
+    torch.manual_seed(0)
+    model, args = Expanded(), (torch.randint(5, (4, 2, 3)),)
+    plan = autotp.plan(model, autotp.Topology.flat(2), args, mesh=(2,))
+    served = {"slice_1": ("d1",), "permute": ("d2",), "nll_loss_nd": ("m",)}
+    operators = [replace(op, assignment=served.get(op.name, (None,))) for op in plan.operators]
+    expected, found = run(model, args), run(model, args, replace(plan, operators=tuple(operators)), schedule)
+    for name, want in expected.items():
+        torch.testing.assert_close(found[name], want, rtol=1e-9, atol=1e-11)
+
+
 class Loss(nn.Module):
     def __init__(self, loss):
         super().__init__()
