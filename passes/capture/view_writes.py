@@ -290,7 +290,7 @@ def refuse_unsure(node: fx.Node, written: fx.Node, root: fx.Node) -> None:
     permuted = root.target in _LIKE_OPERANDS and not all(n.meta["val"].is_contiguous() for n in root.all_input_nodes)
     if as_computed(root.target, value) is value and not permuted:
         return
-    if permuted or len(root.users) > 1 or written is not root:
+    if permuted or len(root.users) > 1 or written is not root:  # contiguous() leaves no node where it seems to copy nothing
         raise CaptureError(
             f"{where(node)}: {node.target} writes to a result of {root.target}, or to a copy of it: torch.export is wrong "
             "about its strides, so it is not known whether contiguous() or reshape() copied; use an out-of-place "
