@@ -29,6 +29,7 @@ __all__ = [
     "differentiable",
     "dump",
     "emit",
+    "graphs_of",
     "note_of",
     "place_of",
     "stays",
@@ -136,6 +137,11 @@ class Note:
 def note_of(node: fx.Node) -> Note:
     """What passes have left on a node; an empty note where that is nothing."""
     return node.meta.get(_KEY, _EMPTY)
+
+
+def graphs_of(module: fx.GraphModule) -> list[fx.Graph]:
+    """The graphs of a module and of its regions."""
+    return [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
 
 
 def annotate(node: fx.Node, **changes: Any) -> None:

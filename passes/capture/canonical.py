@@ -16,7 +16,7 @@ from torch import SymBool, SymFloat, SymInt, Tensor, fx
 from passes.capture.builder import Builder, operator_name
 from passes.capture.canonical_views import VIEWS, Arguments, Handler, source_of
 from passes.capture.functional import embedding_bag
-from passes.graph import arguments_of
+from passes.graph import arguments_of, graphs_of
 from passes.torch_internals import FakeTensorMode, OpOverload, tree_map
 
 __all__ = ["drop_checks", "normalise"]
@@ -29,7 +29,7 @@ _NUMBERS = (bool, int, float, SymBool, SymInt, SymFloat)
 
 def drop_checks(module: fx.GraphModule) -> None:
     """Leaves out assertions in place, in all regions, and numbers taken from tensors (``.item()``) only for them."""
-    for graph in [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]:
+    for graph in graphs_of(module):
         for node in reversed(graph.nodes):
             number = node.op == "call_function" and isinstance(node.meta.get("val"), _NUMBERS)
             if not node.users and (number or operator_name(node.target).startswith(_CHECKS)):

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from passes.capture.builder import Builder, CaptureError, operator_name, outer_order
-from passes.capture.view_writes import PERMUTES, RESHAPES, SPLITS
+from passes.capture.view_writes import PERMUTES, RESHAPES, SPLITS, laid_as_inputs
 from passes.graph import where
 
 __all__ = ["VIEWS", "Arguments", "Handler", "reads_memory", "source_of"]
@@ -137,23 +137,18 @@ def reads_memory(graph: fx.Graph, inputs: Collection[str]) -> bool:
     """
     found = False
     for node in graph.nodes:
-        todo = node.all_input_nodes[:1] if operator_name(node.target) == "aten::as_strided" else []
-        shown = set(todo)  # whose memory that is
-        while todo:
-            source = todo.pop()
-            if source.op == "placeholder":
-                found |= source.name in inputs
-                plain = source.meta["val"].is_contiguous() and len(node.args) + len(node.kwargs) == 3  # no storage_offset
-                if source.name in inputs and source in shown and not plain:
-                    raise CaptureError(
-                        f"{where(node)}: as_strided reads the memory of input '{source.name}', which is not contiguous, or "
-                        "from a storage_offset of its own: it may read what is not the input's; use contiguous() first"
-                    )
-            elif source.op == "call_function" and operator_name(source.target) != "aten::contiguous":
-                shows = getattr(source.target, "is_view", False)
-                if shows or torch.Tag.pointwise in getattr(source.target, "tags", ()):
-                    todo += source.all_input_nodes[:1] if shows else source.all_input_nodes
-                    shown |= set(source.all_input_nodes[:1]) if shows and source in shown else set()
+        if operator_name(node.target) != "aten::as_strided":
+            continue
+        shown = read = node.all_input_nodes[0]
+        while getattr(shown.target, "is_view", False) and operator_name(shown.target) != "aten::contiguous":
+            shown = shown.all_input_nodes[0]
+        plain = shown.meta["val"].is_contiguous() and len(node.args) + len(node.kwargs) == 3  # no storage_offset
+        if shown.name in inputs and not plain:
+            raise CaptureError(
+                f"{where(node)}: as_strided reads the memory of input '{shown.name}', which is not contiguous, or from a "
+                "storage_offset of its own: it may read what is not the input's; use contiguous() first"
+            )
+        found |= laid_as_inputs(read, inputs)
     return found
 
 

@@ -31,6 +31,7 @@ from costmodel.errors import AutotpError, require, shown
 from passes.capture.attributes import in_python
 from passes.capture.builder import CaptureError
 from passes.capture.signature import overlap, reach, require_dense
+from passes.graph import graphs_of
 from passes.torch_internals import (
     DisableTorchFunction,
     FakeTensor,
@@ -104,7 +105,7 @@ def require_plain(model: nn.Module, args: Any = (), kwargs: Any = None) -> None:
 
 def refuse_sparse(model: nn.Module, exported: fx.GraphModule) -> None:
     """Refuses graphs with tensors that are not dense."""
-    for graph in [each.graph for each in exported.modules() if isinstance(each, fx.GraphModule)]:
+    for graph in graphs_of(exported):
         for node in graph.nodes:
             for value in tree_leaves(node.meta.get("val")):
                 if isinstance(value, Tensor):

@@ -29,7 +29,7 @@ from passes.capture.regions import inline_regions, without_vmaps
 from passes.capture.signature import CallSignature, example, in_call_order, refusal
 from passes.capture.view_writes import draws_as_laid, lay_as_computed, note_unmoved
 from passes.capture.writes import functionalise
-from passes.graph import TRACING, Cast, annotate
+from passes.graph import TRACING, Cast, annotate, graphs_of
 from passes.torch_internals import detect_fake_mode, silent_fake_tensors
 
 __all__ = ["CallSignature", "CaptureError", "Captured", "capture"]
@@ -191,7 +191,7 @@ def _captured(
     out_spec = program.call_spec.out_spec.child(0) if observe else program.call_spec.out_spec
     exported = program.graph_module
     checks.refuse_sparse(model, exported)
-    note_unmoved(seen.unmoved, (each.graph for each in exported.modules() if isinstance(each, fx.GraphModule)))
+    note_unmoved(seen.unmoved, graphs_of(exported))
     values = {n.name: n.meta.get("val") for n in exported.graph.nodes if n.op == "placeholder"}
     names = _Names(model, program, values, args, kwargs, seen.parameters.values())
 

@@ -25,6 +25,7 @@ __all__ = [
     "as_computed",
     "by_strides",
     "draws_as_laid",
+    "laid_as_inputs",
     "lay_as_computed",
     "note_unmoved",
     "put_back",
@@ -66,7 +67,7 @@ _DROPOUTS = _named("dropout feature_dropout alpha_dropout feature_alpha_dropout"
 COPIES = _named("reshape flatten reshape_as ravel contiguous to")
 """Operators that return a view or a copy, as their operand lies in memory."""
 
-_LAID_ANEW = _named("linear mm addmm bmm baddbmm embedding")
+_LAID_ANEW = _named("linear mm addmm bmm baddbmm embedding contiguous")
 """Operators whose result is contiguous, however their operands lie."""
 
 _IN_PLACE = _named("squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_")
@@ -246,15 +247,15 @@ def by_strides(written: fx.Node, like: fx.Node, values: Mapping[fx.Node, Any], i
         node = todo.pop()
         found = (loose and bool(like.users)) or (copies(node) != mine and any(like < user for user in node.users))
         todo += [user for user in node.users if user < like and user in values and shown(user) is node]
-    return found and _laid_as_inputs(root, inputs)
+    return found and laid_as_inputs(root, inputs)
 
 
 def draws_as_laid(graph: fx.Graph, inputs: Collection[str]) -> bool:
     """Whether an operator draws numbers for what may lie in memory as an input does."""
-    return any(draws(node) and _laid_as_inputs(node, inputs) for node in graph.nodes)
+    return any(draws(node) and laid_as_inputs(node, inputs) for node in graph.nodes)
 
 
-def _laid_as_inputs(node: fx.Node, inputs: Collection[str]) -> bool:
+def laid_as_inputs(node: fx.Node, inputs: Collection[str]) -> bool:
     """Whether a value may lie in memory as an input does."""
     todo, seen = [node], set[fx.Node]()
     while todo:
