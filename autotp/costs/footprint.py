@@ -56,7 +56,7 @@ class Footprint:
         self.spare = priced.prices.spare
         self.sizes: dict[tuple, float] = {}
         self.live: dict[Key, float] = {}
-        self.stored = self.peak = 0.0
+        self.stored = 0.0
         self.now = Moment(0, Turn.FORWARD)
         self.held: dict[Moment, float] = {}
         self.watched = math.inf
@@ -91,7 +91,7 @@ class Footprint:
             for at, node in reversed(list(enumerate(nodes))):
                 self.now = Moment(at, Turn.ARRIVAL)
                 self.backward(node, self.needs)
-        return self.peak
+        return max(self.held.values(), default=0.0)
 
     def state(self) -> None:
         """What is there throughout."""
@@ -124,13 +124,12 @@ class Footprint:
 
     def reach(self, passing: float = 0.0) -> None:
         """Looks whether this moment, with bytes that pass, is the worst yet."""
-        total = self.total + passing
-        passing += self.spare * total
+        total = self.stored + self.gradients.held.total + passing
         total += self.spare * total
-        self.peak = max(self.peak, total)
-        self.held[self.now] = max(self.held.get(self.now, 0.0), total)
+        if total > self.held.get(self.now, 0.0):
+            self.held[self.now] = total
         if total >= self.watched:
-            self.watched, self.worst = math.inf, self.holding(passing)
+            self.watched, self.worst = math.inf, self.holding(passing + self.spare * (self.total + passing))
 
     def explain(self, peak: float | None = None) -> list[tuple[str, str, float]]:
         """What is held at the worst moment: (kind, name, bytes), most first.
@@ -186,11 +185,11 @@ class Footprint:
     def forward(self, node: fx.Node, ends: Sequence[Key]) -> None:
         """Runs an operator: what it gathers, what it returns, what is kept of it."""
         strategy, passing = self.strategies[node.name], 0.0
-        for operand, want in zip(self.operands[node], strategy.wants, strict=True):
-            value = value_of(operand)
-            key, own = self.storages.key(value, want.layout), self.storages.key(value, self.layouts[value])
+        for operand, want, key in zip(self.operands[node], strategy.wants, self.storages.read[node], strict=True):
             if key in self.live:
                 continue
+            value = value_of(operand)
+            own = self.storages.key(value, self.layouts[value])
             if node.name in self.panels and (value[0].name in self.parameters or (value, node) in self.regathered):
                 passing += self.bytes(operand.meta["val"], want.layout) / self.panels[node.name]
                 continue

@@ -70,13 +70,13 @@ class Needs:
 
     def _operand(self, node: fx.Node, position: int) -> Key | None:
         """The storage of an operand as a gradient's formula reads it; None where panels bring it bit by bit."""
-        operand, want = self.storages.operands[node][position], self.priced.strategies[node.name].wants[position]
-        value = value_of(operand)
-        if (value, node) in self.priced.regathered:
-            return self.storages.key(value, self.priced.layouts[value])
-        if node.name in self.priced.panels and value[0].name in self.parameters:
-            return None
-        return self.storages.key(value, want.layout)
+        if node.name in self.priced.panels:
+            value = value_of(self.storages.operands[node][position])
+            if (value, node) in self.priced.regathered:
+                return self.storages.key(value, self.priced.layouts[value])
+            if value[0].name in self.parameters:
+                return None
+        return self.storages.read[node][position]
 
     def _laid_out(self, node: fx.Node, read: Sequence[int]) -> tuple[int, float] | None:
         """The copy of an input of the model that a convolution reads with its channels last."""

@@ -22,6 +22,7 @@ class Storages:
 
     Attributes:
         operands, results: of every operator.
+        read: operator -> the storages of its operands, as it wants them.
         roots: a view's result -> the storage that it has.
         last: storage -> the last operator of the forward pass to read it.
     """
@@ -30,6 +31,7 @@ class Storages:
         self.strategies, self.layouts = priced.strategies, priced.layouts
         self.operands, self.results, self.shown = priced.model.operands, priced.model.results, priced.model.shown
         self.roots: dict[Value, Key] = {}
+        self.read: dict[fx.Node, list[Key]] = {}
         self.last = self._readers()
 
     def key(self, value: Value, layout: Layout) -> Key:
@@ -45,9 +47,11 @@ class Storages:
         """The last operator to read each storage; a reshard reads when the first who wants its result does."""
         last: dict[Key, fx.Node] = {}
         for node in self.operands:
+            self.read[node] = []
             for operand, want in zip(self.operands[node], self.strategies[node.name].wants, strict=True):
                 value = value_of(operand)
                 key = self.key(value, want.layout)
+                self.read[node].append(key)
                 if key not in last and want.layout != self.layouts[value]:
                     last[self.key(value, self.layouts[value])] = node
                 last[key] = node

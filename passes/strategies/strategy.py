@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
@@ -102,6 +103,7 @@ def whole_layout(axes: int) -> Layout:
     return Placements((Replicate(),) * axes)
 
 
+@lru_cache(maxsize=100_000)
 def gradient_of(layout: Layout) -> Layout:
     """The layout in which the gradient of a tensor in ``layout`` is given to its producer."""
     return Placements(p if is_shard(p) else Replicate() for p in layout)
