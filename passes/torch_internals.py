@@ -28,6 +28,7 @@ from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.autograd import forward_ad
 from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 from torch.distributed import _state_dict_utils
 from torch.distributed.device_mesh import DeviceMesh
@@ -172,6 +173,11 @@ def queue_callback(function: Callable[[], None]) -> None:
 def is_profiling() -> bool:
     """Whether a profiler of torch's is on."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def transforming() -> bool:
+    """Whether a transform of ``torch.func`` is on, or a level of forward-mode gradients."""
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
 
 
 def enter_inference_mode(context: Any, instead: AbstractContextManager | None) -> None:

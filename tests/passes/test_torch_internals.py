@@ -352,6 +352,15 @@ def test_is_profiling():
     assert not internals.is_profiling()
 
 
+def test_transforming():
+    found = []
+    assert not internals.transforming()
+    torch.func.vmap(lambda x: found.append(internals.transforming()) or x)(torch.ones(2))
+    with torch.autograd.forward_ad.dual_level():
+        found.append(internals.transforming())
+    assert found == [True, True] and not internals.transforming()
+
+
 def test_enter_inference_mode(monkeypatch):
     def begun(context):
         internals.enter_inference_mode(context, torch.no_grad() if context.mode else None)

@@ -38,7 +38,7 @@ from passes.graph import TRACING, cast_of
 from passes.layouts.layout import Layout, is_shard, local_shape
 from passes.sharding.shard import draws_of, place_constants, used_groups
 from passes.strategies.strategy import whole_layout
-from passes.torch_internals import tree_map
+from passes.torch_internals import transforming, tree_map
 from passes.world.world import World
 
 __all__ = ["MOST", "Programs"]
@@ -154,11 +154,13 @@ class Programs:
             mode: one of `MODES`; left out, as the modules and torch's own switch for gradients are now.
 
         Raises:
-            AutotpError: the mode is unknown.
+            AutotpError: the mode is unknown, or the call is transformed.
             TypeError: the arguments do not fit the model's signature.
         """
         if mode is not None and mode not in tuple(MODES):
             raise AutotpError(f"mode={mode!r} is unknown; choose one of {', '.join(MODES)}, or leave it out")
+        if transforming():
+            raise AutotpError("torch.func and forward-mode gradients cannot transform what is sharded; transform the model")
         training = tuple(each.training if mode is None else MODES[mode] for each in modules)
         # A plan for inference has counted no memory for gradients; they are right, when someone asks for them.
         gradients = self.plan.mode == "train" and (torch.is_grad_enabled() if mode is None else MODES[mode])

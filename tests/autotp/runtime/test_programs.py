@@ -574,3 +574,15 @@ def test_weights_that_torch_computes_in_hooks_are_computed_in_every_program(how)
             each(x[:rows]).sum().backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-10)
+
+
+def test_transforms_of_a_sharded_module_are_errors():
+    model, x = nn.Linear(4, 4).double(), torch.rand(4, 4, **F64)
+    plan = autotp.plan(model, autotp.Topology.load("cpu").resized(2), (x,))
+    simulated = autotp.simulate(model, plan, (x,))
+    for transformed in (torch.func.vmap(simulated), torch.func.grad(lambda x: simulated(x).sum())):
+        with pytest.raises(autotp.AutotpError, match="transform the model"):
+            transformed(x)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(autotp.AutotpError, match="transform the model"):
+        simulated(torch.autograd.forward_ad.make_dual(x, x))
+    simulated(x)
