@@ -167,9 +167,12 @@ class Programs:
         leaves, structure = flat(self.signature.parameters, args, kwargs)
         tensors = [dense(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         default = None if (now := torch.get_default_dtype()) == self.default else now
-        orders = lying(tensors, [each.captured for each in self.known.values()], drawn=self.world.seeds.ordered)
         kinds = tuple(map(Key.leaf, leaves))
-        return Key(training, gradients, kinds, structure, False, self.cast, default, orders), tensors
+        return Key(training, gradients, kinds, structure, False, self.cast, default, self._orders(tensors)), tensors
+
+    def _orders(self, tensors: Sequence[Tensor], *more: Captured) -> tuple[tuple[int, ...], ...]:
+        known = [each.captured for each in self.known.values()]
+        return lying(tensors, [*known, *more], drawn=self.world.seeds.ordered)
 
     def keep_dtypes(self, module: nn.Module) -> None:
         """Makes programs from now on for the dtypes that a module's parameters and buffers have now."""
@@ -228,11 +231,10 @@ class Programs:
             self.agreement.whereabouts.agreed()
         if inputs is not None:
             self.checked.add(key)
-        if key not in self.known:
-            with TRACING, torch.inference_mode(mode=False), torch.enable_grad():
-                if key not in self.known:  # another thread may have made it
-                    self._make(key, args, kwargs)
-        return self.known[key]
+        if key in self.known:
+            return self.known[key]
+        with TRACING, torch.inference_mode(mode=False), torch.enable_grad():
+            return self.known.get(key) or self._make(key, args, kwargs)  # another thread may have made it
 
     def _check(self, call: Call, inputs: Sequence[Tensor]) -> None:
         if self.agreement.processes == 1:
@@ -242,7 +244,7 @@ class Programs:
         every = self.agreement.gathered((part, str(call), [checksum(tensor) for tensor in inputs]))
         require_same_inputs(key, self.parts(key), every, None if self.inputs == "global" else self.ways)
 
-    def _make(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _make(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
         if len(self.known) >= self.most:
             raise AutotpError(
                 f"this call, for {key}, needs one more program than max_programs={self.most} allows. There are programs "
@@ -258,10 +260,13 @@ class Programs:
             lambda captured, plan: apply(captured, plan, split, parts, rows(captured), kept=self.kept, joined=key.whole),
         )
         self.changed |= {each.path for each in rewritten.captured.changed}
+        tensors = [dense(leaf) for leaf in flat(self.signature.parameters, args, kwargs)[0] if isinstance(leaf, Tensor)]
+        key = replace(key, orders=self._orders(tensors, rewritten.captured))  # it may be the first for which they matter
         mine = key, plan, rewritten.captured
         same = [each for known, each in self.known.items() if run_alike(mine, (known, each.plan, each.captured))]
         self.known[key] = same[0] if same else self._program(key, plan, rewritten)
         _log.info("program %d, for %s: step %.4g s", len(self.known), key, plan.predicted.step_seconds)
+        return self.known[key]
 
     def _captured(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:
         if isinstance(self.model, AutotpError):

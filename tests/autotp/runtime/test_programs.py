@@ -586,3 +586,25 @@ def test_transforms_of_a_sharded_module_are_errors():
     with torch.autograd.forward_ad.dual_level(), pytest.raises(autotp.AutotpError, match="transform the model"):
         simulated(torch.autograd.forward_ad.make_dual(x, x))
     simulated(x)
+
+
+class Late(nn.Module):
+    """Evaluation changes an input in place, where a reshape of it is a view; training does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4, **F64)
+
+    def forward(self, x):
+        if not self.training:
+            x.reshape(-1).mul_(2)
+        return self.linear(x)
+
+
+def test_how_inputs_lie_may_matter_in_a_later_program_first():
+    model, x = Late(), torch.rand(4, 4, **F64)
+    simulated = autotp.simulate(model, autotp.plan(model, autotp.Topology.load("cpu").resized(2), (x,)), (x,))
+    for training, transposed in ((True, False), (False, True), (False, False), (False, True), (True, True)):
+        given = [x.clone().t() if transposed else x.clone() for _ in range(2)]
+        torch.testing.assert_close(simulated.train(training)(given[0]), model.train(training)(given[1]), **SIX)
+        torch.testing.assert_close(*given, **SIX)
