@@ -223,6 +223,13 @@ def _cat(build: Builder, node: fx.Node, given: Arguments) -> Any:
     return build.emit(aten.cat.default, (some, given["dim"]), like=node) if alike and 0 < len(some) < len(tensors) else None
 
 
+def _range(build: Builder, node: fx.Node, given: Arguments) -> Any:
+    """``torch.linspace`` ends the gradients of tensors that it is given; its operator has none, and would raise."""
+    ended = {k: build.emit(aten.detach.default, (v,), like=node) if isinstance(v, fx.Node) else v for k, v in given.items()}
+    args = tuple(ended.pop(name) for name in ("start", "end", "steps", "base") if name in ended)
+    return build.copy(node, args, ended)
+
+
 #: Up to so many rows, torch takes differences of coordinates; from more on, a product.
 _FEW_ROWS = 25
 #: What always makes a tensor of its own, though its numbers may be another's.
@@ -237,6 +244,7 @@ _HANDLERS: dict[str, Handler] = {
     ),
     **dict.fromkeys(("aten::to", "aten::_to_copy", "aten::type_as"), _cast),
     **dict.fromkeys(("aten::dropout", "aten::feature_dropout", "aten::alpha_dropout"), _dropout),
+    **dict.fromkeys(("aten::linspace", "aten::logspace"), _range),
     **dict.fromkeys(("aten::add", "aten::sub"), _neutral(0)),
     **dict.fromkeys(("aten::mul", "aten::div", "aten::true_divide"), _neutral(1)),
     "aten::cat": _cat,

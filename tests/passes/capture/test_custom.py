@@ -656,3 +656,26 @@ def test_what_torch_changes_for_itself_is_not_warned_of(caplog):
     with caplog.at_level("WARNING", "autotp.capture"):
         captured = capture(model, (torch.randn(2, 4),))
     assert not captured.changed and not caplog.records
+
+
+class Ranges(nn.Module):
+    """Ranges between parameters: torch gives these no gradient of them, though the operators' results ask for one."""
+
+    def __init__(self):
+        super().__init__()
+        self.low, self.high = (nn.Parameter(torch.tensor(x, dtype=torch.float64)) for x in (0.5, 2.0))
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x):
+        bins = torch.linspace(self.low, self.high, 4) + torch.logspace(self.low, 2, 4, base=2.0)
+        return (self.linear(x) - bins) * self.high
+
+
+def test_ranges_end_gradients():
+    model, x = Ranges(), torch.rand(4, 4, dtype=torch.float64)
+    simulated = autotp.simulate(model, autotp.plan(model, autotp.Topology.load("cpu").resized(2), (x,)), (x,))
+    for each in (model, simulated):
+        each(x).square().sum().backward()
+    assert model.low.grad is None and simulated.low.grad is None
+    torch.testing.assert_close(simulated.high.grad, model.high.grad)
+    torch.testing.assert_close(simulated.linear.weight.grad, model.linear.weight.grad)
