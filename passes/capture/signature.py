@@ -202,9 +202,9 @@ def example(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Own copies of the example inputs: export silently merges a tensor given twice into one placeholder."""
     if not args and not kwargs:
-        dummy = getattr(model, "dummy_inputs", None)
-        kwargs = dummy if isinstance(dummy, Mapping) else {}
-        if not kwargs and inspect.signature(model.forward).parameters:
+        kwargs = dummy if isinstance(dummy := getattr(model, "dummy_inputs", None), Mapping) else {}
+        given = inspect.signature(model.forward).parameters.values()
+        if not kwargs and any(each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in given):
             raise AutotpError(f"{type(model).__name__}: no example inputs; pass args=(...) or kwargs={{...}} as in a call")
     try:
         parameters = inspect.signature(model.forward)

@@ -176,6 +176,19 @@ def test_no_example_inputs() -> None:
         capture(nn.Linear(8, 8))
 
 
+class Free(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, *more: torch.Tensor) -> torch.Tensor:
+        return self.weight * (1 + len(more))
+
+
+def test_a_model_that_needs_no_inputs() -> None:
+    assert not capture(Free()).inputs
+
+
 def test_a_model_of_fake_tensors_is_captured_outside_its_mode() -> None:
     with FakeTensorMode():
         model, x = nn.Linear(4, 3), torch.randn(2, 4)
