@@ -124,7 +124,7 @@ class Footprint:
 
     def reach(self, passing: float = 0.0) -> None:
         """Looks whether this moment, with bytes that pass, is the worst yet."""
-        total = self.stored + self.gradients.held.total + passing
+        total = self.total + passing
         total += self.spare * total
         if total > self.held.get(self.now, 0.0):
             self.held[self.now] = total
