@@ -25,7 +25,7 @@ from passes.torch_internals import (
     tree_leaves,
 )
 
-__all__ = ["Builder", "CaptureError", "operator_name", "outer_order"]
+__all__ = ["Builder", "CaptureError", "is_symbolic", "operator_name", "outer_order"]
 
 aten = torch.ops.aten
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
@@ -41,6 +41,14 @@ def operator_name(target: Any) -> str:
     if isinstance(target, OpOverload):
         return schema(target).name
     return getattr(target, "__name__", str(target))
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether a number, or a size or stride of a tensor, in a node's value is not known before the node runs."""
+    numbers: list[Any] = []
+    for leaf in tree_leaves(value):
+        numbers += [*leaf.shape, *leaf.stride()] if isinstance(leaf, Tensor) and leaf.layout is torch.strided else [leaf]
+    return any(isinstance(each, torch.SymInt | torch.SymFloat | torch.SymBool) for each in numbers)
 
 
 def outer_order(target: Any, rank: int, arguments: dict[str, Any]) -> list[int]:
@@ -134,11 +142,9 @@ class Builder:
         if replace(note_of(node), loose=False) == Note():
             module, source = _module(like.meta.get("nn_module_stack")), _origin(like.meta.get("stack_trace"))
             annotate(node, module=module, source=source, checkpoint=checkpoint_of(like))
-        for leaf in tree_leaves(value):
-            sizes = leaf.shape if isinstance(leaf, Tensor) else [leaf]
-            if any(isinstance(s, torch.SymInt | torch.SymFloat | torch.SymBool) for s in sizes):
-                raise CaptureError(
-                    f"{where(node)}: {node.target} has a shape or value that depends on data; "
-                    "rewrite that part of the model with static shapes (for example masks, not indexing)"
-                )
+        if is_symbolic(value):
+            raise CaptureError(
+                f"{where(node)}: {node.target} has a shape or value that depends on data; "
+                "rewrite that part of the model with static shapes (for example masks, not indexing)"
+            )
         return node

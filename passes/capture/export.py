@@ -200,7 +200,7 @@ def _captured(
         raise CaptureError(f"{type(model).__name__}: the graph has no tensors; there is nothing to plan")
     drop_checks(exported)
     exported.graph = without_vmaps(exported.graph, mode)
-    graph = inline_regions(exported, mode, names.placeholders, names.renamed)
+    graph = inline_regions(exported, mode, names.placeholders, names.renamed, names.constants, names.inputs)
     kinds = dict.fromkeys(names.parameters, "parameter") | dict.fromkeys((*names.buffers, *names.attributes), "buffer")
     note_unmoved(seen.unmoved, [graph])  # its placeholders, which are new
     graph, written = functionalise(graph, mode, kinds | dict.fromkeys(names.inputs, "input"))

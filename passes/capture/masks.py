@@ -1,27 +1,151 @@
-"""Attention masks that the model's own constants decide become what they say: causal, or nothing.
+"""What a model's own constants decide: how many elements a mask selects, and attention masks that are causal, or nothing.
 
-Under ``torch.export``, transformers writes every mask out, since it cannot look at one: an attention with a mask of its own
-runs two to three times as long as one that a kernel knows to be causal, and saves the mask.
+To ``torch.export``, what a mask selects has a size that depends on data, even if the model writes the mask out. There,
+transformers writes every mask out, since it cannot look at one: an attention with a mask of its own runs two to
+three times as long as one that a kernel knows to be causal, and saves the mask.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
+from collections.abc import Collection, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.fx.node import map_aggregate
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate, map_arg
 
-from passes.torch_internals import OpOverload, schema
+from passes.capture.builder import Builder, CaptureError, is_symbolic, operator_name
+from passes.capture.functional import writes
+from passes.rules.table import draws
+from passes.torch_internals import OpOverload, schema, tree_leaves, tree_map
 
-__all__ = ["recognise_masks"]
+__all__ = ["Constants", "recognise_masks"]
 
+aten = torch.ops.aten
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 #: Elements beyond which nobody looks, of what has to be computed: about as many bytes and nanoseconds.
 _MOST = 2**30
 #: Operators on every element that torch does not tag so.
 _UNTAGGED = ("aten::__and__", "aten::__or__", "aten::where")
+
+
+class Constants:
+    """Calls in a graph that is being built whose sizes constants decide.
+
+    Args:
+        builder: of the graph, which may write in place.
+        given: placeholder name -> its tensor, of the graph's constants; new ones are added. Parameters among them are none,
+            as they are trained.
+        inputs: placeholders that follow the constants.
+    """
+
+    def __init__(self, builder: Builder, given: MutableMapping[str, Tensor], inputs: Collection[str]) -> None:
+        self.builder, self.given, self.inputs = builder, given, inputs
+        self._values: dict[fx.Node, Any] = {}
+        self._seen: set[fx.Node] = set()
+        self._made: dict[fx.Node, Tensor] = {}
+        self._lost: list[Any] = []  # kept, so that nothing else gets their memory
+
+    def decided(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call of a node of which export does not know all sizes, on new arguments: a node, numbers, or both.
+
+        Raises:
+            CaptureError: sizes depend on data.
+        """
+        if _repeats(node) and self._known((args, kwargs)):
+            return tree_map(lambda leaf: self._constant(leaf, node), self._run(node.target, args, kwargs))
+        emit = functools.partial(self.builder.emit, like=node)
+        name = operator_name(node.target)
+        if name == "aten::index":
+            args = (args[0], [place for index in args[1] for place in self._places(index, node)])
+        elif name == "aten::masked_select" and self._known(args[1]):
+            shape = list(torch.broadcast_shapes(*(each.meta["val"].shape for each in args)))
+            x, mask = (emit(aten.expand.default, (each, shape)) for each in args)
+            return emit(aten.index.Tensor, (x, self._places(mask, node)))
+        elif name == "aten::repeat_interleave" and self._known(args[1]):
+            x, dim = (args[0], args[2]) if args[2:] else (emit(aten.flatten.using_ints, args[:1]), 0)
+            times = self._run(aten.expand.default, (args[1], [x.meta["val"].shape[dim]]), {})
+            return emit(aten.index_select.default, (x, dim, self._constant(torch.repeat_interleave(times), node)))
+        elif not isinstance(node.meta["val"], Tensor | tuple | list):
+            found = self.builder.run(node.target, *map_arg((args, kwargs), lambda n: n.meta["val"]))
+            return self.builder.copy(node, args, kwargs) if is_symbolic(found) else found
+        return emit(node.target, args, kwargs)
+
+    def _places(self, index: Any, node: fx.Node) -> list[Any]:
+        """Where a mask is true, dim by dim; any other index as it is."""
+        mask = isinstance(index, fx.Node) and index.meta["val"].dtype in (torch.bool, torch.uint8)
+        if not mask or not self._known(index):
+            return [index]
+        return [self._constant(each, node) for each in self._run(aten.where.default, (index,), {})]
+
+    def _constant(self, value: Any, like: fx.Node) -> Any:
+        """A copy of a tensor that is a constant of the graph; numbers are what they are."""
+        if not isinstance(value, Tensor):
+            return value
+        same = [node for node, made in self._made.items() if made.dtype == value.dtype and torch.equal(made, value)]
+        return self.builder.emit(aten.clone.default, (same[0] if same else self._placed(value, like),), like=like)
+
+    def _placed(self, value: Tensor, like: fx.Node) -> fx.Node:
+        device = next(n.meta["val"].device for n in (like, *like.all_input_nodes) if isinstance(n.meta.get("val"), Tensor))
+        before = [each for each in self.builder.graph.find_nodes(op="placeholder") if each.name not in self.inputs]
+        with self.builder.graph.inserting_after(before[-1]), self.builder.mode:
+            node = self.builder.placeholder("constant", torch.empty(value.shape, dtype=value.dtype, device=device))
+        node.target = node.name
+        self.given[node.name] = self._made[node] = self._values[node] = value.contiguous()
+        self._seen.add(node)
+        return node
+
+    def _known(self, value: Any) -> bool:
+        """Whether what a call is given depends on constants alone, as all that stands before it does or does not."""
+        for node in self.builder.graph.nodes:
+            if node not in self._seen:
+                self._seen.add(node)
+                self._look(node)
+        return all(leaf in self._values for leaf in tree_leaves(value) if isinstance(leaf, fx.Node))
+
+    def _look(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            tensor = self.given.get(node.name)
+            if tensor is not None and not tensor.is_meta and not isinstance(tensor, nn.Parameter):
+                self._values[node] = tensor.detach().cpu().clone()
+            return
+        sizes = [leaf.numel() for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+        if _repeats(node) and max(sizes, default=0) <= _MOST and all(each in self._values for each in node.all_input_nodes):
+            try:
+                self._values[node] = self._run(node.target, node.args, node.kwargs)
+                return
+            except CaptureError:
+                pass
+        for place in writes(node.target) if isinstance(node.target, OpOverload) else ():
+            name = schema(node.target).arguments[place].name
+            for each in tree_leaves(node.args[place] if place < len(node.args) else node.kwargs.get(name)):
+                if each in self._values:
+                    self._forget(self._values[each])
+
+    def _run(self, target: Any, args: Any, kwargs: Any) -> Any:
+        with torch.device("cpu"), torch.no_grad():
+            args, kwargs = map_aggregate((args, dict(kwargs)), lambda leaf: _real(leaf, self._values))
+            try:
+                return target(*args, **kwargs)
+            except Exception as error:  # there may be no such kernel on the CPU
+                raise CaptureError(f"{target} of constants, whose result a shape depends on: {error}") from error
+
+    def _forget(self, written: Tensor) -> None:
+        """Nothing is known any more of memory that is written with what is not."""
+        self._lost.append(written)
+        memory = written.untyped_storage().data_ptr()
+        for node, value in list(self._values.items()):
+            if any(isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() == memory for leaf in tree_leaves(value)):
+                del self._values[node]
+
+
+def _repeats(node: fx.Node) -> bool:
+    """Whether a node gives the same whenever it runs on the same arguments."""
+    ours = isinstance(node.target, OpOverload) and node.target.namespace == "aten"
+    return (ours and not draws(node)) or node.target is operator.getitem
 
 
 def recognise_masks(graph: fx.Graph) -> None:

@@ -8,7 +8,7 @@ traced with the vmap carried out. Of derivatives that a model takes forward, onl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from passes.capture.builder import Builder, CaptureError
+from passes.capture.builder import Builder, CaptureError, is_symbolic
 from passes.capture.functional import is_write
+from passes.capture.masks import Constants
 from passes.graph import annotate, differentiable, note_of, where
 from passes.torch_internals import (
     FakeTensorMode,
@@ -37,7 +38,12 @@ _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 
 
 def inline_regions(
-    module: fx.GraphModule, mode: FakeTensorMode, placeholders: Mapping[str, Any], names: Mapping[str, Any]
+    module: fx.GraphModule,
+    mode: FakeTensorMode,
+    placeholders: Mapping[str, Any],
+    names: Mapping[str, Any],
+    constants: MutableMapping[str, Tensor],
+    inputs: Collection[str],
 ) -> fx.Graph:
     """One flat graph of ``call_function`` nodes.
 
@@ -46,6 +52,8 @@ def inline_regions(
         mode: the fake mode of its values.
         placeholders: the new graph's placeholders in order, name -> fake value.
         names: each old placeholder's name -> the new one's name, or ``(value,)`` for a constant argument.
+        constants: placeholder name -> its tensor; those that decide sizes are added.
+        inputs: names of the placeholders that follow these.
 
     Returns:
         The graph; notes say whether gradients were on where the node ran.
@@ -53,7 +61,8 @@ def inline_regions(
     Raises:
         CaptureError: a control-flow operator or an active autocast region.
     """
-    inliner = _Inliner(mode)
+    builder = Builder(mode)
+    inliner = _Inliner(builder, Constants(builder, constants, inputs))
     new = {name: inliner.builder.placeholder(name, value) for name, value in placeholders.items()}
     environment = {
         node: names[node.name][0] if isinstance(names[node.name], tuple) else new[names[node.name]]
@@ -66,8 +75,8 @@ def inline_regions(
 
 
 class _Inliner:
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self.builder = Builder(mode)
+    def __init__(self, builder: Builder, constants: Constants) -> None:
+        self.builder, self.constants = builder, constants
         self.detached: dict[fx.Node, fx.Node] = {}
 
     def outside(self, value: Any, grad: bool) -> Any:
@@ -113,8 +122,10 @@ class _Inliner:
             elif not _has_tensor(node):
                 environment[node] = node.meta["val"]
             else:
-                environment[node] = self.builder.copy(node, self.outside(args, grad), self.outside(kwargs, grad))
-                annotate(environment[node], grad=grad)
+                call = self.constants.decided if is_symbolic(node.meta.get("val")) else self.builder.copy
+                environment[node] = call(node, self.outside(args, grad), self.outside(kwargs, grad))
+                if isinstance(environment[node], fx.Node):
+                    annotate(environment[node], grad=grad)
         raise CaptureError("the exported graph has no output node")
 
     def region(self, module: Any, operands: Any, grad: bool) -> Any:

@@ -6,10 +6,11 @@ transformers' models were exact with their masks written out, so nothing showed 
 import pytest
 import torch
 import torch.nn.functional as F
+from capturing import check, image, program
 from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 import autotp
-from passes.capture import capture, masks
+from passes.capture import CaptureError, capture, masks
 
 LENGTH = 6
 
@@ -103,3 +104,83 @@ def test_of_a_batch_one_sequence_is_looked_at(monkeypatch, most, recognised):
     with torch.device("meta"):
         (node,) = attentions(capture(LlamaModel(config), (torch.zeros(5, LENGTH, dtype=torch.int64),)))
     assert (node.args[3] is None) == recognised
+
+
+def odd():
+    return torch.arange(8) % 2 == 1
+
+
+def without_gradient(y):
+    with torch.no_grad():
+        return y[odd()]
+
+
+def written(y):
+    mask = torch.zeros(8, 8)
+    mask[2:5] = 1.0
+    mask[0].fill_(3)
+    return y[mask > 0]
+
+
+def shifted(y):
+    places = torch.nonzero(odd())
+    places -= 1
+    return y[places.squeeze(1)] + y[torch.nonzero(odd()).squeeze(1)]
+
+
+def counted(y):
+    sizes = torch.tensor([3, 5])
+    return y[odd()].new_ones(2, 4).sum() * torch.stack([part.sum() for part in y.split(sizes.tolist())])
+
+
+DECIDED = {
+    "mask": lambda self, y: y[odd()],
+    "two dims": lambda self, y: y[~torch.eye(8, dtype=torch.bool)].view(8, 7),
+    "attribute": lambda self, y: y[:, self.mask].mean(1),
+    "masked_select": lambda self, y: y[0].masked_select(torch.ones(8, 8).tril() > 0),
+    "argwhere": lambda self, y: y[torch.argwhere(odd()).squeeze(1)],
+    "where": lambda self, y: y[torch.where(odd())[0]],
+    "unique": lambda self, y: y[torch.unique(torch.tensor([1, 3, 3, 1]))],
+    "repeat_interleave": lambda self, y: y.repeat_interleave(torch.arange(8), 0),
+    "repeat_interleave of all": lambda self, y: y.repeat_interleave(torch.tensor(2)),
+    "none": lambda self, y: y[torch.zeros(8, dtype=torch.bool)].sum() + y,
+    "parts": lambda self, y: torch.cat([y[odd()], y[~odd()]]),
+    "in place": lambda self, y: y[odd()].mul_(3).add_(1),
+    "put": lambda self, y: y.index_put((odd(),), y[odd()] * 2),
+    "no gradient": lambda self, y: without_gradient(y) * 2 + y[:4],
+    "written": lambda self, y: written(y),
+    "places written": lambda self, y: shifted(y),
+    "numbers": lambda self, y: counted(y),
+}
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_constants_decide_sizes(name):
+    """A mask that the model writes out selects as much in every call; torch.export counts it anew in each."""
+    model, x = program(DECIDED[name]), image(8, 8)
+    model.mask = torch.tensor([True, False] * 4)
+    check(model, x)
+    for strategy in ("data", "megatron-1d"):
+        parallel = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), (x,), strategy=strategy), (x,))
+        torch.testing.assert_close(parallel(x), model(x), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda self, y: y[y[:, 0] > 0],
+        lambda self, y: y[odd() & (y[:, 0] > 0)],
+        lambda self, y: y[self.state > 3],
+        lambda self, y: y[torch.rand(8) > 0.5],
+        lambda self, y: y[torch.zeros(8, 8).index_copy_(0, torch.arange(3), y[:3].detach()) > 0],
+        lambda self, y: y[(self.linear.weight > 0).nonzero()[:, 0]],
+    ],
+)
+def test_data_does_not(select):
+    with pytest.raises(CaptureError, match="depends on data"):
+        capture(program(select), (torch.randn(8, 8),))
+
+
+def test_equal_constants_are_one():
+    captured = check(program(lambda self, y: y[odd()] + y[odd()]), image(8, 8))
+    assert [each.tolist() for each in captured.constants.values()] == [[1, 3, 5, 7]]
