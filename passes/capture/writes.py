@@ -277,13 +277,11 @@ class _Functionaliser:
         value = self.values[node]
         kind = self.kinds.get(value.root.name)
         self.check_writable(value.root, like)
-        if aside and kind not in ("parameter", "input") and self.needs_gradient(self.current(node)):
-            raise CaptureError(
-                f"{where(like)}: {like.target} changes a value under torch.no_grad() that needs a gradient; "
-                "use an out-of-place operator, or detach the value first"
-            )
+        keeps = kind == "parameter" or (aside and kind != "input" and self.needs_gradient(self.current(value.root)))
         if value.source is None:
-            value.now = self.given(node, new, like, aside) if kind in ("parameter", "input") else new
+            if kind in ("parameter", "input"):
+                new = self.given(node, new, like, aside)
+            value.now = self.renewed(node, new, like) if keeps and aside and differentiable(new.meta["val"]) else new
             self.versions[node] += 1
         else:
             source = value.source
@@ -294,14 +292,9 @@ class _Functionaliser:
             before = self.current(source)
             back = new if is_write(node) else put_back(self.build, node, before, new, like)
             if node.target is aten.detach.default:
-                if kind not in ("parameter", "input") and self.needs_gradient(before):
-                    raise CaptureError(
-                        f"{where(like)}: an in-place operator writes through detach() into a value that "
-                        "needs a gradient; use an out-of-place operator"
-                    )
                 back, aside = self.without_gradient(back, like), True
             self.write(source, back, like, aside=aside)
-            if kind == "parameter":
+            if keeps:
                 return  # the view has its gradient still: it is made anew where it is used next
             value.now = new
         value.version = self.versions[value.root]
@@ -324,9 +317,11 @@ class _Functionaliser:
             return new
         if not aside:
             self.frozen.add(node.name)
-            return new
-        new = self.without_gradient(new, like)
-        made = self.build.emit(renewed, (self.values[node].now, new), like=like)
+        return new
+
+    def renewed(self, node: fx.Node, new: fx.Node, like: fx.Node) -> fx.Node:
+        """What has a gradient, after a write that autograd does not see: the gradient goes where it went before."""
+        made = self.build.emit(renewed, (self.values[node].now, self.without_gradient(new, like)), like=like)
         annotate(made, grad=True)
         return made
 

@@ -129,6 +129,38 @@ def _split(self: Any, y: torch.Tensor) -> Any:
     return a * b, c, (d, e), f + g * h - i, y.tensor_split(3, 1)[1]
 
 
+def _unseen(self: Any, y: torch.Tensor) -> Any:
+    y = y * 2
+    with torch.no_grad():
+        y[0].zero_()
+    return y * y
+
+
+def _unseen_through_views(self: Any, y: torch.Tensor) -> Any:
+    y = (y * 1).unflatten(0, (2, 2))
+    z = y.permute(2, 0, 1)
+    with torch.no_grad():
+        y.transpose(0, 1)[1:].sub_(2)
+        z[0] = 0
+    return y.sum(0), z[1]
+
+
+def _unseen_between_others(self: Any, y: torch.Tensor) -> Any:
+    y = y * 1
+    row, apart = y[0], y.detach()
+    apart.mul_(2)
+    row.add_(1)
+    with torch.no_grad():
+        row.add_(3)
+    apart[1] = 7
+    return y + row, apart * 1
+
+
+def _renormed(self: Any, y: torch.Tensor) -> Any:
+    weight = y * 3
+    return torch.nn.functional.embedding(torch.tensor([[0, 1], [1, 3]]), weight, max_norm=0.5).sum(1), weight
+
+
 def _views(self: Any, y: torch.Tensor) -> Any:
     y = y.reshape(2, -1, 4).movedim(0, -1).mT.unsqueeze(-1).squeeze(-1).flatten(-2).unflatten(1, (-1, 2))
     y = y.transpose(0, 1).swapaxes(1, 2).expand(-1, -1, 4).contiguous()[..., :].view_as(torch.empty(4, 2, 4)) + 0
@@ -152,7 +184,8 @@ def _multiple(self: Any, y: torch.Tensor) -> Any:
 
 PROGRAMS = [
     _add, _row, _through_views, _rotated, _dims_in_place, _masked, _buffer, _buffer_and_view, _no_grad,
-    _no_grad_through_views, _into_out, _detached, _autocast_off, _split, _views, _dropped, _multiple,
+    _no_grad_through_views, _into_out, _detached, _autocast_off, _split, _views, _dropped, _multiple, _unseen,
+    _unseen_through_views, _unseen_between_others, _renormed,
 ]  # fmt: skip
 
 
