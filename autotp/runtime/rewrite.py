@@ -14,8 +14,9 @@ from torch.distributed.tensor import Replicate
 from autotp.errors import AutotpError, PlanMismatchError
 from autotp.plans.plan import Plan, fingerprint
 from costmodel.errors import shown
+from costmodel.memory import state_bytes
 from passes.capture import Captured, capture
-from passes.graph import dump, note_of, stays
+from passes.graph import cast_of, dump, note_of, stays
 from passes.layouts.codes import fits, restorable
 from passes.layouts.layout import Layout, local_shape, place
 from passes.rules.factors import Operator, analyse, value_of
@@ -28,7 +29,7 @@ from passes.sharding.unroll import unroll
 from passes.strategies.space import strategies
 from passes.strategies.strategy import LINEAR_PREFIX, Strategy, whole_layout
 
-__all__ = ["Rewritten", "apply", "batch_of", "checked", "panelled", "parts_of", "rewrite"]
+__all__ = ["Rewritten", "apply", "batch_of", "checked", "panelled", "parts_of", "rewrite", "trained_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +252,19 @@ def _rows(captured: Captured, parts: Sequence[str], operators: Mapping[fx.Node, 
         if node.name in parts or (leading == "batch" and any(size % whole == 0 for whole in sizes)):
             found.add(number)
     return frozenset(found)
+
+
+def trained_bytes(captured: Captured, plan: Plan) -> float:
+    """Bytes that a device of a plan holds between steps, and no inference counts: gradients and the optimizer's state."""
+    if plan.mode != "train":
+        return 0.0
+    total = 0.0
+    for node in captured.graph_module.graph.find_nodes(op="placeholder"):
+        if node.name in captured.parameters:
+            part = local_shape(tuple(node.meta["val"].shape), plan.resting(captured.parameters[node.name]), plan.mesh_shape)
+            sizes = math.prod(part), cast_of(node).rests.itemsize, plan.optimizer
+            total += float(state_bytes(*sizes)) - float(state_bytes(*sizes, train=False))
+    return total
 
 
 def _strategy(operator: Operator, plan: Plan) -> Strategy:

@@ -26,7 +26,7 @@ class Programmed(nn.Module):
     @property
     def programs(self) -> tuple[Program, ...]:
         """The programs that there are, the first plan's first; each has its ``plan``."""
-        return tuple(dict.fromkeys(self._programs.known.values()))
+        return self._programs.every
 
     def prepare(
         self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, mode: str | None = None

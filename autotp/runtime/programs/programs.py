@@ -27,15 +27,14 @@ from autotp.runtime.output_guard import Relations
 from autotp.runtime.programs.monitor import Monitor
 from autotp.runtime.programs.program import Call, Key, Program, Unkept, named_state, require_own, run_alike, without_memory
 from autotp.runtime.programs.rows import Joined, joined, known_rows, require_same_inputs
-from autotp.runtime.rewrite import Rewritten, apply, parts_of
+from autotp.runtime.rewrite import Rewritten, apply, parts_of, trained_bytes
 from autotp.runtime.schedules import Schedules
 from autotp.runtime.state import checksum
 from autotp.runtime.strides import lying
-from costmodel.memory import state_bytes
 from passes.capture import Captured, capture
 from passes.capture.signature import as_it_lies, bind, dense, flat
-from passes.graph import TRACING, cast_of
-from passes.layouts.layout import Layout, is_shard, local_shape
+from passes.graph import TRACING
+from passes.layouts.layout import Layout, is_shard
 from passes.sharding.shard import draws_of, place_constants, used_groups
 from passes.strategies.strategy import whole_layout
 from passes.torch_internals import transforming, tree_map
@@ -112,14 +111,19 @@ class Programs:
         return next(iter(self.known.values()))
 
     @property
+    def every(self) -> tuple[Program, ...]:
+        """All of them, in the order in which they were made; one may run calls of several kinds."""
+        return tuple(dict.fromkeys(self.known.values()))
+
+    @property
     def waiting(self) -> list[Program]:
         """Those whose gradients are not reduced yet."""
-        return [program for program in self.known.values() if program.accumulation.waiting]
+        return [program for program in self.every if program.accumulation.waiting]
 
     def anew(self) -> Programs:
         """For another module of the same plans, whose gradients are its own."""
         made = copy.copy(self)
-        own = {each: replace(each, accumulation=each.accumulation.anew()) for each in set(self.known.values())}
+        own = {each: replace(each, accumulation=each.accumulation.anew()) for each in self.every}
         made.known = {key: own[each] for key, each in self.known.items()}
         return made
 
@@ -139,7 +143,7 @@ class Programs:
             outputs: of a pass.
             parts: gives a program's placeholder -> the parameter's part, whose gradients go on to the parameter.
         """
-        for program in self.known.values() if self.syncing else ():
+        for program in self.every if self.syncing else ():
             if program.accumulation.used:
                 program.accumulation.watch(outputs, functools.partial(parts, program))
 
@@ -171,8 +175,7 @@ class Programs:
         return Key(training, gradients, kinds, structure, False, self.cast, default, self._orders(tensors)), tensors
 
     def _orders(self, tensors: Sequence[Tensor], *more: Captured) -> tuple[tuple[int, ...], ...]:
-        known = [each.captured for each in self.known.values()]
-        return lying(tensors, [*known, *more], drawn=self.world.seeds.ordered)
+        return lying(tensors, [*(each.captured for each in self.every), *more], drawn=self.world.seeds.ordered)
 
     def keep_dtypes(self, module: nn.Module) -> None:
         """Makes programs from now on for the dtypes that a module's parameters and buffers have now."""
@@ -245,14 +248,8 @@ class Programs:
         require_same_inputs(key, self.parts(key), every, None if self.inputs == "global" else self.ways)
 
     def _make(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
-        if len(self.known) >= self.most:
-            raise AutotpError(
-                f"this call, for {key}, needs one more program than max_programs={self.most} allows. There are programs "
-                f"for {'; '.join(map(str, self.known))}. Pad inputs to fewer shapes, pass a changing number as a tensor, "
-                "or give autotp.parallelize a larger max_programs"
-            )
         split, parts = () if key.whole else self.split, self.parts(key)
-        rows = functools.partial(known_rows, key, parts, self.known.values())
+        rows = functools.partial(known_rows, key, parts, self.every)
         plan, rewritten = agreed(
             self.agreement,
             lambda: self._captured(key, args, kwargs),
@@ -264,7 +261,20 @@ class Programs:
         key = replace(key, orders=self._orders(tensors, rewritten.captured))  # it may be the first for which they matter
         mine = key, plan, rewritten.captured
         same = [each for known, each in self.known.items() if run_alike(mine, (known, each.plan, each.captured))]
+        if not same and len(self.every) >= self.most:
+            raise AutotpError(
+                f"this call, for {key}, needs one more program than max_programs={self.most} allows. There are some for "
+                f"{'; '.join(str(each.key) for each in self.every)}. Pad inputs to fewer shapes, pass a changing number as "
+                "a tensor, or give autotp.parallelize a larger max_programs"
+            )
         self.known[key] = same[0] if same else self._program(key, plan, rewritten)
+        if same and len(self.known) % self.most == 0:
+            _log.warning(
+                "%d kinds of calls run %d programs. A call of a new kind takes as long as planning, even where it needs no "
+                "program of its own: pass what changes from call to call as a tensor",
+                len(self.known),
+                len(self.every),
+            )
         _log.info("program %d, for %s: step %.4g s", len(self.known), key, plan.predicted.step_seconds)
         return self.known[key]
 
@@ -290,16 +300,16 @@ class Programs:
 
         example, named = tree_map(whole, (tuple(args), dict(kwargs)))
         made = capture(self.model, example, named, self.plan.precision, self.plan.outputs, self.plan.observe)
-        return require_own(made, [each.captured for each in self.known.values()])
+        return require_own(made, [each.captured for each in self.every])
 
     def _planned(self, key: Key, captured: Captured) -> Plan:
         """The plan of a program: of the first plan's family and within its memory, if there is one."""
-        whole = whole_layout(len(self.plan.mesh_shape))
+        whole, taken = whole_layout(len(self.plan.mesh_shape)), trained_bytes(self.first.captured, self.plan)
         first = Options.of(replace(self.plan, strategy=self.plan.strategy if self.plan.strategy in FAMILIES else "auto"))
         asked = replace(
             first,
             mode="train" if key.gradients else "inference",
-            memory=max(1.0, self.plan.memory_bound - (0.0 if key.gradients else self._trained_bytes())),
+            memory=max(1.0, self.plan.memory_bound - (0.0 if key.gradients else taken)),
             accumulate=self.plan.accumulate if key.gradients else 1,
             chunks=None,
             panels=self.plan.planning.get("panels"),
@@ -314,19 +324,6 @@ class Programs:
                 _log.info("for %s there is no plan with strategy=%r: %s", key, options.family.name, error)
         _log.warning("program for %s: it is predicted to take more than the memory bound", key)
         return plan_captured(captured, self.plan.topology, replace(asked, strategy="auto", memory=math.inf))
-
-    def _trained_bytes(self) -> float:
-        """Bytes that a device holds between steps, and no inference counts: gradients and the optimizer's state."""
-        if self.plan.mode != "train":
-            return 0.0
-        total, captured = 0.0, self.first.captured
-        for node in captured.graph_module.graph.find_nodes(op="placeholder"):
-            if node.name in captured.parameters:
-                layout = self.layouts[captured.parameters[node.name]]
-                part = local_shape(tuple(node.meta["val"].shape), layout, self.plan.mesh_shape)
-                sizes = math.prod(part), cast_of(node).rests.itemsize, self.plan.optimizer
-                total += float(state_bytes(*sizes)) - float(state_bytes(*sizes, train=False))
-        return total
 
     def _program(self, key: Key, plan: Plan, rewritten: Rewritten) -> Program:
         captured, sharded = rewritten.captured, rewritten.graph_module

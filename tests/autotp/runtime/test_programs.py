@@ -235,9 +235,35 @@ def test_programs_are_found_again_and_bounded():
     assert len(ours.programs) == 3
     with torch.no_grad(), pytest.raises(autotp.AutotpError, match=r"(?s)float64\[2, 8\].*max_programs=3.*float64\[4, 8\]"):
         ours(x[:2], y[:2])
+    with torch.no_grad():
+        assert ours(x[:4], y[:4]).shape == model(x[:4], y[:4]).shape, "those that there are still run"
     for wrong in ({"max_programs": 0}, {"debug": "no"}, {"broadcast": "False"}, {"initialise": 7}, {"topology": object()}):
         with pytest.raises(autotp.AutotpError, match=next(iter(wrong))):
             autotp.parallelize(model, **wrong)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, step=0):
+        return self.linear(x) * (2 if step > 100 else 1)
+
+
+def test_what_forward_ignores_needs_no_program(caplog):
+    """An argument that changes in every call is read, or not: programs are bounded, and kinds of calls are not."""
+    model, x = Counting().double(), torch.randn(4, 8, **F64)
+    ours = distributed(model, (x, 0))
+    ours._programs.most = 2
+    for step in range(4):
+        torch.testing.assert_close(ours(x, step), model(x, step), **SIX)
+    assert len(ours.programs) == 1
+    assert sum("kinds of calls run 1 programs" in each.message for each in caplog.records) == 2
+    ours(x, 101)
+    ours(x, 102)
+    with torch.no_grad(), pytest.raises(autotp.AutotpError, match="max_programs=2"):
+        ours(x, 0)
 
 
 def test_programs_made_ahead_of_time():
