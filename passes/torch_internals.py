@@ -58,12 +58,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputationError
 
 #: Attributes of ``nn.Module`` and ``fx.GraphModule`` that derived classes set or override; they are used everywhere.
-PROTECTED = frozenset(
-    {
-        *("_apply", "_buffers", "_get_name", "_modules", "_non_persistent_buffers_set", "_parameters", "_graph"),
-        *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
-    }
-)
+PROTECTED = frozenset({"_apply", "_buffers", "_get_name", "_modules", "_non_persistent_buffers_set", "_parameters"})
+PROTECTED |= {"_graph", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
 
 #: What modules have for themselves; recurrent ones have lists of their parameters.
 _MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"})
@@ -71,8 +67,7 @@ _MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weig
 checkpoint_hook: Any = checkpoint._checkpoint_hook
 CheckpointFrame: Any = checkpoint._CheckpointFrame
 CachingTorchDispatchMode: Any = checkpoint._CachingTorchDispatchMode
-versions_preserved: Callable[[tuple[Tensor, ...]], AbstractContextManager[None]]
-versions_preserved = torch.autograd._unsafe_preserve_version_counter
+versions_preserved: Any = torch.autograd._unsafe_preserve_version_counter
 
 #: What begins and ends a level of ``vmap`` in an exported graph, and what makes and reads dual numbers.
 batch_levels = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting

@@ -134,7 +134,8 @@ def _aliases(node: fx.Node, source: fx.Node) -> bool:
 
 
 def guard(outputs: Sequence[Any], others: Flows, said: Callable[[int], str]) -> None:
-    """Lets the backward pass check whether the user reads the gradient of an output from which others are computed.
+    """Lets the backward pass check that gradients are no batches of some, which `torch.vmap` maps, and whether the user
+    reads the gradient of an output from which others are computed.
 
     Args:
         outputs: of a call, flat.
@@ -149,14 +150,22 @@ def guard(outputs: Sequence[Any], others: Flows, said: Callable[[int], str]) -> 
         for j in dependents:
             if all(isinstance(outputs[k], Tensor) and outputs[k].grad_fn is not None for k in (i, j)):
                 watched[outputs[j].grad_fn].append((outputs[j].output_nr, i, j, weakref.ref(outputs[i])))
-    for node, entries in watched.items():
-        node.register_prehook(_looking(entries, said))
+    for node in {each.grad_fn for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None}:
+        node.register_prehook(_looking(watched.get(node, ()), said))
 
 
 def _looking(
     entries: Sequence[tuple[int, int, int, weakref.ref[Tensor]]], said: Callable[[int], str]
 ) -> Callable[[Sequence[Tensor | None]], None]:
     def look(gradients: Sequence[Tensor | None]) -> None:
+        try:
+            for gradient in gradients:
+                gradient is None or storage_id(gradient)
+        except NotImplementedError as error:
+            raise AutotpError(
+                "batches of gradients (is_grads_batched=True, vectorize=True) cannot go through what is sharded: take them "
+                "one by one"
+            ) from error
         for place, i, j, reference in entries:
             output = reference()
             if output is not None and gradients[place] is not None and (has_gradient_hooks(output) or output.retains_grad):

@@ -614,6 +614,16 @@ def test_transforms_of_a_sharded_module_are_errors():
     simulated(x)
 
 
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+def test_batches_of_gradients_are_errors(schedule):
+    model, x = nn.Linear(4, 4).double(), torch.rand(4, 4, **F64)
+    simulated = distributed(model, (x,), schedule=schedule)
+    with pytest.raises(autotp.AutotpError, match="one by one"):
+        torch.autograd.functional.jacobian(simulated, x, vectorize=True)
+    expected = torch.autograd.functional.jacobian(model, x, vectorize=True)
+    torch.testing.assert_close(torch.autograd.functional.jacobian(simulated, x), expected, **SIX)
+
+
 class Late(nn.Module):
     """Evaluation changes an input in place, where a reshape of it is a view; training does not."""
 
