@@ -48,7 +48,9 @@ def generate(seed: int, number: int) -> Case:
             grown.attempt(grown.layers)
         elif action < 0.15:
             grown.attempt(grown.write)
-        elif action < 0.3:
+        elif action < 0.18:
+            grown.attempt(grown.select)
+        elif action < 0.33:
             grown.attempt(grown.view)
         else:
             grown.attempt(lambda: grown.operator(rng.choice(_NAMES)))
@@ -115,6 +117,21 @@ class _Model(Growing):
         name = self.rng.choice(names)
         disguised(self.emit, self.rng, Ref(name), tuple(self.value(name).shape), always=True)
 
+    def select(self) -> None:
+        """What a mask that the model writes out selects of some value, so that constants decide its size."""
+        names = [name for name in self.tensors() if self.value(name).dim()]
+        if not names:
+            raise Reject
+        name = self.rng.choice(names)
+        shape = self.value(name).shape
+        dim = self.rng.randrange(len(shape))
+        places = self.emit("torch.ops.aten.arange.default", shape[dim])
+        compare = self.rng.choice(["gt", "ne", "le"])
+        mask = self.emit(f"torch.ops.aten.{compare}.Scalar", places, self.rng.randrange(shape[dim]) if shape[dim] else 0)
+        if self.rng.random() < 0.3:
+            mask = self.emit("[]", self.emit(".nonzero", mask), (slice(None), 0))
+        self.emit("[]", Ref(name), (*[slice(None)] * dim, mask))
+
     def look(self) -> None:
         """The last value, transposed."""
         shape = self.value(self.steps[-1].result).shape
@@ -166,7 +183,8 @@ class _Model(Growing):
             if new is not None and self.rng.random() < 0.4:
                 self.emit("=", base, self.emit(".detach", new))
                 return
-        if written in leaves and leaves[written].role == "parameter":  # where autograd does not see it
+        unseen = leaves[written].role == "parameter" if written in leaves else self.rng.random() < 0.2
+        if unseen:  # by autograd
             base = self.emit(".detach", base)
         into = base
         if self.rng.random() < 0.7:

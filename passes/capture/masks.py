@@ -90,8 +90,8 @@ class Constants:
 
     def _placed(self, value: Tensor, like: fx.Node) -> fx.Node:
         device = next(n.meta["val"].device for n in (like, *like.all_input_nodes) if isinstance(n.meta.get("val"), Tensor))
-        before = [each for each in self.builder.graph.find_nodes(op="placeholder") if each.name not in self.inputs]
-        with self.builder.graph.inserting_after(before[-1]), self.builder.mode:
+        behind = next(each for each in self.builder.graph.nodes if each.op != "placeholder" or each.name in self.inputs)
+        with self.builder.graph.inserting_before(behind), self.builder.mode:
             node = self.builder.placeholder("constant", torch.empty(value.shape, dtype=value.dtype, device=device))
         node.target = node.name
         self.given[node.name] = self._made[node] = self._values[node] = value.contiguous()

@@ -181,6 +181,17 @@ def test_data_does_not(select):
         capture(program(select), (torch.randn(8, 8),))
 
 
+def test_of_inputs_alone():
+    """Constants stand before inputs, where there is nothing else before these."""
+
+    class Alone(torch.nn.Module):
+        def forward(self, x):
+            return x[odd()]
+
+    captured = check(Alone(), image(8, 4))
+    assert [*captured.placeholders] == [*captured.constants, "x"]
+
+
 def test_equal_constants_are_one():
     captured = check(program(lambda self, y: y[odd()] + y[odd()]), image(8, 8))
     assert [each.tolist() for each in captured.constants.values()] == [[1, 3, 5, 7]]
