@@ -134,8 +134,7 @@ messages; neither includes workspaces inside kernels and collectives. Plans are 
 includes 2.5% for it: parameters gathered early, and messages of several tensors. Each plan's memory limit is set to its
 own prediction, and its schedule stays within that; with more memory, schedules would use more. Predictions take
 collectives in the order of autograd; a schedule that gathers a gradient later may hold less, as the U-Net with the largest
-error does. Of the U-Net's loss, torch's kernel for `mse_loss` gives a number in memory as large as its operand (131 kB),
-which lasts as long as the loss and is in no prediction.
+error does.
 
 Recomputation is `none`, `selective`, `full`, or what `auto` finds with {SHORT:.0%} of the memory that `none` takes. The
 vision transformer has dropout.

@@ -1,7 +1,8 @@
 """Lets an operator write its result over an operand that nobody reads any more: gradients are added up in place, and an
 all-reduce leaves its result where the summand was.
 
-Autograd does so too. It saves the memory of a result, and the time to touch memory that is not in the caches.
+Autograd does so too. It saves the memory of a result, and the time to touch memory that is not in the caches. What lies in
+more memory than it fills is copied instead.
 """
 
 from __future__ import annotations
@@ -29,10 +30,17 @@ _FORMS: dict[Any, Any] = {
     _aten.div.Scalar: _aten.div_.Scalar,
     _aten.neg.default: _aten.neg_.default,
 }
+#: Losses whose kernels leave one number in memory that is as large as an operand.
+_LOOSE = (_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.soft_margin_loss.default)
 
 
 def inplace(graph: fx.Graph) -> None:
     """Changes a scheduled graph, whose order is final."""
+    for node in [node for node in graph.nodes if node.target in _LOOSE and node.meta["val"].dim() == 0]:
+        with graph.inserting_after(node):
+            copy = graph.call_function(_aten.clone.default, (node,))
+        copy.meta = dict(node.meta)
+        node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
     nodes = list(graph.nodes)
     number = {node: i for i, node in enumerate(nodes)}
     roots: dict[fx.Node, fx.Node] = {}

@@ -365,6 +365,24 @@ def test_what_is_sent_is_not_written_to_until_it_has_arrived(between):
     assert adding.target is (torch.ops.aten.add.Tensor if between else torch.ops.aten.add_.Tensor)
 
 
+@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "soft_margin_loss", "l1_loss", "huber_loss"])
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_a_loss_takes_the_memory_of_one_number(name, reduction):
+    """torch's own kernels of some leave it in memory as large as the operand, which lasts as long as the loss."""
+    from passes.overlap.inplace import inplace
+
+    graph, operands = torch.fx.Graph(), (torch.rand(4, 8), torch.rand(4, 8))
+    target = getattr(torch.ops.aten, name).default
+    loss = graph.call_function(target, (graph.placeholder("x"), graph.placeholder("y"), reduction))
+    loss.meta["val"] = target(*operands, reduction)
+    graph.output(loss)
+    inplace(graph)
+    made = torch.fx.GraphModule({}, graph)(*operands)
+    torch.testing.assert_close(made, target(*operands, reduction), rtol=0, atol=0)
+    assert made.untyped_storage().nbytes() == made.numel() * made.element_size()
+    assert len(graph.nodes) == 4 or name in ("mse_loss", "smooth_l1_loss", "soft_margin_loss")
+
+
 def test_bad_chunks_and_schedules_are_refused():
     model, args = tokens()
     plan = planned(model, args)
