@@ -28,6 +28,8 @@ aten = torch.ops.aten
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 #: Elements beyond which nobody looks, of what has to be computed: about as many bytes and nanoseconds.
 _MOST = 2**30
+#: Elements of all values that are kept, as some of them may be asked for: at most a few times as many bytes.
+_KEPT = 2**28
 #: Operators on every element that torch does not tag so.
 _UNTAGGED = ("aten::__and__", "aten::__or__", "aten::where")
 
@@ -47,6 +49,7 @@ class Constants:
         self._values: dict[fx.Node, Any] = {}
         self._seen: set[fx.Node] = set()
         self._made: dict[fx.Node, Tensor] = {}
+        self._room = _KEPT
         self._lost: list[Any] = []  # kept, so that nothing else gets their memory
 
     def decided(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,10 +115,12 @@ class Constants:
             if tensor is not None and not tensor.is_meta and not isinstance(tensor, nn.Parameter):
                 self._values[node] = tensor.detach().cpu().clone()
             return
-        sizes = [leaf.numel() for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
-        if _repeats(node) and max(sizes, default=0) <= _MOST and all(each in self._values for each in node.all_input_nodes):
+        size = sum(leaf.numel() for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor))
+        size = 0 if getattr(node.target, "is_view", True) else size
+        if _repeats(node) and size <= self._room and all(each in self._values for each in node.all_input_nodes):
             try:
                 self._values[node] = self._run(node.target, node.args, node.kwargs)
+                self._room -= size
                 return
             except CaptureError:
                 pass

@@ -181,6 +181,15 @@ def test_data_does_not(select):
         capture(program(select), (torch.randn(8, 8),))
 
 
+def test_what_is_too_large_is_not_computed(monkeypatch):
+    model, x = program(lambda self, y: y[odd()] + torch.ones(100).sum()), torch.randn(8, 8)
+    monkeypatch.setattr(masks, "_KEPT", 8 + 8 + 8 - 1)  # of whole numbers, their remainders, and whether these are 1
+    with pytest.raises(CaptureError, match="depends on data"):
+        capture(model, (x,))
+    monkeypatch.setattr(masks, "_KEPT", 8 + 8 + 8)
+    capture(model, (x,))
+
+
 def test_of_inputs_alone():
     """Constants stand before inputs, where there is nothing else before these."""
 
