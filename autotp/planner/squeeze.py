@@ -31,7 +31,7 @@ from autotp.planner.assemble import Assembled
 from autotp.planner.candidates import Candidate
 from autotp.planner.contest import Contest
 from autotp.planner.describe import Found
-from autotp.planner.ilp import NEVER, Deadline, Expired, Problem, least, minimax, promising
+from autotp.planner.ilp import NEVER, Deadline, Expired, Problem, evaluate, least, minimax, promising
 from autotp.planner.least_memory import dearer
 from autotp.planner.least_step import Searched, first_shares, most_chunks
 from autotp.planner.mixing import Met, mix
@@ -255,8 +255,7 @@ class _Squeeze:
         while not deadline.over:
             bounded = [(moments.program({moment: 1.0}, each), self.room) for moment, each in surely.items()]
             bound, choice = minimax(groups, bounded, alive, excluded, deadline=deadline)
-            if all(surely.values()):
-                floor = max(floor, bound)
+            floor = max(floor, bound) if all(surely.values()) else floor
             if choice is None or bound >= self.good:
                 break
             one = self.offer(self.contest.candidates.found(candidate, assembled, choice))
@@ -336,14 +335,16 @@ class _Squeeze:
             return
         options, known = self.contest.candidates.options, set()
         for base in two:
-            more, less = (self.like(candidate, base, one) for one in two)
+            more, less = (self.like(candidate, base, one, moments) for one in two)
             pair = more.found.solution.choice, less.found.solution.choice
             if floor < self.good and pair not in known:
                 mix(more, less, moments, self.room, self.layers, options.gap, self.offer)
             known.add(pair)
 
-    def like(self, candidate: Candidate, base: Met, other: Met) -> Met:
-        """A choice with the strategies of one, which recomputes what the other does."""
+    def like(self, candidate: Candidate, base: Met, other: Met, moments: Moments) -> Met:
+        """A choice with the strategies of one, which recomputes what the other does; that one, if they are equally good."""
         assembled, choice = base.found.assembled, other.found.solution.choice
-        joined = assembled.joined(base.found.solution.choice, choice)
-        return other if joined == choice else self.offer(self.contest.candidates.found(candidate, assembled, joined))
+        joined, worst = assembled.joined(base.found.solution.choice, choice), max(other.held, key=other.held.__getitem__)
+        costs = [(evaluate(assembled.problem, one).seconds, moments.bytes(worst, one)) for one in (joined, choice)]
+        same = np.allclose(costs[0], costs[1], 1e-12, 0.0)
+        return other if same else self.offer(self.contest.candidates.found(candidate, assembled, joined))
