@@ -30,6 +30,7 @@ __all__ = [
     "dump",
     "emit",
     "graphs_of",
+    "made_of",
     "note_of",
     "place_of",
     "stays",
@@ -41,6 +42,8 @@ __all__ = [
 TRACING = threading.RLock()
 
 _KEY = "note"
+#: What ends gradients.
+_DETACHED = frozenset(getattr(torch.ops.aten, name).default for name in ("detach", "detach_", "detach_copy"))
 #: torch's own key of ``node.meta``, which tracing copies to the nodes that a node becomes: the backward pass runs it again.
 RECOMPUTE = "recompute"
 
@@ -197,6 +200,18 @@ def above(leaves: Iterable[Any], without: Set[Any] = frozenset()) -> set[fx.Node
             found.add(node)
             pending += node.all_input_nodes
     return found
+
+
+def made_of(leaves: Sequence[Any]) -> dict[int, frozenset[int]]:
+    """Number of an output -> the numbers of other outputs that are made of it, and hand gradients on to it.
+
+    Args:
+        leaves: outputs of a graph. Nothing is computed from itself.
+    """
+    nodes = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
+    reached = {i: above([leaf], _DETACHED) for i, leaf in nodes}
+    found = {i: frozenset(j for j, _ in nodes if j != i and leaf in reached[j]) for i, leaf in nodes}
+    return {i: others for i, others in found.items() if others}
 
 
 def below(nodes: Iterable[fx.Node], sources: Iterable[fx.Node]) -> set[fx.Node]:

@@ -15,39 +15,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from autotp.errors import AutotpError
-from passes.graph import above, stays
+from passes.capture import Captured
+from passes.graph import made_of, stays
 from passes.torch_internals import has_gradient_hooks, storage_id, tree_map
 
 __all__ = ["Relations"]
-
-_aten = torch.ops.aten
-_DETACHED = frozenset({_aten.detach.default, _aten.detach_.default, _aten.detach_copy.default})
-
 
 #: Number of an output -> that of the one that it is a view of, and the operators that make the view, in order.
 Views = Mapping[int, tuple[int, tuple[fx.Node, ...]]]
 #: Number of an output -> those of others that are made of it.
 Flows = Mapping[int, frozenset[int]]
-
-
-def made_of(graph: fx.Graph, count: int, *, shown: bool = False) -> Flows:
-    """Number of an output -> the numbers of other outputs that are made of it, and hand gradients on to it.
-
-    Args:
-        graph: a captured or sharded graph.
-        count: how many of its outputs are returned.
-        shown: whether an output that stays sharded counts as the tensor that it shows. Nothing is computed from itself.
-    """
-    leaves: Any = graph.output_node().args[0]
-    sources = [leaf.args[0] if shown and stays(leaf) else leaf for leaf in leaves[:count]]
-    nodes = [(i, leaf) for i, leaf in enumerate(sources) if isinstance(leaf, fx.Node)]
-    reached = {i: above([leaf], _DETACHED) for i, leaf in nodes}
-    found = {i: frozenset(j for j, _ in nodes if j != i and leaf in reached[j]) for i, leaf in nodes}
-    return {i: others for i, others in found.items() if others}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +47,31 @@ class Relations:
     made_apart: Flows
 
     @classmethod
-    def of(
-        cls, captured: fx.Graph, sharded: fx.Graph, count: int, rows: Collection[int], apart: Collection[int]
-    ) -> Relations:
+    def of(cls, captured: Captured, sharded: fx.Graph, rows: Collection[int], apart: Collection[int]) -> Relations:
         """The relations of a graph's outputs.
 
         Args:
-            captured, sharded: the graph, before and after it is sharded.
-            count: how many outputs are returned.
+            captured: the graph.
+            sharded: it, sharded.
             rows: numbers of those of which ranks return their own rows.
             apart: numbers of those that stay sharded.
         """
-        views = _views(captured, {*rows, *apart, *range(count, len(captured.output_node().args[0]))})  # type: ignore[arg-type]
-        through = {i: others for i, others in made_of(sharded, count).items() if i not in rows}
+        graph, count = captured.graph_module.graph, captured.returned
+        leaves: Any = graph.output_node().args[0]
+        parts: Any = sharded.output_node().args[0]
+        views = _views(graph, {*rows, *apart, *range(count, len(leaves))})
+        through = {i: others for i, others in made_of(parts[:count]).items() if i not in rows}
+        # An output that stays sharded counts as the tensor that it shows.
+        flows = made_of([leaf.args[0] if stays(leaf) else leaf for leaf in leaves[:count]])
         flows = {
-            i: frozenset(j for j in others if j not in views and views.get(i, (i,))[0] != j)
-            for i, others in made_of(captured, count, shown=True).items()
+            i: frozenset(
+                j
+                for j in flows.get(i, frozenset()) | captured.flows.get(i, frozenset())
+                if j not in views and views.get(i, (i,))[0] != j
+            )
+            for i in range(count)
         }
-        return cls(captured, views, flows, {i: others - through.get(i, frozenset()) for i, others in flows.items()})
+        return cls(graph, views, flows, {i: others - through.get(i, frozenset()) for i, others in flows.items()})
 
     def between(self, outputs: Sequence[Any], said: Callable[[int], str], *, scheduled: bool) -> list[Any]:
         """The outputs of a call, guarded (see `guard`); those that are views are made from what they are views of.

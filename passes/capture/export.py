@@ -6,7 +6,7 @@ Nothing is run: all values are fake, and models on the meta device are welcome.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,13 +23,13 @@ from passes.capture.canonical_views import reads_memory
 from passes.capture.checkpoints import marked
 from passes.capture.functional import Written
 from passes.capture.masks import recognise_masks
-from passes.capture.observed import Moment, Place, apart, leaving, matching, numbered, observing, renewed
+from passes.capture.observed import Moment, Place, apart, copied, leaving, matching, numbered, observing, renewed
 from passes.capture.precision import Precision, cast_parameters, check_dtypes, policy_of, precision_name, under
 from passes.capture.regions import inline_regions, without_vmaps
 from passes.capture.signature import CallSignature, example, in_call_order, refusal
 from passes.capture.view_writes import draws_as_laid, lay_as_computed, note_unmoved
 from passes.capture.writes import functionalise
-from passes.graph import TRACING, Cast, annotate, graphs_of
+from passes.graph import TRACING, Cast, annotate, graphs_of, made_of
 from passes.torch_internals import detect_fake_mode, silent_fake_tensors
 
 __all__ = ["CallSignature", "CaptureError", "Captured", "capture"]
@@ -64,6 +64,8 @@ class Captured:
         changed: attributes that the forward pass sets or changes in Python, which the graph does not.
         attributes: paths of plain attributes whose tensors it changes from call to call: buffers of the graph, too.
         reads: paths of those whose tensors are constants of the graph.
+        flows: number of an output -> those of others that the model makes of it (see `passes.graph.made_of`), though the
+            graph may do without what it is made by, such as a copy.
     """
 
     graph_module: fx.GraphModule
@@ -85,6 +87,7 @@ class Captured:
     changed: tuple[Left, ...] = ()
     attributes: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
+    flows: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     @property
     def placeholders(self) -> dict[str, Tensor]:
@@ -212,6 +215,9 @@ def _captured(
     results = out_spec.num_leaves
     shown = range(results, len(graph.output_node().args[0]) - len(places))  # type: ignore[arg-type]
     lay_as_computed(graph, mode)
+    sources: Any = graph.output_node().args[0][:results]  # type: ignore[index]
+    kept = results - out_spec.child(1).num_leaves if left else results
+    flows = made_of([*sources[:kept], *(copied(leaf) for leaf in sources[kept:])])
     graph = normalise(graph, mode, places, shown)
     recognise_masks(graph)
     leaves: Any = graph.output_node().args[0]
@@ -250,6 +256,7 @@ def _captured(
         left=left,
         changed=placed(model, lost),
         reads=tuple(names.attributes.values()),
+        flows=flows,
     )
 
 

@@ -25,7 +25,7 @@ from passes.capture.attributes import Left, faked, placed
 from passes.capture.builder import CaptureError
 from passes.torch_internals import TorchDispatchMode, TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-__all__ = ["Moment", "Place", "apart", "leaving", "matching", "numbered", "observing", "renewed"]
+__all__ = ["Moment", "Place", "apart", "copied", "leaving", "matching", "numbered", "observing", "renewed"]
 
 #: What hooks can be shown besides tensors.
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
@@ -213,6 +213,11 @@ def leaving(model: nn.Module, left: Sequence[Left]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def copied(leaf: Any) -> Any:
+    """What an output of a model that is `leaving` tensors is a copy of."""
+    return leaf.args[0] if isinstance(leaf, fx.Node) and leaf.target is torch.ops.aten.clone.default else leaf
 
 
 def numbered(moments: Sequence[Moment], numbers: Mapping[int, int]) -> tuple[Moment, ...]:

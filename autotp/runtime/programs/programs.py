@@ -335,13 +335,12 @@ class Programs:
         if how is not None:
             schedules = Schedules(sharded, self.world, how, self.agreement, even=self.even and rewritten.even)
         apart = [i for i in range(captured.returned) if rewritten.returned(i) is not None]
-        graphs, rows = (captured.graph_module.graph, sharded.graph), rewritten.sharding.rows
         return Program(
             key,
             plan,
             rewritten,
             schedules,
             Accumulation(sharded, captured.parameters, self.world),
-            Relations.of(*graphs, captured.returned, rows, apart),
+            Relations.of(captured, sharded.graph, rewritten.sharding.rows, apart),
             {name: constant.to(self.device) for name, constant in captured.constants.items()},
         )

@@ -184,6 +184,40 @@ def test_gradients_of_what_other_outputs_are_made_of_are_refused(schedule):
     assert found[0].grad.eq(1).all()
 
 
+class Hidden(nn.Module):
+    """A hidden state that the graph needs not make, as it is a copy or a view; returned, or left on the module."""
+
+    def __init__(self, hide, left):
+        super().__init__()
+        self.stem, self.head, self.hide, self.left = nn.Linear(8, 8), nn.Linear(8, 4), hide, left
+
+    def forward(self, x):
+        hidden = self.hide(self.stem(x))
+        loss = self.head(hidden.view(4, 8)).square().sum()
+        if self.left:
+            self.hidden = hidden
+        return loss, x if self.left else hidden, self.stem(x).view(2, 2, 8)
+
+
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize(
+    "hide", [lambda y: y, lambda y: y * 1.0, lambda y: y + 0, torch.clone, lambda y: y.view(2, 2, 8)], ids=range(5)
+)
+def test_gradients_of_what_is_a_copy_or_a_view_are_refused_too(hide, left, schedule):
+    torch.manual_seed(0)
+    model, args = Hidden(hide, left).double(), (torch.randn(4, 8, dtype=torch.float64),)
+    ours = autotp.simulate(model, planned(model, args, "data"), args, schedule=schedule)
+    loss, hidden, _ = ours(*args)
+    (ours.hidden if left else hidden).retain_grad()
+    with pytest.raises(autotp.AutotpError, match="output 0 is computed from it"):
+        loss.backward()
+    loss, _, beside = ours(*args)
+    beside.retain_grad()  # of which nothing is made
+    (loss + beside.sum()).backward()
+    assert beside.grad.eq(1).all()
+
+
 class Signed(nn.Module):
     """A parameter of which only the signs count: its gradient is zeros, and an optimizer sees it."""
 
