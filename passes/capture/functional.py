@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.capture.builder import CaptureError, operator_name
+from passes.capture.builder import Builder, CaptureError, operator_name
 from passes.graph import differentiable, note_of, where
 from passes.torch_internals import OpOverload, schema, tree_leaves
 
@@ -25,6 +25,7 @@ __all__ = [
     "Written",
     "batch_norm_train",
     "copying",
+    "diagonal_filled",
     "embedding_bag",
     "is_statistic",
     "is_write",
@@ -254,11 +255,26 @@ def out_of_place(node: fx.Node) -> Any:
         return _RENAMED[name, overload]
     short = name.removeprefix("aten::")
     plain = f"__{short[3:]}" if short.startswith("__i") else short.removesuffix("_")
-    found = getattr(aten, plain, None)
-    found = _without_out(target) if plain == short else getattr(found, overload or "default", None)
+    packet = getattr(aten, plain, None)
+    found = _without_writes(packet, target)
+    if found is None and plain != short:
+        found = getattr(packet, overload or "default", None)
     if found is None:
         raise no_form(node)
     return found
+
+
+def diagonal_filled(build: Builder, x: Any, fill_value: Any, wrap: bool = False, *, like: fx.Node) -> fx.Node:
+    """What ``fill_diagonal_`` makes of a tensor: every so many elements of one that is contiguous are on its diagonal."""
+    emit, of = functools.partial(build.emit, like=like), x.meta["val"]
+    step, count = 1, of.numel()
+    for size in of.shape[:0:-1]:
+        step = step * size + 1
+    places = emit(aten.arange.default, (count,), {"device": of.device})
+    mask = emit(aten.eq.Scalar, (emit(aten.remainder.Scalar, (places, step)), 0))
+    if not wrap or of.dim() > 2:
+        mask = emit(aten.logical_and.default, (mask, emit(aten.lt.Scalar, (places, step * min(of.shape)))))
+    return emit(aten.masked_fill.Scalar, (x, emit(aten.reshape.default, (mask, list(of.shape))), fill_value))
 
 
 def no_form(node: fx.Node) -> CaptureError:
@@ -266,10 +282,9 @@ def no_form(node: fx.Node) -> CaptureError:
     return CaptureError(f"{where(node)}: {node.target} has no out-of-place form; use an out-of-place operator")
 
 
-def _without_out(target: Any) -> Any:
+def _without_writes(packet: Any, target: Any) -> Any:
     """The overload that takes the same and gives what this one writes, such as ``div.Tensor`` for ``div.out``."""
-    packet = target.overloadpacket
     wanted = [(a.name, str(a.type)) for a in schema(target).arguments if not a.is_out]
-    every = (getattr(packet, overload) for overload in packet.overloads())
+    every = (getattr(packet, overload) for overload in packet.overloads()) if packet is not None else ()
     taken = {each: [(a.name, str(a.type)) for a in schema(each).arguments] for each in every if not writes(each)}
     return next((each for each, arguments in taken.items() if arguments == wanted), None)

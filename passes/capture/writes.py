@@ -24,6 +24,7 @@ from passes.capture.functional import (
     Written,
     batch_norm_train,
     copying,
+    diagonal_filled,
     is_write,
     no_form,
     out_of_place,
@@ -245,20 +246,24 @@ class _Functionaliser:
         before = self.current(written)
         old = before.meta["val"]
         kwargs = {name: value for name, value in kwargs.items() if name != where_to[0]}
-        if target is aten.copy_.default:
-            new, shape = args[1], old.shape
+        emit, shape = functools.partial(self.build.emit, like=node), old.shape
+        if target is aten.copy_.default and note_of(node).grad and self.needs_gradient(before):  # of zeros, from now on
+            always = emit(aten.scalar_tensor.default, (True,), {"dtype": torch.bool, "device": old.device})
+            new = emit(aten.where.self, (always, args[1], before))
+        elif target is aten.copy_.default:
+            new = args[1]
+        elif target is aten.fill_diagonal_.default:
+            new = diagonal_filled(self.build, *args, **kwargs, like=node)
         else:
             if target is aten.bernoulli_.float and len(args) == 1 and "p" not in kwargs:  # the other form lacks a default
                 args = (*args, 0.5)
-            new, shape = self.build.emit(out_of_place(node), args, kwargs, like=node), old.shape
+            new = emit(out_of_place(node), args, kwargs)
             if where_to == ["out"] and new.meta["val"].shape != shape:
                 raise CaptureError(f"{where(node)}: {target} changes the shape of what it writes to")
-        if new.meta["val"].dtype != old.dtype:
-            new = self.build.emit(aten.to.dtype, (new, old.dtype), like=node)
-        if new.meta["val"].device != old.device:
-            new = self.build.emit(aten.to.device, (new, old.device, old.dtype), like=node)
+        if (new.meta["val"].dtype, new.meta["val"].device) != (old.dtype, old.device):
+            new = emit(aten.to.device, (new, old.device, old.dtype))
         if new.meta["val"].shape != shape:
-            new = self.build.emit(aten.expand.default, (new, list(shape)), like=node)
+            new = emit(aten.expand.default, (new, list(shape)))
         if not note_of(node).grad:
             new = self.without_gradient(new, node)
         self.write(written, new, node, aside=not note_of(node).grad)

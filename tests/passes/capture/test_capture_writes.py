@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from capturing import check, compare, image, program, targets
+from capturing import check, compare, image, program, run, targets
 from devices import slow_machine
 from float64 import float64_mode
 from thinned import thinned
@@ -161,6 +161,28 @@ def _renormed(self: Any, y: torch.Tensor) -> Any:
     return torch.nn.functional.embedding(torch.tensor([[0, 1], [1, 3]]), weight, max_norm=0.5).sum(1), weight
 
 
+def _diagonals(self: Any, y: torch.Tensor) -> Any:
+    tall, cube = torch.cat([y, y, y[:1]]), y.flatten()[:27].view(3, 3, 3)
+    return (
+        (y @ y.T).fill_diagonal_(-1e9).logsumexp(1),
+        tall.clone().fill_diagonal_(3.0),
+        tall[:, :3].clone().fill_diagonal_(3.0, wrap=True),
+        y[:3].clone().fill_diagonal_(2, True) * y[:3],
+        (cube * 2).fill_diagonal_(1.0),
+    )
+
+
+def _other_forms(self: Any, y: torch.Tensor) -> Any:
+    powers = torch.arange(float(y.shape[1]))
+    positive = y.abs() + 1
+    return (
+        (positive * 1.5).pow_(powers),
+        (positive * 1.5).float_power_(powers),
+        (positive * 1.5).float_power_(2.0),
+        (y * 1.5).ldexp_(powers),
+    )
+
+
 def _views(self: Any, y: torch.Tensor) -> Any:
     y = y.reshape(2, -1, 4).movedim(0, -1).mT.unsqueeze(-1).squeeze(-1).flatten(-2).unflatten(1, (-1, 2))
     y = y.transpose(0, 1).swapaxes(1, 2).expand(-1, -1, 4).contiguous()[..., :].view_as(torch.empty(4, 2, 4)) + 0
@@ -185,13 +207,25 @@ def _multiple(self: Any, y: torch.Tensor) -> Any:
 PROGRAMS = [
     _add, _row, _through_views, _rotated, _dims_in_place, _masked, _buffer, _buffer_and_view, _no_grad,
     _no_grad_through_views, _into_out, _detached, _autocast_off, _split, _views, _dropped, _multiple, _unseen,
-    _unseen_through_views, _unseen_between_others, _renormed,
+    _unseen_through_views, _unseen_between_others, _renormed, _diagonals, _other_forms,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("function", PROGRAMS, ids=lambda f: f.__name__)
 def test_programs(function: Any) -> None:
     check(program(function), image(4, 8))
+
+
+def test_what_is_overwritten_has_a_gradient_of_zeros() -> None:
+    """An optimizer with weight decay decays its parameters, as without a gradient it would not."""
+    model, x = program(lambda self, y: (y * 1.5).copy_(torch.ones(y.shape[1])) * self.scale).double(), image(4, 8)
+    model.scale = torch.nn.Parameter(torch.ones(8, dtype=torch.float64))
+    check(model, x)
+    for each in (model, capture(model, (x,))):
+        model.zero_grad()
+        found = each(x) if each is model else run(each, model, (x,), {})[0]
+        found.sum().backward()
+        assert model.linear.weight.grad is not None and not model.linear.weight.grad.any()
 
 
 def test_one_spelling() -> None:
