@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from autotp.errors import AutotpError
+from autotp.runtime.strides import laid_as
 from passes.capture import Captured
 from passes.graph import made_of, stays
 from passes.torch_internals import has_gradient_hooks, storage_id, tree_map
@@ -74,7 +75,8 @@ class Relations:
         return cls(graph, views, flows, {i: others - through.get(i, frozenset()) for i, others in flows.items()})
 
     def between(self, outputs: Sequence[Any], said: Callable[[int], str], *, scheduled: bool) -> list[Any]:
-        """The outputs of a call, guarded (see `guard`); those that are views are made from what they are views of.
+        """The outputs of a call, guarded (see `guard`), which lie in memory as the model's do for the example inputs; those
+        that are views are made from what they are views of.
 
         Args:
             outputs: flat.
@@ -82,9 +84,12 @@ class Relations:
             scheduled: whether they are of a scheduled graph.
         """
         leaves: Any = self.graph.output_node().args[0]
-        found = list(outputs)
+        found = [
+            laid_as(value, leaf.meta["val"]) if type(value) is Tensor and isinstance(leaf, fx.Node) else value
+            for value, leaf in zip(outputs, leaves, strict=False)
+        ]
         for i, (base, chain) in self.views.items():
-            value = outputs[base]
+            value = found[base]
             if value.stride() == leaves[base].meta["val"].stride():  # else what is a view there may be a copy here
                 for node in chain:
                     args: Any = tree_map(lambda leaf, shown=value: shown if isinstance(leaf, fx.Node) else leaf, node.args)

@@ -20,7 +20,7 @@ from autotp.runtime.interpreter import Interpreter, named
 from passes.capture import Captured
 from passes.torch_internals import is_profiling
 
-__all__ = ["Arranged", "arranged", "as_traced", "lying", "order_of"]
+__all__ = ["Arranged", "arranged", "as_traced", "laid_as", "lying", "order_of"]
 
 _log = logging.getLogger("autotp.schedule")
 
@@ -46,6 +46,19 @@ def arranged(tensor: Tensor, strides: Sequence[int]) -> Tensor:
 def laid_like(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     """A copy of a tensor, with such strides."""
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def laid_as(tensor: Tensor, example: Tensor) -> Tensor:
+    """A tensor whose dims lie in memory in the order of an example's, which may be longer: itself, where they do."""
+    if tensor.stride() == example.stride() or tensor.dim() != example.dim():
+        return tensor
+    order = order_of(example)
+    if order[:1] == (-1,) or order_of(tensor) == order:
+        return tensor
+    strides, step = [0] * tensor.dim(), 1
+    for dim in sorted(reversed(range(tensor.dim())), key=example.stride):
+        strides[dim], step = step, step * tensor.shape[dim]
+    return arranged(tensor, tuple(strides))
 
 
 def order_of(tensor: Tensor) -> tuple[int, ...]:

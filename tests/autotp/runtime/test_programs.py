@@ -614,6 +614,52 @@ def test_transforms_of_a_sharded_module_are_errors():
     simulated(x)
 
 
+@pytest.mark.parametrize("how", [torch.jit.trace, torch.jit.script, lambda f, a: torch.export.export(f, a, strict=False)])
+def test_a_sharded_module_is_neither_traced_nor_exported(how):
+    model, x = nn.Linear(4, 4).double(), torch.rand(4, 4, **F64)
+    simulated = distributed(model, (x,))
+    with pytest.raises(autotp.AutotpError, match="the model"):
+        how(simulated, (x,))
+    torch.testing.assert_close(simulated(x), model(x), **SIX)
+
+
+class Laid(nn.Module):
+    """Outputs whose dims lie in memory in other orders, as recurrent layers and convolutions make them."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent, self.conv = nn.LSTM(8, 6, batch_first=True), nn.Conv2d(4, 6, 1)
+
+    def forward(self, x):
+        found = self.recurrent(x)[0]
+        image = self.conv(x.unflatten(2, (4, 2)).permute(0, 2, 1, 3).to(memory_format=torch.channels_last))
+        return found, image, found.transpose(0, 1), image.sum()
+
+
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("strategy", ["data", "megatron-1d"])
+def test_outputs_lie_as_the_models(strategy, schedule):
+    """Views of an output are views where the model's are, and what is written through them is seen."""
+    torch.manual_seed(0)
+    model, x = Laid().double(), torch.randn(8, 5, 8, **F64)
+    ours = distributed(model, (x,), strategy, schedule=schedule)
+    for rows in (8, 4):
+        got, expected = ours(x[:rows]), model(x[:rows])
+        for mine, its in zip(got, expected, strict=True):
+            torch.testing.assert_close(mine, its, **SIX)
+            assert mine.stride() == its.stride()
+    gradients = []
+    for each in (ours, model):
+        model.zero_grad()
+        found, image, *_ = each(x)
+        flat = found.transpose(0, 1).reshape(-1)
+        with torch.no_grad():
+            flat[:7] = 0
+        (found.square().sum() + image.permute(0, 2, 3, 1).view(-1).square().sum()).backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients, **SIX)
+
+
 @pytest.mark.parametrize("schedule", ["none", "overlap"])
 def test_batches_of_gradients_are_errors(schedule):
     model, x = nn.Linear(4, 4).double(), torch.rand(4, 4, **F64)
