@@ -69,7 +69,8 @@ class Constants:
             x, mask = (emit(aten.expand.default, (each, shape)) for each in args)
             return emit(aten.index.Tensor, (x, self._places(mask, node)))
         elif name == "aten::repeat_interleave" and self._known(args[1]):
-            x, dim = (args[0], args[2]) if args[2:] else (emit(aten.flatten.using_ints, args[:1]), 0)
+            x, dim, *_ = *args[:1], *args[2:], None
+            x, dim = (x, dim) if dim is not None else (emit(aten.flatten.using_ints, (x,)), 0)
             times = self._run(aten.expand.default, (args[1], [x.meta["val"].shape[dim]]), {})
             return emit(aten.index_select.default, (x, dim, self._constant(torch.repeat_interleave(times), node)))
         elif not isinstance(node.meta["val"], Tensor | tuple | list):

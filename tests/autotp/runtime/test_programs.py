@@ -15,6 +15,7 @@ from float64 import double, float64_mode
 from models import MODELS
 from thinned import thinned
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.utils import prune
 from torch.utils._pytree import tree_map, tree_structure
 
@@ -620,6 +621,8 @@ def test_a_sharded_module_is_neither_traced_nor_exported(how):
     simulated = distributed(model, (x,))
     with pytest.raises(autotp.AutotpError, match="the model"):
         how(simulated, (x,))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert simulated(mode.from_tensor(x)).shape == x.shape, "to see what memory a step takes, for example"
     torch.testing.assert_close(simulated(x), model(x), **SIX)
 
 
