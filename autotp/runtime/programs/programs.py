@@ -170,8 +170,8 @@ class Programs:
         gradients = self.plan.mode == "train" and (torch.is_grad_enabled() if mode is None else MODES[mode])
         leaves, structure = flat(self.signature.parameters, args, kwargs)
         tensors = [dense(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        exporting = torch.compiler.is_exporting() and any(isinstance(each, FakeTensor) for each in tensors)  # another thread may
-        if exporting or torch.jit.is_tracing():
+        fake = any(isinstance(each, FakeTensor) for each in tensors)  # another thread may export something else
+        if torch.jit.is_tracing() or (fake and torch.compiler.is_exporting()):
             raise AutotpError("what is sharded can be neither traced by torch.jit nor exported: trace or export the model")
         default = None if (now := torch.get_default_dtype()) == self.default else now
         kinds = tuple(map(Key.leaf, leaves))
