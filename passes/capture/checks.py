@@ -291,8 +291,8 @@ def looking(model: nn.Module) -> Iterator[Seen]:
 
     def look(found: dict[str, Any], module: nn.Module, args: Any, *_: Any) -> None:
         if vars(module) is vars(model):  # export may call a proxy of it
-            found.update(in_python(model))
-            found["lists or dicts among its arguments"] = (str(tree_structure(args)),)
+            now = in_python(model) | {"lists or dicts among its arguments": (str(tree_structure(args)),)}
+            found.update(now if found is seen.after else now | found)  # forward may call itself
 
     seen = Seen()
     try:

@@ -340,7 +340,10 @@ class Counts(nn.Module):
         self.other, self.config = nn.Linear(4, 4), types.SimpleNamespace(aux=0.0)
         self.step, self.seen, self.aux, self.inner.kept, self._lazy = 0, [], 0.0, {"last": None}, None
 
-    def forward(self, x):
+    def forward(self, x, again=1):
+        if self.way.startswith("again") and again:
+            self.step += "step" in self.way
+            return self(self.inner(x), 0)
         if self.way == "step":
             self.step += 1
         elif self.way == "aux":
@@ -394,6 +397,8 @@ class Counts(nn.Module):
         ("partly", "Counts: forward changes _new,"),
         ("random", "Counts: forward changes the random numbers of Python's random,"),
         ("numpy", "Counts: forward changes the random numbers of numpy,"),
+        ("again", None),
+        ("again, step", "Counts: forward changes step,"),
         ("", None),
     ],
 )
