@@ -58,6 +58,8 @@ def in_python(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     for name, module in model.named_modules():
         found[f"the mode of {name or 'the model'}"] = (module.training,)
         found[f"the parameters of {name or 'the model'}"] = (*module._parameters, *module._parameters.values())
+        trained = [each is not None and each.requires_grad for each in module._parameters.values()]
+        found[f"which parameters of {name or 'the model'} are frozen"] = (*trained,)
         found[f"the modules of {name or 'the model'}"] = (*module._modules, *module._modules.values())
         torchs = own_attributes(module)
         for key, value in (*module._buffers.items(), *vars(module).items()):
@@ -143,8 +145,12 @@ def faked(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> I
             return x
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
 
+    parameters: dict[int, nn.Parameter] = {}
     with restored(model), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        for each in model.parameters():
+            parameters[id(each)] = nn.Parameter(own(each.detach()), each.requires_grad)
         for module in model.modules():  # what is written in place is a copy
+            module._parameters.update({name: parameters.get(id(each)) for name, each in module._parameters.items()})
             for held in (module._buffers, vars(module)):
                 held.update({name: own(value) for name, value in held.items() if isinstance(value, Tensor)})
         yield lambda: model(*tree_map(own, tuple(args)), **tree_map(own, dict(kwargs)))

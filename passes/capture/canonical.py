@@ -28,11 +28,16 @@ _NUMBERS = (bool, int, float, SymBool, SymInt, SymFloat)
 
 
 def drop_checks(module: fx.GraphModule) -> None:
-    """Leaves out assertions in place, in all regions, and numbers taken from tensors (``.item()``) only for them."""
+    """Leaves out assertions in place, in all regions, and numbers taken from tensors (``.item()``) only for them.
+
+    Also copies that ``torch.export`` appends for buffers that were assigned, and names as no others: each is changed in
+    place already (`passes.capture.attributes.in_place`), and of a buffer that is new, torch writes to another.
+    """
     for graph in graphs_of(module):
         for node in reversed(graph.nodes):
             number = node.op == "call_function" and isinstance(node.meta.get("val"), _NUMBERS)
-            if not node.users and (number or operator_name(node.target).startswith(_CHECKS)):
+            assigned = node.target is aten.copy_.default and node.name.startswith("copy__default")
+            if not node.users and (number or assigned or operator_name(node.target).startswith(_CHECKS)):
                 graph.erase_node(node)
 
 

@@ -155,7 +155,8 @@ class _Reads(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = tree_leaves((args, kwargs))
         self.read |= self.among.intersection(map(id, leaves))
-        self.ran.append((function, str([each for each in leaves if not isinstance(each, Tensor)])))
+        if function.namespace != "prim":  # what asks for a device, which depends on what is known of it
+            self.ran.append((function, str([each for each in leaves if not isinstance(each, Tensor)])))
         return function(*args, **(kwargs or {}))
 
 

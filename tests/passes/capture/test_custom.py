@@ -375,6 +375,8 @@ class Counts(nn.Module):
             self.inner, self.other = self.other, self.inner
         elif self.way == "seen":
             self.seen.append(1)
+        elif self.way == "frozen":
+            self.inner.requires_grad_(False)
         elif self.way == "random":
             return self.inner(x) * random.random()
         elif self.way == "numpy":
@@ -390,6 +392,7 @@ class Counts(nn.Module):
         ("before", "Counts: forward changes aux,"),
         ("object", "Counts: forward changes config,"),
         ("modules", "Counts: forward changes the modules of the model,"),
+        ("frozen", "Counts: forward changes which parameters of inner are frozen,"),
         ("summed", "Counts: forward changes aux,"),
         ("lazy", "Counts: forward changes _lazy,"),
         ("grown", "Counts: forward changes seen,"),
@@ -410,6 +413,78 @@ def test_what_changes_in_python_is_warned_of(way, named, caplog):
     assert (model.step, model.seen, model.aux, model.inner.kept) == (0, [], 0.0, {"last": None})
     assert not hasattr(model, "_new") and vars(model.config) == {"aux": 0.0}
     assert [record.getMessage().startswith(named) for record in caplog.records] == [True] * (named is not None)
+
+
+class Momentum(nn.Module):
+    """A teacher that follows a student in every call, which also leaves a tensor on the module."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+        hidden = self.student(x)
+        self.aux = hidden.mean()
+        return (hidden - self.teacher(x)).square().mean()
+
+
+def test_what_is_asked_of_a_model_leaves_its_parameters_as_they_are():
+    torch.manual_seed(0)
+    model, x = Momentum().double(), torch.randn(4, 4, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    ours = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), (x,)), (x,))
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    for rows in (4, 2, 4):  # the second program is made of a copy without memory
+        torch.testing.assert_close((ours(x[:rows]), ours.aux), (plain(x[:rows]), plain.aux), rtol=1e-9, atol=0)
+        torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-9, atol=0)
+
+
+class Late(nn.Module):
+    """Buffers that the first call makes, beside one that each call changes."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6) if norm else nn.Identity()
+        self.register_buffer("mask", None)
+
+    def forward(self, x):
+        if self.mask is None:
+            self.mask = torch.arange(6.0, dtype=x.dtype)
+        if isinstance(self.norm, nn.BatchNorm1d) and not hasattr(
+            self, "places"
+        ):  # without, torch.export has no place for it
+            self.register_buffer("places", torch.arange(3.0, dtype=x.dtype), persistent=False)
+        return self.norm(self.linear(x)) * self.mask
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_buffer_that_forward_makes_is_written_to_no_other(norm):
+    torch.manual_seed(0)
+    model, x = Late(norm).double(), torch.randn(4, 4, dtype=torch.float64)
+    plain, given = copy.deepcopy(model), x.clone()
+    ours = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), (x,)), (x,))
+    for _ in range(3):
+        torch.testing.assert_close(ours(x), plain(given), rtol=1e-9, atol=0)
+    assert torch.equal(x, given)
+    for name, buffer in model.norm.named_buffers():
+        torch.testing.assert_close(buffer, plain.norm.get_buffer(name), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("derivative", [lambda f, x: torch.func.vjp(f, x)[0], lambda f, x: torch.func.vjp(f, x)[0].sum()])
+def test_derivatives_of_torch_func_have_no_graph(derivative):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return derivative(self.linear, x)
+
+    with pytest.raises(CaptureError, match="torch.func"):
+        capture(Model(), (torch.randn(4, 4),))
 
 
 @pytest.mark.parametrize(("way", "path"), [("aux", "aux"), ("kept", "inner.kept"), ("new", "_new"), ("fresh", "seen")])
