@@ -455,7 +455,7 @@ class Late(nn.Module):
             self.mask = torch.arange(6.0, dtype=x.dtype)
         if isinstance(self.norm, nn.BatchNorm1d) and not hasattr(
             self, "places"
-        ):  # without, torch.export has no place for it
+        ):  # else torch.export has no place
             self.register_buffer("places", torch.arange(3.0, dtype=x.dtype), persistent=False)
         return self.norm(self.linear(x)) * self.mask
 
