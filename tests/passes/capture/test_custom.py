@@ -453,9 +453,7 @@ class Late(nn.Module):
     def forward(self, x):
         if self.mask is None:
             self.mask = torch.arange(6.0, dtype=x.dtype)
-        if isinstance(self.norm, nn.BatchNorm1d) and not hasattr(
-            self, "places"
-        ):  # else torch.export has no place
+        if isinstance(self.norm, nn.BatchNorm1d) and not hasattr(self, "places"):  # else torch.export has no place
             self.register_buffer("places", torch.arange(3.0, dtype=x.dtype), persistent=False)
         return self.norm(self.linear(x)) * self.mask
 
