@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor.placement_types import Placement
 
-from passes.torch_internals import schema, tree_leaves
+from passes.torch_internals import schema, storage_id, tree_leaves
 
 __all__ = [
     "RECOMPUTE",
@@ -23,6 +23,7 @@ __all__ = [
     "Note",
     "above",
     "annotate",
+    "are_wrapped",
     "arguments_of",
     "below",
     "cast_of",
@@ -183,6 +184,17 @@ def _mode_of(values: Any) -> Any:
         if isinstance(value, Tensor) and hasattr(value, "fake_mode"):
             return value.fake_mode
     raise ValueError("no operand has a fake tensor")
+
+
+def are_wrapped(values: Iterable[Any]) -> bool:
+    """Whether a transform of torch, such as ``vmap``, has wrapped a tensor among some values, which then has no memory."""
+    try:
+        for value in values:
+            if isinstance(value, Tensor) and value.layout is torch.strided:
+                storage_id(value)
+    except NotImplementedError:
+        return True
+    return False
 
 
 def above(leaves: Iterable[Any], without: Set[Any] = frozenset()) -> set[fx.Node]:

@@ -345,6 +345,6 @@ class _Squeeze:
         """A choice with the strategies of one, which recomputes what the other does; that one, if they are equally good."""
         assembled, choice = base.found.assembled, other.found.solution.choice
         joined, worst = assembled.joined(base.found.solution.choice, choice), max(other.held, key=other.held.__getitem__)
-        costs = [(evaluate(assembled.problem, one).seconds, moments.bytes(worst, one)) for one in (joined, choice)]
-        same = np.allclose(costs[0], costs[1], 1e-12, 0.0)
+        costs = [(evaluate(assembled.problem, one).seconds, moments.bytes(worst, one)) for one in {joined, choice}]
+        same = np.allclose(costs[0], costs[-1], 1e-12, 0.0)
         return other if same else self.offer(self.contest.candidates.found(candidate, assembled, joined))

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from autotp.errors import AutotpError
 from autotp.runtime.strides import laid_as
 from passes.capture import Captured
-from passes.graph import made_of, stays
+from passes.graph import are_wrapped, made_of, stays
 from passes.torch_internals import has_gradient_hooks, storage_id, tree_map
 
 __all__ = ["Relations"]
@@ -150,14 +150,11 @@ def _looking(
     entries: Sequence[tuple[int, int, int, weakref.ref[Tensor]]], said: Callable[[int], str]
 ) -> Callable[[Sequence[Tensor | None]], None]:
     def look(gradients: Sequence[Tensor | None]) -> None:
-        try:
-            for gradient in gradients:
-                gradient is None or storage_id(gradient)
-        except NotImplementedError as error:
+        if are_wrapped(gradients):
             raise AutotpError(
                 "batches of gradients (is_grads_batched=True, vectorize=True) cannot go through what is sharded: take them "
                 "one by one"
-            ) from error
+            )
         for place, i, j, reference in entries:
             output = reference()
             if output is not None and gradients[place] is not None and (has_gradient_hooks(output) or output.retains_grad):

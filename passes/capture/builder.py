@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from costmodel.errors import AutotpError
 from passes.capture.checkpoints import checkpoint_of
-from passes.graph import Note, annotate, note_of, where
+from passes.graph import Note, annotate, are_wrapped, note_of, where
 from passes.rules.table import draws
 from passes.torch_internals import (
     DisableTorchFunction,
@@ -22,7 +22,6 @@ from passes.torch_internals import (
     OpOverload,
     enable_python_dispatcher,
     schema,
-    storage_id,
     tree_leaves,
 )
 
@@ -50,17 +49,6 @@ def is_symbolic(value: Any) -> bool:
     for leaf in tree_leaves(value):
         numbers += [*leaf.shape, *leaf.stride()] if isinstance(leaf, Tensor) and leaf.layout is torch.strided else [leaf]
     return any(isinstance(each, torch.SymInt | torch.SymFloat | torch.SymBool) for each in numbers)
-
-
-def is_wrapped(value: Any) -> bool:
-    """Whether a transform of ``torch.func`` has left a node's value wrapped, so that it has no memory."""
-    try:
-        found = [
-            storage_id(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.layout is torch.strided
-        ]
-        return not all(found)
-    except NotImplementedError:
-        return True
 
 
 def outer_order(target: Any, rank: int, arguments: dict[str, Any]) -> list[int]:
@@ -154,7 +142,7 @@ class Builder:
         if replace(note_of(node), loose=False) == Note():
             module, source = _module(like.meta.get("nn_module_stack")), _origin(like.meta.get("stack_trace"))
             annotate(node, module=module, source=source, checkpoint=checkpoint_of(like))
-        if is_wrapped(value):
+        if are_wrapped(tree_leaves(value)):
             raise CaptureError(
                 f"{where(node)}: derivatives that forward takes by torch.func (vjp, grad, jvp) have no graph; compute them "
                 "yourself, or in a torch.autograd.Function"

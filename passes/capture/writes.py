@@ -318,9 +318,7 @@ class _Functionaliser:
                 f"{where(like)}: the model changes {kind} '{node.name}' in a checkpointed function, which torch calls "
                 "again in the backward pass; change it outside"
             )
-        if kind == "input" or not differentiable(new.meta["val"]):
-            return new
-        if not aside:
+        if kind == "parameter" and not aside and differentiable(new.meta["val"]):
             self.frozen.add(node.name)
         return new
 

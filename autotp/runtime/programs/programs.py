@@ -170,8 +170,8 @@ class Programs:
         gradients = self.plan.mode == "train" and (torch.is_grad_enabled() if mode is None else MODES[mode])
         leaves, structure = flat(self.signature.parameters, args, kwargs)
         tensors = [dense(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        fake = any(isinstance(each, FakeTensor) for each in tensors)  # another thread may export something else
-        if torch.jit.is_tracing() or (fake and torch.compiler.is_exporting()):
+        exporting = torch.compiler.is_exporting()  # which another thread may be, with fake tensors of its own
+        if torch.jit.is_tracing() or (exporting and any(isinstance(each, FakeTensor) for each in tensors)):
             raise AutotpError("what is sharded can be neither traced by torch.jit nor exported: trace or export the model")
         default = None if (now := torch.get_default_dtype()) == self.default else now
         kinds = tuple(map(Key.leaf, leaves))
