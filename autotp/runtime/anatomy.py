@@ -19,7 +19,20 @@ from autotp.runtime.submodule import Submodule
 from passes.capture import Left
 from passes.graph import TRACING
 
-__all__ = ["CONSTANTS", "WORLD", "Taken", "Untraced", "attach", "bound", "carrying", "find", "hierarchy", "index_as"]
+__all__ = [
+    "CONSTANTS",
+    "WORLD",
+    "Taken",
+    "Unscripted",
+    "Untraced",
+    "attach",
+    "bound",
+    "called",
+    "carrying",
+    "find",
+    "hierarchy",
+    "index_as",
+]
 
 #: Names of the module's own parts, beside the model's.
 WORLD, CONSTANTS = "autotp_world", "autotp_constants"
@@ -59,7 +72,19 @@ class Taken(NamedTuple):
 _UNEXPORTED = "a distributed module cannot be exported or traced: its graph is one rank's. Export the model itself"
 
 
-class Untraced(fx.GraphModule):
+class Unscripted:
+    """A module that ``torch.jit`` cannot script."""
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuses: ``torch.jit`` asks for it.
+
+        Raises:
+            AutotpError: always.
+        """
+        raise AutotpError(_UNEXPORTED)
+
+
+class Untraced(Unscripted, fx.GraphModule):
     """A graph module whose calls run its ``_run``, hooks and all, and which nothing exports, traces or compiles."""
 
     _told = False
@@ -85,14 +110,6 @@ class Untraced(fx.GraphModule):
     @graph.setter
     def graph(self, graph: fx.Graph) -> None:
         fx.GraphModule.graph.fset(self, graph)  # type: ignore[attr-defined]
-
-    def __prepare_scriptable__(self) -> NoReturn:
-        """Refuses: ``torch.jit`` asks for it.
-
-        Raises:
-            AutotpError: always.
-        """
-        raise AutotpError(_UNEXPORTED)
 
     def compile(self, *_: Any, **__: Any) -> None:
         """Does nothing, and warns, as a call within ``torch.compile`` does."""
@@ -121,12 +138,17 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise AutotpError(_UNEXPORTED)
     if torch.compiler.is_compiling():
         _tell(self)
-    return _called(self, *args, **kwargs)
+    return called(self, *args, **kwargs)
 
 
 # What runs is compiled already; torch.compile would look into how it is made.
 @partial(torch.compiler.disable, reason=_UNEXPORTED)
-def _called(module: Any, *args: Any, **kwargs: Any) -> Any:
+def called(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a module's ``_run`` gives.
+
+    Raises:
+        AutotpError: the call is exported or traced.
+    """
     symbolic = any(isinstance(each, fx.Proxy) for each in (*args, *kwargs.values()))
     if symbolic or _exporting() or torch.jit.is_tracing():
         raise AutotpError(_UNEXPORTED)

@@ -15,7 +15,7 @@ from autotp.errors import AutotpError
 from autotp.plans.options import require_plan
 from autotp.plans.plan import Plan, overlapping
 from autotp.runtime.agreement import Agreement
-from autotp.runtime.anatomy import find
+from autotp.runtime.anatomy import Unscripted, called, find
 from autotp.runtime.compiled import Compiled, Overlap
 from autotp.runtime.durations import how_to_run
 from autotp.runtime.programs import MOST, Program, Programmed, Programs, blueprint, show, unobserved
@@ -79,7 +79,7 @@ def _device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-class Simulated(Programmed):
+class Simulated(Programmed, Unscripted):
     """A model whose forward and backward pass run as the devices of a plan would run them.
 
     Attributes:
@@ -150,7 +150,7 @@ class Simulated(Programmed):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own signature and output structure; inputs are the global batch."""
-        return _as_it_is()(self, *args, **kwargs)
+        return called(self, *args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._require_observed()
@@ -210,12 +210,6 @@ def _plain(module: nn.Module) -> dict[str, Any]:
     """The numbers, texts and tensors that a module has beside its mode and state."""
     kinds, torchs = (bool, int, float, str, Tensor), own_attributes(module)
     return {name: value for name, value in vars(module).items() if type(value) in kinds and name not in torchs}
-
-
-@functools.cache
-def _as_it_is() -> Callable[..., Any]:
-    """What runs is compiled already; ``torch.compile`` would look into how it is made."""
-    return torch.compiler.disable(Simulated._run)
 
 
 def distribute(name: str, tensor: Tensor, layout: Layout, world: World) -> Parts:

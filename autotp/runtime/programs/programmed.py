@@ -28,10 +28,6 @@ class Programmed(nn.Module):
         """The programs that there are, the first plan's first; each has its ``plan``."""
         return self._programs.every
 
-    def __prepare_scriptable__(self) -> Any:
-        """For ``torch.jit.script``."""
-        raise AutotpError("torch.jit cannot script what is sharded; script the model")
-
     def prepare(
         self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, mode: str | None = None
     ) -> Program:

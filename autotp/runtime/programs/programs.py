@@ -37,7 +37,7 @@ from passes.graph import TRACING
 from passes.layouts.layout import Layout, is_shard
 from passes.sharding.shard import draws_of, place_constants, used_groups
 from passes.strategies.strategy import whole_layout
-from passes.torch_internals import FakeTensor, transforming, tree_map
+from passes.torch_internals import transforming, tree_map
 from passes.world.world import World
 
 __all__ = ["MOST", "Programs"]
@@ -170,9 +170,6 @@ class Programs:
         gradients = self.plan.mode == "train" and (torch.is_grad_enabled() if mode is None else MODES[mode])
         leaves, structure = flat(self.signature.parameters, args, kwargs)
         tensors = [dense(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        exporting = torch.compiler.is_exporting()  # which another thread may be, with fake tensors of its own
-        if torch.jit.is_tracing() or (exporting and any(isinstance(each, FakeTensor) for each in tensors)):
-            raise AutotpError("what is sharded can be neither traced by torch.jit nor exported: trace or export the model")
         default = None if (now := torch.get_default_dtype()) == self.default else now
         kinds = tuple(map(Key.leaf, leaves))
         return Key(training, gradients, kinds, structure, False, self.cast, default, self._orders(tensors)), tensors
