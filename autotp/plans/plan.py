@@ -166,10 +166,7 @@ class Plan:
         """
         wanted = precision_name(precision)
         if wanted is not None and wanted != self.precision:
-            raise PlanMismatchError(
-                f"the plan was made with precision={self.precision!r}, not {wanted!r}; leave precision out, or make a new "
-                "plan"
-            )
+            raise PlanMismatchError(f"the plan has precision={self.precision!r}, not {wanted!r}; leave it out or plan anew")
         return self.precision
 
     @property
@@ -195,6 +192,9 @@ class Plan:
         if self.recomputed:
             decided["recomputed"] = {op.name: op.recomputed for op in self.operators if op.recomputed}
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
+
+    def __hash__(self) -> int:
+        return hash(self.hash)
 
     def to_json(self) -> str:
         """The plan as JSON text."""

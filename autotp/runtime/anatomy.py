@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Set
-from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -14,7 +14,7 @@ from torch.fx.graph import PythonCode
 
 from autotp.errors import AutotpError
 from autotp.runtime.rewrite import Rewritten
-from autotp.runtime.state import held_part, local_part
+from autotp.runtime.state import held_part, local_part, require_parts
 from autotp.runtime.submodule import Submodule
 from passes.capture import Left
 from passes.graph import TRACING
@@ -27,7 +27,6 @@ __all__ = [
     "Untraced",
     "attach",
     "bound",
-    "called",
     "carrying",
     "find",
     "hierarchy",
@@ -36,6 +35,11 @@ __all__ = [
 
 #: Names of the module's own parts, beside the model's.
 WORLD, CONSTANTS = "autotp_world", "autotp_constants"
+
+#: torch's own modules that only hold others, or parameters.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
+#: Their methods that change what they hold, past a module's own methods or together with what they know besides.
+_CHANGING = ("append", "extend", "insert", "pop", "popitem", "clear", "update", "setdefault", "__delitem__")
 
 _log = logging.getLogger("autotp.compile")
 
@@ -73,7 +77,21 @@ _UNEXPORTED = "a distributed module cannot be exported or traced: its graph is o
 
 
 class Unscripted:
-    """A module that ``torch.jit`` cannot script."""
+    """A module whose calls run its ``_run``, hooks and all, and that nothing exports, traces or scripts."""
+
+    _told = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own signature and output structure; inputs are the global batch.
+
+        Raises:
+            AutotpError: the call is exported or traced.
+        """
+        if isinstance(args, fx.Proxy):  # torch.fx gives the root of what it traces one for all
+            raise AutotpError(_UNEXPORTED)
+        if torch.compiler.is_compiling():
+            _tell(self)
+        return _called(self, *args, **kwargs)
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Refuses: ``torch.jit`` asks for it.
@@ -85,15 +103,13 @@ class Unscripted:
 
 
 class Untraced(Unscripted, fx.GraphModule):
-    """A graph module whose calls run its ``_run``, hooks and all, and which nothing exports, traces or compiles."""
-
-    _told = False
+    """Such a graph module."""
 
     def recompile(self) -> PythonCode:
         """The graph as Python, for reading."""
         code = super().recompile()
         own: Any = type(self)
-        own.forward = _forward
+        own.forward = Unscripted.forward
         return code
 
     @property
@@ -133,22 +149,9 @@ class Untraced(Unscripted, fx.GraphModule):
         return super()._apply(*args, **options)
 
 
-def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(args, fx.Proxy):  # torch.fx gives the root of what it traces one for all
-        raise AutotpError(_UNEXPORTED)
-    if torch.compiler.is_compiling():
-        _tell(self)
-    return called(self, *args, **kwargs)
-
-
 # What runs is compiled already; torch.compile would look into how it is made.
-@partial(torch.compiler.disable, reason=_UNEXPORTED)
-def called(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a module's ``_run`` gives.
-
-    Raises:
-        AutotpError: the call is exported or traced.
-    """
+@functools.partial(torch.compiler.disable, reason=_UNEXPORTED)
+def _called(module: Any, *args: Any, **kwargs: Any) -> Any:
     symbolic = any(isinstance(each, fx.Proxy) for each in (*args, *kwargs.values()))
     if symbolic or _exporting() or torch.jit.is_tracing():
         raise AutotpError(_UNEXPORTED)
@@ -163,7 +166,7 @@ def _exporting() -> bool:
         return torch.compiler.is_exporting()
 
 
-@partial(torch.compiler.disable, reason=_UNEXPORTED)
+@functools.partial(torch.compiler.disable, reason=_UNEXPORTED)
 def _tell(module: Any) -> None:
     if not (module._told or torch.compiler.is_exporting()):
         module._told = True
@@ -183,20 +186,67 @@ def hierarchy(root: nn.Module, model: nn.Module, taken: Set[str]) -> list[Any]:
         if not path:
             continue
         parent, _, name = path.rpartition(".")
-        stands = made.setdefault(id(module), Submodule.like(path, module))
+        stands = made.setdefault(id(module), _stand_in(path, module))
         # A module without state needs no name of its own, where a graph module has another use for that.
         if parent or name not in taken or any(True for _ in (*module.parameters(), *module.buffers())):
             root.get_submodule(parent)._modules[name] = stands
     return list(made.values())
 
 
+def _stand_in(path: str, module: nn.Module) -> Submodule:
+    """An empty one for a module of the model, at its path, as that was when it was captured."""
+    found: Any = type(module)
+    own = found.__module__.startswith("torch.nn.modules.") and found not in _CONTAINERS
+    # Those of torch's that have several layers, and recurrent ones, do more with their parts than hold them.
+    does_more = issubclass(found, nn.RNNBase) or (own and any(True for _ in module.children()))
+    does_more |= found.__getattr__ is not nn.Module.__getattr__
+    kind: Any = Submodule if does_more else _of_kind(found)
+    made: Submodule = kind.__new__(kind)
+    nn.Module.__init__(made)
+    made.register_load_state_dict_pre_hook(require_parts)
+    made._path, made._name, made.training = path, module._get_name(), module.training
+    for table in ("_parameters", "_buffers", "_modules"):
+        getattr(made, table).update({name: None for name, value in getattr(module, table).items() if value is None})
+    made._shown = module.extra_repr()
+    made._stand_for(module)
+    return made
+
+
+@functools.cache
+def _of_kind(layer: Any) -> Any:
+    changing = {
+        name: _refusing(getattr(layer, name)) for name in _CHANGING if layer in _CONTAINERS and hasattr(layer, name)
+    }
+    own = {"__doc__": Submodule.__doc__, "__module__": __name__}
+    try:
+        return type(layer.__name__, (Submodule, layer), own | changing)
+    except Exception:  # noqa: BLE001 - whatever a class asks of those that inherit from it
+        return Submodule
+
+
+def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A container's method, for as long as what it holds is not complete."""
+
+    @functools.wraps(method)
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._sealed:
+            raise AutotpError(
+                f"{self._path}.{method.__name__}: the graph cannot follow a container that holds something else. Change "
+                "the model before it is distributed"
+            )
+        return method(self, *args, **kwargs)
+
+    return changed
+
+
 def index_as(module: nn.Module, kind: type) -> None:
     """Lets a module be indexed, iterated and measured as the model, if that is one of torch's containers itself.
 
     Args:
-        module: the only instance of its class.
+        module: gets a class of its own for that.
         kind: the model's class.
     """
+    methods: dict[str, Any] = {}
 
     def asked(container: Any, name: str) -> Callable[..., Any]:
         def answer(own: nn.Module, *args: Any) -> Any:
@@ -208,7 +258,10 @@ def index_as(module: nn.Module, kind: type) -> None:
     for container in (nn.Sequential, nn.ModuleList, nn.ModuleDict):
         for name in ("__len__", "__iter__", "__getitem__", "__contains__"):
             if issubclass(kind, container) and hasattr(container, name):
-                setattr(type(module), name, asked(container, name))
+                methods[name] = asked(container, name)
+    if methods:
+        own = type(module)
+        module.__class__ = type(own.__name__, (own,), methods | {"__module__": own.__module__})
 
 
 def attach(root: nn.Module, path: str, value: Tensor, persistent: bool = True) -> None:

@@ -15,16 +15,16 @@ from autotp.errors import AutotpError
 from autotp.plans.options import require_plan
 from autotp.plans.plan import Plan, overlapping
 from autotp.runtime.agreement import Agreement
-from autotp.runtime.anatomy import Unscripted, called, find
+from autotp.runtime.anatomy import Unscripted, find, index_as
 from autotp.runtime.compiled import Compiled, Overlap
 from autotp.runtime.durations import how_to_run
 from autotp.runtime.programs import MOST, Program, Programmed, Programs, blueprint, show, unobserved
 from autotp.runtime.rewrite import Rewritten, rewrite
 from costmodel.errors import shown
-from passes.capture import Precision, buffered, matching, placed
+from passes.capture import Precision, buffered, foreign_hooks, matching, placed
 from passes.graph import differentiable
 from passes.layouts.layout import Layout, is_shard, take
-from passes.torch_internals import forward_hooks, own_attributes, tree_leaves, versions_preserved
+from passes.torch_internals import own_attributes, tree_leaves, versions_preserved
 from passes.world.ops import Parts
 from passes.world.seeds import ways_to_draw
 from passes.world.world import LocalWorld, World
@@ -79,7 +79,7 @@ def _device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-class Simulated(Programmed, Unscripted):
+class Simulated(Unscripted, Programmed):
     """A model whose forward and backward pass run as the devices of a plan would run them.
 
     Attributes:
@@ -106,6 +106,7 @@ class Simulated(Programmed, Unscripted):
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = model.__dict__[table]
         self.training = model.training
+        index_as(self, type(model))
         attributes = rewritten.captured.attributes
         self.__dict__ |= {path: find(model, path) for path in attributes if "." not in path}
         with buffered(model, attributes):
@@ -147,10 +148,6 @@ class Simulated(Programmed, Unscripted):
         """The scheduled graphs of all programs, made so far."""
         known = [program.schedules.known for program in self.programs if program.schedules is not None]
         return {key: compiled for each in known for key, compiled in each.items()}
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own signature and output structure; inputs are the global batch."""
-        return called(self, *args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._require_observed()
@@ -194,10 +191,14 @@ class Simulated(Programmed, Unscripted):
 
     def _require_observed(self) -> None:
         """Refuses forward hooks that nothing calls."""
+        # transformers' own gather what a call of the model asks to be shown, and stay.
         observed = set(matching(self, self._programs.plan.observe).values())
         for name, module in self.named_modules():
-            hooks = (*forward_hooks(module, before=False), *forward_hooks(module, before=True))
-            if name and module not in observed and any(number >= self._since for number in hooks):
+            if (
+                name
+                and module not in observed
+                and any(number >= self._since for number in foreign_hooks(module, ("transformers",)))
+            ):
                 raise unobserved(name)
 
     def _parameter_parts(self, program: Program, state: Mapping[str, Tensor]) -> dict[str, Parts]:

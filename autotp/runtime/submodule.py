@@ -6,7 +6,7 @@ import copy
 import enum
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from typing import Any, NoReturn
 
 import torch
@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from autotp.errors import AutotpError
-from autotp.runtime.programs import Unkept, unobserved
-from autotp.runtime.state import require_parts, set_into
+from autotp.runtime.programs import Programmed, Unkept, unobserved
+from autotp.runtime.state import set_into
 
 __all__ = ["Sealed", "Submodule"]
 
@@ -27,10 +27,6 @@ _INSTEAD = {
     "save_pretrained": "autotp.save_pretrained",
     "from_pretrained": "autotp.load_pretrained",
 }
-#: torch's own modules that only hold others, or parameters.
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
-#: Their methods that change what they hold, past a module's own methods or together with what they know besides.
-_CHANGING = ("append", "extend", "insert", "pop", "popitem", "clear", "update", "setdefault", "__delitem__")
 _GONE = object()
 _UNCHANGED = "the graph cannot follow a change. Change it on the model, and distribute the model again"
 
@@ -101,6 +97,7 @@ class Sealed(nn.Module):
     _kind: Any = nn.Module  # the class of the model's module
     _attributes: Set[str] = frozenset()  # its public ones that are no parts
     _data: Mapping[str, Any] = {}  # those that `_is_data`, private ones too
+    _objects: Set[str] = frozenset()  # those that are not, private ones too
     _fixed: Set[str] = frozenset()  # names of methods that the graph does the work of
     _changed = Unkept()
     _sealed = False  # whether it has all its parameters and modules
@@ -111,6 +108,7 @@ class Sealed(nn.Module):
         own = {name: value for name, value in vars(module).items() if name not in base}
         self._kind, self._attributes = type(module), frozenset(name for name in own if not name.startswith("_"))
         self._data = {name: value for name, value in own.items() if _is_data(value)}
+        self._objects = own.keys() - self._data.keys()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -120,6 +118,11 @@ class Sealed(nn.Module):
             if name in self._data:
                 return _as_it_was(self._data[name])
             own = inspect.getattr_static(self._kind, name, _GONE)
+            if own is _GONE and name in self._objects:
+                raise AttributeError(
+                    f"{self._path}.{name} of the model holds tensors, modules or other objects, and a distributed module "
+                    "keeps those alone that are its parameters, buffers and modules: read them there".lstrip(".")
+                ) from None
             if own is _GONE or name.startswith("__"):
                 raise
         code = getattr(own, "__code__", None)
@@ -220,28 +223,15 @@ class Submodule(Sealed):
         training: as the model's module was; which program a call runs depends on it.
     """
 
-    __repr__ = nn.Module.__repr__
+    __repr__, __copy__, __reduce__ = nn.Module.__repr__, Programmed.__copy__, Programmed.__reduce__
     _fixed = frozenset(("forward",))
     _name = _shown = ""
     _observed = False
 
-    @staticmethod
-    def like(path: str, module: nn.Module) -> Submodule:
-        """An empty one for a module of the model, at its path, as that was when it was captured."""
-        found: Any = type(module)
-        own = found.__module__.startswith("torch.nn.modules.") and found not in _CONTAINERS
-        # Those of torch's that have several layers, and recurrent ones, do more with their parts than hold them.
-        does_more = issubclass(found, nn.RNNBase) or (own and any(True for _ in module.children()))
-        does_more |= found.__getattr__ is not nn.Module.__getattr__
-        kind: Any = Submodule if does_more else _of_kind(found)
-        made: Submodule = kind.__new__(kind)
-        nn.Module.__init__(made)
-        made.register_load_state_dict_pre_hook(require_parts)
-        made._path, made._name, made.training = path, module._get_name(), module.training
-        for table in ("_parameters", "_buffers", "_modules"):
-            getattr(made, table).update({name: None for name, value in getattr(module, table).items() if value is None})
-        made._shown = module.extra_repr()
-        made._stand_for(module)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Submodule:
+        """One with parameters and buffers of its own."""
+        made = memo[id(self)] = object.__new__(type(self))
+        made.__dict__ |= copy.deepcopy(self.__dict__, memo)
         return made
 
     def train(self, mode: bool = True) -> Submodule:
@@ -321,30 +311,3 @@ class Submodule(Sealed):
 
     def _get_name(self) -> str:
         return self._name
-
-
-@functools.cache
-def _of_kind(layer: Any) -> Any:
-    changing = {
-        name: _refusing(getattr(layer, name)) for name in _CHANGING if layer in _CONTAINERS and hasattr(layer, name)
-    }
-    own = {"__doc__": Submodule.__doc__, "__module__": __name__}
-    try:
-        return type(layer.__name__, (Submodule, layer), own | changing)
-    except Exception:  # noqa: BLE001 - whatever a class asks of those that inherit from it
-        return Submodule
-
-
-def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A container's method, for as long as what it holds is not complete."""
-
-    @functools.wraps(method)
-    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._sealed:
-            raise AutotpError(
-                f"{self._path}.{method.__name__}: the graph cannot follow a container that holds something else. Change "
-                "the model before it is distributed"
-            )
-        return method(self, *args, **kwargs)
-
-    return changed

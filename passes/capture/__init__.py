@@ -13,7 +13,7 @@ from passes.capture.attributes import Left, buffered, placed
 from passes.capture.builder import CaptureError
 from passes.capture.checks import require_call, require_plain
 from passes.capture.export import Captured, capture
-from passes.capture.observed import Moment, matching
+from passes.capture.observed import Moment, foreign_hooks, matching
 from passes.capture.precision import PRECISIONS, Precision, policy_of, precision_name
 from passes.capture.signature import CallSignature
 
@@ -27,6 +27,7 @@ __all__ = [
     "Precision",
     "buffered",
     "capture",
+    "foreign_hooks",
     "matching",
     "placed",
     "policy_of",

@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from costmodel.errors import AutotpError, require, shown
 from passes.capture.attributes import in_python
 from passes.capture.builder import CaptureError
+from passes.capture.observed import foreign_hooks
 from passes.capture.signature import overlap, reach, require_dense
 from passes.graph import graphs_of
 from passes.torch_internals import (
@@ -37,7 +38,6 @@ from passes.torch_internals import (
     FakeTensor,
     OptimizedModule,
     disable_current_modes,
-    forward_hooks,
     has_backward_hooks,
     storage_id,
     tree_leaves,
@@ -156,9 +156,7 @@ _TRACEABLE = ("torch", "transformers", "peft")
 def refuse_hooks(model: nn.Module) -> None:
     """Refuses hooks that the graph would not call, or that would run once, on fake tensors."""
     for name, module in model.named_modules():
-        hooks = [hook for before in (False, True) for hook in forward_hooks(module, before=before).values()]
-        places = [str(getattr(hook, "__module__", None) or type(hook).__module__) for hook in hooks]
-        forward = any(place.partition(".")[0] not in _TRACEABLE for place in places)
+        forward = bool(foreign_hooks(module, _TRACEABLE))
         if forward or has_backward_hooks(module):
             raise CaptureError(
                 f"{type(model).__name__}: module {name!r} has a {'forward' if forward else 'backward'} hook, which a "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import functools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -23,9 +23,17 @@ from torch import Tensor, fx, nn
 from costmodel.errors import AutotpError, shown
 from passes.capture.attributes import Left, faked, placed
 from passes.capture.builder import CaptureError
-from passes.torch_internals import TorchDispatchMode, TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from passes.torch_internals import (
+    TorchDispatchMode,
+    TreeSpec,
+    forward_hooks,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
-__all__ = ["Moment", "Place", "apart", "copied", "leaving", "matching", "numbered", "observing", "renewed"]
+__all__ = ["Moment", "Place", "apart", "copied", "foreign_hooks", "leaving", "matching", "numbered", "observing", "renewed"]
 
 #: What hooks can be shown besides tensors.
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
@@ -66,6 +74,18 @@ class Moment:
     def tensors(self, outputs: Sequence[Any]) -> list[Tensor]:
         """The tensors among ``values``."""
         return [outputs[leaf.number] for leaf in self.leaves if isinstance(leaf, Place)]
+
+
+def foreign_hooks(module: nn.Module, known: Container[str]) -> list[int]:
+    """torch's numbers of a module's forward hooks that none of some libraries has registered.
+
+    Args:
+        module: it.
+        known: the libraries' names.
+    """
+    hooks = [item for before in (False, True) for item in forward_hooks(module, before=before).items()]
+    places = ((number, str(getattr(hook, "__module__", None) or type(hook).__module__)) for number, hook in hooks)
+    return [number for number, place in places if place.partition(".")[0] not in known]
 
 
 def matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:

@@ -84,9 +84,12 @@ class Programmed(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Programmed:
-        """As a module's own, which ``to``, ``half`` and others call; calls then run programs for the new dtypes."""
+        """As a module's own, which ``to``, ``half`` and others call; calls then run programs for the new dtypes.
+
+        On another device than the graphs', calls are errors until it is moved back.
+        """
         super()._apply(fn, recurse)
-        self._programs.keep_dtypes(self)
+        self._programs.applied(self)
         return self
 
     def train(self, mode: bool = True) -> Programmed:

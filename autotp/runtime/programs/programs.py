@@ -100,7 +100,7 @@ class Programs:
         leaves = [(x.dtype, next(shapes)) if x.shape is not None else Key.leaf(x.value) for x in self.signature.leaves]
         first = Key(tuple(training), plan.mode == "train", tuple(leaves), self.signature.in_spec)
         self.known = {first: self._program(first, plan, rewritten)}
-        self.cast: tuple[tuple[str, torch.dtype], ...] = ()
+        self.cast, self.moved = tuple[tuple[str, torch.dtype], ...](), ""
         self.dtypes = {name: t.dtype for name, t in named_state(model).items()} if isinstance(model, nn.Module) else {}
         cut = [any(map(is_shard, rewritten.resting(name))) for name in rewritten.captured.inputs]
         self.cut = dict(zip((name for name, _ in first.tensors), cut, strict=True)) if self.split else {}
@@ -158,11 +158,13 @@ class Programs:
             mode: one of `MODES`; left out, as the modules and torch's own switch for gradients are now.
 
         Raises:
-            AutotpError: the mode is unknown, or the call is transformed.
+            AutotpError: the mode is unknown, the call is transformed, or the module has been moved.
             TypeError: the arguments do not fit the model's signature.
         """
         if mode is not None and mode not in tuple(MODES):
             raise AutotpError(f"mode={mode!r} is unknown; choose one of {', '.join(MODES)}, or leave it out")
+        if self.moved:
+            raise AutotpError(self.moved)
         if transforming():
             raise AutotpError("torch.func and forward-mode gradients cannot transform what is sharded; transform the model")
         training = tuple(each.training if mode is None else MODES[mode] for each in modules)
@@ -177,10 +179,12 @@ class Programs:
     def _orders(self, tensors: Sequence[Tensor], *more: Captured) -> tuple[tuple[int, ...], ...]:
         return lying(tensors, [*(each.captured for each in self.every), *more], drawn=self.world.seeds.ordered)
 
-    def keep_dtypes(self, module: nn.Module) -> None:
-        """Makes programs from now on for the dtypes that a module's parameters and buffers have now."""
+    def applied(self, module: nn.Module) -> None:
+        """Makes programs from now on for the dtypes that a module's parameters and buffers have now, on the same device."""
         state = named_state(module).items()
         self.cast = tuple((name, each.dtype) for name, each in state if self.dtypes.get(name, each.dtype) != each.dtype)
+        where = f", and the graphs run on {self.device.type}: move the module back to call it"
+        self.moved = next((f"{n} is on {t.device.type}{where}" for n, t in state if t.device.type != self.device.type), "")
 
     def parts(self, key: Key) -> tuple[bool, ...]:
         """For every tensor of a call whether it is a part of the batch: as in the first program, else as lengths say."""

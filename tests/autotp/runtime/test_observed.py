@@ -264,3 +264,13 @@ def test_hooks_that_put_something_else_into_what_they_are_given_are_refused(how)
         ours(x)
     handle.remove()
     ours(x)
+
+
+def test_hooks_that_transformers_leaves_behind_are_its_own():
+    model, args, kwargs = double(MODELS["llama"])
+    simulated = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), args, kwargs), args, kwargs)
+    shown = model(*args, **kwargs, output_hidden_states=True)
+    torch.testing.assert_close(simulated(*args, **kwargs).loss, shown.loss)
+    model.model.layers[0].register_forward_hook(print)
+    with pytest.raises(autotp.AutotpError, match="model.layers.0 is not observed"):
+        simulated(*args, **kwargs)

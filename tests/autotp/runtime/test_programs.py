@@ -615,7 +615,15 @@ def test_transforms_of_a_sharded_module_are_errors():
     simulated(x)
 
 
-@pytest.mark.parametrize("how", [torch.jit.trace, torch.jit.script, lambda f, a: torch.export.export(f, a, strict=False)])
+TRACERS = (
+    torch.jit.trace,
+    torch.jit.script,
+    lambda module, args: torch.export.export(module, args, strict=False),
+    lambda module, args: torch.fx.symbolic_trace(module),
+)
+
+
+@pytest.mark.parametrize("how", TRACERS)
 def test_a_sharded_module_is_neither_traced_nor_exported(how):
     model, x = nn.Linear(4, 4).double(), torch.rand(4, 4, **F64)
     simulated = distributed(model, (x,))

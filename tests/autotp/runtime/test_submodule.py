@@ -110,6 +110,39 @@ def test_submodules_are_of_the_models_classes():
         assert each[1] is each.get_submodule("1") and each[-1] is each[3] and len(each[:2]) == 2
     with pytest.raises(autotp.AutotpError, match="1 is a part of a distributed module"):
         parallel[1](X)
+    simulated = autotp.simulate(model, parallel.plan, (X,))
+    assert len(simulated) == 4 and simulated[0] is model[0] and copy.deepcopy(simulated)[2] is not simulated[2]
+
+
+def test_parts_are_copied_and_not_pickled():
+    model = nn.Sequential(nn.LSTM(4, 4), nn.Identity())
+    part = autotp.parallelize(Taking(model), None, (X,), strategy="data").model[0]
+    copied = copy.deepcopy(part)
+    with torch.no_grad():
+        copied.weight_hh_l0.zero_()
+    assert part.weight_hh_l0.any() and copy.copy(part).weight_hh_l0 is part.weight_hh_l0
+    with pytest.raises(autotp.AutotpError, match="cannot be pickled"):
+        pickle.dumps(part)
+    with pytest.raises(AttributeError, match="model.0._flat_weights of the model holds tensors"):
+        part.flatten_parameters()
+
+
+class Taking(nn.Module):
+    """The first of what a model returns."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x)[0]
+
+
+def test_a_module_on_another_device_is_not_called():
+    parallel = autotp.parallelize(nn.Linear(4, 4), None, (X,), strategy="data")
+    with pytest.raises(autotp.AutotpError, match="weight is on meta, and the graphs run on cpu"):
+        copy.deepcopy(parallel).to("meta")(X)
+    assert parallel.to("cpu")(X).shape == X.shape and len({parallel.plan, copy.deepcopy(parallel.plan)}) == 1
 
 
 class Leaving(Net):
