@@ -34,6 +34,7 @@ from torch.distributed import _state_dict_utils
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.distributions import Distribution
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize_module
@@ -135,14 +136,14 @@ def set_distribute_tensors(function: Callable[..., None]) -> None:
 
 
 @contextmanager
-def silent_fake_tensors() -> Iterator[None]:
-    """Within it, torch logs no traceback of what an operator refuses; the error that follows says it."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
+def without_values() -> Iterator[None]:
+    """Within it, models run on fake tensors: distributions check no values, and torch logs no traceback of an error."""
+    log, was = logging.getLogger("torch._subclasses.fake_tensor"), Distribution._validate_args
+    before, log.disabled, Distribution._validate_args = log.disabled, True, False
     try:
         yield
     finally:
-        log.disabled = before
+        log.disabled, Distribution._validate_args = before, was
 
 
 def sequence_number() -> int:

@@ -31,6 +31,7 @@ from passes.torch_internals import (
     tree_leaves,
     tree_map,
     tree_structure,
+    without_values,
 )
 
 __all__ = [
@@ -146,7 +147,7 @@ def faked(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> I
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
 
     parameters: dict[int, nn.Parameter] = {}
-    with restored(model), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    with without_values(), restored(model), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         for each in model.parameters():
             parameters[id(each)] = nn.Parameter(own(each.detach()), each.requires_grad)
         for module in model.modules():  # what is written in place is a copy

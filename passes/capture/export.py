@@ -30,7 +30,7 @@ from passes.capture.signature import CallSignature, example, in_call_order, refu
 from passes.capture.view_writes import draws_as_laid, lay_as_computed, note_unmoved
 from passes.capture.writes import functionalise
 from passes.graph import TRACING, Cast, annotate, graphs_of, made_of
-from passes.torch_internals import detect_fake_mode, silent_fake_tensors
+from passes.torch_internals import detect_fake_mode, without_values
 
 __all__ = ["CallSignature", "CaptureError", "Captured", "capture"]
 
@@ -271,7 +271,7 @@ def _export(
     observed = matching(model, observe)
     try:
         with (
-            silent_fake_tensors(), attributes.restored(model), torch.enable_grad(), marked() as regions,
+            without_values(), attributes.restored(model), torch.enable_grad(), marked() as regions,
             kept_whole(regions), leaving(model, left), attributes.in_place(model), observing(model, observed) as moments,
             checks.looking(model) as seen,
         ):  # fmt: skip

@@ -22,7 +22,6 @@ from passes.torch_internals import (
     FakeTensor,
     TreeSpec,
     keystr,
-    silent_fake_tensors,
     tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
@@ -266,7 +265,7 @@ def refusal(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], er
         )
     tried = advice(model)
     try:
-        with silent_fake_tensors(), faked(model, args, kwargs) as call:
+        with faked(model, args, kwargs) as call:
             call()
     except KeyboardInterrupt:
         raise

@@ -138,15 +138,18 @@ def test_DynamicOutputShapeException():
         torch.empty(3).nonzero()
 
 
-def test_silent_fake_tensors(caplog):
+def test_without_values(caplog):
     log = logging.getLogger("torch._subclasses.fake_tensor")
     log.addHandler(caplog.handler)
     try:
         for quiet in (True, False):
             caplog.clear()
-            silent = internals.silent_fake_tensors() if quiet else nullcontext()
+            silent = internals.without_values() if quiet else nullcontext()
             with internals.FakeTensorMode(), silent, pytest.raises(RuntimeError, match="reduction dim"):
                 torch.empty(2, 3) @ torch.empty(2, 3)
+            torch.distributions.Distribution.set_default_validate_args(True)
+            with internals.without_values() if quiet else pytest.raises(ValueError, match="constraint"):
+                torch.distributions.Normal(torch.zeros(2), -torch.ones(2))
             assert ("meta for aten.mm" in caplog.text) != quiet
     finally:
         log.removeHandler(caplog.handler)

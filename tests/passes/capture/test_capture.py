@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from float64 import double, float64_mode
 from models import MODELS
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.distributions import Categorical, Distribution, Normal, kl_divergence
 
 from costmodel.errors import AutotpError
 from passes.capture import CaptureError, capture
@@ -195,3 +197,24 @@ def test_meta_model_and_tying() -> None:
     with pytest.raises(CaptureError, match="torch.export failed on GPT2LMHeadModel"):
         config.use_cache = True
         capture(transformers.GPT2LMHeadModel(config))
+
+
+def _normal(_: nn.Module, y: torch.Tensor, validate: bool | None = None) -> Any:
+    mean, spread = y.chunk(2, -1)
+    found, standard = Normal(mean, spread.exp(), validate), Normal(torch.zeros_like(mean), torch.ones_like(mean))
+    return found.log_prob(spread).sum(-1), kl_divergence(found, standard)
+
+
+def _categorical(_: nn.Module, y: torch.Tensor) -> Any:
+    found = Categorical(logits=y)
+    return found.log_prob(y.argmax(-1)), found.entropy(), found.probs
+
+
+@pytest.mark.parametrize("made", [_normal, _categorical])
+def test_distributions_do_not_check_values(made: Any) -> None:
+    Distribution.set_default_validate_args(True)  # torch.compile takes that back
+    check(program(made), image(4, 8))
+    with pytest.raises(CaptureError, match="data-dependent"):
+        capture(program(functools.partial(_normal, validate=True)), (image(4, 8),))
+    with pytest.raises(ValueError, match="constraint"):
+        Normal(torch.zeros(2), -torch.ones(2))
