@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from costmodel.errors import AutotpError, require, shown
 from passes.capture.attributes import in_python
 from passes.capture.builder import CaptureError
+from passes.capture.functional import Data
 from passes.capture.observed import foreign_hooks
 from passes.capture.signature import overlap, reach, require_dense
 from passes.graph import graphs_of
@@ -172,6 +173,7 @@ class Seen(TorchFunctionMode):
     """Refuses new data for a tensor, which ``torch.export`` leaves out in silence, and notes parameters of no module.
 
     Attributes:
+        data: what it does to tensors' ``data`` within a call, ``depth`` calls of the model deep.
         parameters: those that are no part of the model. ``torch.export`` has their data only.
         before, after: what `in_python` finds as calls of the model begin and end.
         seeded: where its code sets torch's random numbers.
@@ -184,8 +186,8 @@ class Seen(TorchFunctionMode):
         super().__init__()
         self.before, self.after = dict[str, Any](), dict[str, Any]()
         self.parameters: dict[int, nn.Parameter] = {}
-        self.seeded: list[str] = []
-        self.unmoved: list[Tensor] = []
+        self.data, self.depth = Data(), 0
+        self.seeded, self.unmoved = list[str](), list[Tensor]()
         self.written: list[tuple[Tensor, Tensor]] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -207,12 +209,10 @@ class Seen(TorchFunctionMode):
                     f"forward asks for x.storage_offset() ({place}), which differs for a copy or a part of x"
                 )
             _warn_of_question(f"x.{asked}", place)
-        if function == Tensor.data.__set__:  # type: ignore[attr-defined]
-            raise CaptureError(
-                "forward sets the data of a tensor (x.data = y), which a graph does not: use y, or write it into x "
-                "with x.copy_(y) under torch.no_grad()"
-            )
+        if function in Data.ACCESS:
+            return self.data.access(*args)
         result = function(*args, **(kwargs or {}))
+        self.data.called(args, kwargs or {}, result, in_place=bool(in_place))
         asks = getattr(function, "__name__", "").startswith("contiguous") or "memory_format" in (kwargs or {})
         if asks and isinstance(result, FakeTensor) and any(result is each for each in args):
             self.unmoved.append(result)
@@ -291,6 +291,8 @@ def looking(model: nn.Module) -> Iterator[Seen]:
         if vars(module) is vars(model):  # export may call a proxy of it
             now = in_python(model) | {"lists or dicts among its arguments": (str(tree_structure(args)),)}
             found.update(now if found is seen.after else now | found)  # forward may call itself
+            seen.depth += 1 if found is seen.before else -1
+            seen.data = seen.data if seen.depth else Data()
 
     seen = Seen()
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, fx
 
 from passes.capture.builder import Builder, CaptureError, operator_name
-from passes.graph import differentiable, note_of, where
-from passes.torch_internals import OpOverload, schema, tree_leaves
+from passes.graph import are_wrapped, differentiable, note_of, where
+from passes.torch_internals import OpOverload, schema, storage_id, tree_leaves
 
 __all__ = [
+    "Data",
     "Flow",
     "Written",
     "batch_norm_train",
@@ -288,3 +289,57 @@ def _without_writes(packet: Any, target: Any) -> Any:
     every = (getattr(packet, overload) for overload in packet.overloads()) if packet is not None else ()
     taken = {each: [(a.name, str(a.type)) for a in schema(each).arguments] for each in every if not writes(each)}
     return next((each for each, arguments in taken.items() if arguments == wanted), None)
+
+
+class Data:
+    """What ``forward`` does to ``x.data``, which is ``x.detach()`` in a graph.
+
+    Unlike that, ``data`` does not count as changed in place: where autograd has kept ``x``, a backward pass would go on
+    with the new values, which a graph does not have there. Such writes are refused.
+    """
+
+    #: What reads and sets it.
+    ACCESS = frozenset((Tensor.data.__get__, Tensor.data.__set__))  # type: ignore[attr-defined]
+
+    def __init__(self) -> None:
+        self._made, self._read = dict[int, Tensor](), dict[int, Tensor]()  # by a memory's number, which they keep theirs
+        self._computed: set[int] = set()
+
+    def access(self, x: Tensor, *to: Tensor) -> Tensor | None:
+        """The data of a tensor, or the same again as it is set after it was changed in place (``x.data *= 2``).
+
+        Raises:
+            CaptureError: it is set to something else.
+        """
+        if not to:
+            made = x.detach()
+            self._made |= self._memory(made)
+            self._computed.update(self._memory(x) if x.requires_grad and not x.is_leaf else ())
+            return made
+        lies = [(storage_id(each), each.dtype, each.shape, each.stride(), each.storage_offset()) for each in (x, *to)]
+        if lies[0] != lies[1]:
+            raise CaptureError(
+                "forward sets the data of a tensor (x.data = y), which a graph does not: use y, or write it into x "
+                "with x.copy_(y) under torch.no_grad()"
+            )
+        return None
+
+    def called(self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, *, in_place: bool) -> None:
+        """Notes what a function has read for a gradient.
+
+        Raises:
+            CaptureError: it has written to data that may have been kept for one.
+        """
+        written = [*(args[:1] if in_place or kwargs.get("inplace") is True else ()), kwargs.get("out")]
+        if self._made.keys() & self._memory(written) & (self._read.keys() | self._computed):
+            raise CaptureError(
+                "forward writes to x.data where x is computed, or has been used: gradients would be those of the new "
+                "values. Compute another tensor, or write before x is used"
+            )
+        if any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(result)):
+            self._read |= self._memory((args, kwargs))
+
+    @staticmethod
+    def _memory(values: Any) -> dict[int, Tensor]:
+        found = [each for each in tree_leaves(values) if isinstance(each, Tensor) and each.layout is torch.strided]
+        return {} if are_wrapped(found) else {storage_id(each): each for each in found}

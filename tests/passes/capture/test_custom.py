@@ -678,6 +678,58 @@ def test_new_data_of_a_tensor_is_refused(way):
     assert model.fixed.device.type == "cpu"
 
 
+class Masked(nn.Module):
+    """Writes to the data of tensors, as masked convolutions do."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.linear, self.way = nn.Linear(4, 6), way
+        self.register_buffer("mask", torch.ones(6, 4).tril())
+
+    def forward(self, x):
+        weight = self.linear.weight
+        if self.way == "again":
+            weight.data *= self.mask
+        elif self.way == "normed":
+            weight.data.div_(weight.data.norm(dim=1, keepdim=True))
+        elif self.way == "part":
+            torch.nn.functional.relu(weight.data[1:], inplace=True)
+        elif self.way == "copied":
+            torch.mul(weight.data, self.mask, out=weight.data)
+        y = self.linear(x)
+        if self.way == "late":
+            weight.data.mul_(self.mask)
+        elif self.way == "computed":
+            y.data.relu_()
+        elif self.way == "buffer":
+            self.mask.data.mul_(0.9).add_(y.data.mean())
+        elif self.way == "kept":
+            y = y @ self.mask
+            self.mask.data.mul_(0.9)
+        return y * y.data.abs().max()
+
+
+@pytest.mark.parametrize("way", ["again", "normed", "part", "copied", "buffer"])
+def test_data_is_changed_in_place(way):
+    model, x = Masked(way).double(), torch.randn(6, 4, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    simulated = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), (x,), strategy="tensor3d"), (x,))
+    for each in (plain, simulated):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            each(x).sin().sum().backward()
+            optimizer.step()
+    for mine, its in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", ["late", "computed", "kept"])
+def test_data_that_autograd_may_have_kept_is_not_changed(way):
+    with pytest.raises(CaptureError, match="forward writes to x.data where x is computed, or has been used"):
+        capture(Masked(way), (torch.randn(6, 4),))
+
+
 class Shares(nn.Module):
     """Its modules share a list, and one of them has two names."""
 
