@@ -180,7 +180,7 @@ class Simulated(Unscripted, Programmed):
     def _require_unchanged(self) -> None:
         """Refuses other data in modules than the graph was captured with."""
         for (path, mine), (module, held) in zip(self.named_modules(), self._data, strict=False):
-            now = _plain(module) | {name: value for name, value in _plain(mine).items() if name in held}
+            now = vars(module) | {name: value for name, value in _plain(mine).items() if name in held}
             for name, was in held.items():
                 new = now.get(name, was)
                 if new is not was and (isinstance(was, Tensor) or isinstance(new, Tensor) or repr(new) != repr(was)):

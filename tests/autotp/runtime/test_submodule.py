@@ -303,6 +303,7 @@ def test_an_optimizer_of_the_models_own_parameters_is_an_error():
         (lambda simulated, model: setattr(simulated.get_submodule("1"), "p", 0.5), "1.p was 0.0 when .* is 0.5 now"),
         (lambda simulated, model: setattr(model[2], "eps", 1.0), "2.eps was 1e-05 when .* is 1.0 now"),
         (lambda simulated, model: setattr(simulated, "scale", 2), "^scale was 1 when .* is 2 now"),
+        (lambda simulated, model: setattr(model[2], "eps", None), "2.eps was 1e-05 when .* is None now"),
         (lambda simulated, model: simulated.eval(), None),
         (lambda simulated, model: setattr(simulated, "steps", 2), None),
     ],
