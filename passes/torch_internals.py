@@ -68,6 +68,7 @@ _MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weig
 checkpoint_hook: Any = checkpoint._checkpoint_hook
 CheckpointFrame: Any = checkpoint._CheckpointFrame
 CachingTorchDispatchMode: Any = checkpoint._CachingTorchDispatchMode
+dtensor_handlers: Any = DTensor._op_dispatcher._custom_op_handlers
 versions_preserved: Any = torch.autograd._unsafe_preserve_version_counter
 
 #: What begins and ends a level of ``vmap`` in an exported graph, and what makes and reads dual numbers.

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.experimental import register_sharding
 
 from autotp.errors import AutotpError, PlanMismatchError
 from autotp.runtime.strides import arranged
 from passes.layouts.layout import Layout, take
-from passes.torch_internals import dtensor_of, held_elsewhere, local_tensor, version
+from passes.torch_internals import dtensor_handlers, dtensor_of, held_elsewhere, local_tensor, version
 
 __all__ = ["checksum", "distribute", "held_part", "local_part", "local_parts", "of_rank_0", "set_into", "state_of"]
 
@@ -28,8 +28,19 @@ def _whole(_: Any) -> list[Any]:
     return [([Replicate()], [Replicate()])]
 
 
-#: References to a storage that one tensor alone holds: the tensor's, and that of the object that is queried.
-_OWN_USES = 2
+def _check_and_unscale(operator: Any, args: Any, _: Any) -> None:
+    """What ``GradScaler`` does to gradients: all ranks know whether one of them has found an overflow.
+
+    torch 2.13 asks those ranks alone over which the first gradient is split.
+    """
+    gradients, found, _ = args
+    operator([local_tensor(each) if isinstance(each, DTensor) else each for each in gradients], *args[1:])
+    for mesh in dict.fromkeys(each.device_mesh for each in gradients if isinstance(each, DTensor)):
+        largest = DTensor.from_local(found, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
+        found.copy_(largest)
+
+
+dtensor_handlers[torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default] = _check_and_unscale
 
 
 def distribute(tensor: Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:

@@ -296,6 +296,15 @@ def test_dtensor_of(mesh):
     assert (made.shape, made.placements, made.requires_grad) == ((4, 2), (Shard(0),), False)
 
 
+def test_dtensor_handlers(mesh, monkeypatch):
+    asked = []
+    check = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    monkeypatch.setitem(internals.dtensor_handlers, check, lambda operator, args, kwargs: asked.append(operator))
+    gradient, found = distribute_tensor(torch.ones(4), mesh, [Shard(0)]), torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, torch.ones(1))
+    assert asked == [check]
+
+
 def test_StridedShard(mesh):
     made = internals.StridedShard(0, split_factor=2)
     assert (made.dim, made.split_factor) == (0, 2)

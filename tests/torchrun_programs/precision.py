@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from fsdp import sharded
 from models import llama
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
@@ -24,6 +25,29 @@ def gradients(model):
 def error(found, exact):
     least = 1e-3 * max(g.norm().item() for g in exact.values())
     return max(((found[n] - g).norm() / g.norm()).item() for n, g in exact.items() if g.norm() > least)
+
+
+def one_rank_overflows():
+    """Whole parameters come first, and a gradient overflows in the part of a split one that rank 0 does not have."""
+    model, x = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), torch.randn(8, 8)
+    topology = autotp.Topology.load("dgx-a100").resized(dist.get_world_size())
+    parallel = autotp.parallelize(model, topology, (x,), strategy="megatron-1d")
+    parameters = [*parallel.parameters()]
+    assert parameters[0].placements[0].is_replicate() and parameters[-2].placements[0].is_shard()
+    for fused in (False, True):
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        for scale in (1.0, 1.0):  # the second step goes through
+            before = [p.full_tensor().clone() for p in parameters]
+            scaler.scale(parallel(x).square().mean()).backward()
+            if dist.get_rank() and scaler.get_scale() > scale:
+                parameters[-2].grad.to_local().view(-1)[0] = math.inf
+            overflown = scaler.get_scale() > scale
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert scaler.get_scale() == scale
+            assert overflown == all(torch.equal(a, p.full_tensor()) for a, p in zip(before, parameters, strict=True))
 
 
 def main():
