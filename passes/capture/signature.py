@@ -264,6 +264,11 @@ def refusal(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], er
             "dicts: make it an attribute of the model, or an argument that forward has already (functools.partial)"
         )
     tried = advice(model)
+    if unknown_class := re.match("Found <class '(.+?)'> in output", essence):
+        instead = (
+            "tensors in lists, tuples, dicts or what torch.export.register_dataclass knows; for a cache: use_cache=False"
+        )
+        return CaptureError(f"{name}: forward returns a {unknown_class[1]}. Return {instead}")
     try:
         with faked(model, args, kwargs) as call:
             call()
@@ -272,11 +277,8 @@ def refusal(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], er
     except BaseException as own:  # models may end the process
         unknown = isinstance(own, (DataDependentOutputException, DynamicOutputShapeException))
         if type(own) is type(error) and _essence(own)[:40] == essence[:40] and not unknown:
-            given = ", ".join(
-                f"{str(x.dtype)[6:]}{[*x.shape]} on {x.device}"
-                for x in tree_leaves((args, kwargs))
-                if isinstance(x, Tensor)
-            )
+            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            given = ", ".join(f"{str(x.dtype)[6:]}{[*x.shape]} on {x.device}" for x in tensors)
             tried = f"So does a plain call, on tensors without values: check its inputs, {given}. {tried}"
     return CaptureError(f"torch.export failed on {name}: {type(error).__name__}: {essence}\n{tried}")
 

@@ -194,7 +194,7 @@ def test_meta_model_and_tying() -> None:
     assert captured.inputs == ("input_ids",)
     with pytest.raises(ValueError, match="tie_word_embeddings"):
         capture(transformers.GPT2LMHeadModel(config).to("meta"))
-    with pytest.raises(CaptureError, match="torch.export failed on GPT2LMHeadModel"):
+    with pytest.raises(CaptureError, match="returns a transformers.cache_utils.DynamicCache.*use_cache=False"):
         config.use_cache = True
         capture(transformers.GPT2LMHeadModel(config))
 
@@ -218,3 +218,12 @@ def test_distributions_do_not_check_values(made: Any) -> None:
         capture(program(functools.partial(_normal, validate=True)), (image(4, 8),))
     with pytest.raises(ValueError, match="constraint"):
         Normal(torch.zeros(2), -torch.ones(2))
+
+
+def _set(_: nn.Module, y: torch.Tensor) -> Any:
+    return {y}
+
+
+def test_what_cannot_be_returned_is_named() -> None:
+    with pytest.raises(CaptureError, match="Program: forward returns a set. Return tensors in lists, tuples, dicts"):
+        capture(program(_set), (image(4, 8),))
