@@ -265,9 +265,7 @@ def refusal(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], er
         )
     tried = advice(model)
     if unknown_class := re.match("Found <class '(.+?)'> in output", essence):
-        instead = (
-            "tensors in lists, tuples, dicts or what torch.export.register_dataclass knows; for a cache: use_cache=False"
-        )
+        instead = "tensors in lists, tuples and dicts, or use torch.export.register_dataclass; of a cache: use_cache=False"
         return CaptureError(f"{name}: forward returns a {unknown_class[1]}. Return {instead}")
     try:
         with faked(model, args, kwargs) as call:

@@ -225,5 +225,5 @@ def _set(_: nn.Module, y: torch.Tensor) -> Any:
 
 
 def test_what_cannot_be_returned_is_named() -> None:
-    with pytest.raises(CaptureError, match="Program: forward returns a set. Return tensors in lists, tuples, dicts"):
+    with pytest.raises(CaptureError, match="Program: forward returns a set. Return tensors in lists, tuples and dicts"):
         capture(program(_set), (image(4, 8),))
