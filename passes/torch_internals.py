@@ -62,8 +62,9 @@ from torch.utils.checkpoint import _StopRecomputationError as StopRecomputationE
 PROTECTED = frozenset({"_apply", "_buffers", "_get_name", "_modules", "_non_persistent_buffers_set", "_parameters"})
 PROTECTED |= {"_graph", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
 
-#: What modules have for themselves; recurrent ones have lists of their parameters.
+#: What modules have for themselves: recurrent ones lists of their parameters, those of transformers a note of their hooks.
 _MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"})
+_MODULE_ATTRIBUTES |= {"_output_capturing_hooks_installed"}
 
 checkpoint_hook: Any = checkpoint._checkpoint_hook
 CheckpointFrame: Any = checkpoint._CheckpointFrame
@@ -123,8 +124,7 @@ def local_tensor(tensor: DTensor) -> Tensor:
 
 def dtensor_of(part: Tensor, like: DTensor) -> DTensor:
     """A ``DTensor`` laid out as another, without a gradient; ``from_local`` would be seen by autograd."""
-    # Its __init__ does nothing, and takes longer than this.
-    return DTensor.__new__(DTensor, part, like._spec, requires_grad=False)
+    return DTensor.__new__(DTensor, part, like._spec, requires_grad=False)  # its __init__ does nothing, and takes longer
 
 
 #: Takes each rank's parts of the whole tensors of a state dict.

@@ -266,11 +266,14 @@ def test_hooks_that_put_something_else_into_what_they_are_given_are_refused(how)
     ours(x)
 
 
-def test_hooks_that_transformers_leaves_behind_are_its_own():
+def test_hooks_that_transformers_leaves_behind_are_its_own(caplog):
     model, args, kwargs = double(MODELS["llama"])
     simulated = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), args, kwargs), args, kwargs)
     shown = model(*args, **kwargs, output_hidden_states=True)
     torch.testing.assert_close(simulated(*args, **kwargs).loss, shown.loss)
+    ours = simulated(*args, **kwargs, output_hidden_states=True)
+    torch.testing.assert_close(ours.hidden_states, shown.hidden_states)
+    assert "forward changes" not in caplog.text
     model.model.layers[0].register_forward_hook(print)
     with pytest.raises(autotp.AutotpError, match="model.layers.0 is not observed"):
         simulated(*args, **kwargs)
