@@ -331,7 +331,7 @@ class Data:
             CaptureError: it has written to data that may have been kept for one.
         """
         written = [*(args[:1] if in_place or kwargs.get("inplace") is True else ()), kwargs.get("out")]
-        if self._made.keys() & self._memory(written) & (self._read.keys() | self._computed):
+        if self._made and self._made.keys() & self._memory(written) & (self._read.keys() | self._computed):
             raise CaptureError(
                 "forward writes to x.data where x is computed, or has been used: gradients would be those of the new "
                 "values. Compute another tensor, or write before x is used"
