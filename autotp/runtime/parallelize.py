@@ -288,25 +288,26 @@ def _refuse_hooks(model: nn.Module) -> None:
 
 
 @functools.cache
-def _sound_optimizers() -> weakref.WeakSet[Optimizer]:
-    """The optimizers of this process that need no further look; from the first call on, each has one in its step.
+def _sound_optimizers() -> weakref.WeakKeyDictionary[Optimizer, int]:
+    """The optimizers that need no look until they have more parameters; from the first call on, each has one in its step.
 
     Those of parameters that a distributed module has others for would train nothing, in silence. Where the model is
     trained too, on its own, they have gradients.
     """
-    sound = weakref.WeakSet[Optimizer]()
+    sound = weakref.WeakKeyDictionary[Optimizer, int]()
+
+    def looked_at(optimizer: Optimizer) -> bool:
+        return sound.get(optimizer) == sum(len(group["params"]) for group in optimizer.param_groups)
 
     def check(optimizer: Optimizer) -> None:
-        if optimizer in sound:
-            return
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        replaced = any(getattr(each, _REPLACED, (0, 0))[0] == id(each) for each in held)
-        if replaced and all(each.grad is None for each in held):
+        named = [(*getattr(each, _REPLACED, (0, 0)), each) for group in optimizer.param_groups for each in group["params"]]
+        replaced = {model for own, model, each in named if own == id(each)}
+        if not replaced <= {model for _, model, each in named if each.grad is not None}:
             raise AutotpError(
                 "the optimizer has the parameters of the model that was distributed, not those of the distributed module, "
                 "and no gradients: make it of the parameters() of what autotp.parallelize returned"
             )
-        sound.add(optimizer)
+        sound[optimizer] = len(named)
 
     def checked(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         loss = closure()  # makes the gradients
@@ -314,7 +315,7 @@ def _sound_optimizers() -> weakref.WeakSet[Optimizer]:
         return loss
 
     def look(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_compiling() or optimizer in sound:
+        if torch.compiler.is_compiling() or looked_at(optimizer):
             return None
         closure = args[1] if args[1:] else kwargs.get("closure")
         if not callable(closure):

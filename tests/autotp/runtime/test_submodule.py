@@ -288,6 +288,15 @@ def test_an_optimizer_of_the_models_own_parameters_is_an_error():
                 gradients(trained, made)
                 made.step()
             assert not torch.equal(weight, trained.head.weight)
+    mixed = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    gradients(parallel, mixed)
+    mixed.step()
+    mixed.add_param_group({"params": [*again.parameters()]})  # trained elsewhere
+    mixed.step()
+    mixed.add_param_group({"params": [model.head.weight]})
+    model.zero_grad()
+    with pytest.raises(autotp.AutotpError, match="parameters of the model that was distributed, not those of the"):
+        mixed.step()
     own = torch.optim.SGD(plain.parameters(), lr=0.1)
     gradients(plain, own)
     own.step()
