@@ -26,7 +26,8 @@ from benchmarks.fuzz.run import Outcome, judged, refusal
 
 __all__ = ["Job", "prepared", "run_processes"]
 
-_PATIENCE = 90.0
+#: Seconds that ranks may take for a case, and besides to start: at the lowest priority, imports alone can take minutes.
+_PATIENCE, _STARTING = 90.0, 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def run_processes(jobs: Sequence[Job], devices: int, done: Callable[[Job, Outcom
 def _watched(context: Any, jobs: Sequence[Job], devices: int, place: Path) -> list[tuple[Job, list[Any]]]:
     """The jobs that ended, with every rank's result; stops the processes where one waits too long."""
     finished: list[tuple[Job, list[Any]]] = []
-    since = time.monotonic()
+    since = time.monotonic() + _STARTING
     while len(finished) < len(jobs):
         files = [place / f"{len(finished)}.{rank}" for rank in range(devices)]
         if all(file.exists() for file in files):
