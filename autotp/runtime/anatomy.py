@@ -23,8 +23,8 @@ __all__ = [
     "CONSTANTS",
     "WORLD",
     "Taken",
-    "Unscripted",
     "Untraced",
+    "UntracedGraph",
     "attach",
     "bound",
     "carrying",
@@ -76,7 +76,7 @@ class Taken(NamedTuple):
 _UNEXPORTED = "a distributed module cannot be exported or traced: its graph is one rank's. Export the model itself"
 
 
-class Unscripted:
+class Untraced:
     """A module whose calls run its ``_run``, hooks and all, and that nothing exports, traces or scripts."""
 
     _told = False
@@ -102,14 +102,14 @@ class Unscripted:
         raise AutotpError(_UNEXPORTED)
 
 
-class Untraced(Unscripted, fx.GraphModule):
+class UntracedGraph(Untraced, fx.GraphModule):
     """Such a graph module."""
 
     def recompile(self) -> PythonCode:
         """The graph as Python, for reading."""
         code = super().recompile()
         own: Any = type(self)
-        own.forward = Unscripted.forward
+        own.forward = Untraced.forward
         return code
 
     @property

@@ -17,7 +17,18 @@ from torch.utils.data import Dataset, DistributedSampler
 from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
 from autotp.runtime.agreement import JobAgreement
-from autotp.runtime.anatomy import CONSTANTS, WORLD, Taken, Untraced, attach, bound, carrying, find, hierarchy, index_as
+from autotp.runtime.anatomy import (
+    CONSTANTS,
+    WORLD,
+    Taken,
+    UntracedGraph,
+    attach,
+    bound,
+    carrying,
+    find,
+    hierarchy,
+    index_as,
+)
 from autotp.runtime.compiled import Overlap
 from autotp.runtime.programs import (
     MOST,
@@ -48,7 +59,7 @@ __all__ = ["DistributedModule"]
 _OWN = ("_graph", "_moded", "_owners", "_programs", "meta", "plan")
 
 
-class DistributedModule(Programmed, Sealed, Untraced):
+class DistributedModule(Programmed, Sealed, UntracedGraph):
     """This device's part of a model.
 
     Parameters are ``DTensor`` under the model's own names, so optimizers, ``clip_grad_norm_``, whole state dicts and

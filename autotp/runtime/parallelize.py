@@ -301,8 +301,8 @@ def _sound_optimizers() -> weakref.WeakKeyDictionary[Optimizer, int]:
 
     def check(optimizer: Optimizer) -> None:
         named = [(*getattr(each, _REPLACED, (0, 0)), each) for group in optimizer.param_groups for each in group["params"]]
-        replaced = {model for own, model, each in named if own == id(each)}
-        if not replaced <= {model for _, model, each in named if each.grad is not None}:
+        replaced = [(model, each.grad) for own, model, each in named if own == id(each)]
+        if {model for model, _ in replaced} > {model for model, gradient in replaced if gradient is not None}:
             raise AutotpError(
                 "the optimizer has the parameters of the model that was distributed, not those of the distributed module, "
                 "and no gradients: make it of the parameters() of what autotp.parallelize returned"

@@ -15,7 +15,7 @@ from autotp.errors import AutotpError
 from autotp.plans.options import require_plan
 from autotp.plans.plan import Plan, overlapping
 from autotp.runtime.agreement import Agreement
-from autotp.runtime.anatomy import Unscripted, find, index_as
+from autotp.runtime.anatomy import Untraced, find, index_as
 from autotp.runtime.compiled import Compiled, Overlap
 from autotp.runtime.durations import how_to_run
 from autotp.runtime.programs import MOST, Program, Programmed, Programs, blueprint, show, unobserved
@@ -79,7 +79,7 @@ def _device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-class Simulated(Unscripted, Programmed):
+class Simulated(Untraced, Programmed):
     """A model whose forward and backward pass run as the devices of a plan would run them.
 
     Attributes:

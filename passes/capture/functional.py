@@ -10,6 +10,7 @@ import functools
 import operator
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.capture.builder import Builder, CaptureError, operator_name
-from passes.graph import are_wrapped, differentiable, note_of, where
+from passes.graph import differentiable, note_of, where
 from passes.torch_internals import OpOverload, schema, storage_id, tree_leaves
 
 __all__ = [
@@ -341,5 +342,7 @@ class Data:
 
     @staticmethod
     def _memory(values: Any) -> dict[int, Tensor]:
-        found = [each for each in tree_leaves(values) if isinstance(each, Tensor) and each.layout is torch.strided]
-        return {} if are_wrapped(found) else {storage_id(each): each for each in found}
+        found = (each for each in tree_leaves(values) if isinstance(each, Tensor) and each.layout is torch.strided)
+        with suppress(NotImplementedError):  # what a transform such as vmap has wrapped has none
+            return {storage_id(each): each for each in found}
+        return {}

@@ -288,6 +288,10 @@ def test_an_optimizer_of_the_models_own_parameters_is_an_error():
                 gradients(trained, made)
                 made.step()
             assert not torch.equal(weight, trained.head.weight)
+    gradients(again, torch.optim.SGD(again.parameters(), lr=0.1))  # the gradients of another module of the same model
+    model.zero_grad()
+    with pytest.raises(autotp.AutotpError, match="parameters of the model that was distributed, not those of the"):
+        torch.optim.SGD([*again.parameters(), model.head.weight], lr=0.1).step()
     mixed = torch.optim.SGD(parallel.parameters(), lr=0.1)
     gradients(parallel, mixed)
     mixed.step()
