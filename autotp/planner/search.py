@@ -283,13 +283,15 @@ def _answerable(captured: Captured, options: Options) -> Options:
 
 def _warn_of_lone_parts(prices: Priced) -> None:
     """Operators do other things to a dim of one element than to a longer one, and graphs that differ are not scheduled."""
-    parts = uneven(prices.model.captured.graph_module.graph, sharding_of(prices))
+    captured = prices.model.captured
+    parts = uneven(captured.graph_module.graph, sharding_of(prices))
     lone = {name: None for name, first, last in parts if any(b <= 1 < a for a, b in zip(first, last, strict=True))}
+    names = [captured.parameters.get(name, name) for name in lone]
     if lone:
         _log.warning(
-            "planned with overlap, but it may run without: parts of one element, and longer ones, at %s; "
-            "devices whose graphs differ for that run them as they are",
-            ", ".join(list(lone)[:3]) + (f" and {len(lone) - 3} more" if len(lone) > 3 else ""),
+            "planned with overlap, but it may run without: devices have parts of one element, and of more, of %s, and "
+            "graphs that differ for that run as they are; with sizes that divide by the mesh, all parts are equal",
+            ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
         )
 
 

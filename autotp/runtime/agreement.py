@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotp.errors import AutotpError, PlanMismatchError
-from autotp.plans.plan import Plan
+from autotp.plans.plan import Plan, fingerprint
 from autotp.runtime.rewrite import Rewritten
 from autotp.runtime.watch.watch import Watch, require_sound_group, watching
 from costmodel.text.numbers import whole_of
@@ -229,7 +229,7 @@ def agreed(
 
     Raises:
         AutotpError: on every process, where one fails.
-        PlanMismatchError: the processes have different models.
+        PlanMismatchError: the processes have different models, or inputs of different shapes.
     """
     mine: Captured | None = None
     problem: Exception | None = None
@@ -252,6 +252,14 @@ def agreed(
         except Exception as error:  # noqa: BLE001
             problem = error
     reports = agreement.gathered((plan.hash, None if problem is None else f"{type(problem).__name__}: {problem}"))
+    if any(failure is not None for _, failure in reports):
+        graphs = agreement.gathered(None if mine is None else fingerprint(mine))
+        other = next((rank for rank, graph in enumerate(graphs) if None not in (graph, graphs[0]) and graph != graphs[0]), 0)
+        if other:
+            raise PlanMismatchError(
+                f"ranks have different models, or inputs of different shapes or dtypes: rank 0's graph is {graphs[0]}, "
+                f"rank {other}'s {graphs[other]}; build the same model, and give inputs of the same kind, on every rank"
+            ) from problem
     if problem is not None:
         raise problem
     for rank, (digest, failure) in enumerate(reports):

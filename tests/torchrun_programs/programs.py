@@ -232,6 +232,9 @@ def ranks_disagree():
         told = f"{name} is {values[1]!r} on rank {ranks - 1}, and {values[0]!r} on rank 0"
         with pytest.raises(autotp.PlanMismatchError, match=told):
             autotp.parallelize(model, None, (x, y), mesh=(ranks,), **given)
+    for asked, given in ((nn.Sequential(nn.Linear(8, 8 + rank)), x), (nn.Linear(8, 8), x[rank:])):
+        with pytest.raises(autotp.PlanMismatchError, match="ranks have different models, or inputs of different shapes"):
+            autotp.parallelize(asked.double(), None, (given,), strategy="zero3", mesh=(ranks,))
     model.second.bias.requires_grad_(rank == 0)
     with pytest.raises(
         autotp.PlanMismatchError, match="requires_grad of second.bias is False on rank 1, and True on rank 0"

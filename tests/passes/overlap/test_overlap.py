@@ -454,7 +454,7 @@ def test_graphs_that_differ_are_reported_before_they_run(caplog):
     torch.manual_seed(0)
     model, args = Thin().double(), (torch.randn(12, 2, 5, dtype=torch.float64),)
     plan = planned(model, args, "tensor3d", (2, 2))
-    assert plan.schedule == "overlap" and "may run without: parts of one element" in caplog.text
+    assert plan.schedule == "overlap" and "may run without: devices have parts of one element" in caplog.text
     with pytest.raises(autotp.AutotpError, match="no schedule: dims are split unevenly"):
         predicted(model, plan, args)
     ours = autotp.simulate(model, plan, args, schedule="overlap")
