@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -22,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch._C import DisableTorchFunction
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import OptimizedModule
-from torch._functorch import predispatch
+from torch._functorch import apis, eager_transforms
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch._ops import HigherOrderOperator, OpOverload
@@ -72,18 +73,31 @@ CachingTorchDispatchMode: Any = checkpoint._CachingTorchDispatchMode
 dtensor_handlers: Any = DTensor._op_dispatcher._custom_op_handlers
 versions_preserved: Any = torch.autograd._unsafe_preserve_version_counter
 
-#: What begins and ends a level of ``vmap`` in an exported graph, and what makes and reads dual numbers.
-batch_levels = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting
-dual_numbers = predispatch._make_dual, predispatch._unpack_dual
+#: What carries out transforms of ``torch.func``, and derivatives that autograd takes.
+_TRANSFORMS: list[tuple[Any, str]] = [(torch.autograd, "grad"), (apis, "vmap_impl"), (eager_transforms, "grad_impl")]
+_TRANSFORMS += [(eager_transforms, name) for name in ("grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums")]
+
+#: The arguments and results of an operator.
+schema: Callable[[Any], torch.FunctionSchema] = operator.attrgetter("_schema")
+#: The tensor of which autograd knows that this is a view.
+view_base: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
+#: Whether a tensor is zeros that have no memory.
+is_zerotensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
+#: This rank's part itself; ``to_local`` would give a view of it to autograd.
+local_tensor: Callable[[DTensor], Tensor] = operator.attrgetter("_local_tensor")
+#: The number that the next node of autograd's graph will have.
+sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+#: The number of a node of autograd's graph.
+sequence_number_of: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+#: The number of the backward pass that runs in this thread; -1 if none does.
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+#: The job's process group; a ValueError says that there is none.
+default_group: Callable[[], dist.ProcessGroup] = dist.distributed_c10d._get_default_group
+#: The store of the job's process group.
+default_store: Callable[[], Any] = dist.distributed_c10d._get_default_store
 
 #: References to a storage that one tensor alone holds: the tensor's, and that of the object that is queried.
 _OWN_USES = 2
-
-
-def schema(operator: Any) -> torch.FunctionSchema:
-    """The arguments and results of an operator."""
-    found: torch.FunctionSchema = operator._schema
-    return found
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -96,16 +110,6 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def view_base(tensor: Tensor) -> Tensor | None:
-    """The tensor of which autograd knows that this is a view."""
-    return tensor._base
-
-
-def is_zerotensor(tensor: Tensor) -> bool:
-    """Whether a tensor is zeros that have no memory."""
-    return tensor._is_zerotensor()
-
-
 def held_elsewhere(tensor: Tensor) -> bool:
     """Whether anyone but the caller's variable holds a tensor, or a view of it."""
     storage = tensor.untyped_storage()
@@ -115,11 +119,6 @@ def held_elsewhere(tensor: Tensor) -> bool:
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Whether a tensor has hooks on its gradient."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
-
-
-def local_tensor(tensor: DTensor) -> Tensor:
-    """This rank's part itself; ``to_local`` would give a view of it to autograd."""
-    return tensor._local_tensor
 
 
 def dtensor_of(part: Tensor, like: DTensor) -> DTensor:
@@ -147,21 +146,6 @@ def without_values() -> Iterator[None]:
         log.disabled, Distribution._validate_args = before, was
 
 
-def sequence_number() -> int:
-    """The number that the next node of autograd's graph will have."""
-    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-
-
-def sequence_number_of(node: Any) -> int:
-    """The number of a node of autograd's graph."""
-    return int(node._sequence_nr())
-
-
-def backward_pass() -> int:
-    """The number of the backward pass that runs in this thread; -1 if none does."""
-    return int(torch._C._current_graph_task_id())  # type: ignore[attr-defined]
-
-
 def queue_callback(function: Callable[[], None]) -> None:
     """Calls a function when the backward pass that runs is over."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
@@ -175,6 +159,12 @@ def is_profiling() -> bool:
 def transforming() -> bool:
     """Whether a transform of ``torch.func`` is on, or a level of forward-mode gradients."""
     return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+
+
+def is_saving(operator: Any) -> bool:
+    """Whether what runs is autograd's own: it detaches what it saves, and what it unpacks, which has a history again."""
+    key = torch._C.DispatchKey.AutogradFunctionality
+    return operator is torch.ops.aten.detach.default and not torch._C._dispatch_tls_is_dispatch_key_excluded(key)
 
 
 def enter_inference_mode(context: Any, instead: AbstractContextManager | None) -> None:
@@ -255,6 +245,19 @@ def functions_replaced(instead: Callable[..., Any]) -> Iterator[None]:
         del meta.__getattribute__
 
 
+@contextmanager
+def transforms_replaced(instead: Callable[[Callable], Callable]) -> Iterator[None]:
+    """Within it, transforms of ``torch.func`` call what is made of their implementations."""
+    own = [getattr(module, name) for module, name in _TRANSFORMS]
+    for (module, name), function in zip(_TRANSFORMS, own, strict=True):
+        setattr(module, name, instead(function))
+    try:
+        yield
+    finally:
+        for (module, name), function in zip(_TRANSFORMS, own, strict=True):
+            setattr(module, name, function)
+
+
 def forward_hooks(module: nn.Module, *, before: bool) -> Mapping[int, Callable]:
     """A module's forward hooks, or forward pre-hooks, by the numbers that torch gives them in order."""
     return module._forward_pre_hooks if before else module._forward_hooks
@@ -285,16 +288,6 @@ def context_of(function: fx.GraphModule) -> Callable:
     """The ``context_fn`` of a checkpoint that was exported as an operator."""
     found: Callable = function.meta.get("_checkpoint_context_fn", checkpoint.noop_context_fn)
     return found
-
-
-def default_group() -> dist.ProcessGroup:
-    """The job's process group; a ValueError says that there is none."""
-    return dist.distributed_c10d._get_default_group()
-
-
-def default_store() -> Any:
-    """The store of the job's process group."""
-    return dist.distributed_c10d._get_default_store()
 
 
 def describe_group(group: dist.ProcessGroup, description: str) -> None:

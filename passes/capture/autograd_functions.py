@@ -1,14 +1,17 @@
-"""Functions with gradients of their own, as operators of a captured graph.
+"""Functions with gradients of their own, and transforms of ``torch.func``, as operators of a captured graph.
 
 ``torch.export`` looks into a ``torch.autograd.Function`` and keeps what its forward does; the gradient that the model
 defines for it is lost silently. While a model is captured, `kept_whole` makes every such function one operator,
 ``autotp::function``, which calls it: under autograd it has the model's gradient. It has no factors, so it is computed
 whole on every device.
 
-Torch's own functions, and those that ``vmap`` maps, are looked into; a checkpoint becomes what it runs. Of modules that a
+Torch's own functions are looked into; a checkpoint becomes what it runs. Of modules that a
 function is given, as reversible layers are, parameters and buffers become operands too: whatever the function's backward
 adds to ``grad`` of a parameter is the operator's gradient. A function that is given another callable is refused, because
 nothing says which parameters that reads.
+
+Export takes no transform but ``vmap``, and that only as operators on single elements between marks. `kept_whole` lets a
+transform run on its own, notes which operators of ATen it comes to, and runs these in its place.
 """
 
 from __future__ import annotations
@@ -18,25 +21,34 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, compress
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.utils.checkpoint import CheckpointFunction
 
 from costmodel.errors import AutotpError
 from passes.capture.checkpoints import Regions
 from passes.torch_internals import (
+    DisableTorchFunction,
+    OpOverload,
     PyTree,
     TorchDispatchMode,
     TreeSpec,
     enter_inference_mode,
     functions_replaced,
+    is_saving,
     reparametrize_module,
+    schema,
+    transforming,
+    transforms_replaced,
     tree_flatten,
     tree_leaves,
     tree_map,
+    tree_map_only,
     tree_unflatten,
     version,
 )
@@ -175,6 +187,83 @@ class _NoDraws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Transforms(TorchDispatchMode):
+    """Runs the operators that a transform comes to instead of the transform.
+
+    All operators of the model are noted, as ``torch.autograd.grad`` reads what others have saved. What autograd detaches to
+    save it, and what it unpacks, which has a history again, counts as the tensor itself.
+
+    Attributes:
+        running: whether one runs on its own now.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = False
+        # Tensors are known by their numbers, which are theirs while the calls hold them.
+        self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any, bool]] = []
+        self._made: dict[int, int] = {}
+        self._outside: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._made |= {id(tensor): len(self._calls) for tensor in _tensors(result)}
+        self._calls.append((None if is_saving(func) else func, args, kwargs or {}, result, torch.is_grad_enabled()))
+        return result
+
+    def of(self, function: Callable) -> Callable:
+        """What to call for a function of torch that carries out a transform, or for one that such a function returned."""
+        return lambda *args, **kwargs: function(*args, **kwargs) if self.running else self._run(function, args, kwargs)
+
+    def _run(self, function: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        first, self.running = len(self._calls), True
+        try:
+            with DisableTorchFunction(), disable_proxy_modes_tracing():
+                result = function(*args, **kwargs)
+        finally:
+            self.running = False
+        live, places = {*map(id, _tensors(result))}, list[int]()
+        for place in reversed(range(first, len(self._calls))):
+            func, operands, options, made, _ = self._calls[place]
+            if _writes(func) or live.intersection(map(id, _tensors(made))):
+                live.update(map(id, _tensors((operands, options))))
+                places.append(place)
+        for place in reversed(places):
+            self._again(place)
+        return tree_map(self._result, result)
+
+    def _again(self, place: int) -> None:
+        func, args, kwargs, result, gradients = self._calls[place]
+        args, kwargs = tree_map_only(Tensor, self._of, (args, kwargs))  # what they are outside
+        with nullcontext() if gradients == torch.is_grad_enabled() else torch.set_grad_enabled(gradients):
+            outside = func(*args, **kwargs) if func else args[0]
+        self._outside.update(zip(map(id, _tensors(result)), _tensors(outside), strict=True))
+
+    def _of(self, tensor: Tensor) -> Tensor:
+        place, graph = self._made.get(id(tensor)), get_proxy_mode()
+        if not (id(tensor) in self._outside or place is None or (graph and tensor in graph.tracer.tensor_tracker)):
+            func = self._calls[place][0]
+            if _writes(func) or torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+                raise Lost(f"torch.autograd.grad needs what {func} has saved")
+            self._again(place)
+        return self._outside.get(id(tensor), tensor)
+
+    def _result(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return self._of(leaf)
+        return self.of(leaf) if isinstance(leaf, FunctionType) else leaf
+
+
+def _tensors(tree: PyTree) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _writes(func: Any) -> bool:
+    return isinstance(func, OpOverload) and schema(func).is_mutable
+
+
 def _checkpointed(regions: Regions, run: Callable, given: Sequence[Any]) -> Any:
     """What a reentrant checkpoint runs; like torch's, it has no gradients where none of what it is given has one."""
     regions.begin()
@@ -216,10 +305,14 @@ def kept_whole(regions: Regions) -> Iterator[None]:
         Lost: within it, where a captured graph would lose something that changes gradients.
     """
     register, begin = Tensor.register_hook, torch.inference_mode.__enter__
+    transforms = _Transforms()
 
     def applied(cls: type, apply: Callable, early: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         given, spec = tree_flatten((list(args), dict(kwargs)))
         call = _Call(apply, cls, given, spec)
+        if transforms.running and not transforming():
+            name = cls.__name__.removeprefix("Vmapped")
+            raise Lost(f"a transform of torch.func hides the gradient of {name}, an autograd.Function: call it outside")
         if cls is CheckpointFunction:  # runs it without gradients, and again with them
             if early:
                 raise Lost("CheckpointFunction.apply was taken from its class: call torch.utils.checkpoint.checkpoint")
@@ -248,7 +341,7 @@ def kept_whole(regions: Regions) -> Iterator[None]:
     Tensor.register_hook = refused  # type: ignore[assignment, method-assign]
     torch.inference_mode.__enter__ = begun  # type: ignore[method-assign]
     try:
-        with functions_replaced(applied):
+        with functions_replaced(applied), transforms_replaced(transforms.of), transforms:
             yield
     finally:
         Tensor.register_hook = register  # type: ignore[method-assign]

@@ -25,7 +25,7 @@ from passes.capture.functional import Written
 from passes.capture.masks import recognise_masks
 from passes.capture.observed import Moment, Place, apart, copied, leaving, matching, numbered, observing, renewed
 from passes.capture.precision import Precision, cast_parameters, check_dtypes, policy_of, precision_name, under
-from passes.capture.regions import inline_regions, without_vmaps
+from passes.capture.regions import inline_regions
 from passes.capture.signature import CallSignature, example, in_call_order, refusal
 from passes.capture.view_writes import draws_as_laid, lay_as_computed, note_unmoved
 from passes.capture.writes import functionalise
@@ -202,7 +202,6 @@ def _captured(
     if mode is None:
         raise CaptureError(f"{type(model).__name__}: the graph has no tensors; there is nothing to plan")
     drop_checks(exported)
-    exported.graph = without_vmaps(exported.graph, mode)
     graph = inline_regions(exported, mode, names.placeholders, names.renamed, names.constants, names.inputs)
     kinds = dict.fromkeys(names.parameters, "parameter") | dict.fromkeys((*names.buffers, *names.attributes), "buffer")
     note_unmoved(seen.unmoved, [graph])  # its placeholders, which are new

@@ -1,19 +1,16 @@
-"""Inlines regions that ``torch.export`` makes: of ``torch.no_grad`` and ``torch.autocast`` blocks, and of ``torch.vmap``.
+"""Inlines regions that ``torch.export`` makes of ``torch.no_grad`` and ``torch.autocast`` blocks.
 
 A region without gradients becomes its plain nodes; wherever a node outside uses one of their floating-point results, an
-``aten.detach`` stands between, so that gradients end exactly where the block ended them. Of a vmap, export records where it
-begins and ends, and operators on single elements in between. A planner needs them as they run, so each such stretch is
-traced with the vmap carried out. Of derivatives that a model takes forward, only their ends would be in the graph.
+``aten.detach`` stands between, so that gradients end exactly where the block ended them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from passes.capture.builder import Builder, CaptureError, is_symbolic
@@ -23,14 +20,11 @@ from passes.graph import annotate, differentiable, note_of, where
 from passes.torch_internals import (
     FakeTensorMode,
     HigherOrderOperator,
-    batch_levels,
-    dual_numbers,
-    predispatch,
     tree_leaves,
     tree_map,
 )
 
-__all__ = ["inline_regions", "without_vmaps"]
+__all__ = ["inline_regions"]
 
 aten = torch.ops.aten
 _GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -176,67 +170,3 @@ def _neutral(module: fx.GraphModule, region: fx.Node, builder: Builder, device: 
                 f"{where(region)}: torch.autocast('{device}') changes the dtypes inside (at '{node.name}', "
                 f"{node.target}); cast the model itself, for example model.to(torch.bfloat16)"
             )
-
-
-_BEGIN, _END = batch_levels
-
-
-def without_vmaps(graph: fx.Graph, mode: FakeTensorMode) -> fx.Graph:
-    """The same graph with its vmaps done; itself where it has none.
-
-    Args:
-        graph: as export makes it; nodes have fake values of ``mode``.
-        mode: of these values.
-
-    Raises:
-        CaptureError: the model takes derivatives forward.
-    """
-    for node in graph.nodes:
-        if node.target in dual_numbers:
-            raise CaptureError(
-                f"{where(node)}: torch.func.jvp inside forward has no graph; compute the derivative yourself"
-            )
-    if not any(node.target is _BEGIN for node in graph.nodes):
-        return graph
-    result = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    stretch: list[fx.Node] = []
-    depth = 0
-    for node in graph.nodes:
-        depth += node.target is _BEGIN
-        if depth:
-            stretch.append(node)
-        elif node.target is not predispatch.lazy_load_decompositions:
-            values[node] = result.node_copy(node, lambda n: values[n])
-        depth -= node.target is _END
-        if stretch and not depth:
-            _done(result, stretch, values, mode)
-            stretch = []
-    return result
-
-
-def _done(result: fx.Graph, stretch: Sequence[fx.Node], values: dict[fx.Node, fx.Node], mode: FakeTensorMode) -> None:
-    """Puts a stretch into the graph, done for all elements."""
-    inside = set(stretch)
-    given = list(dict.fromkeys(n for node in stretch for n in node.all_input_nodes if n not in inside))
-    taken = [node for node in stretch if any(user not in inside for user in node.users)]
-    if not taken:
-        return
-    part, own = fx.Graph(), {}
-    for node in given:
-        own[node] = part.placeholder(node.name)
-    for node in stretch:
-        own[node] = part.node_copy(node, lambda n: own[n])
-    part.output([own[node] for node in taken])
-    with mode:
-        shown = [node.meta["val"] for node in given]
-        traced = make_fx(torch.func.functionalize(make_fx(fx.GraphModule(nn.Module(), part))(*shown)))(*shown)
-    known = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), (values[n] for n in given), strict=True))
-    origin = taken[0].meta
-    for node in traced.graph.nodes:
-        if node.op == "output":
-            for old, new in zip(taken, node.args[0], strict=True):
-                values[old] = known[new]
-        elif node.op != "placeholder":
-            known[node] = result.node_copy(node, lambda n: known[n])
-            known[node].meta = {key: value for key, value in origin.items() if key != "val"} | {"val": node.meta["val"]}

@@ -284,7 +284,7 @@ def refusal(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], er
 def advice(model: nn.Module) -> str:
     """What may help where ``torch.export`` fails."""
     found = (
-        "Try: no Python control flow that depends on tensor values; no torch.autograd.grad or x.data = y in forward; "
+        "Try: no Python control flow that depends on tensor values; no x.data = y in forward; "
         "parameters changed under torch.no_grad() alone; parameters, buffers and inputs on one device; under a precision, "
         "no two dtypes in one operator"
     )

@@ -200,26 +200,43 @@ def test_TracingContext():
         assert internals.TracingContext(mode).fake_mode is mode
 
 
-def test_predispatch():
-    class Model(nn.Module):
-        def forward(self, x):
-            return torch.func.vmap(torch.sin)(x)
+def test_transforms_replaced():
+    called = []
 
-    graph = torch.export.export(Model(), (torch.ones(2, 3),)).graph
-    assert internals.predispatch.lazy_load_decompositions is not None
-    assert {node.target for node in graph.nodes} >= set(internals.batch_levels)
+    def noted(function):
+        return lambda *args, **kwargs: called.append(function.__name__) or function(*args, **kwargs)
+
+    x = torch.ones(2)
+    with internals.transforms_replaced(noted):
+        torch.func.hessian(lambda x: x.sum())(x)
+        torch.vmap(torch.sin)(x)
+        torch.func.grad(torch.sum)(x)
+        torch.func.grad_and_value(torch.sum)(x)
+        y = x.requires_grad_().sum()
+        torch.autograd.grad(y, x)
+    assert {"vmap_impl", "grad_impl", "grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums", "grad"} == {*called}
+    called.clear()
+    torch.vmap(torch.sin)(x)
+    assert not called
 
 
-test_batch_levels = test_predispatch
+test_apis = test_eager_transforms = test_transforms_replaced
 
 
-def test_dual_numbers():
-    class Model(nn.Module):
-        def forward(self, x):
-            return torch.func.jvp(torch.sin, (x,), (x,))[1]
+def test_is_saving():
+    found = []
 
-    graph = torch.export.export(Model(), (torch.ones(2, 3),)).graph
-    assert {node.target for node in graph.nodes} & set(internals.dual_numbers)
+    class Noting(internals.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.detach.default:
+                found.append(internals.is_saving(func))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True)
+    with internals.FakeTensorMode(allow_non_fake_inputs=True), Noting():
+        y = x.tanh()
+        y.detach()
+    assert found == [True, False]
 
 
 def test_BoxedCodeGen():

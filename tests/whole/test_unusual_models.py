@@ -284,6 +284,63 @@ class Mapped(nn.Module):
         return rows
 
 
+class Potential(nn.Module):
+    """Forces of an energy, as molecular models have them, whose parameters they train."""
+
+    def __init__(self):
+        super().__init__()
+        self.near, self.norm, self.far = nn.Linear(3, 8), nn.LayerNorm(8), nn.Linear(8, 1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, positions):
+        positions = positions.detach().requires_grad_()
+        with torch.no_grad():
+            self.calls += 1
+        distances = (positions.unsqueeze(1) - positions.unsqueeze(2)).square().sum(-1).add(1).sqrt()
+        energy = (distances @ self.far(self.norm(self.near(positions)).tanh())).sum((1, 2))
+        return energy, -torch.autograd.grad(energy.sum(), positions, create_graph=self.training)[0]
+
+
+class Learning(nn.Module):
+    """Steps of gradient descent in forward, on weights by ``torch.autograd.grad``, on an input by ``torch.func.grad``."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
+
+    def forward(self, x):
+        weights = dict(self.net.named_parameters())
+        for _ in range(2):
+            loss = torch.func.functional_call(self.net, weights, (x,)).softmax(-1).square().mean()
+            steps = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+            weights = {name: weight - step for (name, weight), step in zip(weights.items(), steps, strict=True)}
+        y = torch.func.functional_call(self.net, weights, (x,))
+        return y - torch.func.grad(lambda y: self.net(y).sigmoid().sum())(y)
+
+
+class Derived(nn.Module):
+    """Transforms of ``torch.func``, of what stops gradients too, and within each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+        self.members = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def stopped(self, row):
+        with torch.no_grad():
+            factor = self.net(row).exp()
+        return (factor * row.softmax(0) + row.sin() * row.detach()).sum()
+
+    def forward(self, x):
+        value, back = torch.func.vjp(self.net, x)
+        along = torch.func.jvp(self.net, (x,), (torch.ones_like(x),))[1]
+        curved = torch.vmap(torch.func.hessian(lambda row: self.net(row).sum()))(x).sum(-1)
+        stopped = torch.vmap(torch.func.grad(self.stopped), out_dims=1)(x).t()
+        weights = {n: torch.stack([m.get_parameter(n) for m in self.members]) for n in ("weight", "bias")}
+        both = torch.vmap(lambda w: torch.func.functional_call(self.members[0], w, (x,)))(weights).mean(0)
+        return back(value)[0] * along, curved, stopped, both, torch.vmap(lambda row: torch.eye(4, dtype=x.dtype) @ row)(x)
+
+
 class Empty(nn.Module):
     """Parameters without elements, and a product over none."""
 
@@ -298,6 +355,9 @@ class Empty(nn.Module):
 
 CASES = {
     "empty": (Empty, lambda: (torch.randn(8, 8).double(),)),
+    "potential": (Potential, lambda: (torch.randn(8, 4, 3).double(),)),
+    "learning": (Learning, lambda: (torch.randn(8, 6).double(),)),
+    "derived": (Derived, lambda: (torch.randn(8, 4).double(),)),
     "mapped": (Mapped, lambda: (torch.randn(8, 4, 8).double(),)),
     "words": (Words, lambda: (torch.randint(0, 12, (8, 6)),)),
     "bags": (Bags, lambda: (torch.randint(0, 12, (8, 6)), torch.rand(8, 6).double())),
