@@ -254,7 +254,9 @@ def agreed(
     reports = agreement.gathered((plan.hash, None if problem is None else f"{type(problem).__name__}: {problem}"))
     if any(failure is not None for _, failure in reports):
         graphs = agreement.gathered(None if mine is None else fingerprint(mine))
-        other = next((rank for rank, graph in enumerate(graphs) if None not in (graph, graphs[0]) and graph != graphs[0]), 0)
+        other = next(
+            (rank for rank, graph in enumerate(graphs) if None not in (graph, graphs[0]) and graph != graphs[0]), 0
+        )
         if other:
             raise PlanMismatchError(
                 f"ranks have different models, or inputs of different shapes or dtypes: rank 0's graph is {graphs[0]}, "
