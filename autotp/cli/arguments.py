@@ -130,25 +130,24 @@ def call_factory(
     factory: Callable[..., Any], spec: str, devices: int = 1
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any] | None]:
     """`load_model` for a factory that was found already; ``spec`` is for messages."""
-    attribute, output = spec.rpartition(":")[2][:80], (sys.stdout, sys.stderr)
+    name, output = spec.rpartition(":")[2], (sys.stdout, sys.stderr)
+    called = f"{name[:80]}()" if name.isidentifier() else "making the model"
     try:
         made = factory(devices=devices) if takes_devices(factory) else factory()
     except (AutotpError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise ModelSpecError(f"--model {shown(spec)}: {attribute}() raised {described(error)}") from error
+        raise ModelSpecError(f"--model {shown(spec)}: {called} raised {described(error)}") from error
     finally:
         sys.stdout, sys.stderr = output
     if any(stream is not None and stream.closed for stream in output):
-        raise ModelSpecError(
-            f"--model {shown(spec)}: {attribute}() closes the standard output, which the plan is printed on"
-        )
+        raise ModelSpecError(f"--model {shown(spec)}: {called} closes the standard output, which the plan is printed on")
     try:
         return example_of(made)
     except AutotpError as error:
         raise ModelSpecError(f"--model {shown(spec)}: {error}") from error
     except Exception as error:  # of a class of the user's
-        raise ModelSpecError(f"--model {shown(spec)}: what {attribute}() returns raised {described(error)}") from error
+        raise ModelSpecError(f"--model {shown(spec)}: what {called} returns raised {described(error)}") from error
 
 
 def find_factory(spec: str) -> Callable[..., Any]:

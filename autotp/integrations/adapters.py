@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from autotp.errors import AutotpError
 from autotp.runtime.agreement import everywhere
@@ -41,16 +43,14 @@ def save_adapter(parallel: nn.Module, model: Any, directory: str | os.PathLike[s
     Raises:
         AutotpError: on every rank, when the directory cannot be written.
     """
-    learned: dict[str, Any] = {}
-    parameter: Any
-    for name, parameter in parallel.named_parameters():
-        if parameter.requires_grad:
-            whole = parameter.full_tensor()
-            if writes:
-                learned[name] = whole.detach().cpu()
+    state, adapter = parallel.state_dict(), dict[str, Any]()
+    for name in _names(state, model).values():
+        whole = state[name].full_tensor() if isinstance(state[name], DTensor) else state[name]
+        if writes:
+            adapter[name] = whole.detach().cpu()
     with everywhere(f"cannot save to {os.fspath(directory)}"):
         if writes:
-            model.save_pretrained(directory, state_dict=learned)
+            model.save_pretrained(directory, state_dict=adapter)
 
 
 def load_adapter(parallel: nn.Module, model: Any, directory: str | os.PathLike[str]) -> None:
@@ -63,17 +63,24 @@ def load_adapter(parallel: nn.Module, model: Any, directory: str | os.PathLike[s
     Raises:
         AutotpError: on every rank, when the files have not the adapter's tensors, or cannot be read.
     """
-    from peft import get_peft_model_state_dict
     from peft.utils import load_peft_weights
 
     with everywhere(f"cannot load {os.fspath(directory)}"):
-        (adapter,) = model.peft_config
-        learned = {name: name for name, each in parallel.named_parameters() if each.requires_grad}
-        # peft leaves the adapter's name out of those in its files.
-        names = get_peft_model_state_dict(model, learned, adapter, save_embedding_layers=False)
+        names = _names(parallel.state_dict(), model)
         files = load_peft_weights(os.fspath(directory), device="cpu")
         if names.keys() != files.keys():
             differing = ", ".join(sorted(names.keys() ^ files.keys())[:4])
             raise AutotpError(f"only one of the files and the model has {differing}: give the adapter of this model")
     whole = {names[key]: value for key, value in files.items()}
     set_model_state_dict(parallel, whole, options=StateDictOptions(full_state_dict=True, strict=False))
+
+
+def _names(state: Mapping[str, Any], model: Any) -> dict[str, str]:
+    """Name in peft's files, which leave the adapter's out -> name in the model's state, of all that an adapter has."""
+    from peft import get_peft_model_state_dict
+
+    (adapter,) = model.peft_config
+    found: dict[str, str] = get_peft_model_state_dict(
+        model, {name: name for name in state}, adapter, save_embedding_layers=False
+    )
+    return found

@@ -35,7 +35,7 @@ try:
         _get_default_process_group_backend_for_device,
         _init_dist_connection,
     )
-    from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states, pl_worker_init_function, reset_seed
+    from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states, pl_worker_init_function
     from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import ParallelStrategy
@@ -132,7 +132,6 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
     def setup_environment(self) -> None:
         """Joins the processes, unless they are joined."""
         super().setup_environment()
-        reset_seed()
         self.set_world_ranks()
         backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
         device = self.root_device if self.root_device.type != "cpu" else None

@@ -120,6 +120,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         found: tuple[Any, Any, Any] = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         return found
 
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
+        found = super()._get_num_items_in_batch(batch_samples, device)
+        # Trainer divides by the ranks that have the same batch, but adds up those of all ranks only by this setting.
+        return found if found is None or self.args.average_tokens_across_devices else found * self.get_tp_size()
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.get_tp_size()
+
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         """As Trainer's, of the whole model; this rank's part, since Trainer adds up those of all."""
         main = getattr(self._shell, "main_input_name", "input_ids")
@@ -156,9 +166,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and Path(checkpoint, _OPTIMIZER).is_dir():  # it is not, with save_only_model
-            load_optimizer(self.model, self.optimizer, Path(checkpoint, _OPTIMIZER))
-            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+        if checkpoint is None or not Path(checkpoint, SCHEDULER_NAME).exists():  # written with save_only_model
+            return
+        if not Path(checkpoint, _OPTIMIZER).is_dir():
+            raise AutotpError(
+                f"{checkpoint} has {SCHEDULER_NAME}, but no folder {_OPTIMIZER!r}, in which this Trainer saves the "
+                "optimizer's state; transformers' own saves it otherwise. To train on with a new state, remove "
+                f"{SCHEDULER_NAME}, too"
+            )
+        load_optimizer(self.model, self.optimizer, Path(checkpoint, _OPTIMIZER))
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

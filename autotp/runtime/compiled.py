@@ -201,7 +201,15 @@ class _Pass(torch.autograd.Function):
         run = ctx.compiled.without(missing) if missing else ctx.compiled.backward
         flat = [None if gradient is None else gradient.resolve_conj().resolve_neg().contiguous() for gradient in mine]
         disjoint = Disjoint(gradient for gradient in flat if gradient is not None)
-        values = _grouped(ctx.saved_tensors, hosted)
+        try:
+            values = _grouped(ctx.saved_tensors, hosted)
+        except RuntimeError as error:
+            if "_LocalParts" not in str(error):
+                raise
+            raise AutotpError(
+                "this rank's part of a parameter was changed in place between the forward pass and its backward pass, "
+                "which needs it as it was"
+            ) from error
         for place, again in ctx.seeds.items():
             values.insert(place, again)
         values += _grouped(flat, hosted)

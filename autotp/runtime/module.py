@@ -226,8 +226,7 @@ class DistributedModule(Programmed, Sealed, UntracedGraph):
     def _returned(self, program: Program, number: int, value: Any, joined: Joined | None) -> Any:
         """An output as the caller gets it."""
         if number in program.rewritten.sharding.rows:
-            programs = self._programs
-            return own_rows(value, programs.ways, joined, programs.world, programs.split)
+            return own_rows(value, self._programs.ways, joined, self._programs.world, self._programs.split)
         layout = program.rewritten.returned(number)
         if layout is None:
             return value
@@ -339,10 +338,7 @@ class DistributedModule(Programmed, Sealed, UntracedGraph):
 def _foreign(name: str, parameter: Any, layout: Layout, plan: Plan) -> str:
     """Why a parameter is not one of the plan's."""
     if parameter is None:
-        return (
-            f"parameter {name} is gone: something took it away from its module, as pruning does. Do it to the model, "
-            "before it is distributed"
-        )
+        return f"parameter {name} is gone, as pruning takes one away: do that to the model, before it is distributed"
     found = describe(parameter.placements, plan.mesh_axes) if isinstance(parameter, DTensor) else "a plain tensor"
     return (
         f"parameter {name} rests as {describe(layout, plan.mesh_axes)} by the plan, and is now {found}: it was put in the "

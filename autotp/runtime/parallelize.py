@@ -39,7 +39,7 @@ __all__ = ["parallelize"]
 _log = logging.getLogger("autotp.compile")
 
 #: Arguments in which ranks may differ: rank 0 has the plan, and the rest is checked with the graphs.
-_OWN = ("model", "topology", "args", "kwargs", "plan", "initialise")
+_OWN = ("model", "topology", "args", "kwargs", "initialise")
 #: Attribute of a parameter that a distributed module has another for: its id, which no copy of it has, and its model's.
 _REPLACED = "_autotp_replaced"
 
@@ -125,8 +125,8 @@ def parallelize(
     Raises:
         AutotpError: on every rank, when an argument is wrong or no plan fits.
         PlanMismatchError: when the plan is not for this model or this number of processes; or on every rank, when ranks
-            have other options than rank 0 (not counting ``plan`` and ``topology``, which are rank 0's), or froze others of
-            the model's parameters.
+            have other options than rank 0 (not counting ``topology``, which is rank 0's), or froze others of the model's
+            parameters.
     """
     same = {name: value for name, value in locals().items() if name not in _OWN}
     require(model, nn.Module, "the model", "an instance of torch.nn.Module")
@@ -134,7 +134,7 @@ def parallelize(
         require_no_array(name, value)
     if plan is not None:
         require_plan(plan)
-    same["strategy"] = strategy.name if isinstance(strategy, Family) else strategy
+    same |= {"strategy": strategy.name if isinstance(strategy, Family) else strategy, "plan": plan and plan.hash}
     with suppress(Exception):  # what is wrong with a model is an error on all ranks, once they have met
         same |= {f"requires_grad of {name}": parameter.requires_grad for name, parameter in model.named_parameters()}
     if inputs not in ("global", "local", "uneven"):

@@ -146,10 +146,18 @@ def require_parts(
     Raises:
         AutotpError: there are such.
     """
-    names = (prefix + name for name, _ in module.named_parameters(remove_duplicate=False))
+    own = {prefix + name: each for name, each in module.named_parameters(remove_duplicate=False)}
     least = 0 if local_metadata.get("assign_to_params_buffers") else 1
-    given = {name: state_dict[name] for name in names if type(state_dict.get(name)) in (Tensor, nn.Parameter)}
+    given = {name: state_dict[name] for name in own if type(state_dict.get(name)) in (Tensor, nn.Parameter)}
     plain = [name for name, tensor in given.items() if tensor.dim() >= least]
+    meshes = {name: each.device_mesh for name, each in own.items() if isinstance(each, DTensor)}
+    for name, mesh in meshes.items():
+        if isinstance(other := state_dict.get(name), DTensor) and other.device_mesh != mesh and least:
+            raise AutotpError(
+                f"the state dict's {name} lies on {other.device_mesh}, and the module's on {mesh}: load it by "
+                "torch.distributed.checkpoint, or whole, from torch.distributed.checkpoint.state_dict.get_model_state_dict "
+                "with StateDictOptions(full_state_dict=True)"
+            )
     if plain:
         raise AutotpError(
             f"the state dict has a plain tensor for {plain[0]}, a DTensor here: whole ones are loaded by "

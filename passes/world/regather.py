@@ -41,22 +41,21 @@ class Regather:
             # Detached: what is saved by the operator that makes it would hold that operator, and so itself, for ever.
             return functools.partial(_unchanged, tensor.detach(), version_of(tensor))
         _, source, steps, at = entry
-        start = int(tensor.storage_offset())
-        return functools.partial(self._gather, at, source, tensor.dtype, steps, tensor.size(), tensor.stride(), start)
+        lies = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        return functools.partial(self._gather, at, source, version_of(source), tensor.dtype, steps, lies)
 
     def _gather(
         self,
         at: str,
         source: Tensor,
+        expected: int,
         dtype: torch.dtype,
         steps: tuple[Step, ...],
-        size: torch.Size,
-        stride: tuple[int, ...],
-        start: int,
+        lies: tuple[torch.Size, tuple[int, ...], int],
     ) -> Tensor:
         self._world.whereabouts.going_back(at)
-        (gathered,) = self._world.run(steps, [source.to(dtype)])
-        return gathered.as_strided(size, stride, start)
+        (gathered,) = self._world.run(steps, [_unchanged(source, expected).to(dtype)])
+        return gathered.as_strided(*lies)
 
     def __enter__(self) -> Regather:
         self._world.regather = self

@@ -45,7 +45,7 @@ class Language(lightning.LightningModule):
 
     def __init__(self, strategy=None, dropout=0.0, seed=0):
         super().__init__()
-        torch.manual_seed(seed)
+        lightning.seed_everything(seed, verbose=False)
         self.model, self.strategy, self.drawn, self.calls = Net(dropout).double(), strategy, True, []
         self.rows, self.mean = torchmetrics.SumMetric().double(), torchmetrics.MeanMetric().double()
 

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from contextlib import nullcontext
 from unittest import TestCase
 
 import pytest
@@ -235,6 +236,15 @@ def ranks_disagree():
     for asked, given in ((nn.Sequential(nn.Linear(8, 8 + rank)), x), (nn.Linear(8, 8), x[rank:])):
         with pytest.raises(autotp.PlanMismatchError, match="ranks have different models, or inputs of different shapes"):
             autotp.parallelize(asked.double(), None, (given,), strategy="zero3", mesh=(ranks,))
+    plan = autotp.plan(model, autotp.Topology.flat(ranks), (x, y), strategy=("data", "zero3")[rank > 0])
+    with pytest.raises(autotp.PlanMismatchError, match=f"plan is '.*' on rank 1, and '{plan.hash if rank == 0 else ''}"):
+        autotp.parallelize(model, None, (x, y), plan=plan)
+    alone = "rank 0 one for .*, under no_sync.*, rank 1 one for"
+    with parallel.no_sync() if rank == 0 else nullcontext(), pytest.raises(autotp.PlanMismatchError, match=alone):
+        parallel(x, y)
+    other = autotp.parallelize(model, None, (x, y), strategy="zero3", mesh=(1, ranks))
+    with pytest.raises(autotp.AutotpError, match="the state dict's first.weight lies on"):
+        other.load_state_dict(parallel.state_dict())
     model.second.bias.requires_grad_(rank == 0)
     with pytest.raises(
         autotp.PlanMismatchError, match="requires_grad of second.bias is False on rank 1, and True on rank 0"

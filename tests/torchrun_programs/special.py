@@ -9,6 +9,7 @@ import os
 import tempfile
 import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -173,6 +174,9 @@ def destroyed():
         groups.append(weakref.ref(parallel.get_parameter("weight").device_mesh.get_group(0)))
         parallel(x).sum().backward()
         parallel.get_parameter("weight").grad.full_tensor()
+    dist.destroy_process_group()
+    with pytest.raises(autotp.AutotpError, match="the process group is gone"):
+        parallel(x)
 
 
 def once():
@@ -303,6 +307,14 @@ def state():
                 assert "linear.weight" in str(error), error
             else:
                 raise AssertionError("a gradient of weights that are gone")
+            parallel = autotp.parallelize(nn.Sequential(model.linear, nn.Linear(8, 8)).double(), None, (x,), mesh=(2,),
+                                          strategy=strategy, schedule=schedule)  # fmt: skip
+            loss = parallel(x).sum()
+            with torch.no_grad():
+                for parameter in parallel.parameters():
+                    parameter.to_local().mul_(2)
+            with pytest.raises((ValueError, RuntimeError), match="part of a parameter was changed|modified by an inplace"):
+                loss.backward()
     model = nn.ModuleDict({"graph": nn.Linear(8, 8)})
     model.forward = lambda x: model["graph"](x)
     try:

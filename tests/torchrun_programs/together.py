@@ -16,8 +16,10 @@ if __name__ == "__main__":
         for function in (functions or "main").split(",")
     ]
     dist.init_process_group("gloo")
+    rank = dist.get_rank()
     for case in cases:
         case()
-    if dist.get_rank() == 0:
+    if rank == 0:
         print("passed")
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()

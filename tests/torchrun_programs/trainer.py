@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import peft
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -32,8 +34,31 @@ def llama():
 
 
 def adapted():
+    """Of an adapter's two matrices, one that is trained, and one that is not."""
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.0, init_lora_weights=False)
-    return peft.get_peft_model(llama(), lora)
+    model = peft.get_peft_model(llama(), lora)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj.lora_B" in name or "down_proj.lora" in name)
+    return model
+
+
+class Normed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.norm, self.head = torch.nn.Embedding(64, 8), torch.nn.BatchNorm1d(12), torch.nn.Linear(8, 64)
+
+    def forward(self, input_ids, labels):
+        scores = self.head(self.norm(self.table(input_ids)))
+        return torch.nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()), scores
+
+
+def vera():
+    return peft.get_peft_model(Normed(), peft.VeraConfig(r=4, target_modules=["head"])).double()
+
+
+def normed():
+    return peft.get_peft_model(Normed(), peft.LoraConfig(r=2, target_modules=["head"], modules_to_save=["norm"])).double()
 
 
 def gpt2(dropout):
@@ -60,6 +85,7 @@ def arguments(folder, **more):
         "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "num_train_epochs": 2, "learning_rate": 1e-2,
         "logging_steps": 1, "eval_strategy": "epoch", "save_strategy": "no", "max_grad_norm": 0.5,
         "gradient_accumulation_steps": 2, "report_to": "none", "use_cpu": True, "disable_tqdm": True, "weight_decay": 0.1,
+        "include_num_input_tokens_seen": "all",
     }  # fmt: skip
     return transformers.TrainingArguments(str(folder), **settings | more)
 
@@ -72,7 +98,16 @@ def trained(kind, model, args, resume=None, rows=18):
 
 def logged(trainer):
     """The numbers of each step and evaluation that do not depend on time."""
-    names = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch", "total_flos", "train_loss")
+    names = (
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "eval_loss",
+        "epoch",
+        "total_flos",
+        "train_loss",
+        "num_input_tokens_seen",
+    )
     return [{name: each[name] for name in names if name in each} for each in trainer.state.log_history]
 
 
@@ -161,7 +196,9 @@ def adapters():
     folder = shared_folder()
     wanted = plain(adapted, folder, rows=16)
     parallel = distributed(adapted())
-    trainer = trained(Trainer, parallel, arguments(folder / "here", save_strategy="steps", save_steps=3), rows=16)
+    more = {"average_tokens_across_devices": False}
+    args = arguments(folder / "here", save_strategy="steps", save_steps=3, **more)
+    trainer = trained(Trainer, parallel, args, rows=16)
     require_close(logged(trainer), wanted)
     trainer.save_model(str(folder / "ours"))
     one, other = (peft.PeftModel.from_pretrained(llama(), folder / name) for name in ("ours", "plain"))
@@ -178,9 +215,23 @@ def adapters():
     merged, expected = (each.merge_and_unload().eval()(ids).logits for each in (whole, other))
     torch.testing.assert_close(merged, expected, rtol=1e-9, atol=1e-12)
 
-    again = distributed(adapted())
-    rest = trained(Trainer, again, arguments(folder / "here"), str(folder / "here" / "checkpoint-3"), rows=16)
+    again, checkpoint = distributed(adapted()), folder / "here" / "checkpoint-3"
+    rest = trained(Trainer, again, arguments(folder / "here", **more), str(checkpoint), rows=16)
     assert logged(rest)[:-1] == logged(trainer)[:-1]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(checkpoint / "optimizer")
+    dist.barrier()
+    with pytest.raises(autotp.AutotpError, match="has scheduler.pt, but no folder 'optimizer'"):
+        trained(Trainer, again, arguments(folder / "here"), str(checkpoint), rows=16)
+
+    for make in (vera, normed):  # adapters with buffers
+        wanted = plain(make, folder / make.__name__, rows=16)
+        trainer = trained(Trainer, distributed(make(), counted=False), arguments(folder / "here"), rows=16)
+        require_close(logged(trainer), wanted)
+        trainer.save_model(str(folder / make.__name__ / "ours"))
+        one, other = (peft.PeftModel.from_pretrained(Normed(), folder / make.__name__ / name) for name in ("ours", "plain"))
+        torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=1e-6, atol=1e-7)
 
 
 def parts(model):

@@ -113,13 +113,12 @@ class Call:
 
     key: Key
     frozen: tuple[str, ...]
+    syncing: bool = True
 
     def __str__(self) -> str:
-        if not self.frozen:
-            return str(self.key)
         some, rest = ", ".join(self.frozen[:3]), self.frozen[3:]
         others = f" and {len(rest)} more ({crc32(' '.join(rest).encode()):08x})" if rest else ""
-        return f"{self.key}, frozen {some}{others}"
+        return f"{self.key}{some and f', frozen {some}'}{others}{'' if self.syncing else ', under no_sync()'}"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -230,7 +230,7 @@ class Programs:
             PlanMismatchError: on every process, where their calls differ, or inputs that should be the same.
         """
         unseen = inputs is not None and (key not in self.checked or self.debug)
-        checked, call = unseen or key not in self.known, Call(key, frozen)
+        checked, call = unseen or key not in self.known, Call(key, frozen, self.syncing or not key.gradients)
         if checked or inputs is not None:
             self.agreement.whereabouts.called(call, checked=checked)
         if checked:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autotp.errors import PlanMismatchError
+from autotp.errors import AutotpError, PlanMismatchError
 from autotp.runtime.watch.stacks import Line, caller, is_users, stacks
 from passes.torch_internals import default_group, default_store, describe_group
 from passes.world.process import time_limit
@@ -286,6 +286,11 @@ def _at(line: Line | None) -> str:
 
 def _mark() -> str:
     """What a rank told when it failed, if that was in the job's process group as it is now."""
+    if not dist.is_initialized():
+        raise AutotpError(
+            "the process group is gone (torch.distributed.destroy_process_group): call the module before it is destroyed, "
+            "or distribute the model again in a new one"
+        )
     return default_group().group_desc.partition(_MARK)[2]
 
 
