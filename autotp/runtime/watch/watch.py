@@ -286,12 +286,13 @@ def _at(line: Line | None) -> str:
 
 def _mark() -> str:
     """What a rank told when it failed, if that was in the job's process group as it is now."""
-    if not dist.is_initialized():
+    try:
+        return default_group().group_desc.partition(_MARK)[2]
+    except ValueError as error:
         raise AutotpError(
             "the process group is gone (torch.distributed.destroy_process_group): call the module before it is destroyed, "
             "or distribute the model again in a new one"
-        )
-    return default_group().group_desc.partition(_MARK)[2]
+        ) from error
 
 
 def require_sound_group() -> None:

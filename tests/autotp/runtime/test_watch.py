@@ -124,7 +124,7 @@ def test_a_store_that_gives_no_answer_is_not_waited_for(monkeypatch):
 def test_what_looks_is_told_while_the_process_asks(monkeypatch):
     first, second = watches(2)
     group, answered = SimpleNamespace(group_desc="", _set_group_desc=lambda _: None), threading.Event()
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: group)
+    monkeypatch.setattr("autotp.runtime.watch.watch.default_group", lambda: group)
     second.failed(CollectiveError("lost"), "linear")
     first._asking = threading.Thread(target=answered.wait, daemon=True)
     first._asking.start()
