@@ -208,6 +208,8 @@ class _Transforms(TorchDispatchMode):
         self._outside: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._efficientzerotensor.default:  # which fake tensors cannot add to others
+            func = torch.ops.aten.zeros.default
         result = func(*args, **(kwargs or {}))
         self._made |= {id(tensor): len(self._calls) for tensor in _tensors(result)}
         self._calls.append((None if is_saving(func) else func, args, kwargs or {}, result, torch.is_grad_enabled()))

@@ -334,7 +334,7 @@ class Derived(nn.Module):
     def forward(self, x):
         value, back = torch.func.vjp(self.net, x)
         along = torch.func.jvp(self.net, (x,), (torch.ones_like(x),))[1]
-        curved = torch.vmap(torch.func.hessian(lambda row: self.net(row).sum()))(x).sum(-1)
+        curved = torch.vmap(torch.func.hessian(lambda row: self.net(row).square().sum()))(x).sum(-1)
         stopped = torch.vmap(torch.func.grad(self.stopped), out_dims=1)(x).t()
         weights = {n: torch.stack([m.get_parameter(n) for m in self.members]) for n in ("weight", "bias")}
         both = torch.vmap(lambda w: torch.func.functional_call(self.members[0], w, (x,)))(weights).mean(0)
