@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch._C import DisableTorchFunction
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import OptimizedModule
-from torch._functorch import apis, eager_transforms
+from torch._functorch import apis, eager_transforms, predispatch
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch._ops import HigherOrderOperator, OpOverload
@@ -73,6 +73,8 @@ CachingTorchDispatchMode: Any = checkpoint._CachingTorchDispatchMode
 dtensor_handlers: Any = DTensor._op_dispatcher._custom_op_handlers
 versions_preserved: Any = torch.autograd._unsafe_preserve_version_counter
 
+#: What makes and reads dual numbers in an exported graph.
+dual_numbers = predispatch._make_dual, predispatch._unpack_dual
 #: What carries out transforms of ``torch.func``, and derivatives that autograd takes.
 _TRANSFORMS: list[tuple[Any, str]] = [(torch.autograd, "grad"), (apis, "vmap_impl"), (eager_transforms, "grad_impl")]
 _TRANSFORMS += [(eager_transforms, name) for name in ("grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums")]

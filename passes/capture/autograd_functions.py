@@ -23,6 +23,7 @@ from contextlib import contextmanager, nullcontext
 from itertools import chain, compress
 from types import FunctionType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -191,10 +192,7 @@ class _Transforms(TorchDispatchMode):
     """Runs the operators that a transform comes to instead of the transform.
 
     All operators of the model are noted, as ``torch.autograd.grad`` reads what others have saved. What autograd detaches to
-    save it, and what it unpacks, which has a history again, counts as the tensor itself.
-
-    Attributes:
-        running: whether one runs on its own now.
+    save it, and what it unpacks, which has a history again, counts as the tensor itself. ``running``: one runs on its own.
     """
 
     supports_higher_order_operators = True
@@ -248,7 +246,7 @@ class _Transforms(TorchDispatchMode):
         if not (id(tensor) in self._outside or place is None or (graph and tensor in graph.tracer.tensor_tracker)):
             func = self._calls[place][0]
             if _writes(func) or torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-                raise Lost(f"torch.autograd.grad needs what {func} has saved")
+                raise Lost(f"torch.autograd.grad needs what {func} has saved, once more: call torch.func.grad")
             self._again(place)
         return self._outside.get(id(tensor), tensor)
 
@@ -306,7 +304,6 @@ def kept_whole(regions: Regions) -> Iterator[None]:
     Raises:
         Lost: within it, where a captured graph would lose something that changes gradients.
     """
-    register, begin = Tensor.register_hook, torch.inference_mode.__enter__
     transforms = _Transforms()
 
     def applied(cls: type, apply: Callable, early: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -340,11 +337,12 @@ def kept_whole(regions: Regions) -> Iterator[None]:
     def begun(self: Any) -> None:
         enter_inference_mode(self, torch.no_grad() if self.mode else None)
 
-    Tensor.register_hook = refused  # type: ignore[assignment, method-assign]
-    torch.inference_mode.__enter__ = begun  # type: ignore[method-assign]
-    try:
-        with functions_replaced(applied), transforms_replaced(transforms.of), transforms:
-            yield
-    finally:
-        Tensor.register_hook = register  # type: ignore[method-assign]
-        torch.inference_mode.__enter__ = begin  # type: ignore[method-assign]
+    def backward(*_: Any, **__: Any) -> Any:
+        raise Lost("forward calls backward(), and a captured graph changes no gradients: call torch.autograd.grad")
+
+    with (
+        patch.object(Tensor, "register_hook", refused), patch.object(torch.autograd, "backward", backward),
+        patch.object(torch.inference_mode, "__enter__", begun),
+        functions_replaced(applied), transforms_replaced(transforms.of), transforms,
+    ):  # fmt: skip
+        yield

@@ -20,6 +20,7 @@ from passes.graph import annotate, differentiable, note_of, where
 from passes.torch_internals import (
     FakeTensorMode,
     HigherOrderOperator,
+    dual_numbers,
     tree_leaves,
     tree_map,
 )
@@ -97,6 +98,8 @@ class _Inliner:
                 continue
             if node.op == "output":
                 return new(node.args[0])
+            if node.target in dual_numbers:
+                raise CaptureError(f"{where(node)}: torch.autograd.forward_ad has no graph; call torch.func.jvp")
             if node.op == "get_attr":
                 environment[node] = _attribute(module, node)
                 continue

@@ -13,7 +13,7 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import fx
+from torch import Tensor, fx
 
 from passes.graph import differentiable
 from passes.rules.notation import Dim, OpRule
@@ -26,10 +26,15 @@ Value = tuple[fx.Node, int]
 
 
 def value_of(node: fx.Node) -> Value:
-    """The tensor that a node stands for: its own result, or a result of the node that it gets an item of."""
-    if node.target is operator.getitem:
-        return node.args[0], node.args[1]  # type: ignore[return-value]
-    return node, 0
+    """The tensor that a node stands for: its own result, or a result of the node that it gets an item of.
+
+    Results are counted as `passes.rules.shapes.results_of` has them, without those that a node leaves out.
+    """
+    if node.target is not operator.getitem:
+        return node, 0
+    made, number = node.args[0], node.args[1]
+    before = made.meta["val"][:number]  # type: ignore[union-attr, misc]
+    return made, sum(isinstance(value, Tensor) for value in before)  # type: ignore[return-value]
 
 
 def operators_of(graph: fx.Graph) -> list[fx.Node]:

@@ -220,6 +220,16 @@ def test_transforms_replaced():
     assert not called
 
 
+def test_dual_numbers():
+    class Model(nn.Module):
+        def forward(self, x):
+            return torch.func.jvp(torch.sin, (x,), (x,))[1]
+
+    graph = torch.export.export(Model(), (torch.ones(2, 3),)).graph
+    assert {node.target for node in graph.nodes} & set(internals.dual_numbers)
+
+
+test_predispatch = test_dual_numbers
 test_apis = test_eager_transforms = test_transforms_replaced
 
 

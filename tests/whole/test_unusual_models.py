@@ -306,9 +306,12 @@ class Learning(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
+        self.net, self.norm = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)), nn.LayerNorm(6)
 
     def forward(self, x):
+        # Its operator returns nothing for x and the bias.
+        (step,) = torch.autograd.grad(self.norm(x).pow(3).sum(), [self.norm.weight], create_graph=True)
+        x = F.layer_norm(x, (6,), self.norm.weight - step / 10, self.norm.bias)
         weights = dict(self.net.named_parameters())
         for _ in range(2):
             loss = torch.func.functional_call(self.net, weights, (x,)).softmax(-1).square().mean()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from thinned import thinned
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.utils import prune
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -496,6 +497,35 @@ def test_transforms_of_functions_with_gradients_of_their_own_are_refused(transfo
             return transformed(super().forward(x))
 
     with pytest.raises(CaptureError, match="hides the gradient of Rounded"):
+        capture(Model(4, 4), (torch.randn(4, 4),))
+
+
+def _dual(model, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, x))).tangent
+
+
+def _backward(model, x):
+    given = x.detach().requires_grad_()
+    model(given).sum().backward()
+    return given.grad
+
+
+def _saved(model, x):
+    y = torch.nn.functional.dropout(model(x))
+    return torch.autograd.grad(y.sum(), x)[0]
+
+
+@pytest.mark.parametrize(
+    ("derivative", "why"),
+    [(_dual, "forward_ad"), (_backward, "forward calls backward"), (_saved, "call torch.func.grad")],
+)
+def test_derivatives_that_have_no_graph_say_what_to_call(derivative, why):
+    class Model(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if derivative is None else derivative(super().forward, x.clone().requires_grad_())
+
+    with pytest.raises(CaptureError, match=why):
         capture(Model(4, 4), (torch.randn(4, 4),))
 
 
