@@ -211,14 +211,16 @@ def functions_replaced(instead: Callable[..., Any]) -> Iterator[None]:
         return apply
 
     def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if _applying.get() or torch._C._are_functorch_transforms_active():
+        if torch._C._are_functorch_transforms_active():  # which call it again, on what they have mapped
+            return descriptor.__get__(None, cls)(*args, **kwargs)
+        if _applying.get():
             return own(cls)(*args, **kwargs)
         return instead(cls, own(cls), False, args, kwargs)
 
     def look(cls: type, name: str) -> Any:
         """An attribute of a class. What is compiled looks for the names below in order; Python code does not."""
         found = lookup(cls, name)
-        if _applying.get():
+        if _applying.get() or torch._C._are_functorch_transforms_active():
             return found
         waiting, state.waiting = getattr(state, "waiting", None), None
         if name == "_backward_cls" and (cls is CheckpointFunction or cls.__module__.partition(".")[0] != "torch"):
