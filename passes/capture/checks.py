@@ -236,9 +236,9 @@ def _warn_of_question(asked: str, at: str) -> None:
 
 
 def _place_of(frame: FrameType) -> str:
-    """Where code is that is the model's; nothing if it is torch's, or this package's."""
+    """Where code is that is the model's, or torch.autograd.functional's; nothing if it is torch's, or this package's."""
     file = frame.f_code.co_filename
-    own = f"{os.sep}torch{os.sep}" in file or file.startswith(("<", os.path.dirname(__file__)))
+    own = re.search(r"/torch/(?!autograd/functional)", file) or file.startswith(("<", os.path.dirname(__file__)))
     return "" if own else f"{os.path.basename(file)}:{frame.f_lineno}"
 
 
