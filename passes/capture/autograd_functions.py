@@ -5,10 +5,9 @@ defines for it is lost silently. While a model is captured, `kept_whole` makes e
 ``autotp::function``, which calls it: under autograd it has the model's gradient. It has no factors, so it is computed
 whole on every device.
 
-Torch's own functions are looked into; a checkpoint becomes what it runs. Of modules that a
-function is given, as reversible layers are, parameters and buffers become operands too: whatever the function's backward
-adds to ``grad`` of a parameter is the operator's gradient. A function that is given another callable is refused, because
-nothing says which parameters that reads.
+Torch's own functions are looked into; a checkpoint becomes what it runs. Of modules that a function is given, as reversible
+layers are, parameters and buffers become operands too: whatever the function's backward adds to ``grad`` of a parameter is
+the operator's gradient. A function that is given another callable is refused: nothing says which parameters that reads.
 
 Export takes no transform but ``vmap``, and that only as operators on single elements between marks. `kept_whole` lets a
 transform run on its own, notes which operators of ATen it comes to, and runs these in its place.
@@ -21,6 +20,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, compress
+from threading import get_ident
 from types import FunctionType
 from typing import Any
 from unittest.mock import patch
@@ -199,7 +199,7 @@ class _Transforms(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.running = False
+        self.running, self._thread = False, get_ident()
         # Tensors are known by their numbers, which are theirs while the calls hold them.
         self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any, bool]] = []
         self._made: dict[int, int] = {}
@@ -215,7 +215,12 @@ class _Transforms(TorchDispatchMode):
 
     def of(self, function: Callable) -> Callable:
         """What to call for a function of torch that carries out a transform, or for one that such a function returned."""
-        return lambda *args, **kwargs: function(*args, **kwargs) if self.running else self._run(function, args, kwargs)
+
+        def carried_out(*args: Any, **kwargs: Any) -> Any:
+            own = self.running or get_ident() != self._thread
+            return function(*args, **kwargs) if own else self._run(function, args, kwargs)
+
+        return carried_out
 
     def _run(self, function: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first, self.running = len(self._calls), True
@@ -232,7 +237,7 @@ class _Transforms(TorchDispatchMode):
                 places.append(place)
         for place in reversed(places):
             self._again(place)
-        return tree_map(self._result, result)
+        return tree_map_only(Tensor, self._of, tree_map_only(FunctionType, self.of, result))
 
     def _again(self, place: int) -> None:
         func, args, kwargs, result, gradients = self._calls[place]
@@ -249,11 +254,6 @@ class _Transforms(TorchDispatchMode):
                 raise Lost(f"torch.autograd.grad needs what {func} has saved, once more: call torch.func.grad")
             self._again(place)
         return self._outside.get(id(tensor), tensor)
-
-    def _result(self, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return self._of(leaf)
-        return self.of(leaf) if isinstance(leaf, FunctionType) else leaf
 
 
 def _tensors(tree: PyTree) -> list[Tensor]:
@@ -304,7 +304,7 @@ def kept_whole(regions: Regions) -> Iterator[None]:
     Raises:
         Lost: within it, where a captured graph would lose something that changes gradients.
     """
-    transforms = _Transforms()
+    transforms, thread, own = _Transforms(), get_ident(), torch.autograd.backward
 
     def applied(cls: type, apply: Callable, early: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         given, spec = tree_flatten((list(args), dict(kwargs)))
@@ -337,7 +337,9 @@ def kept_whole(regions: Regions) -> Iterator[None]:
     def begun(self: Any) -> None:
         enter_inference_mode(self, torch.no_grad() if self.mode else None)
 
-    def backward(*_: Any, **__: Any) -> Any:
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        if get_ident() != thread:
+            return own(*args, **kwargs)
         raise Lost("forward calls backward(), and a captured graph changes no gradients: call torch.autograd.grad")
 
     with (

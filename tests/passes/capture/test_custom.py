@@ -3,6 +3,7 @@
 import copy
 import operator
 import random
+import threading
 import types
 
 import numpy as np
@@ -840,3 +841,22 @@ def test_ranges_end_gradients():
     assert model.low.grad is None and simulated.low.grad is None
     torch.testing.assert_close(simulated.high.grad, model.high.grad)
     torch.testing.assert_close(simulated.linear.weight.grad, model.linear.weight.grad)
+
+
+def test_other_threads_take_derivatives_while_a_model_is_captured():
+    found = []
+
+    def derive():
+        x = torch.ones(3, requires_grad=True)
+        x.square().sum().backward()
+        found.append((x.grad.tolist(), torch.func.grad(lambda y: y.square().sum())(torch.ones(3)).tolist()))
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            other = threading.Thread(target=derive)
+            other.start()
+            other.join()
+            return super().forward(x)
+
+    capture(Model(4, 4), (torch.randn(4, 4),))
+    assert found and all(each == ([2.0, 2.0, 2.0], [2.0, 2.0, 2.0]) for each in found)
