@@ -12,10 +12,11 @@ import logging
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -252,14 +253,10 @@ def functions_replaced(instead: Callable[..., Any]) -> Iterator[None]:
 @contextmanager
 def transforms_replaced(instead: Callable[[Callable], Callable]) -> Iterator[None]:
     """Within it, transforms of ``torch.func`` call what is made of their implementations."""
-    own = [getattr(module, name) for module, name in _TRANSFORMS]
-    for (module, name), function in zip(_TRANSFORMS, own, strict=True):
-        setattr(module, name, instead(function))
-    try:
+    with ExitStack() as stack:
+        for module, name in _TRANSFORMS:
+            stack.enter_context(patch.object(module, name, instead(getattr(module, name))))
         yield
-    finally:
-        for (module, name), function in zip(_TRANSFORMS, own, strict=True):
-            setattr(module, name, function)
 
 
 def forward_hooks(module: nn.Module, *, before: bool) -> Mapping[int, Callable]:
