@@ -20,9 +20,8 @@ from passes.overlap.memory import peak, peak_in
 from passes.overlap.schedule import Durations, Limits, Slot, schedule
 from passes.overlap.stage import Faster, Stages
 from passes.overlap.trace import Joint
-from passes.torch_internals import storage_id
+from passes.torch_internals import storage_id, version
 from passes.world.ops import Parts
-from passes.world.regather import version_of
 from passes.world.whereabouts import Whereabouts
 
 __all__ = ["Compiled", "Disjoint", "Overlap", "Plain", "Runner", "Variant"]
@@ -164,7 +163,7 @@ class _Pass(torch.autograd.Function):
         joint = compiled.graphs.joint
         results = list(compiled.forward([*_grouped(inputs, hosted), seed]))
         ctx.compiled, ctx.seed, ctx.hosted, ctx.variant = compiled, seed, hosted, variant
-        ctx.inputs, ctx.versions = inputs, [version_of(tensor) for tensor in inputs]
+        ctx.inputs, ctx.versions = inputs, [version(tensor) for tensor in inputs]
         outputs, saved = results[: joint.outputs], results[joint.outputs :]
         given = {id(tensor) for tensor in inputs}
         flat: list[Any] = []
@@ -241,7 +240,7 @@ def _differentiable(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor
     """The gradients of the inputs, with a graph of their own: of the sharded graph as it is, which is run again."""
     joint, count = ctx.compiled.graphs.joint, max(ctx.hosted, 1)
     assert ctx.saved_tensors is not None, "torch's own error, where they were let go"
-    changed = [i for i, (tensor, was) in enumerate(zip(ctx.inputs, ctx.versions, strict=True)) if version_of(tensor) != was]
+    changed = [i for i, (tensor, was) in enumerate(zip(ctx.inputs, ctx.versions, strict=True)) if version(tensor) != was]
     if changed:
         names = ", ".join(dict.fromkeys(joint.inputs[i // count] for i in changed))
         raise AutotpError(f"a gradient of a gradient needs {names} as in the forward pass; it was changed in place since")

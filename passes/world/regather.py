@@ -15,7 +15,7 @@ from passes.layouts.reshard import Step
 from passes.torch_internals import version
 from passes.world.world import World
 
-__all__ = ["Regather", "version_of"]
+__all__ = ["Regather"]
 
 
 class Regather:
@@ -39,10 +39,10 @@ class Regather:
         entry = self._gathered.get(tensor.untyped_storage().data_ptr())
         if entry is None or entry[0]() is None:
             # Detached: what is saved by the operator that makes it would hold that operator, and so itself, for ever.
-            return functools.partial(_unchanged, tensor.detach(), version_of(tensor))
+            return functools.partial(_unchanged, tensor.detach(), version(tensor))
         _, source, steps, at = entry
         lies = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        return functools.partial(self._gather, at, source, version_of(source), tensor.dtype, steps, lies)
+        return functools.partial(self._gather, at, source, version(source), tensor.dtype, steps, lies)
 
     def _gather(
         self,
@@ -68,14 +68,9 @@ class Regather:
         self._gathered.clear()
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place, as far as that is counted."""
-    return 0 if tensor.is_inference() else version(tensor)
-
-
 def _unchanged(tensor: Tensor, expected: int) -> Tensor:
     """What was saved; where hooks save, torch does not look whether it was changed since."""
-    if version_of(tensor) != expected:
+    if version(tensor) != expected:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"[{tensor.type()} {list(tensor.shape)}] is at version {version(tensor)}; expected version {expected}"

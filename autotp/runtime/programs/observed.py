@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from autotp.errors import AutotpError
 from autotp.runtime.state import held_part
 from passes.capture import Moment
-from passes.torch_internals import forward_hooks, forward_hooks_with_kwargs, has_gradient_hooks, tree_leaves
-from passes.world.regather import version_of
+from passes.torch_internals import forward_hooks, forward_hooks_with_kwargs, has_gradient_hooks, tree_leaves, version
 
 __all__ = ["show", "unobserved"]
 
@@ -60,7 +59,7 @@ def show(moments: Sequence[Moment], modules: Sequence[nn.Module], outputs: Seque
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     """How often tensors were changed in place; a ``DTensor`` and its part are counted apart."""
-    return [version_of(each) + version_of(held_part(each)) for each in tensors]
+    return [version(each) + version(held_part(each)) for each in tensors]
 
 
 def unobserved(name: str) -> AutotpError:
