@@ -10,13 +10,15 @@ import pytest
 __all__ = ["thinned"]
 
 
-def thinned(cases: Iterable[Any], every: int = 2, *, first: int = 0, whole: bool = False) -> list[Any]:
+def thinned(cases: Iterable[Any], every: int = 2, *, first: int = 0, slow: int = 0, whole: bool = False) -> list[Any]:
     """Every so many of the cases as they are, or the ``first`` so many, the others marked ``exact``.
 
-    ``whole``: a case is one argument.
+    ``slow``: so many after the first are marked ``slow`` instead. ``whole``: a case is one argument.
     """
-    kept = (lambda number: number < first) if first else (lambda number: number % every == 0)
-    return [
-        case if kept(number) else pytest.param(*((case,) if whole else case), marks=pytest.mark.exact)
-        for number, case in enumerate(cases)
-    ]
+    kept = (lambda number: number < first) if first or slow else (lambda number: number % every == 0)
+
+    def marked(number: int, case: Any) -> Any:
+        mark = pytest.mark.slow if number < first + slow else pytest.mark.exact
+        return pytest.param(*((case,) if whole else case), marks=mark)
+
+    return [case if kept(number) else marked(number, case) for number, case in enumerate(cases)]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.fuzz.case import Case, Leaf, Ref, Step, refs_of, renamed
+from benchmarks.fuzz.derivatives import derivative
 from benchmarks.fuzz.dims import COMPLEX_TOO
 from benchmarks.fuzz.draws import Operand
 from benchmarks.fuzz.growing import HALVES, Growing, Reject
@@ -22,6 +23,7 @@ __all__ = ["generate"]
 
 _NAMES = tuple(sorted(RULES))
 _STRIDE = 89  # coprime to the number of rules: all of them come round, neighbours in the table far apart
+_TRANSFORMED = 256  # elements of a value whose derivatives are taken: a Jacobian has many more
 _WRITES = ("add_", "mul_", "sub_", "copy_", "fill_", "zero_", "clamp_", "masked_fill_", "relu_", "[]=")
 _UNDIFFERENTIABLE = ("aten.floor_divide", "aten.remainder.Scalar_Tensor")
 _TURNED = ("real", "unit", "ranked", "complex")
@@ -46,11 +48,13 @@ def generate(seed: int, number: int) -> Case:
         action = rng.random()
         if action < 0.04:
             grown.attempt(grown.layers)
-        elif action < 0.15:
-            grown.attempt(grown.write)
+        elif action < 0.08:
+            grown.attempt(grown.differentiate)
         elif action < 0.18:
+            grown.attempt(grown.write)
+        elif action < 0.21:
             grown.attempt(grown.select)
-        elif action < 0.33:
+        elif action < 0.35:
             grown.attempt(grown.view)
         else:
             grown.attempt(lambda: grown.operator(rng.choice(_NAMES)))
@@ -131,6 +135,19 @@ class _Model(Growing):
         if self.rng.random() < 0.3:
             mask = self.emit("[]", self.emit(".nonzero", mask), (slice(None), 0))
         self.emit("[]", Ref(name), (*[slice(None)] * dim, mask))
+
+    def differentiate(self) -> None:
+        """Some function of two values, transformed: mapped over rows, or differentiated once or twice."""
+        names = [name for name in self.tensors() if self.value(name).dtype == self.dtype]
+        names = [name for name in names if self.value(name).dim() and self.value(name).numel() <= _TRANSFORMED]
+        if not names:
+            raise Reject
+        name = self.rng.choice(names)
+        shape = tuple(self.value(name).shape)
+        call, pair = derivative(self.rng, len(shape))
+        found = self.emit(call, Ref(name), self.fitting(shape) or self.leaf(Operand(shape)))
+        for i in range(2 * pair):
+            self.emit("[]", found, i)
 
     def look(self) -> None:
         """The last value, transposed."""

@@ -89,7 +89,7 @@ class _Call:
     def name(self) -> str:
         """Of the function, with a digest of the arguments: the same on every process."""
         text = re.sub(" at 0x[0-9a-f]+", "", repr((self.spec, self.leaves)))
-        return f"{_name(self.function)} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
+        return f"{self.function.__module__}.{self.function.__qualname__} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
     def same(self, other: _Call) -> bool:
         """Whether both call one function with equal arguments."""
@@ -169,10 +169,6 @@ class _WithState(torch.autograd.Function):
         return None, *(leaf.grad for leaf in ctx.leaves)
 
 
-def _name(function: type) -> str:
-    return f"{function.__module__}.{function.__qualname__}"
-
-
 class _NoDraws(TorchDispatchMode):
     """Refuses random operators: they would differ from device to device."""
 
@@ -209,6 +205,8 @@ class _Transforms(TorchDispatchMode):
         if func is torch.ops.aten._efficientzerotensor.default:  # which fake tensors cannot add to others
             func = torch.ops.aten.zeros.default
         result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._new_zeros_with_same_feature_meta.default:  # where tangents are written to
+            func, args, kwargs = torch.ops.aten.new_zeros.default, (args[1], [*result.shape]), {}
         self._made |= {id(tensor): len(self._calls) for tensor in _tensors(result)}
         self._calls.append((None if is_saving(func) else func, args, kwargs or {}, result, torch.is_grad_enabled()))
         return result

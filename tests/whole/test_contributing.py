@@ -69,6 +69,7 @@ def operator_of(plan):
     return next(op for op in plan.operators if op.target == "aten.bilinear.default")
 
 
+@pytest.mark.slow
 def test_an_operator(monkeypatch):
     torch.manual_seed(0)
     model, x = Pairs().double(), torch.randn(4, 2, 8, dtype=torch.float64)

@@ -225,7 +225,7 @@ def test_a_covering_part(name, strategy, mesh):
     assert_used(plan, strategy, mesh)
 
 
-@pytest.mark.parametrize(("name", "strategy", "mesh", "chunks"), thinned(OVERLAPPED, first=3), ids=written)
+@pytest.mark.parametrize(("name", "strategy", "mesh", "chunks"), thinned(OVERLAPPED, first=2, slow=1), ids=written)
 def test_overlap(name, strategy, mesh, chunks):
     """Scheduled forward and backward graphs, with chunks, and collectives merged and in stages."""
     plan = check(name, strategy, mesh, 1, chunks, overlapped=True)

@@ -249,6 +249,7 @@ def test_training_goes_on_after_a_kill_and_on_fewer_processes(tmp_path: Path) ->
         assert all(loss == pytest.approx(curve[step], rel=1e-9) for _, loss in losses), step
 
 
+@pytest.mark.slow
 def test_without_torchrun_the_message_says_how_to_start() -> None:
     launched = ("LOCAL_RANK", "RANK", "WORLD_SIZE")
     done = subprocess.run(

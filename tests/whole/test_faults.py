@@ -16,6 +16,7 @@ def found(done):
     return sorted(line for line in done.stdout.splitlines() if line.startswith("FOUND"))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_stopped_rank_is_named(torchrun):
     done = torchrun(2, "faults.py", "stopped")
@@ -35,6 +36,7 @@ def test_ranks_that_make_different_calls_are_told(torchrun, how):
         assert "training with gradients" in line and "evaluation without gradients" in line
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_that_froze_other_parameters_are_told(torchrun):
     for line in found(torchrun(2, "faults.py", "freezes")):

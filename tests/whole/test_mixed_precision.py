@@ -108,6 +108,7 @@ def judged(request: Any) -> tuple[str, Mapping[str, Tensor], float]:
         return request.param, exact, _error(_gradients(theirs, theirs, args, kwargs), exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", thinned([(2,), (2, 2)], whole=True), ids=str)
 @pytest.mark.parametrize(
     "options", thinned(["auto", "zero3", "data", "megatron-1d", "zero3 chunks", "zero3 panels"], first=1, whole=True)
@@ -175,6 +176,7 @@ def test_gathers_move_half_the_bytes_and_gradients_are_reduced_whole(chunks: dic
     assert seconds[2] / seconds[0] == pytest.approx(1 / 2, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", thinned(["zero3", "data", "megatron-1d"], first=1, whole=True))
 def test_memory_is_predicted_as_it_is_allocated(strategy: str) -> None:
     model, args = trained("gpt")
@@ -218,6 +220,7 @@ def test_a_device_without_a_rate_is_refused() -> None:
         autotp.plan(model, _machine(2, _SINGLE), args, kwargs, precision="bf16-mixed")
 
 
+@pytest.mark.slow
 def test_a_plan_says_its_precision_and_refuses_another(tmp_path: Any) -> None:
     model, args, kwargs = _made("llama")
     plan = autotp.plan(model, _machine(2), args, kwargs, strategy="data", mesh=(2,), precision="bf16-mixed")

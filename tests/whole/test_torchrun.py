@@ -30,7 +30,7 @@ def passes(done, said="passed"):
             (4, "llama summa-2d 2x2 2"),
             (8, "llama 3d 2x2x2"),
         ],
-        first=1,
+        slow=1,
     ),
 )
 def test_three_steps_equal_one_device(torchrun, processes, arguments):
@@ -107,6 +107,7 @@ def test_what_four_processes_save_others_load(torchrun, adamw):
     passes(torchrun(4, "resuming.py", adamw))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "message"),
     thinned(

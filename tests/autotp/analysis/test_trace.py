@@ -38,6 +38,7 @@ def planned(tmp_path_factory):
     return folder, model, args, plan
 
 
+@pytest.mark.slow
 def test_predicted_lanes_do_one_thing_at_a_time(planned):
     _, model, args, plan = planned
     events = predicted(model, plan, args)
@@ -89,6 +90,7 @@ def test_nothing_is_spent_where_nothing_is_cropped():
     assert sum(task_of(n, prices).seconds for n in nodes) > 0
 
 
+@pytest.mark.slow
 def test_the_command_predicts_alone(planned, capsys):
     folder, *_ = planned
     words = ["trace", "--model", f"{folder}/model.py:build", "--plan", f"{folder}/plan.json"]

@@ -305,6 +305,7 @@ def test_usage(run_cli, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("topology", "no-such-preset") == 2
 
 
+@pytest.mark.slow
 def test_output_of_libraries_stays_out_of_json(tmp_path: Path) -> None:
     (tmp_path / "noisy.py").write_text(
         "import ctypes, torch\n"

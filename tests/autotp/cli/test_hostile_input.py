@@ -196,6 +196,7 @@ def test_a_model_of_too_many_parts_is_not_made(place, monkeypatch, capsys):
     assert "more than 20 parameters and modules" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_output_that_cannot_be_written(place, monkeypatch):
     command = [sys.executable, "-m", "autotp", "topology", "cpu"]
     with open("/dev/full", "w") as full:
@@ -215,6 +216,7 @@ def test_closed_output(place, words):
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_output_in_an_encoding_without_all_characters(place, encoding):
     command = [sys.executable, "-m", "autotp", "plan", "--topology", "cpu", "--devices", "2", "--model", "plain.py:build"]

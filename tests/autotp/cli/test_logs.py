@@ -26,6 +26,7 @@ def test_silence_is_the_default():
     assert "autotp" not in said("")
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_is_said():
     text = said("plan,+passes")
     assert "autotp.plan INFO: data on 2 devices" in text

@@ -143,6 +143,7 @@ def test_memory_that_is_short_asks_for_more():
     assert set(tight.recomputed) > set(ample.recomputed) != set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [False, True])
 def test_nothing_is_refused_that_recomputing_by_kinds_makes_fit(compile):
     def block():

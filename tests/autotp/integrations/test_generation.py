@@ -52,6 +52,7 @@ def test_tokens_are_those_of_the_model(kind, config, strategy, mesh):
     assert len(parallel.programs) == 2, "the prompt, and the next token"
 
 
+@pytest.mark.slow
 def test_what_the_cache_has_no_room_for():
     model = GPT2LMHeadModel(GPT2).eval()
     parallel = distributed(model, "megatron-1d", (2,))
@@ -116,6 +117,7 @@ def test_caches_of_impossible_sizes(sizes):
         WithCache(LlamaForCausalLM(LLAMA), *sizes)
 
 
+@pytest.mark.slow
 def test_a_config_without_a_cache_makes_no_difference():
     torch.manual_seed(0)
     model, prompt = LlamaForCausalLM(LLAMA).double().eval(), torch.randint(128, (2, 7))

@@ -47,6 +47,7 @@ def test_transformers_adafactor_is_refused(tmp_path):
         _check(transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", optim="adafactor"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [False, True])
 def test_smoothed_labels_are_shifted_as_for_the_model(one_rank, tmp_path, adapted):
     def build():
@@ -113,6 +114,7 @@ def test_one_adapter_is_trained_at_a_time():
         is_adapted(adapted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "absent"),
     thinned([("trainer", "transformers"), ("accelerator", "accelerate"), ("lightning", "lightning")], 3),

@@ -186,6 +186,7 @@ def test_zero3_sums_chunks_gradients_before_it_scatters_them():
     assert cut.compute > whole.compute
 
 
+@pytest.mark.slow
 def test_chunks_are_chosen_where_activations_are_waited_for():
     model, x = Transformer(4, 256, 4), torch.randn(8, 128, 256)
     slow = autotp.Topology.flat(2, bandwidth=2e4, latency=1e-6, device=SMALL)

@@ -18,6 +18,7 @@ from passes.capture import capture
 _DEVICE = Device("halves", {"float32": 1e7, "bfloat16": 2e7}, 1e12, 1e7, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [None, "bf16-mixed", "reduce_dtype=bfloat16"])
 @pytest.mark.parametrize("name", thinned(["zero3", "auto"], whole=True))
 def test_the_program_counts_what_the_plan_costs(precision, name):

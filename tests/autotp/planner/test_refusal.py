@@ -79,6 +79,7 @@ def test_every_change_does_what_is_said_of_it(rows, recompute="none"):
     assert True in {change.fits for change in error.changes}
 
 
+@pytest.mark.slow
 def test_the_message_says_what_fits_and_what_does_not():
     model, x = Layers(), torch.randn(2048, 64)
     error = refused(model, x, recompute="none", memory=0.85 * needed(model, x, recompute="none"))

@@ -130,6 +130,7 @@ def test_what_is_gathered_once_is_that_of_an_exhaustive_search(seed):
         assert plan.predicted.step_seconds == pytest.approx(best, rel=1e-9), share
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", thinned(["vit", "resnet", "llama", "gpt2", "bert", "unet"], first=2, whole=True))
 def test_a_bound_counts_no_more_than_what_is_held(name):
     """The tables of bounds are compared with footprints of choices drawn at random, at every moment."""

@@ -99,6 +99,7 @@ def test_a_mapping_and_a_free_mesh():
     assert "S(0)@y" in plan.parameters["head.weight"]
 
 
+@pytest.mark.slow
 def test_a_transformer():
     model, args, kwargs = MODELS["gpt2"]()
     plan = autotp.plan(model, FOUR, args, kwargs, mesh=(2, 2), constraints=["transformer.h.*.mlp.c_fc=n@x"])

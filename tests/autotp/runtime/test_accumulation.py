@@ -210,6 +210,7 @@ def test_orders_of_passes(schedule):
     torch.testing.assert_close(found[0], found[3], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_and_clipping():
     plain, ours, args = odd("zero3", (4,), "overlap")
     for frozen in (False, True):
@@ -226,6 +227,7 @@ def test_frozen_parameters_and_clipping():
         same_gradients(ours, plain)
 
 
+@pytest.mark.slow
 def test_what_waits_is_kept_dropped_or_refused():
     """An optimizer's ``zero_grad`` keeps what waits, the module's drops it; parameters may not change meanwhile."""
     plain, ours, args = odd("zero3", (4,), "overlap")

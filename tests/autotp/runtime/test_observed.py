@@ -266,6 +266,7 @@ def test_hooks_that_put_something_else_into_what_they_are_given_are_refused(how)
     ours(x)
 
 
+@pytest.mark.slow
 def test_hooks_that_transformers_leaves_behind_are_its_own(caplog):
     model, args, kwargs = double(MODELS["llama"])
     simulated = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), args, kwargs), args, kwargs)

@@ -366,7 +366,7 @@ def test_a_model_that_cannot_be_copied_has_one_program():
     ("name", "strategy", "mesh"),
     thinned(
         [("gpt2", "megatron-sp", (2,)), ("llama", "auto", (2, 2)), ("unet", "tensor3d", (2, 2)), ("bert", "3d", (2, 2, 2))],
-        first=1,
+        slow=1,
     ),
 )
 def test_models_of_the_suite(name, strategy, mesh):

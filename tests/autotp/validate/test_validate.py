@@ -31,6 +31,7 @@ def runs_of(tmp_path, *changes):
     return read_runs(write(tmp_path / "runs.toml", *(RUN | change for change in changes)))
 
 
+@pytest.mark.slow
 def test_a_run_is_planned_as_it_was_run(tmp_path):
     (run, tensor, hybrid, plain), skipped = runs_of(
         tmp_path,

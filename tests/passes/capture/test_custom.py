@@ -516,6 +516,16 @@ def test_derivatives_that_have_no_graph_say_what_to_call(derivative, why):
         capture(Model(4, 4), (torch.randn(4, 4),))
 
 
+def test_derivatives_of_rows_that_do_not_fill_their_memory():
+    class Model(nn.Linear):
+        def forward(self, x):
+            return super().forward(torch.vmap(torch.func.jacfwd(torch.sin))(x[:, ::2]).sum(1))
+
+    model, x = Model(4, 4).double(), torch.randn(4, 8, dtype=torch.float64)
+    plan = autotp.plan(model, autotp.Topology.flat(2), (x,), strategy="megatron-1d", mesh=(2,))
+    torch.testing.assert_close(autotp.simulate(model, plan, (x,))(x), model(x), rtol=1e-9, atol=0)
+
+
 @pytest.mark.parametrize(("way", "path"), [("aux", "aux"), ("kept", "inner.kept"), ("new", "_new"), ("fresh", "seen")])
 @pytest.mark.parametrize("outputs", ["whole", "dtensor"])
 def test_tensors_that_forward_leaves_are_there(way, path, outputs, caplog):

@@ -95,6 +95,7 @@ def test_what_is_sent_on_travels_in_one_message_where_nothing_hides():
     assert max(most(2**12)) <= 2**12 < max(most(1e9))
 
 
+@pytest.mark.slow
 def test_buckets_do_not_hold_up_what_another_chunk_waits_for():
     for chunks in ({}, {"batch": 2}):
         found = traced_tokens("megatron-1d", chunks)

@@ -143,6 +143,7 @@ def test_what_has_no_rule_is_whole_and_reported():
     exact(model, plan, args, "overlap")
 
 
+@pytest.mark.slow
 def test_chunks_that_cut_nothing_are_not_planned(caplog):
     model, args = tokens()
     for chunks in ({"batch": 3}, {"batch": 16}, {"rows": 3}):

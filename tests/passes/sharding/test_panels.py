@@ -64,6 +64,7 @@ def test_products_that_share_an_operand_gather_it_once():
     assert not [n for n in graph.nodes if n.target is ops.gather]
 
 
+@pytest.mark.slow
 def test_panels_hold_less_of_what_is_gathered():
     """The largest tensor that an all-gather makes shrinks by the number of panels."""
     largest = {}
@@ -82,6 +83,7 @@ def test_panels_hold_less_of_what_is_gathered():
     assert [largest[1] / largest[p] for p in (2, 4, 8)] == [2, 4, 8]
 
 
+@pytest.mark.slow
 def test_the_planner_takes_panels_where_memory_is_short():
     with torch.device("meta"):
         model, x = Chain(8, 256, 1024), torch.zeros(64, 64, 256)

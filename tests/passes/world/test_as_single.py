@@ -163,6 +163,7 @@ def test_a_device_has_its_part_of_what_is_drawn_even_where_parts_differ_in_size(
         assert torch.equal(drawn(node, layout, (2, 3)).part(whole, at), take(whole, layout, (2, 3), at))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["none", "overlap"])
 def test_micro_batches_draw_one_after_the_other(schedule):
     model, args = made(Attending)
