@@ -65,8 +65,7 @@ PROTECTED = frozenset({"_apply", "_buffers", "_get_name", "_modules", "_non_pers
 PROTECTED |= {"_graph", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
 
 #: What modules have for themselves: recurrent ones lists of their parameters, those of transformers a note of their hooks.
-_MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"})
-_MODULE_ATTRIBUTES |= {"_output_capturing_hooks_installed"}
+_MODULE_ATTRIBUTES = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs", "_output_capturing_hooks_installed"}
 
 checkpoint_hook: Any = checkpoint._checkpoint_hook
 CheckpointFrame: Any = checkpoint._CheckpointFrame
@@ -96,11 +95,12 @@ sequence_number_of: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 #: The job's process group; a ValueError says that there is none.
 default_group: Callable[[], dist.ProcessGroup] = dist.distributed_c10d._get_default_group
+#: Takes each rank's parts of the whole tensors of a state dict.
+distribute_tensors: Callable[..., None] = _state_dict_utils._distribute_tensors
+#: Whether a profiler of torch's is on.
+is_profiling: Callable[[], bool] = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
 #: The store of the job's process group.
 default_store: Callable[[], Any] = dist.distributed_c10d._get_default_store
-
-#: References to a storage that one tensor alone holds: the tensor's, and that of the object that is queried.
-_OWN_USES = 2
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -115,8 +115,8 @@ def version(tensor: Tensor) -> int:
 
 def held_elsewhere(tensor: Tensor) -> bool:
     """Whether anyone but the caller's variable holds a tensor, or a view of it."""
-    storage = tensor.untyped_storage()
-    return tensor._use_count() > 1 or torch._C._storage_Use_Count(storage._cdata) > _OWN_USES  # type: ignore[attr-defined]
+    storage = tensor.untyped_storage()  # one use, the tensor's the other
+    return tensor._use_count() > 1 or torch._C._storage_Use_Count(storage._cdata) > 2  # type: ignore[attr-defined]
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
@@ -127,10 +127,6 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 def dtensor_of(part: Tensor, like: DTensor) -> DTensor:
     """A ``DTensor`` laid out as another, without a gradient; ``from_local`` would be seen by autograd."""
     return DTensor.__new__(DTensor, part, like._spec, requires_grad=False)  # its __init__ does nothing, and takes longer
-
-
-#: Takes each rank's parts of the whole tensors of a state dict.
-distribute_tensors: Callable[..., None] = _state_dict_utils._distribute_tensors
 
 
 def set_distribute_tensors(function: Callable[..., None]) -> None:
@@ -149,14 +145,24 @@ def without_values() -> Iterator[None]:
         log.disabled, Distribution._validate_args = before, was
 
 
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """Within it, the caller's modes, and hooks on what autograd saves, see nothing: checkpoints have them."""
+    hooks, saving = [], torch._C._autograd
+    while top := saving._top_saved_tensors_default_hooks(True):
+        hooks.append(top)
+        saving._pop_saved_tensors_default_hooks()
+    try:
+        with disable_current_modes():
+            yield
+    finally:
+        for pair in reversed(hooks):
+            saving._push_saved_tensors_default_hooks(*pair)
+
+
 def queue_callback(function: Callable[[], None]) -> None:
     """Calls a function when the backward pass that runs is over."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
-
-
-def is_profiling() -> bool:
-    """Whether a profiler of torch's is on."""
-    return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
 def transforming() -> bool:
@@ -277,7 +283,7 @@ def has_backward_hooks(module: nn.Module) -> bool:
 def own_attributes(module: nn.Module) -> frozenset[str | None]:
     """The names of what torch puts into a module, such as a weight that a pre-hook of torch's computes at each call."""
     hooks = module._forward_pre_hooks.values()
-    return _MODULE_ATTRIBUTES | {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks}
+    return frozenset(_MODULE_ATTRIBUTES) | {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks}
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -287,8 +293,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 def context_of(function: fx.GraphModule) -> Callable:
     """The ``context_fn`` of a checkpoint that was exported as an operator."""
-    found: Callable = function.meta.get("_checkpoint_context_fn", checkpoint.noop_context_fn)
-    return found
+    return function.meta.get("_checkpoint_context_fn", checkpoint.noop_context_fn)  # type: ignore[no-any-return]
 
 
 def describe_group(group: dist.ProcessGroup, description: str) -> None:

@@ -20,6 +20,7 @@ from passes.graph import differentiable
 from passes.layouts.layout import Layout, take
 from passes.rules.table import rule_of
 from passes.sharding.shard import place_constants
+from passes.torch_internals import OpOverload
 from passes.world import ops
 from passes.world.ops import Parts
 from passes.world.world import LocalWorld, World, groups
@@ -37,7 +38,7 @@ class _FailedNode(Exception):
 
 
 def _in_one_format(node: fx.Node, values: Mapping[str, Any]) -> Any:
-    """What an operator computes: its kernel may misread what the plain model hands it, too."""
+    """What an operator computes: its kernel may misread what the plain model hands it, too, or lack a copy made there."""
     world = LocalWorld((1,))
     args: Any
     kwargs: Any
@@ -45,7 +46,8 @@ def _in_one_format(node: fx.Node, values: Mapping[str, Any]) -> Any:
     result = node.target(*(ops.in_one_format(world, a) if isinstance(a, Tensor) else a for a in args), **kwargs)  # type: ignore[operator]
     if isinstance(result, Tensor):
         return ops.in_one_format(world, result)
-    return (ops.in_one_format(world, result[0]), *result[1:])
+    first = isinstance(result, (list, tuple)) and result and isinstance(result[0], Tensor)
+    return (ops.in_one_format(world, result[0]), *result[1:]) if first else result
 
 
 class Runs:
@@ -100,6 +102,7 @@ class Runs:
         def keep(node: fx.Node, run: Callable[[], Any]) -> Any:
             rule = rule_of(node) if node.op == "call_function" else None
             misread = careful and rule is not None and rule.misreads is not None and rule.misreads(node)
+            misread |= rule is None and isinstance(node.target, OpOverload)
             found[node.name] = _in_one_format(node, found) if misread else run()
             return found[node.name]
 

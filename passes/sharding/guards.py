@@ -24,7 +24,7 @@ from passes.sharding.emitter import Emitter, pack
 from passes.strategies.strategy import Strategy
 from passes.world import ops
 
-__all__ = ["Bound", "bounds", "in_one_format", "within"]
+__all__ = ["Bound", "bounds", "cleared", "in_one_format", "within"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +81,22 @@ def _outside(ids: torch.Tensor, limits: list[tuple[int, int | None]]) -> torch.T
     return found.any().to(torch.int64)
 
 
+def _clear(emitter: Emitter, argument: Any, value: Any) -> Any:
+    tensor = isinstance(value, torch.Tensor)
+    return emitter.call(ops.in_one_format, emitter.world, argument) if tensor else argument
+
+
+def cleared(emitter: Emitter, node: fx.Node, args: Sequence[Any]) -> list[Any]:
+    """Operands that a kernel cannot misread."""
+    values = (n.meta.get("val") if isinstance(n, fx.Node) else None for n in node.args)
+    return [_clear(emitter, new, value) for new, value in zip(args, values)]  # noqa: B905
+
+
 def in_one_format(emitter: Emitter, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
     """An operator between operands, and a gradient of its first result, that its kernel cannot misread."""
-
-    def clear(argument: Any, value: Any) -> Any:
-        tensor = isinstance(value, torch.Tensor)
-        return emitter.call(ops.in_one_format, emitter.world, argument) if tensor else argument
-
-    given = [clear(new, n.meta.get("val") if isinstance(n, fx.Node) else None) for new, n in zip(args, node.args)]  # noqa: B905
-    result, value = emitter.call(node.target, *given, **kwargs), node.meta["val"]
+    result, value = emitter.call(node.target, *cleared(emitter, node, args), **kwargs), node.meta["val"]
     result.meta = {"val": value}
     if isinstance(value, torch.Tensor):
-        return clear(result, value)
+        return _clear(emitter, result, value)
     items = [emitter.call(operator.getitem, result, i) for i in range(len(value))]
-    return emitter.call(pack, clear(items[0], value[0]), *items[1:])
+    return emitter.call(pack, _clear(emitter, items[0], value[0]), *items[1:])

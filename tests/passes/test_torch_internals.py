@@ -376,6 +376,31 @@ def test_backward_pass():
     assert found[0] == -1 < found[1]
 
 
+def test_set_aside():
+    def hooks(letter):
+        return torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(letter) or t, lambda t: t)
+
+    class Listening(internals.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found.append("call")
+            return func(*args, **(kwargs or {}))
+
+    found, x = [], torch.ones(2, requires_grad=True)
+    with hooks("a"), hooks("b"), Listening():
+        with internals.set_aside():
+            x.square()
+            assert not found
+        x.square()
+        assert found == ["b", "call"] or found == ["call", "b"]
+        with pytest.raises(KeyError), internals.set_aside():
+            raise KeyError
+    with hooks("a"):
+        found.clear()
+        x.square()
+    x.square()
+    assert found == ["a"]
+
+
 def test_queue_callback():
     found, x = [], torch.ones(2, requires_grad=True)
     x.register_hook(lambda gradient: internals.queue_callback(lambda: found.append("over")))

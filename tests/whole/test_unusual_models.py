@@ -339,6 +339,8 @@ class Derived(nn.Module):
         along = torch.func.jvp(self.net, (x,), (torch.ones_like(x),))[1]
         curved = torch.vmap(torch.func.hessian(lambda row: self.net(row).square().sum()))(x).sum(-1)
         stopped = torch.vmap(torch.func.grad(self.stopped), out_dims=1)(x).t()
+        # A kernel of torch's that takes operands for contiguous: autograd's rule copies them for it.
+        stopped = stopped + torch.vmap(torch.func.jacrev(lambda row: F.layer_norm(row, (4,))))(x)[:, 1]
         weights = {n: torch.stack([m.get_parameter(n) for m in self.members]) for n in ("weight", "bias")}
         both = torch.vmap(lambda w: torch.func.functional_call(self.members[0], w, (x,)))(weights).mean(0)
         return back(value)[0] * along, curved, stopped, both, torch.vmap(lambda row: torch.eye(4, dtype=x.dtype) @ row)(x)

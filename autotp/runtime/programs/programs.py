@@ -37,7 +37,7 @@ from passes.graph import TRACING
 from passes.layouts.layout import Layout, is_shard
 from passes.sharding.shard import draws_of, place_constants, used_groups
 from passes.strategies.strategy import whole_layout
-from passes.torch_internals import transforming, tree_map
+from passes.torch_internals import set_aside, transforming, tree_map
 from passes.world.world import World
 
 __all__ = ["MOST", "Programs"]
@@ -240,7 +240,7 @@ class Programs:
             self.checked.add(key)
         if key in self.known:
             return self.known[key]
-        with TRACING, torch.inference_mode(mode=False), torch.enable_grad():
+        with TRACING, set_aside(), torch.inference_mode(mode=False), torch.enable_grad():
             return self.known.get(key) or self._make(key, args, kwargs)  # another thread may have made it
 
     def _check(self, call: Call, inputs: Sequence[Tensor]) -> None:

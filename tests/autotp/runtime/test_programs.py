@@ -18,6 +18,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.utils import prune
 from torch.utils._pytree import tree_map, tree_structure
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import autotp
 from autotp.runtime.programs import Key, blueprint
@@ -351,6 +352,29 @@ def test_the_call_is_the_models():
         ours(x[:, :4], y)
     assert len(ours.programs) == 1
     torch.testing.assert_close(ours(x, y), model(x, y), **SIX)
+
+
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
+def test_a_checkpoint_sees_nothing_of_a_program_that_is_made_within_it(schedule):
+    """Nor do other hooks on what is saved, and selective checkpoints."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.relu.default])
+    model, (x, y) = net()
+    for way in ("plain", "selective", "hooks"):
+        for rows in (len(x), 4, 2):
+            ours = distributed(model, (x, y), schedule=schedule)
+            found = []
+            for each in (ours, model):
+                model.zero_grad()
+                if way == "hooks":
+                    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().numpy(), torch.from_numpy):
+                        loss = each(x[:rows], y[:rows])
+                else:
+                    how = {"context_fn": contexts} if way == "selective" else {}
+                    loss = checkpoint(each, x[:rows], y[:rows], use_reentrant=False, **how)
+                loss.backward()
+                found.append([loss.detach(), *(p.grad for p in model.parameters())])
+            for one, other in zip(*found, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
 def test_a_model_that_cannot_be_copied_has_one_program():
