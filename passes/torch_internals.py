@@ -65,7 +65,7 @@ PROTECTED = frozenset({"_apply", "_buffers", "_get_name", "_modules", "_non_pers
 PROTECTED |= {"_graph", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
 
 #: What modules have for themselves: recurrent ones lists of their parameters, those of transformers a note of their hooks.
-_MODULE_ATTRIBUTES = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs", "_output_capturing_hooks_installed"}
+_OWN: set[str | None] = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs", "_output_capturing_hooks_installed"}
 
 checkpoint_hook: Any = checkpoint._checkpoint_hook
 CheckpointFrame: Any = checkpoint._CheckpointFrame
@@ -97,6 +97,10 @@ backward_pass: Callable[[], int] = torch._C._current_graph_task_id  # type: igno
 default_group: Callable[[], dist.ProcessGroup] = dist.distributed_c10d._get_default_group
 #: Takes each rank's parts of the whole tensors of a state dict.
 distribute_tensors: Callable[..., None] = _state_dict_utils._distribute_tensors
+#: Sets what a group's ``group_desc`` says.
+describe_group: Callable[[dist.ProcessGroup, str], None] = dist.ProcessGroup._set_group_desc
+#: Calls a function when the backward pass that runs is over.
+queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
 #: Whether a profiler of torch's is on.
 is_profiling: Callable[[], bool] = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
 #: The store of the job's process group.
@@ -158,11 +162,6 @@ def set_aside() -> Iterator[None]:
     finally:
         for pair in reversed(hooks):
             saving._push_saved_tensors_default_hooks(*pair)
-
-
-def queue_callback(function: Callable[[], None]) -> None:
-    """Calls a function when the backward pass that runs is over."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
 
 
 def transforming() -> bool:
@@ -280,10 +279,9 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-def own_attributes(module: nn.Module) -> frozenset[str | None]:
+def own_attributes(module: nn.Module) -> set[str | None]:
     """The names of what torch puts into a module, such as a weight that a pre-hook of torch's computes at each call."""
-    hooks = module._forward_pre_hooks.values()
-    return frozenset(_MODULE_ATTRIBUTES) | {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks}
+    return _OWN | {getattr(h, "name", getattr(h, "_tensor_name", None)) for h in module._forward_pre_hooks.values()}
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -296,9 +294,10 @@ def context_of(function: fx.GraphModule) -> Callable:
     return function.meta.get("_checkpoint_context_fn", checkpoint.noop_context_fn)  # type: ignore[no-any-return]
 
 
-def describe_group(group: dist.ProcessGroup, description: str) -> None:
-    """Sets what ``group.group_desc`` says."""
-    group._set_group_desc(description)
+def collectives_begun() -> int:
+    """How many collectives this process has begun, in all of its groups."""
+    groups = [g for g in [*dist.distributed_c10d._world.pg_map] if g.name() in ("gloo", "nccl")]  # others may not count
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 def group_time_limit(group: dist.ProcessGroup) -> timedelta:

@@ -229,10 +229,11 @@ def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._sealed:
+        if getattr(self, "_sealed", True):  # the whole is, always
+            name = getattr(self, "_path", "") or type(self).__name__
             raise AutotpError(
-                f"{self._path}.{method.__name__}: the graph cannot follow a container that holds something else. Change "
-                "the model before it is distributed"
+                f"{name}.{method.__name__}: the graph cannot follow a container that holds something else. Change the model "
+                "before it is distributed"
             )
         return method(self, *args, **kwargs)
 
@@ -259,6 +260,9 @@ def index_as(module: nn.Module, kind: type) -> None:
         for name in ("__len__", "__iter__", "__getitem__", "__contains__"):
             if issubclass(kind, container) and hasattr(container, name):
                 methods[name] = asked(container, name)
+        for name in ("__setitem__", "__delitem__"):
+            if issubclass(kind, container):
+                methods[name] = _refusing(getattr(container, name))
     if methods:
         own = type(module)
         module.__class__ = type(own.__name__, (own,), methods | {"__module__": own.__module__})

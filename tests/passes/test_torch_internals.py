@@ -409,6 +409,15 @@ def test_queue_callback():
     assert found == ["accumulated", "over"]
 
 
+def test_collectives_begun():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.ones(2))
+    dist.broadcast(torch.ones(2), 0, group=dist.new_group([0]))
+    assert internals.collectives_begun() == 2
+    dist.destroy_process_group()
+    assert internals.collectives_begun() == 0
+
+
 def test_is_profiling():
     assert not internals.is_profiling()
     with torch.profiler.profile():

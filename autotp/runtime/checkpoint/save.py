@@ -30,6 +30,8 @@ __all__ = ["save_pretrained"]
 _PART = "model-{:05d}-of-{:05d}.safetensors"
 #: Units of sizes in the case that `costmodel.parse_quantity` has.
 _CASES = {unit.lower(): unit for unit in ("B", "kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")}
+#: Begins the name of the folder that files are first written to.
+_STAGING = ".autotp-"
 #: What an earlier call, or transformers, may have left in a directory.
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
@@ -46,7 +48,8 @@ def save_pretrained(
     Every rank must pass the same module and ``max_shard_size``. Tensors are gathered one at a time. Rank 0 keeps those of
     one file, and writes ``model.safetensors``, or several files and ``model.safetensors.index.json``. A tied parameter is
     written once, by its first name. Weights that the directory had are replaced once all files are written, and if writing
-    fails, they stay as they were.
+    fails, they stay as they were. If the process is killed while it replaces them, the directory has no index, and is not
+    loaded.
 
     Args:
         parallel: what ``autotp.parallelize`` returned.
@@ -97,7 +100,7 @@ def _staging(target: Path) -> Path:
     """A new folder in the directory, from which files get to their places without being copied."""
     try:
         target.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(dir=target, prefix=".autotp-"))
+        return Path(tempfile.mkdtemp(dir=target, prefix=_STAGING))
     except OSError as error:
         raise AutotpError(f"cannot save to {target}: {error}; give a directory that rank 0 can make or write to") from error
 
@@ -145,15 +148,22 @@ def _write_config(staging: Path, config: Any, state: Sequence[Entry]) -> None:
 
 
 def _publish(staging: Path, target: Path) -> None:
-    """Puts the files in their places, then removes weights that were there before."""
+    """Puts the files in their places, then removes weights that were there before, and what a killed call has left.
+
+    An index goes first: were this to end in between, it would name new files and old ones that have the same names.
+    """
     mask = os.umask(0)
     os.umask(mask)
     made = sorted(staging.iterdir(), key=lambda file: (file.name == INDEX, file.name))
-    for file, place in [(file, regular_target(target / file.name)) for file in made]:
+    places = [(file, regular_target(target / file.name)) for file in made]
+    if made[-1].name == INDEX:
+        places[-1][1].unlink(missing_ok=True)
+    for file, place in places:
         if file.suffix == ".safetensors":
             file.chmod(0o666 & ~mask)  # safetensors writes files that others cannot read
         move_atomically(file, place)
-    staging.rmdir()
+    for left in target.glob(f"{_STAGING}*"):
+        shutil.rmtree(left, ignore_errors=True)
     for file in sorted(target.iterdir()):
         if _WEIGHTS.fullmatch(file.name) and file.name not in {each.name for each in made}:
             file.unlink()

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from autotp.errors import AutotpError, PlanMismatchError
 from autotp.runtime.watch.stacks import Line, caller, is_users, stacks
-from passes.torch_internals import default_group, default_store, describe_group
+from passes.torch_internals import collectives_begun, default_group, default_store, describe_group
 from passes.world.process import time_limit
 from passes.world.whereabouts import ENDED_EARLY, CollectiveError, Whereabouts
 
@@ -54,6 +54,7 @@ class Watch:
         self.observed, self.beat = threading.get_ident(), 0
         self._done: Any = None
         self._since = self._there = self._read = 0.0
+        self._begun = 0
         self._stack: list[Line] = []
         self._report, self._alike = patience, 0
         self._beats: dict[int, tuple[int, float]] = {}
@@ -204,19 +205,22 @@ class Watch:
     def _seen(self) -> tuple[float, str]:
         """For how many seconds the process has been waiting for one collective, autotp's or another, and where it is.
 
-        Its stack is read only if the module has done nothing for a while, and then ever more rarely.
+        Its stack is read only if the module has done nothing for a while, and then ever more rarely, and before a wait is
+        reported. Collectives that begin, in whatever group, end a wait: of all of them the stack may be the same.
         """
-        own, now = self.whereabouts, time.monotonic()
+        own, now, begun = self.whereabouts, time.monotonic(), collectives_begun()
         done = own.calls, own.waits, own.waiting is None
         if done != self._done:
             self._done, self._stack, self._read = done, [], self.patience / 4
             self._since = self._there = now
-        if (quiet := now - self._since) >= self._read:
+        if begun != self._begun:
+            self._begun, self._there = begun, now
+        foreign = bool(self._stack) and self._stack[0].path.startswith(_COLLECTIVES)
+        if (quiet := now - self._since) >= self._read or (foreign and now - self._there >= self._report):
             stack, self._read = stacks().get(self.observed, []), 2 * quiet
             if stack[:1] != self._stack[:1]:
                 self._there = now
-            self._stack = stack
-        foreign = bool(self._stack) and self._stack[0].path.startswith(_COLLECTIVES)
+            self._stack, foreign = stack, bool(stack) and stack[0].path.startswith(_COLLECTIVES)
         waited = quiet if own.waiting is not None else now - self._there if foreign else 0.0
         return waited, self._place(waited)
 

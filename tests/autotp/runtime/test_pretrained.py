@@ -19,7 +19,9 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 import autotp
+from autotp.runtime.checkpoint import save
 from autotp.runtime.checkpoint.parts import parts_of
+from costmodel.text.files import move_atomically
 from passes.layouts.codes import fits, restorable
 from passes.layouts.layout import place, take
 
@@ -329,6 +331,25 @@ def test_what_is_written_is_read_again(parallel, tmp_path):
     other = autotp.parallelize(Net(), None, (X,), strategy="data")
     autotp.load_pretrained(other, folder)
     require_same(values(other), {name: value for name, value in before.items() if name != "offset"})
+
+
+def test_a_save_that_is_killed_while_it_replaces_files_leaves_none_that_load(parallel, tmp_path, monkeypatch):
+    autotp.save_pretrained(parallel, tmp_path, max_shard_size=60)
+    names = {file.name for file in tmp_path.iterdir()}
+
+    def killed(file, place):
+        move_atomically(file, place)
+        raise SystemExit
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(save, "move_atomically", killed)
+        patched.setattr(save.shutil, "rmtree", lambda *args, **kwargs: None)
+        autotp.save_pretrained(parallel, tmp_path, max_shard_size=60)
+    assert any(file.name.startswith(".autotp-") for file in tmp_path.iterdir())
+    with pytest.raises(autotp.AutotpError, match="has neither"):
+        autotp.load_pretrained(parallel, tmp_path)
+    autotp.save_pretrained(parallel, tmp_path, max_shard_size=60)
+    assert {file.name for file in tmp_path.iterdir()} == names
 
 
 def test_nothing_is_replaced_where_one_file_cannot_be(parallel, tmp_path):

@@ -112,6 +112,11 @@ def test_submodules_are_of_the_models_classes():
         parallel[1](X)
     simulated = autotp.simulate(model, parallel.plan, (X,))
     assert len(simulated) == 4 and simulated[0] is model[0] and copy.deepcopy(simulated)[2] is not simulated[2]
+    for each in (parallel, simulated):
+        with pytest.raises(autotp.AutotpError, match="__setitem__: the graph cannot follow"):
+            each[0] = nn.Linear(4, 4)
+        with pytest.raises(autotp.AutotpError, match="__delitem__: the graph cannot follow"):
+            del each[0]
 
 
 def test_parts_are_copied_and_not_pickled():

@@ -123,8 +123,9 @@ def test_a_store_that_gives_no_answer_is_not_waited_for(monkeypatch):
 
 def test_what_looks_is_told_while_the_process_asks(monkeypatch):
     first, second = watches(2)
-    group, answered = SimpleNamespace(group_desc="", _set_group_desc=lambda _: None), threading.Event()
-    monkeypatch.setattr("autotp.runtime.watch.watch.default_group", lambda: group)
+    answered = threading.Event()
+    monkeypatch.setattr("autotp.runtime.watch.watch.default_group", lambda: SimpleNamespace(group_desc=""))
+    monkeypatch.setattr("autotp.runtime.watch.watch.describe_group", lambda group, said: None)
     second.failed(CollectiveError("lost"), "linear")
     first._asking = threading.Thread(target=answered.wait, daemon=True)
     first._asking.start()
@@ -180,8 +181,10 @@ def test_stacks_are_read_only_of_a_process_that_stands_still(monkeypatch):
     assert not asked
     for now[0] in range(10, 40):
         one.look()
-    assert asked == [11, 13, 17, 25]
+    assert asked == [11, 13, 17, 19, 29], "and before it is reported"
     assert one._place(one._seen()[0]).startswith("waits for a collective that is not the module's at train.py:3 (main)")
+    monkeypatch.setattr(watch, "collectives_begun", lambda: now[0])
+    assert one._seen()[0] == 0, "another one, though the stack is the same"
 
 
 def test_what_a_function_made_ends_with_it_though_it_was_watched():
