@@ -232,8 +232,8 @@ def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
         if getattr(self, "_sealed", True):  # the whole is, always
             name = getattr(self, "_path", "") or type(self).__name__
             raise AutotpError(
-                f"{name}.{method.__name__}: the graph cannot follow a container that holds something else. Change the model "
-                "before it is distributed"
+                f"{name}.{method.__name__}: the graph cannot follow a container that holds something else. Change the "
+                "model before it is distributed"
             )
         return method(self, *args, **kwargs)
 
