@@ -297,7 +297,7 @@ def context_of(function: fx.GraphModule) -> Callable:
 def collectives_begun() -> int:
     """How many collectives this process has begun, in all of its groups."""
     groups = [g for g in [*dist.distributed_c10d._world.pg_map] if g.name() in ("gloo", "nccl")]  # others may not count
-    return sum(group._get_sequence_number_for_group() for group in groups)
+    return sum(group._get_sequence_number_for_group() for group in groups)  # type: ignore[attr-defined]
 
 
 def group_time_limit(group: dist.ProcessGroup) -> timedelta:
