@@ -11,6 +11,10 @@ _OF_ONE = (
     "torch.nn.functional.layer_norm({}, a.shape[-1:])", "torch.nn.functional.gelu({})", "({} - a.mean(-1, keepdim=True))",
     "({} * a.detach())", "({} @ torch.ones(a.shape[-1], 2, dtype=a.dtype)).sum(-1, keepdim=True)", "{}.clamp(-0.5, 0.5)",
     "torch.where(a > 0, {}, 0.1 * a)", "torch.cat([{}, a], -1)", "{}.mul(2).mul_(0.75)",
+    "{}.log_softmax(-1)", "{}.logsumexp(-1, keepdim=True)", "torch.nn.functional.rms_norm({}, a.shape[-1:])",
+    "torch.nn.functional.softplus({})", "torch.nn.functional.normalize({}, dim=-1)", "({} - a.var(-1, keepdim=True))",
+    "torch.nn.functional.conv1d({}.reshape(1, 1, -1), torch.ones(1, 1, 1, dtype=a.dtype)).flatten()",
+    "torch.nn.functional.max_pool1d({}.reshape(1, 1, -1), 1).flatten()", "torch.einsum('...i,...j->...j', {}, a)",
 )  # fmt: skip
 _OF_TWO = ("({} * b)", "({} + b.sin())", "torch.stack([{}, b]).sum(0)", "({} / (1 + b.square()))", "torch.lerp({}, b, 0.3)")
 
