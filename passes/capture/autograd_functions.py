@@ -19,7 +19,8 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import chain, compress
+from enum import Enum
+from itertools import chain, compress, count
 from threading import get_ident
 from types import FunctionType
 from typing import Any
@@ -33,9 +34,9 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from costmodel.errors import AutotpError
 from passes.capture.checkpoints import Regions
+from passes.capture.functional import out_of_place, writes
 from passes.torch_internals import (
     DisableTorchFunction,
-    OpOverload,
     PyTree,
     TorchDispatchMode,
     TreeSpec,
@@ -43,7 +44,6 @@ from passes.torch_internals import (
     functions_replaced,
     is_saving,
     reparametrize_module,
-    schema,
     transforming,
     transforms_replaced,
     tree_flatten,
@@ -59,14 +59,8 @@ __all__ = ["Lost", "kept_whole"]
 _LIBRARY = torch.library.Library("autotp", "FRAGMENT")
 
 
-class _Here:
-    """Stands where a tensor is."""
-
-    def __repr__(self) -> str:
-        return "tensor"
-
-
-_HERE = _Here()
+#: Stands where a tensor is.
+_HERE = Enum("_HERE", "TENSOR").TENSOR  # type: ignore[attr-defined]
 
 
 class Lost(AutotpError):
@@ -93,9 +87,10 @@ class _Call:
 
     def same(self, other: _Call) -> bool:
         """Whether both call one function with equal arguments."""
-        if self.function is not other.function or self.spec != other.spec:
-            return False
-        return all(a is b or (type(a) is type(b) and a == b) for a, b in zip(self.leaves, other.leaves, strict=True))
+        alike = self.function is other.function and self.spec == other.spec
+        return alike and all(
+            a is b or (type(a) is type(b) and a == b) for a, b in zip(self.leaves, other.leaves, strict=True)
+        )
 
     @property
     def operands(self) -> list[Tensor]:
@@ -122,10 +117,10 @@ class _Call:
     @contextmanager
     def having(self, operands: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
         """What the function is given, while its modules have the parameters and buffers behind it."""
-        count = len(operands) - len(self.state)
-        state = dict(zip(self.state, operands[count:], strict=True))
+        own = len(operands) - len(self.state)
+        state = dict(zip(self.state, operands[own:], strict=True))
         with reparametrize_module(self.modules, state, tie_weights=True):  # under all names of each
-            yield operands[:count]
+            yield operands[:own]
 
     def run(self, operands: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that the function returns, of what it is given."""
@@ -184,11 +179,16 @@ class _NoDraws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Earlier(int):
+    """The number of the call that made a tensor, which was written to afterwards."""
+
+
 class _Transforms(TorchDispatchMode):
     """Runs the operators that a transform comes to instead of the transform.
 
     All operators of the model are noted, as ``torch.autograd.grad`` reads what others have saved. What autograd detaches to
-    save it, and what it unpacks, which has a history again, counts as the tensor itself. ``running``: one runs on its own.
+    save it, and what it unpacks, which has a history again, counts as the tensor itself. What the model writes to, and
+    has only made before, is made anew instead. ``running``: one runs on its own.
     """
 
     supports_higher_order_operators = True
@@ -207,8 +207,13 @@ class _Transforms(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._new_zeros_with_same_feature_meta.default:  # where tangents are written to
             func, args, kwargs = torch.ops.aten.new_zeros.default, (args[1], [*result.shape]), {}
-        self._made |= {id(tensor): len(self._calls) for tensor in _tensors(result)}
-        self._calls.append((None if is_saving(func) else func, args, kwargs or {}, result, torch.is_grad_enabled()))
+        alone = not self.running and writes(func) == [0] and result is args[0] and self._untouched(result)
+        if alone and (functional := out_of_place(func)) is not None:
+            func, args = functional, (_Earlier(self._made[id(result)]), *args[1:])
+        made = {id(tensor): len(self._calls) for tensor in _tensors(result)}
+        if made or writes(func):
+            self._made |= made
+            self._calls.append((None if is_saving(func) else func, args, kwargs or {}, result, torch.is_grad_enabled()))
         return result
 
     def of(self, function: Callable) -> Callable:
@@ -230,25 +235,37 @@ class _Transforms(TorchDispatchMode):
         live, places = {*map(id, _tensors(result))}, list[int]()
         for place in reversed(range(first, len(self._calls))):
             func, operands, options, made, _ = self._calls[place]
-            if _writes(func) or live.intersection(map(id, _tensors(made))):
+            if writes(func) or live.intersection(map(id, _tensors(made))):
                 live.update(map(id, _tensors((operands, options))))
                 places.append(place)
         for place in reversed(places):
             self._again(place)
         return tree_map_only(Tensor, self._of, tree_map_only(FunctionType, self.of, result))
 
-    def _again(self, place: int) -> None:
-        func, args, kwargs, result, gradients = self._calls[place]
-        args, kwargs = tree_map_only(Tensor, self._of, (args, kwargs))  # what they are outside
-        with nullcontext() if gradients == torch.is_grad_enabled() else torch.set_grad_enabled(gradients):
-            outside = func(*args, **kwargs) if func else args[0]
-        self._outside.update(zip(map(id, _tensors(result)), _tensors(outside), strict=True))
+    def _untouched(self, tensor: Tensor) -> bool:
+        """Whether nothing has read a tensor since it was made, nor had it as a view."""
+        place = self._made.get(id(tensor))
+        if place is None or getattr(self._calls[place][0], "is_view", True):
+            return False
+        return not any(tensor is one for call in self._calls[place + 1 :] for one in _tensors(call[1:3]))
 
-    def _of(self, tensor: Tensor) -> Tensor:
+    def _again(self, place: int) -> None:
+        outside = self._replayed(place)
+        self._outside.update(zip(map(id, _tensors(self._calls[place][3])), _tensors(outside), strict=True))
+
+    def _replayed(self, place: int) -> Any:
+        func, args, kwargs, _, gradients = self._calls[place]
+        args, kwargs = tree_map_only((Tensor, _Earlier), self._of, (args, kwargs))  # what they are outside
+        with nullcontext() if gradients == torch.is_grad_enabled() else torch.set_grad_enabled(gradients):
+            return func(*args, **kwargs) if func else args[0]
+
+    def _of(self, tensor: Tensor | _Earlier) -> Tensor:
+        if isinstance(tensor, _Earlier):
+            return self._replayed(tensor)
         place, graph = self._made.get(id(tensor)), get_proxy_mode()
         if not (id(tensor) in self._outside or place is None or (graph and tensor in graph.tracer.tensor_tracker)):
             func = self._calls[place][0]
-            if _writes(func) or torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            if writes(func) or torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
                 raise Lost(f"torch.autograd.grad needs what {func} has saved, once more: call torch.func.grad")
             self._again(place)
         return self._outside.get(id(tensor), tensor)
@@ -258,29 +275,13 @@ def _tensors(tree: PyTree) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _writes(func: Any) -> bool:
-    return isinstance(func, OpOverload) and schema(func).is_mutable
-
-
-def _checkpointed(regions: Regions, run: Callable, given: Sequence[Any]) -> Any:
-    """What a reentrant checkpoint runs; like torch's, it has no gradients where none of what it is given has one."""
-    regions.begin()
-    try:
-        with torch.set_grad_enabled(any(isinstance(one, Tensor) and one.requires_grad for one in given)):
-            return run(*given)
-    finally:
-        regions.end()
-
-
 #: Every call that a captured graph may name.
 _CALLS: dict[str, _Call] = {}
 
 
 def _registered(call: _Call) -> str:
-    name, count = call.name, 1
-    while name in _CALLS and not call.same(_CALLS[name]):
-        count += 1
-        name = f"{call.name} {count}"
+    names = chain([call.name], (f"{call.name} {number}" for number in count(2)))
+    name = next(name for name in names if name not in _CALLS or call.same(_CALLS[name]))
     _CALLS.setdefault(name, call)
     return name
 
@@ -313,7 +314,7 @@ def kept_whole(regions: Regions) -> Iterator[None]:
         if cls is CheckpointFunction:  # runs it without gradients, and again with them
             if early:
                 raise Lost("CheckpointFunction.apply was taken from its class: call torch.utils.checkpoint.checkpoint")
-            return _checkpointed(regions, args[0], args[2:])
+            return regions.reentrant(args[0], args[2:])
         if cls.__module__.partition(".")[0] == "torch" or cls is _WithState or _HERE not in call.leaves:
             return apply(*args, **kwargs)
         if any(callable(leaf) and not isinstance(leaf, nn.Module) for leaf in call.leaves):

@@ -9,11 +9,12 @@ function that it was.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
@@ -53,6 +54,15 @@ class Regions:
         mode = get_proxy_mode()
         graph = mode.tracer.graph if mode is not None else None
         self._open.append(_Begun(next(self._numbers), graph, _last(graph)))
+
+    def reentrant(self, run: Callable, given: Sequence[Any]) -> Any:
+        """What a reentrant checkpoint runs; like torch's, it has no gradients where none of what it is given has one."""
+        self.begin()
+        try:
+            with torch.set_grad_enabled(any(isinstance(one, Tensor) and one.requires_grad for one in given)):
+                return run(*given)
+        finally:
+            self.end()
 
     def end(self) -> None:
         """The function that began last ends: what was traced since then is its part."""

@@ -159,12 +159,13 @@ class Written:
 
 def is_write(node: fx.Node) -> bool:
     """Whether a node changes one of its arguments in place."""
-    return isinstance(node.target, OpOverload) and bool(writes(node.target))
+    return bool(writes(node.target))
 
 
 def writes(target: Any) -> list[int]:
     """Positions of the arguments that an operator writes to."""
-    return [i for i, a in enumerate(schema(target).arguments) if a.alias_info is not None and a.alias_info.is_write]
+    arguments = schema(target).arguments if isinstance(target, OpOverload) else ()
+    return [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
 
 
 class Flow:
@@ -245,13 +246,8 @@ def copying(target: Any) -> Any:
     return getattr(torch.ops.autotp, name).default
 
 
-def out_of_place(node: fx.Node) -> Any:
-    """The operator of torch's own that gives what a node's writes.
-
-    Raises:
-        CaptureError: there is none.
-    """
-    target: Any = node.target
+def out_of_place(target: Any) -> Any:
+    """The operator of torch's own that gives what another writes, or ``None``."""
     name, overload = schema(target).name, schema(target).overload_name
     if (name, overload) in _RENAMED:
         return _RENAMED[name, overload]
@@ -261,8 +257,6 @@ def out_of_place(node: fx.Node) -> Any:
     found = _without_writes(packet, target)
     if found is None and plain != short:
         found = getattr(packet, overload or "default", None)
-    if found is None:
-        raise no_form(node)
     return found
 
 

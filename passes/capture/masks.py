@@ -125,7 +125,7 @@ class Constants:
                 return
             except CaptureError:
                 pass
-        for place in writes(node.target) if isinstance(node.target, OpOverload) else ():
+        for place in writes(node.target):
             name = schema(node.target).arguments[place].name
             for each in tree_leaves(node.args[place] if place < len(node.args) else node.kwargs.get(name)):
                 if each in self._values:

@@ -257,7 +257,9 @@ class _Functionaliser:
         else:
             if target is aten.bernoulli_.float and len(args) == 1 and "p" not in kwargs:  # the other form lacks a default
                 args = (*args, 0.5)
-            new = emit(out_of_place(node), args, kwargs)
+            if (operator := out_of_place(node.target)) is None:
+                raise no_form(node)
+            new = emit(operator, args, kwargs)
             if where_to == ["out"] and new.meta["val"].shape != shape:
                 raise CaptureError(f"{where(node)}: {target} changes the shape of what it writes to")
         if (new.meta["val"].dtype, new.meta["val"].device) != (old.dtype, old.device):
