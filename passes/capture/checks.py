@@ -229,16 +229,16 @@ def _warn_of_question(asked: str, at: str) -> None:
     if at:
         _log.warning(
             "forward asks %s (%s), which the graph does not: at every call it has the answer of the example, with "
-            "gradients. Branch on self.training, or on an argument",
-            asked,
-            at,
-        )
+            "gradients. Branch on self.training, or on an argument", asked, at,
+        )  # fmt: skip
 
 
 def _place_of(frame: FrameType) -> str:
-    """Where code is that is the model's, or torch.autograd.functional's; nothing if it is torch's, or this package's."""
+    """Where code is that is the model's, or calls torch.autograd.functional; nothing if it is torch's or this package's."""
+    while frame.f_back and frame.f_code.co_filename.endswith("/torch/autograd/functional.py"):
+        frame = frame.f_back
     file = frame.f_code.co_filename
-    own = re.search(r"/torch/(?!autograd/functional)", file) or file.startswith(("<", os.path.dirname(__file__)))
+    own = "/torch/" in file or file.startswith(("<", os.path.dirname(__file__)))
     return "" if own else f"{os.path.basename(file)}:{frame.f_lineno}"
 
 

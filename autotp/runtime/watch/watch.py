@@ -78,12 +78,14 @@ class Watch:
             self._thread.join(timeout=5)
 
     def _run(self) -> None:
-        while not self._ended.wait(self.period) and dist.is_initialized():
-            try:
+        try:
+            while not self._ended.wait(self.period) and dist.is_initialized():
                 self.look()
-            except Exception as error:  # noqa: BLE001 - a job that ends takes its store along
-                _log.debug("the watch ends: %s", error)
-                return
+            if dist.is_initialized():  # others may have the module yet
+                record = self._record("has the module no more") | {"ended": True}
+                self.store.set(f"rank {self.rank}", json.dumps(record))
+        except Exception as error:  # noqa: BLE001 - a job that ends takes its store along
+            _log.debug("the watch ends: %s", error)
 
     def look(self) -> None:
         """Leaves a record, and reads what concerns this rank."""
@@ -278,7 +280,7 @@ class Watch:
                 self._beats[rank] = beat, now
             silent = now - self._beats[rank][1]
             place = "has not come to autotp.parallelize" if record is None else record["place"]
-            if record is not None and silent > 2.5 * self.period:
+            if record is not None and not record.get("ended") and silent > 2.5 * self.period:
                 place = f"has given no sign for {silent:.0f} s: it is stopped, or its machine is lost; before, it {place}"
             places.setdefault(place, []).append(rank)
         return " ".join(f"{_ranks(found)} {place}." for place, found in places.items())

@@ -106,6 +106,21 @@ def test_a_rank_that_waits_long_says_where_the_others_are(caplog):
     assert told.value.rank == 0 and told.value.operator == What.operator and "rank 1 waits" in told.value.others
 
 
+def test_a_rank_whose_module_is_gone_is_not_lost(monkeypatch):
+    first, second = watches(2, patience=0.4)
+    for each in (first, second):
+        each.whereabouts.called("training")
+        each.look()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    second._ended.set()
+    second._run()
+    first.whereabouts.waiting = What()
+    for _ in range(8):
+        first.look()
+        time.sleep(0.1)
+    assert first.whereabouts.others == "rank 1 has the module no more, last call 1, for training."
+
+
 def test_a_store_that_gives_no_answer_is_not_waited_for(monkeypatch):
     """As that of a process which is stopped."""
     (watch,), answers = watches(1, patience=0.1), threading.Event()
