@@ -118,7 +118,7 @@ def test_a_rank_whose_module_is_gone_is_not_lost(monkeypatch):
     for _ in range(8):
         first.look()
         time.sleep(0.1)
-    assert first.whereabouts.others == "rank 1 has the module no more, last call 1, for training."
+    assert first.whereabouts.others == "rank 1 has the module no more."
 
 
 def test_a_store_that_gives_no_answer_is_not_waited_for(monkeypatch):
