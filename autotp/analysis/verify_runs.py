@@ -19,8 +19,8 @@ from autotp.runtime.rewrite import Rewritten
 from passes.graph import differentiable
 from passes.layouts.layout import Layout, take
 from passes.rules.table import rule_of
+from passes.sharding.guards import relies_on_copies
 from passes.sharding.shard import place_constants
-from passes.torch_internals import OpOverload
 from passes.world import ops
 from passes.world.ops import Parts
 from passes.world.world import LocalWorld, World, groups
@@ -102,7 +102,7 @@ class Runs:
         def keep(node: fx.Node, run: Callable[[], Any]) -> Any:
             rule = rule_of(node) if node.op == "call_function" else None
             misread = careful and rule is not None and rule.misreads is not None and rule.misreads(node)
-            misread |= rule is None and isinstance(node.target, OpOverload)
+            misread |= relies_on_copies(node)
             found[node.name] = _in_one_format(node, found) if misread else run()
             return found[node.name]
 

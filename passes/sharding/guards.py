@@ -22,9 +22,10 @@ from passes.rules.shapes import operands_of
 from passes.rules.table import rule_of
 from passes.sharding.emitter import Emitter, pack
 from passes.strategies.strategy import Strategy
+from passes.torch_internals import OpOverload
 from passes.world import ops
 
-__all__ = ["Bound", "bounds", "cleared", "in_one_format", "within"]
+__all__ = ["Bound", "bounds", "cleared", "in_one_format", "relies_on_copies", "within"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,12 @@ def _outside(ids: torch.Tensor, limits: list[tuple[int, int | None]]) -> torch.T
 def _clear(emitter: Emitter, argument: Any, value: Any) -> Any:
     tensor = isinstance(value, torch.Tensor)
     return emitter.call(ops.in_one_format, emitter.world, argument) if tensor else argument
+
+
+def relies_on_copies(node: fx.Node) -> bool:
+    """Whether a kernel may rely on a copy that the capture has left out, as it may without a rule; not one of strides."""
+    target = node.target
+    return isinstance(target, OpOverload) and rule_of(node) is None and not str(target).startswith("aten.as_strided")
 
 
 def cleared(emitter: Emitter, node: fx.Node, args: Sequence[Any]) -> list[Any]:

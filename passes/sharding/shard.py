@@ -27,11 +27,10 @@ from passes.rules.rule import Rule
 from passes.rules.shapes import operands_of
 from passes.rules.table import draws, rule_of
 from passes.sharding.emitter import Emitter, pack
-from passes.sharding.guards import bounds, cleared, in_one_format, within
+from passes.sharding.guards import bounds, cleared, in_one_format, relies_on_copies, within
 from passes.sharding.panel_loop import Operand, panelled
 from passes.sharding.site import Site
 from passes.strategies.strategy import Strategy, Want, gradient_of, whole_layout
-from passes.torch_internals import OpOverload
 from passes.world import ops
 from passes.world.draws import Draw
 from passes.world.world import LocalWorld
@@ -257,7 +256,7 @@ class _Rewriter:
             return emitter.random(node, strategy, self.mesh, args, kwargs)
         if table is not None and table.misreads is not None and table.misreads(node):
             return in_one_format(emitter, node, args, kwargs)
-        if table is None and isinstance(node.target, OpOverload):  # it may rely on a copy that the capture has left out
+        if relies_on_copies(node):
             args = cleared(emitter, node, args)
         return emitter.call(node.target, *args, **kwargs)
 
