@@ -38,7 +38,8 @@ class Terminal(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """As rich's, without control characters in text."""
         for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=printable(segment.text))
+            same = segment.control or (text := printable(segment.text)) == segment.text
+            yield segment if same else segment._replace(text=text)
 
     def status(self, status: RenderableType, **options: Any) -> Status:
         """As rich's; text is plain."""
