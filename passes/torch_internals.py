@@ -95,6 +95,8 @@ sequence_number_of: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 #: The job's process group; a ValueError says that there is none.
 default_group: Callable[[], dist.ProcessGroup] = dist.distributed_c10d._get_default_group
+#: The store of the job's process group.
+default_store: Callable[[], Any] = dist.distributed_c10d._get_default_store
 #: Takes each rank's parts of the whole tensors of a state dict.
 distribute_tensors: Callable[..., None] = _state_dict_utils._distribute_tensors
 #: Sets what a group's ``group_desc`` says.
@@ -103,8 +105,6 @@ describe_group: Callable[[dist.ProcessGroup, str], None] = dist.ProcessGroup._se
 queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
 #: Whether a profiler of torch's is on.
 is_profiling: Callable[[], bool] = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
-#: The store of the job's process group.
-default_store: Callable[[], Any] = dist.distributed_c10d._get_default_store
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -257,12 +257,10 @@ def index_as(module: nn.Module, kind: type) -> None:
         return answer
 
     for container in (nn.Sequential, nn.ModuleList, nn.ModuleDict):
-        for name in ("__len__", "__iter__", "__getitem__", "__contains__"):
-            if issubclass(kind, container) and hasattr(container, name):
-                methods[name] = asked(container, name)
-        for name in ("__setitem__", "__delitem__"):
-            if issubclass(kind, container):
-                methods[name] = _refusing(getattr(container, name))
+        if issubclass(kind, container):
+            asking = (n for n in ("__len__", "__iter__", "__getitem__", "__contains__") if hasattr(container, n))
+            methods |= {name: asked(container, name) for name in asking}
+            methods |= {name: _refusing(getattr(container, name)) for name in ("__setitem__", "__delitem__")}
     if methods:
         own = type(module)
         module.__class__ = type(own.__name__, (own,), methods | {"__module__": own.__module__})
