@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 from torch.distributed import _state_dict_utils
+from torch.distributed._composable.contract import STATE_KEY as COMPOSED
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -73,6 +74,7 @@ CachingTorchDispatchMode: Any = checkpoint._CachingTorchDispatchMode
 dtensor_handlers: Any = DTensor._op_dispatcher._custom_op_handlers
 versions_preserved: Any = torch.autograd._unsafe_preserve_version_counter
 
+DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"  # what DistributedDataParallel asks a module for first
 #: What makes and reads dual numbers in an exported graph.
 dual_numbers = predispatch._make_dual, predispatch._unpack_dual
 #: What carries out transforms of ``torch.func``, and derivatives that autograd takes.

@@ -155,7 +155,8 @@ def _called(module: Any, *args: Any, **kwargs: Any) -> Any:
     symbolic = any(isinstance(each, fx.Proxy) for each in (*args, *kwargs.values()))
     if symbolic or _exporting() or torch.jit.is_tracing():
         raise AutotpError(_UNEXPORTED)
-    return module._run(*args, **kwargs)
+    with module._programs.agreement.whereabouts.alone():
+        return module._run(*args, **kwargs)
 
 
 def _exporting() -> bool:

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from autotp.errors import AutotpError
 from autotp.runtime.programs import Programmed, Unkept, unobserved
 from autotp.runtime.state import set_into
+from passes.torch_internals import COMPOSED, DDP_IGNORED
 
 __all__ = ["Sealed", "Submodule"]
 
@@ -28,6 +29,10 @@ _INSTEAD = {
     "from_pretrained": "autotp.load_pretrained",
 }
 _GONE = object()
+_WRAPPED = (
+    "a distributed module reduces its gradients and shards its parameters itself, as its plan says: it goes into no "
+    "DistributedDataParallel, fully_shard or the like. For other shardings, give autotp.parallelize another strategy"
+)
 _UNCHANGED = "the graph cannot follow a change. Change it on the model, and distribute the model again"
 
 
@@ -114,6 +119,8 @@ class Sealed(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name == DDP_IGNORED:
+                raise AutotpError(_WRAPPED) from None
             self._changed.require(self._path, name, AttributeError)
             if name in self._data:
                 return _as_it_was(self._data[name])
@@ -176,6 +183,7 @@ class Sealed(nn.Module):
     def _seal(self) -> None:
         """Refuses from now on what the graph cannot follow."""
         self._sealed = True
+        self.__dict__[COMPOSED] = _Fixed({}, _WRAPPED)
         self.__dict__["_modules"] = _Fixed(
             self._modules, _unfollowed(f"{self._path}._modules".lstrip("."), "module", "is new, gone or in another's place")
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import linecache
 import math
+import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,6 +96,7 @@ class Whereabouts:
         self.job: Job | None = None
         self.back: int | None = None
         self.early = False
+        self._passing = threading.RLock()
 
     def called(self, call: Any, *, checked: bool = False) -> None:
         """Notes a call of the module.
@@ -136,12 +138,28 @@ class Whereabouts:
     def passing(self) -> Iterator[None]:
         """Tells the other ranks if a pass ends early in here."""
         try:
-            yield
+            with self.alone():
+                yield
         except StopRecomputationError:  # torch.utils.checkpoint has what it needs, on all ranks
             raise
         except BaseException as error:
             self._fail(error, _failed_at(error))
             raise
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Refuses other threads meanwhile, as ranks could begin their collectives in different orders."""
+        if not self._passing.acquire(blocking=self.job is None):
+            error = AutotpError(
+                "two threads of this process run the distributed module at the same time: its collectives have to come in "
+                "the same order on all ranks. Make all calls and backward passes from one thread"
+            )
+            self._fail(error, "")
+            raise error
+        try:
+            yield
+        finally:
+            self._passing.release()
 
     def _fail(self, error: BaseException, operator: str) -> None:
         self.back, self.early = None, False

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed import _state_dict_utils
+from torch.distributed._composable.contract import contract
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -507,6 +508,24 @@ def test_PROTECTED():
     traced = fx.symbolic_trace(nn.ReLU())
     assert traced._graph is traced.graph
     assert set(internals.PROTECTED) <= {*vars(made), *dir(nn.Module), "_graph"}
+
+
+def test_COMPOSED():
+    made = nn.ReLU()
+    made.__dict__[internals.COMPOSED] = {}
+    contract()(lambda module: module)(made)
+    assert len(made.__dict__[internals.COMPOSED]) == 1
+
+
+def test_DDP_IGNORED(group):
+    class Asked(nn.Module):
+        def __getattr__(self, name):
+            if name == internals.DDP_IGNORED:
+                raise ZeroDivisionError
+            return super().__getattr__(name)
+
+    with pytest.raises(ZeroDivisionError):
+        nn.parallel.DistributedDataParallel(Asked())
 
 
 def test_own_attributes():

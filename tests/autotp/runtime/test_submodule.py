@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed.fsdp import fully_shard
 
 import autotp
 
@@ -74,6 +76,15 @@ def test_data_is_read_and_not_changed():
             wrong()
     assert parallel.act is torch.tanh and copy.deepcopy(parallel).options == {"size": 1}
     parallel.tag = torch.zeros(2)  # one of the user's own
+
+
+@pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, fully_shard, replicate])
+@pytest.mark.parametrize("part", [False, True])
+def test_it_goes_into_no_other_sharding(wrap, part):
+    parallel = autotp.parallelize(Net(), None, (X,), strategy="data")
+    with pytest.raises(autotp.AutotpError, match="it goes into no DistributedDataParallel, fully_shard or the like"):
+        wrap(parallel.head if part else parallel)
+    copy.deepcopy(parallel)(X).sum().backward()
 
 
 class Scaled(nn.Module):

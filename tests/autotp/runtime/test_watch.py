@@ -4,12 +4,13 @@ import gc
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
-from autotp.errors import PlanMismatchError
+from autotp.errors import AutotpError, PlanMismatchError
 from autotp.runtime.agreement import _ended
 from autotp.runtime.watch import watch
 from autotp.runtime.watch.watch import Watch
@@ -157,6 +158,22 @@ def test_a_wait_in_slices_ends_as_the_collective_does():
     assert work.left == 0 and mine.waits == 1 and mine.waiting is None
     with pytest.raises(CollectiveError, match="other ranks says"):
         mine.wait(Work(1, RuntimeError("lost")), What(), sliced=False)
+
+
+def test_two_threads_do_not_run_a_module_at_once():
+    mine, heard = Whereabouts(), []
+    mine.job = SimpleNamespace(failed=lambda error, operator: heard.append(error) or error)
+
+    def call():
+        with mine.passing():
+            return "called"
+
+    with ThreadPoolExecutor(1) as other:
+        with mine.alone():
+            assert call() == "called"
+            with pytest.raises(AutotpError, match="two threads of this process run the distributed module"):
+                other.submit(call).result()
+        assert len(heard) == 1 and other.submit(call).result() == "called"
 
 
 def test_the_thread_ends_when_it_is_told_to():
