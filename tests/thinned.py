@@ -1,4 +1,4 @@
-"""Long lists of cases: a part runs with ``make test``, the rest with ``make exact``."""
+"""Long lists of cases: a part runs with ``make test``, the rest with ``make slow`` or ``make exact``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["thinned"]
+__all__ = ["SCHEDULES", "thinned"]
 
 
 def thinned(cases: Iterable[Any], every: int = 2, *, first: int = 0, slow: int = 0, whole: bool = False) -> list[Any]:
@@ -22,3 +22,7 @@ def thinned(cases: Iterable[Any], every: int = 2, *, first: int = 0, slow: int =
         return pytest.param(*((case,) if whole else case), marks=mark)
 
     return [case if kept(number) else marked(number, case) for number, case in enumerate(cases)]
+
+
+#: What every scheduled graph is checked as: overlapped, and, more slowly, as it is sharded.
+SCHEDULES = thinned(["overlap", "none"], first=1, slow=1, whole=True)

@@ -110,6 +110,7 @@ def softmax_of(dim_served):
     return Case(leaves, steps, ("v4", "v5"), Options(mesh=(2, 2), served={("v3", 0): (dim_served, None)}))
 
 
+@pytest.mark.slow
 def test_a_wrong_lowering_is_found_and_shrunk_to_a_test(monkeypatch):
     case, rule = softmax_of("v0"), RULES["aten.softmax.int"]
     assert run(case).kind == "ok"

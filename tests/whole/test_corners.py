@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from devices import slow_machine
-from thinned import thinned
+from thinned import SCHEDULES, thinned
 from torch import nn
 from torch.nn import functional as F
 
@@ -138,7 +138,7 @@ class Bags(nn.Module):
         return torch.embedding_bag(x.t(), ids, offsets, False, 0, False, factors, False, padding_idx=None)
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", thinned([torch.float64, torch.float32, torch.float16, torch.bfloat16], 3, whole=True))
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("copied", [True, False])
@@ -165,7 +165,7 @@ class Expanded(nn.Module):
         return F.nll_loss(self.scores[1:5][:, 5:8].expand(2, 5, 4, 3).transpose(0, 2), target)
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_scores_need_not_be_contiguous_on_every_device(schedule):
     torch.manual_seed(0)
     model, args = Expanded(), (torch.randint(5, (4, 2, 3)),)

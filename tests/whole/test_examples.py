@@ -82,6 +82,7 @@ def test_the_unet_keeps_shapes_and_uses_every_parameter() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("script", "processes"), thinned([("train_gpt.py", 2), ("train_gpt.py", 4), ("train_unet.py", 4)], first=1)

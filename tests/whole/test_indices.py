@@ -7,6 +7,7 @@ nobody's was skipped by all of them.
 import pytest
 import torch
 from lookups import SHARDED, WORDS, Language, changed
+from thinned import SCHEDULES
 from torch import nn
 
 import autotp
@@ -60,7 +61,7 @@ class TwoTables(nn.Module):
         return self.out(self.long(ids) + self.short(ids)).square().mean()
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     "constraints", [["embedding=v@y", "embedding_1=v@y"], ["embedding_1=v@y", "embedding=m1@x"]], ids=str
 )
@@ -89,7 +90,7 @@ class Checked(nn.Module):
         return self.out(nn.functional.one_hot(classes, 8).double()) + self.out(torch.linalg.cholesky(matrix))
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_a_kernel_refuses_is_refused(schedule):
     """Overlapped graphs are traced, and what nobody reads, such as an error's number, was left out of them."""
     model, args = Checked().double(), (torch.arange(8), torch.eye(8).double())

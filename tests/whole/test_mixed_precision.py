@@ -51,7 +51,9 @@ def _whole(tensor: Any) -> Tensor:
 
 @pytest.mark.parametrize("name", thinned(["gpt2", "llama", "resnet"], first=1, whole=True))
 @pytest.mark.parametrize(
-    "precision", ["bf16-mixed", MixedPrecisionPolicy(torch.bfloat16), "reduce_dtype=bfloat16"], ids=str
+    "precision",
+    thinned(["bf16-mixed", "reduce_dtype=bfloat16", MixedPrecisionPolicy(torch.bfloat16)], first=2, slow=1, whole=True),
+    ids=str,
 )
 def test_three_steps_equal_fsdp2_to_the_bit(name: str, precision: Any) -> None:
     mine, args, kwargs = _made(name)
@@ -185,6 +187,7 @@ def test_memory_is_predicted_as_it_is_allocated(strategy: str) -> None:
     assert plan.predicted.memory_bytes == pytest.approx(allocated(model, args, plan), rel=0.1)
 
 
+@pytest.mark.slow
 def test_scaled_gradients_step_and_an_overflow_skips_the_step() -> None:
     model, args, kwargs = _made("llama")
     plan = autotp.plan(model, _machine(2), args, kwargs, strategy="zero3", mesh=(2,), precision="fp16-mixed")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from devices import SLOW, slow_machine
-from thinned import thinned
+from thinned import SCHEDULES, thinned
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
@@ -198,7 +198,7 @@ class Phases(nn.Module):
         return made * (z * z)[..., :4]
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("strategy", ["data", "zero3", "megatron-1d"])
 def test_conjugates_in_and_gradients_of_conjugates(strategy, schedule):
     torch.manual_seed(0)
@@ -228,7 +228,7 @@ class Turned(nn.Module):
         return turned.abs(), torch.exp(1j * torch.einsum("dbt->bd", y)).real
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("strategy", ["auto", "zero3", "megatron-1d"])
 def test_complex_constants_and_sums_of_one_operand(strategy, schedule):
     torch.manual_seed(0)
@@ -394,7 +394,7 @@ def loss_of(outputs):
 
 @pytest.mark.parametrize("mesh", thinned([(2, 2), (2,), (4,)], first=1, whole=True), ids=str)
 @pytest.mark.parametrize("strategy", thinned(["auto", "tensor3d", "megatron-sp", "zero3"], first=1, whole=True))
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", thinned(CASES, first=len(CASES) - 2, slow=2, whole=True))
 def test_the_numbers_are_the_plain_models(name, strategy, mesh):
     factory, example = CASES[name]
     torch.manual_seed(1)

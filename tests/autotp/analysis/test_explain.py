@@ -10,7 +10,7 @@ import pytest
 import torch
 from devices import SMALL
 from models import MODELS
-from thinned import thinned
+from thinned import SCHEDULES, thinned
 from torch.utils._pytree import tree_leaves
 
 import autotp
@@ -40,7 +40,7 @@ def explained(request):
     return captured, plans
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_terms_of_every_operator_are_the_plans_cost_for_it(explained, schedule):
     captured, plans = explained
     plan = plans[schedule]
@@ -55,7 +55,7 @@ def test_the_terms_of_every_operator_are_the_plans_cost_for_it(explained, schedu
         assert found.step_seconds == pytest.approx(plan.predicted.step_seconds, rel=1e-9)
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_change_by_classes_costs_what_all_operators_summed_up_do(explained, schedule):
     captured, plans = explained
     explainer = Explainer(captured, plans[schedule])

@@ -93,6 +93,7 @@ def test_messages_are_as_large_as_the_memory_allows():
     assert least <= plan.predicted.memory_bytes < most
 
 
+@pytest.mark.slow
 def test_inference_holds_neither_gradients_nor_what_a_backward_pass_needs():
     model, args = trained("gpt")
     topology = autotp.Topology.load("dgx-h100").resized(2)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from thinned import thinned
+from thinned import SCHEDULES, thinned
 from torch import nn
 from torch.nn import functional as F
 
@@ -110,7 +110,7 @@ def test_a_plan_remembers_what_it_recomputes(tmp_path):
     assert kept.hash != full.hash
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_masks_are_repeated(schedule):
     """Another mask in the backward pass would give a gradient that differences of the loss contradict."""
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from float64 import double, float64_mode
 from models import MODELS
-from thinned import thinned
+from thinned import SCHEDULES, thinned
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
@@ -99,7 +99,7 @@ def net(how=None):
     [
         ("none", {"strategy": "tensor3d", "mesh": (2, 2)}),
         pytest.param("overlap", {"strategy": "megatron-sp", "mesh": (2, 2)}, marks=pytest.mark.exact),
-        ("overlap", {"strategy": "zero3", "recompute": "full"}),
+        pytest.param("overlap", {"strategy": "zero3", "recompute": "full"}, marks=pytest.mark.slow),
         pytest.param("overlap", {"strategy": "data", "mesh": (2,), "chunks": {"batch": 2}}, marks=pytest.mark.exact),
         pytest.param("none", {"strategy": "megatron-1d", "chunks": {"rows": 2}}, marks=pytest.mark.exact),
         pytest.param("overlap", {"strategy": "megatron-1d", "outputs": "dtensor"}, marks=pytest.mark.exact),
@@ -134,7 +134,7 @@ def test_modules_in_blocks_of_torch(how):
     assert len(mine) == 4
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_loss_of_what_was_observed(schedule):
     """Its gradients are the plain model's; a hook on its gradient would not see all of it, and is an error."""
     model, x = net()

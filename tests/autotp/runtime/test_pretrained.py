@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from thinned import SCHEDULES
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import Replicate
@@ -103,7 +104,7 @@ def test_values_are_cast_and_one_file_comes_before_several(parallel, tmp_path):
     assert parallel.get_parameter("scale").dtype == torch.float32
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_step_between_whose_passes_values_are_read_is_refused(schedule, tmp_path):
     """Though the backward pass reads none of them."""
     model = nn.Linear(4, 6)

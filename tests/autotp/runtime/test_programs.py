@@ -13,7 +13,7 @@ import pytest
 import torch
 from float64 import double, float64_mode
 from models import MODELS
-from thinned import thinned
+from thinned import SCHEDULES, thinned
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.utils import prune
@@ -55,7 +55,7 @@ def distributed(model, args, strategy="megatron-1d", mesh=(4,), schedule="overla
     return autotp.simulate(model, plan, args, schedule=schedule)
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     ("strategy", "mesh"), thinned([("zero3", (4,)), ("data", (4,)), ("megatron-1d", (4,)), ("tensor3d", (2, 2))])
 )
@@ -292,7 +292,7 @@ def test_a_plan_for_inference_stays_one():
     assert [each.plan.mode for each in ours.programs] == ["inference"] * 2
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_outputs_that_stay_sharded_are_whole_in_lockstep(schedule):
     """In the first program and in all others, whose outputs one device alone would not have."""
     model, (x, y) = net()
@@ -354,7 +354,7 @@ def test_the_call_is_the_models():
     torch.testing.assert_close(ours(x, y), model(x, y), **SIX)
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", thinned(["none", "overlap"], first=1, slow=1, whole=True))
 def test_a_checkpoint_sees_nothing_of_a_program_that_is_made_within_it(schedule):
     """Nor do other hooks on what is saved, and selective checkpoints."""
     contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.relu.default])
@@ -429,7 +429,7 @@ class Remembering(nn.Module):
         return self.out(self.seen.mean(2).flatten(1) / self.calls)
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     ("strategy", "mesh", "rests"),
     thinned(
@@ -493,7 +493,7 @@ class Given(nn.Module):
         self.layer = nn.Linear(4, 4)
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     "shown",
     [
@@ -580,6 +580,7 @@ def test_the_default_dtype_tells_programs_apart():
     assert str([*ours._programs.known][1]).endswith(", default dtype float64")
 
 
+@pytest.mark.slow
 def test_threads_make_programs_and_plans_one_after_the_other(caplog):
     model, example = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).eval(), (torch.randn(4, 8),)
     reference = copy.deepcopy(model)  # a model is not to be run while another thread captures it
@@ -603,7 +604,9 @@ def test_threads_make_programs_and_plans_one_after_the_other(caplog):
     assert "forward asks" not in caplog.text
 
 
-@pytest.mark.parametrize("how", [nn.utils.weight_norm, nn.utils.spectral_norm, prune.l1_unstructured])
+@pytest.mark.parametrize(
+    "how", thinned([nn.utils.weight_norm, nn.utils.spectral_norm, prune.l1_unstructured], first=1, slow=2, whole=True)
+)
 def test_weights_that_torch_computes_in_hooks_are_computed_in_every_program(how):
     def made():  # torch cannot copy it
         torch.manual_seed(0)
@@ -671,7 +674,7 @@ class Laid(nn.Module):
         return found, image, found.transpose(0, 1), image.sum()
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("strategy", ["data", "megatron-1d"])
 def test_outputs_lie_as_the_models(strategy, schedule):
     """Views of an output are views where the model's are, and what is written through them is seen."""
@@ -695,7 +698,7 @@ def test_outputs_lie_as_the_models(strategy, schedule):
     torch.testing.assert_close(*gradients, **SIX)
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_batches_of_gradients_are_errors(schedule):
     model, x = nn.Linear(4, 4).double(), torch.rand(4, 4, **F64)
     simulated = distributed(model, (x,), schedule=schedule)

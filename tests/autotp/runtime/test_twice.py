@@ -6,7 +6,7 @@ import pytest
 import torch
 from overlapping import planned, tokens
 from second_order import agree, critic, penalised, slopes
-from thinned import thinned
+from thinned import SCHEDULES, thinned
 from torch import nn
 
 import autotp
@@ -14,7 +14,7 @@ import autotp
 F64 = {"dtype": torch.float64}
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("chunks", thinned([{}, {"batch": 2}], whole=True), ids=str)
 @pytest.mark.parametrize(
     ("strategy", "mesh"),

@@ -21,7 +21,7 @@ WAYS = [("auto", (2,)), ("zero3", (4,)), ("megatron-1d", (4,)), ("tensor3d", (2,
 
 @pytest.mark.parametrize(
     ("kind", "strategy", "mesh", "schedule"),
-    thinned([(k, s, m, c) for k in WRITING for s, m in WAYS for c in ("overlap", "none")], first=14),
+    thinned([(k, s, m, c) for k in WRITING for s, m in WAYS for c in ("overlap", "none")], first=8, slow=6),
 )
 def test_three_steps(kind, strategy, mesh, schedule):
     torch.manual_seed(1)
@@ -283,7 +283,7 @@ _BY_STRIDES = {
 }
 
 
-@pytest.mark.parametrize("kind", _BY_STRIDES)
+@pytest.mark.parametrize("kind", thinned(_BY_STRIDES, first=12, slow=99, whole=True))
 def test_what_is_a_copy_or_not_by_strides_has_a_program_for_each_kind(kind):
     x = torch.randn(8, 8).double()
     program = _Program(_BY_STRIDES[kind])

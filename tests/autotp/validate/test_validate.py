@@ -55,6 +55,7 @@ def test_a_run_is_planned_as_it_was_run(tmp_path):
     assert found.predicted.step_seconds > 3 * predicted(replace(plain, accumulate=1)).plan.predicted.step_seconds
 
 
+@pytest.mark.slow
 def test_megatron_overlaps_nothing_and_compilers_fuse(tmp_path):
     old = {"dtype": "fp16", "kind": "ddp", "grad_accum": 2, "global_batch": 32}
     (old, late, compiled, thunder), _ = runs_of(

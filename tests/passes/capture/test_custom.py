@@ -9,7 +9,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from thinned import thinned
+from thinned import SCHEDULES, thinned
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.utils import prune
@@ -181,7 +181,7 @@ def gradients_of(module, model, x):
         first=2,
     ),
 )
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("build", [quantised, residual, tied])
 def test_a_function_has_the_gradient_that_the_model_wrote(build, strategy, mesh, chunks, schedule):
     model, x = build()
@@ -795,7 +795,7 @@ def test_what_runs_in_inference_mode_has_no_gradient():
         assert model.other.weight.grad.any()
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_functions_with_gradients_of_their_own_run_in_inference_mode(schedule):
     class Twice(nn.Linear):
         def forward(self, x):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from capturing import check, image, program
+from thinned import thinned
 from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 import autotp
@@ -75,7 +76,7 @@ def test_numbers_stay_the_models(name):
     torch.testing.assert_close(dict(simulated.named_parameters())["scale"].grad, model.scale.grad, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("device", thinned(["cpu", "meta"], first=1, slow=1, whole=True))
 @pytest.mark.parametrize(
     ("kind", "config"),
     [
@@ -154,7 +155,7 @@ DECIDED = {
 }
 
 
-@pytest.mark.parametrize("name", DECIDED)
+@pytest.mark.parametrize("name", thinned(DECIDED, first=12, slow=99, whole=True))
 def test_constants_decide_sizes(name):
     """A mask that the model writes out selects as much in every call; torch.export counts it anew in each."""
     model, x = program(DECIDED[name]), image(8, 8)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from overlapping import gradients, planned, random_durations, same, tokens
+from thinned import SCHEDULES, thinned
 from torch import nn
 
 import autotp
@@ -38,7 +39,7 @@ def test_any_schedule_chunks_and_buckets(seed, strategy, batch, rows, in_flight,
     same(model, Simulated(model, plan, rewrite(model, plan, args), LocalWorld(mesh), lambda _: how), args)
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_chunks_with_either_schedule(schedule):
     model, args = tokens()
     plan = dataclasses.replace(planned(model, args), chunks={"batch": 2})
@@ -146,7 +147,7 @@ class Teacher(nn.Module):
         return y, y.detach(), y.detach()[:2].view(-1), self.linear.bias.detach(), x
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_is_detached_has_no_gradient(schedule):
     torch.manual_seed(0)
     model, args = Teacher().double(), (torch.randn(4, 8, dtype=torch.float64),)
@@ -161,7 +162,7 @@ def test_what_is_detached_has_no_gradient(schedule):
     assert schedule == "none" or all(ours._compiled.values())
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_gradients_of_what_other_outputs_are_made_of_are_refused(schedule):
     torch.manual_seed(0)
     model, args = Two().double(), (torch.randn(4, 8, dtype=torch.float64),)
@@ -199,7 +200,7 @@ class Hidden(nn.Module):
         return loss, x if self.left else hidden, self.stem(x).view(2, 2, 8)
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize(
     "hide", [lambda y: y, lambda y: y * 1.0, lambda y: y + 0, torch.clone, lambda y: y.view(2, 2, 8)], ids=range(5)
@@ -276,7 +277,7 @@ class Copies(nn.Module):
         return h.square().sum(), h.clone(), h * 1, h
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_copies_of_intermediate_results_are_the_callers_own(schedule):
     torch.manual_seed(0)
     model, args = Copies().double(), (torch.randn(4, 8, dtype=torch.float64),)
@@ -510,7 +511,7 @@ class Steep(nn.Module):
 @pytest.mark.parametrize(
     ("strategy", "mesh"), [("data", (2,)), ("zero3", (2,)), ("megatron-1d", (2,)), ("tensor3d", (2, 2))]
 )
-@pytest.mark.parametrize("used", [(0,), (2,), (0, 2)])
+@pytest.mark.parametrize("used", thinned([(0, 2), (0,), (2,)], first=1, slow=2, whole=True))
 def test_what_flows_to_no_loss_is_not_run(strategy, mesh, used):
     torch.manual_seed(0)
     model, args = Steep().double(), (torch.randn(8, 8, dtype=torch.float64),)

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 from overlapping import planned
-from thinned import thinned
+from thinned import SCHEDULES, thinned
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -164,7 +164,7 @@ def test_a_device_has_its_part_of_what_is_drawn_even_where_parts_differ_in_size(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_micro_batches_draw_one_after_the_other(schedule):
     model, args = made(Attending)
     plan = planned(model, args, "data", accumulate=2)

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from overlapping import gradients, planned
+from thinned import SCHEDULES
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -143,7 +144,7 @@ def test_what_draws_in_training_only(layer, training):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_checkpoint_drops_again_what_was_dropped(schedule, reentrant):
     torch.manual_seed(0)
     model, args = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).double().train(), (torch.randn(4, 8, **F64),)
@@ -183,7 +184,7 @@ class Masked(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v, earlier, dropout_p=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["none", "overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_attention_that_drops_follows_a_mask_of_booleans(schedule):
     torch.manual_seed(0)
     model, args = Masked().double().train(), (torch.randn(4, 6, 8, **F64),)
