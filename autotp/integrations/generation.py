@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autotp.errors import AutotpError
+from autotp.runtime.agreement import Agreement
 from autotp.runtime.checkpoint.random_state import RandomState
 from autotp.runtime.module import DistributedModule
 from autotp.runtime.programs import blueprint
@@ -145,12 +146,29 @@ def generate(parallel: nn.Module, model: Any, input_ids: Tensor, **options: Any)
 
     forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
     shell.forward = forward  # type: ignore[assignment]
-    if isinstance(parallel, DistributedModule):  # all ranks sample as rank 0
+    if isinstance(parallel, DistributedModule):  # all ranks sample as rank 0, and stop where it does
         random = RandomState()
         random.load_state_dict(random.state_dict())
+        criteria: Any = shell._get_stopping_criteria
+        agreement = parallel._programs.agreement
+        shell._get_stopping_criteria = lambda *args, **named: _together(criteria(*args, **named), agreement)  # type: ignore[assignment]
+    own = {"use_cache": True, "cache_implementation": None, "past_key_values": filled}
     with torch.no_grad():
-        found: Tensor = shell.generate(input_ids, past_key_values=filled, **options | {"use_cache": True})  # type: ignore[operator]
+        found: Tensor = shell.generate(input_ids, **options | own)  # type: ignore[operator]
     return found
+
+
+def _together(criteria: Any, agreement: Agreement) -> Any:
+    """Stopping criteria that all ranks meet at the same token, as rank 0 does: their clocks differ."""
+    from transformers.generation import stopping_criteria as known
+
+    class Together(known.StoppingCriteriaList):
+        def __call__(self, *args: Any, **named: Any) -> Any:
+            done = super().__call__(*args, **named)
+            return done.new_tensor(agreement.decided(done.tolist))
+
+    of_tokens = (known.MaxLengthCriteria, known.EosTokenCriteria, known.StopStringCriteria)
+    return criteria if all(type(each) in of_tokens for each in criteria) else Together(criteria)
 
 
 def _require_language_model(model: Any) -> None:
@@ -164,7 +182,7 @@ def _require_prompts(input_ids: Any, options: Mapping[str, Any]) -> None:
     integers = isinstance(input_ids, Tensor) and not input_ids.is_floating_point()
     if not integers or input_ids.dim() != 2 or not input_ids.shape[1]:
         raise AutotpError(f"input_ids is {_kind_of(input_ids)}: give a tensor of token numbers, [batch, tokens]")
-    for name in ("past_key_values", "inputs_embeds", "inputs"):
+    for name in ("past_key_values", "inputs_embeds", "inputs", "cache_implementation"):
         if name in options:
             raise AutotpError(f"{name} is given by the distributed module, whose cache is used: leave it out")
     if options.get("use_cache", True) is not True:

@@ -20,8 +20,9 @@ from autotp.runtime.rewrite import Rewritten
 from autotp.runtime.watch.watch import Watch, require_sound_group, watching
 from costmodel.text.numbers import whole_of
 from passes.capture import Captured
+from passes.torch_internals import default_store
 from passes.world.process import all_gather_single, made_once, time_limit
-from passes.world.whereabouts import Whereabouts
+from passes.world.whereabouts import CollectiveError, Whereabouts
 
 __all__ = ["Agreement", "JobAgreement", "agreed", "everywhere", "join_job"]
 
@@ -63,6 +64,23 @@ class _Exchange:
         return "the exchange by which the ranks agree"
 
 
+@contextmanager
+def _met(rank: int) -> Iterator[None]:
+    """Says which ranks did not come to where all make their first group."""
+    store = default_store()
+    key = "autotp/came/{}".format
+    store.set(key(rank), "")
+    try:
+        yield
+    except dist.DistStoreError as error:
+        away = [f"rank {each}" for each in range(dist.get_world_size()) if not store.check([key(each)])]
+        raise CollectiveError(
+            f"rank {rank}: {', '.join(away) or 'another rank'} did not join autotp.parallelize within {time_limit()}; all "
+            f"ranks must call it: {error}",
+            rank,
+        ) from error
+
+
 class JobAgreement(Agreement):
     """How the processes of a ``torch.distributed`` job agree; each must make the same calls.
 
@@ -81,7 +99,8 @@ class JobAgreement(Agreement):
         self._groups: list[Any] = []
         if watched and dist.get_world_size() > 1:
             backend = "gloo" if dist.get_backend() == "nccl" else None  # torch's fake job has no other group
-            self._groups.append(made_once("agreement", dist.new_group, timeout=time_limit(), backend=backend))
+            with _met(self.whereabouts.rank):
+                self._groups.append(made_once("agreement", dist.new_group, timeout=time_limit(), backend=backend))
             weakref.finalize(self, _ended, watching(self.whereabouts), self._groups)
         self._sliced = dist.get_backend(self._group) == "gloo"
         on_gpus = dist.get_backend(self._group) == "nccl"

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotp.errors import AutotpError
+from autotp.runtime.agreement import JobAgreement
 from costmodel.errors import shown
 
 __all__ = ["RandomState"]
@@ -24,12 +25,16 @@ class RandomState:
     """
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Rank 0's states, the same on every rank; a collective call in a job."""
+        """Rank 0's states, the same on every rank; a collective call in a job.
+
+        Raises:
+            CollectiveError: another rank does not make it.
+        """
         states = [torch.get_rng_state()]
         if torch.cuda.is_available():
             states.append(torch.cuda.get_rng_state())
         if dist.is_initialized():
-            dist.broadcast_object_list(states, src=0)
+            states = JobAgreement().decided(lambda: states)
         return dict(zip(("cpu", "cuda"), states, strict=False))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -79,8 +79,8 @@ def joined(
         bound: gives a call's arguments by name.
 
     Raises:
-        PlanMismatchError: on every rank, where their calls differ in more than numbers of rows, or ranks that are given
-            the same part of the batch have different ones.
+        PlanMismatchError: on every rank, where their calls differ in more than numbers of rows, ranks that are given the
+            same part of the batch have different ones, or an argument's rows are not as many as those of the batch.
     """
     cut = iter(parts)
     less = [_less(each) if isinstance(kind, torch.dtype) and next(cut) else each for kind, each in key.leaves]
@@ -96,6 +96,7 @@ def joined(
                     "with inputs='uneven', only the rows (dim 0) of different parts of the batch may differ in number"
                 )
     brought = [every[lead[at]][3] for at in sorted(lead)]
+    lengths = [batch_of([tensor.shape for tensor in each]) for each in brought]
     place = sorted(lead).index(part)
     whole, rows = [], []
     for number, tensor in enumerate(inputs):
@@ -103,6 +104,12 @@ def joined(
             whole.append(tensor)
             continue
         sizes = [each[number].shape[0] for each in brought]
+        if any(size * sum(lengths) != sum(sizes) * length for size, length in zip(sizes, lengths, strict=True)):
+            raise PlanMismatchError(
+                f"argument {key.tensors[number][0]} has {_listed(sizes)} rows (dim 0) on the ranks, where the batch has "
+                f"{_listed(lengths)}: it is taken for a part of the batch, as its dim 0 is a multiple of the batch in the "
+                "example. Give an argument that all ranks have alike with inputs='global'"
+            )
         begin = sum(sizes[:place])
         rows.append((begin, begin + sizes[place], sum(sizes)))
         found = torch.cat([each[number] for each in brought]).to(tensor.device)
@@ -183,6 +190,11 @@ def require_same_inputs(
                 f"argument {name} of shape {shape} is the same on all ranks, but is taken for a part of the batch, as its "
                 f"dim 0 is a multiple of {batch}: use inputs='global'"
             )
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    *most, last = map(str, sizes)
+    return f"{', '.join(most)} and {last}"
 
 
 def _less(shape: tuple[int, ...]) -> tuple[int, ...]:

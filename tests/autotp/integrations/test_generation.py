@@ -1,6 +1,7 @@
 """Generation with a cache: tokens are transformers' own."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -96,6 +97,7 @@ def test_sequences_that_the_devices_do_not_divide_are_named(strategy):
     [
         ({"use_cache": False}, "use_cache=False, but the distributed module computes with its cache"),
         ({"past_key_values": None}, "past_key_values is given by the distributed module"),
+        ({"cache_implementation": "static"}, "cache_implementation is given by the distributed module"),
         ({"inputs_embeds": torch.zeros(2, 7, 64)}, "inputs_embeds is given by the distributed module"),
         ({"attention_mask": torch.ones(3, 7)}, r"attention_mask is .*: give a tensor of the prompts' shape, \[2, 7\]"),
         ({"input_ids": torch.ones(2)}, r"input_ids is .*: give a tensor of token numbers, \[batch, tokens\]"),
@@ -118,10 +120,25 @@ def test_caches_of_impossible_sizes(sizes):
 
 
 @pytest.mark.slow
-def test_a_config_without_a_cache_makes_no_difference():
+def test_a_config_of_other_caches_makes_no_difference():
     torch.manual_seed(0)
     model, prompt = LlamaForCausalLM(LLAMA).double().eval(), torch.randint(128, (2, 7))
     ours = distributed(model, "data", (2,))
     expected = model.generate(prompt, max_new_tokens=6, do_sample=False)
-    model.generation_config.use_cache = False
+    model.generation_config.use_cache, model.generation_config.cache_implementation = False, "static"
     assert torch.equal(generate(ours, model, prompt, max_new_tokens=6, do_sample=False), expected)
+
+
+def test_ranks_stop_where_the_first_does(one_rank):
+    model, prompt = LlamaForCausalLM(LLAMA).eval(), torch.randint(128, (2, 7))
+    example = (prompt, torch.tensor(0), torch.ones(2, ROOM, dtype=torch.int64))
+    ours = autotp.parallelize(WithCache(model, 2, ROOM).eval(), None, example, mode="inference")
+    short = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    assert generate(ours, model, prompt, **short, max_time=0.0).shape == (2, 8), "rank 0's clock"
+    assert generate(ours, model, prompt, **short).shape == (2, 16)
+    asked: list[list[bool]] = []
+    with mock.patch.object(
+        ours._programs.agreement, "decided", lambda decide: asked.append(decide()) or [len(asked) == 3] * 2
+    ):
+        assert generate(ours, model, prompt, **short, max_time=1e9).shape == (2, 10) and asked == [[False] * 2] * 3
+        assert generate(ours, model, prompt, **short).shape == (2, 16) and len(asked) == 3, "tokens are alike"

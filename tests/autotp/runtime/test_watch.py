@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from autotp.errors import AutotpError, PlanMismatchError
-from autotp.runtime.agreement import _ended
+from autotp.runtime.agreement import _ended, _met
 from autotp.runtime.watch import watch
 from autotp.runtime.watch.watch import Watch
 from passes.world.whereabouts import CollectiveError, Whereabouts
@@ -158,6 +158,15 @@ def test_a_wait_in_slices_ends_as_the_collective_does():
     assert work.left == 0 and mine.waits == 1 and mine.waiting is None
     with pytest.raises(CollectiveError, match="other ranks says"):
         mine.wait(Work(1, RuntimeError("lost")), What(), sliced=False)
+
+
+def test_ranks_that_do_not_come_are_named(one_rank, monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    with (
+        pytest.raises(CollectiveError, match="^rank 1: rank 0, rank 2 did not join autotp.parallelize"),
+        _met(1),
+    ):
+        raise dist.DistStoreError("wait timeout")
 
 
 def test_two_threads_do_not_run_a_module_at_once():
