@@ -50,6 +50,7 @@ class WithCache(nn.Module):
             self.register_buffer(f"keys_{number}", layer.keys, persistent=False)
             self.register_buffer(f"values_{number}", layer.values, persistent=False)
 
+    @torch.no_grad()
     def forward(self, input_ids: Tensor, start: Tensor, attention_mask: Tensor) -> Tensor:
         """The logits of the next token.
 
