@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from autotp.errors import AutotpError
 from autotp.integrations.training_state import RANDOM, load_optimizer, load_random, require_global, save_optimizer
 from autotp.runtime.checkpoint.load import load_pretrained
 from autotp.runtime.checkpoint.random_state import RandomState
-from autotp.runtime.checkpoint.save import save_pretrained
+from autotp.runtime.checkpoint.save import save_pretrained, staged
 
 try:
     import accelerate
@@ -118,7 +118,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
-        """As accelerate's; a collective call.
+        """As accelerate's; a collective call. What the directory had stays until all is written.
 
         Raises:
             AutotpError: there is no directory to write to, or an optimizer does not step parameters of one prepared model.
@@ -127,18 +127,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise AutotpError(
                 "save_state(None): give a directory, or ProjectConfiguration(automatic_checkpoint_naming=True)"
             )
+        named = self.project_configuration.automatic_checkpoint_naming  # each is a new one
         with self._without_state() as (models, optimizers):
             stepped = [_stepped(models, optimizer) for optimizer in optimizers]
-            where = super().save_state(output_dir, safe_serialization, **options)
-        for number, model in enumerate(models):
-            save_pretrained(model, Path(where, f"model_{number}"))
-        for number, optimizer in enumerate(optimizers):
-            save_optimizer(stepped[number], optimizer, Path(where, f"optimizer_{number}"))
-        state = RandomState().state_dict()
-        if self.is_main_process:
-            torch.save(state, Path(where, RANDOM))
+        with nullcontext() if named else staged(Path(os.path.expanduser(output_dir or "")), RANDOM) as folder:
+            with self._without_state():
+                where = super().save_state(output_dir if folder is None else str(folder), safe_serialization, **options)
+            for number, model in enumerate(models):
+                save_pretrained(model, Path(where, f"model_{number}"))
+            for number, optimizer in enumerate(optimizers):
+                save_optimizer(stepped[number], optimizer, Path(where, f"optimizer_{number}"))
+            state = RandomState().state_dict()
+            if self.is_main_process:
+                torch.save(state, Path(where, RANDOM))
         self.wait_for_everyone()
-        return where
+        return where if named else output_dir
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
         """As accelerate's, of what ``save_state`` wrote; a collective call."""

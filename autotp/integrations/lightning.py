@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -25,8 +26,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autotp.errors import AutotpError
-from autotp.integrations.training_state import read_optimizer, require_global
+from autotp.integrations.training_state import read_optimizer, reading, require_global
+from autotp.runtime.agreement import told
 from autotp.runtime.checkpoint.random_state import RandomState
+from autotp.runtime.checkpoint.save import staged
 from autotp.runtime.module import DistributedModule
 
 try:
@@ -48,6 +51,7 @@ except ImportError as error:
 __all__ = ["AutotpStrategy"]
 
 _METADATA = "meta.pt"  # where Lightning looks for what is not sharded
+_PARTS = re.compile(r"__\d+_\d+\.distcp")  # files of torch.distributed.checkpoint
 _RANDOM = "autotp_random"
 #: Callbacks that would change nothing, or fail, and what to do instead.
 _REFUSED = {
@@ -132,6 +136,7 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
     def setup_environment(self) -> None:
         """Joins the processes, unless they are joined."""
         super().setup_environment()
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         self.set_world_ranks()
         backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
         device = self.root_device if self.root_device.type != "cpu" else None
@@ -236,7 +241,7 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
         return StateDictOptions(full_state_dict=not self._sharded, cpu_offload=not self._sharded)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes a checkpoint; a collective call."""
+        """Writes a checkpoint; a collective call. One of the same name stays until the new one is written."""
         checkpoint[_RANDOM] = RandomState().state_dict()
         path = Path(self.broadcast(filepath))
         if self.is_global_zero and (path.is_file() if self._sharded else (path / _METADATA).is_file()):
@@ -248,19 +253,22 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
         states = checkpoint.pop("optimizer_states", ())
         # By these names Lightning's own tool makes a single file of the folder.
         state = {"model": checkpoint.pop("state_dict")} | {f"optimizer_{i}": each for i, each in enumerate(states)}
-        dcp.save(state, checkpoint_id=path)
-        if self.is_global_zero:
-            torch.save(checkpoint, path / _METADATA)
+        with staged(path, _METADATA, _PARTS) as folder:
+            with told(f"saving {path}"):
+                dcp.save(state, checkpoint_id=folder)
+            if self.is_global_zero:
+                torch.save(checkpoint, folder / _METADATA)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a checkpoint; a collective call. Optimizers' states in a folder are read once the optimizers are there."""
         path = Path(self.broadcast(checkpoint_path))
         if not path.is_dir():
             return super().load_checkpoint(checkpoint_path, weights_only)
-        checkpoint: dict[str, Any] = torch.load(path / _METADATA, weights_only=weights_only)
         state = {"model": get_model_state_dict(self.lightning_module)}
         partial_load = not self.lightning_module.strict_loading
-        dcp.load(state, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=partial_load))
+        with reading(path, "checkpoint"):
+            checkpoint: dict[str, Any] = torch.load(path / _METADATA, weights_only=weights_only)
+            dcp.load(state, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=partial_load))
         checkpoint["state_dict"] = state["model"]
         if "lr_schedulers" in checkpoint:  # it is not, with save_weights_only
             checkpoint["optimizer_states"] = path

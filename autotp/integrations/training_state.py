@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from autotp.errors import AutotpError
 from autotp.runtime.checkpoint.random_state import RandomState
 from autotp.runtime.module import DistributedModule
 
-__all__ = ["RANDOM", "load_optimizer", "load_random", "read_optimizer", "require_global", "save_optimizer"]
+__all__ = ["RANDOM", "load_optimizer", "load_random", "read_optimizer", "reading", "require_global", "save_optimizer"]
 
 #: The file that says where random numbers stand on rank 0, which a job with other ranks goes on from.
 RANDOM = "autotp_random.pt"
@@ -83,18 +85,30 @@ def read_optimizer(state: dict[str, Any], optimizer: Optimizer, name: str, direc
     """
     groups: Any = state["param_groups"]
     own = {*optimizer.defaults, "params"}
-    try:
+    with reading(directory, "state of the optimizer"):
         saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
         later = [
             {key: group.pop(key) for key in {*group} - own if f"{name}.param_groups.{number}.{key}" not in saved}
             for number, group in enumerate(groups)
         ]
         dcp.load({name: state}, checkpoint_id=directory)
-    except (Exception, CheckpointException) as error:
-        said = str(error).strip().partition("\n")[0]
-        raise AutotpError(f"{directory} has no whole state of the optimizer ({type(error).__name__}: {said})") from error
     for group, settings in zip(groups, later, strict=True):
         group.update(settings)
+
+
+@contextmanager
+def reading(directory: str | os.PathLike[str], what: str) -> Iterator[None]:
+    """Says what is not whole in a directory that is read inside.
+
+    Raises:
+        AutotpError: something is missing or damaged.
+    """
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        said = str(first).strip().partition("\n")[0]
+        raise AutotpError(f"{directory} has no whole {what} ({type(first).__name__}: {said})") from error
 
 
 def load_random(file: str | os.PathLike[str]) -> None:

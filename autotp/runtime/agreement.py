@@ -24,7 +24,7 @@ from passes.torch_internals import default_store
 from passes.world.process import all_gather_single, made_once, time_limit
 from passes.world.whereabouts import CollectiveError, Whereabouts
 
-__all__ = ["Agreement", "JobAgreement", "agreed", "everywhere", "join_job"]
+__all__ = ["Agreement", "JobAgreement", "agreed", "everywhere", "join_job", "told"]
 
 
 class Agreement:
@@ -60,8 +60,11 @@ class _Exchange:
 
     operator = ""
 
+    def __init__(self, doing: str = "the exchange by which the ranks agree") -> None:
+        self.doing = doing
+
     def __str__(self) -> str:
-        return "the exchange by which the ranks agree"
+        return self.doing
 
 
 @contextmanager
@@ -290,6 +293,19 @@ def agreed(
             raise PlanMismatchError(f"rank {rank} holds plan {digest}, rank 0 {reports[0][0]}; give all ranks one model")
     assert rewritten is not None
     return plan, rewritten
+
+
+@contextmanager
+def told(doing: str) -> Iterator[None]:
+    """Says what the ranks were doing, where a collective of torch's own fails inside.
+
+    Raises:
+        CollectiveError: one does.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise Whereabouts(dist.get_rank()).failed(_Exchange(doing), error) from error
 
 
 @contextmanager

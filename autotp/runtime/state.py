@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.experimental import register_sharding
 
 from autotp.errors import AutotpError, PlanMismatchError
+from autotp.runtime.agreement import told
 from autotp.runtime.strides import arranged
 from passes.layouts.layout import Layout, take
 from passes.torch_internals import dtensor_handlers, dtensor_of, held_elsewhere, local_tensor, version
@@ -115,7 +116,8 @@ def of_rank_0(
         value = tensor.detach()
         if broadcast and ranks > 1:
             value = value.to(device, copy=True, memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
-            dist.broadcast(_bytes(value), src=0)
+            with told(f"sending {name} from rank 0"):
+                dist.broadcast(_bytes(value), src=0)
         elif ranks > 1:
             sums[name] = checksum(value)
         yield name, value

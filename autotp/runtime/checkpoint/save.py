@@ -8,7 +8,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autotp.errors import AutotpError
-from autotp.runtime.agreement import everywhere
+from autotp.runtime.agreement import JobAgreement, everywhere, told
 from autotp.runtime.checkpoint.entries import Entry, entries_of
 from autotp.runtime.checkpoint.files import INDEX, WHOLE, safetensors_library
 from costmodel import parse_quantity
 from costmodel.text.files import move_atomically, regular_target, require_path
 from costmodel.text.numbers import figure
 
-__all__ = ["save_pretrained"]
+__all__ = ["save_pretrained", "staged"]
 
 _PART = "model-{:05d}-of-{:05d}.safetensors"
 #: Units of sizes in the case that `costmodel.parse_quantity` has.
@@ -63,27 +64,54 @@ def save_pretrained(
         AutotpError: on every rank, when an argument is wrong or the directory cannot be written.
     """
     require_path(directory, "a directory")
-    target, staging, wrong = Path(directory), None, f"cannot save to {os.fspath(directory)}"
-    try:
-        with everywhere(wrong):
-            state = entries_of(parallel)
-            files = _files(state, _size(max_shard_size))
-            if config is not None and not callable(getattr(config, "save_pretrained", None)):
-                raise AutotpError(f"config is a {type(config).__name__}, which has no save_pretrained: pass model.config")
-            if dist.get_rank() == 0:
-                safetensors_library()
-                staging = _staging(target)
+    target, wrong, first = Path(directory), f"cannot save to {os.fspath(directory)}", False
+    with everywhere(wrong):
+        state, first = entries_of(parallel), dist.get_rank() == 0
+        files = _files(state, _size(max_shard_size))
+        if config is not None and not callable(getattr(config, "save_pretrained", None)):
+            raise AutotpError(f"config is a {type(config).__name__}, which has no save_pretrained: pass model.config")
+        if first:
+            safetensors_library()
+    with staged(target, INDEX, _WEIGHTS) as folder:
         for name, entries in files.items():
-            whole = {entry.names[0]: kept for entry in entries if (kept := _gathered(entry.value)) is not None}
+            whole = {entry.names[0]: kept for entry in entries if (kept := _gathered(entry, target)) is not None}
             with everywhere(wrong):
-                if staging is not None:
-                    safetensors_library().torch.save_file(whole, staging / name, metadata={"format": "pt"})
+                if first:
+                    safetensors_library().torch.save_file(whole, folder / name, metadata={"format": "pt"})
             del whole
         with everywhere(wrong):
+            if first:
+                _write_index(folder, files)
+                _write_config(folder, config, state)
+
+
+@contextmanager
+def staged(target: Path, last: str, replaced: re.Pattern[str] | None = None) -> Iterator[Path]:
+    """A new folder, of whose files and folders each takes its place in a directory once all ranks have written theirs.
+
+    What the directory had stays as it was until then. While they take their places, which takes milliseconds, there is no
+    ``last``: a directory without it was left by a process that was killed. A collective call.
+
+    Args:
+        target: the directory; made if it is not there.
+        last: the file without which nothing is loaded.
+        replaced: names of files of the directory that go, if no new ones take their places.
+
+    Raises:
+        AutotpError: on every rank, when the directory cannot be written.
+    """
+    wrong = f"cannot save to {target}"
+    staging: Path | None = None
+    try:
+        with everywhere(wrong):
+            if dist.get_rank() == 0:
+                staging = _staging(target)
+        yield JobAgreement().decided(lambda: staging)
+        with everywhere(wrong):
+            pass  # all ranks have written
+        with everywhere(wrong):
             if staging is not None:
-                _write_index(staging, files)
-                _write_config(staging, config, state)
-                _publish(staging, target)
+                _publish(staging, target, last, replaced)
     finally:
         if staging is not None:
             shutil.rmtree(staging, ignore_errors=True)
@@ -105,9 +133,10 @@ def _staging(target: Path) -> Path:
         raise AutotpError(f"cannot save to {target}: {error}; give a directory that rank 0 can make or write to") from error
 
 
-def _gathered(value: Tensor) -> Tensor | None:
+def _gathered(entry: Entry, target: Path) -> Tensor | None:
     """The whole tensor on rank 0, None elsewhere; a collective call."""
-    with torch.no_grad():
+    value = entry.value
+    with torch.no_grad(), told(f"gathering {entry.names[0]} for {target}"):
         whole = value.full_tensor() if isinstance(value, DTensor) else value.detach()
     return whole.cpu().contiguous() if dist.get_rank() == 0 else None
 
@@ -147,23 +176,29 @@ def _write_config(staging: Path, config: Any, state: Sequence[Entry]) -> None:
         written.save_pretrained(staging)
 
 
-def _publish(staging: Path, target: Path) -> None:
-    """Puts the files in their places, then removes weights that were there before, and what a killed call has left.
+def _publish(staging: Path, target: Path, last: str, replaced: re.Pattern[str] | None) -> None:
+    """Puts what was written in its place, then removes what was there before, and what a killed call has left.
 
-    An index goes first: were this to end in between, it would name new files and old ones that have the same names.
+    ``last`` goes first: were this to end in between, an index would name new files and old ones that have the same names.
     """
     mask = os.umask(0)
     os.umask(mask)
-    made = sorted(staging.iterdir(), key=lambda file: (file.name == INDEX, file.name))
-    places = [(file, regular_target(target / file.name)) for file in made]
-    if made[-1].name == INDEX:
+    made = sorted(staging.iterdir(), key=lambda file: (file.name == last, file.name))
+    places = [(file, target / file.name if file.is_dir() else regular_target(target / file.name)) for file in made]
+    before = Path(tempfile.mkdtemp(dir=target, prefix=_STAGING))
+    if made and made[-1].name == last:
         places[-1][1].unlink(missing_ok=True)
     for file, place in places:
+        if file.is_dir():
+            if place.is_dir():
+                place.rename(before / place.name)
+            file.rename(place)
+            continue
         if file.suffix == ".safetensors":
             file.chmod(0o666 & ~mask)  # safetensors writes files that others cannot read
         move_atomically(file, place)
     for left in target.glob(f"{_STAGING}*"):
         shutil.rmtree(left, ignore_errors=True)
     for file in sorted(target.iterdir()):
-        if _WEIGHTS.fullmatch(file.name) and file.name not in {each.name for each in made}:
+        if replaced is not None and replaced.fullmatch(file.name) and file.name not in {each.name for each in made}:
             file.unlink()

@@ -1,5 +1,8 @@
 """What the strategy of Lightning refuses; that it trains as one process does is in ``tests/whole/test_torchrun.py``."""
 
+import os
+from unittest import mock
+
 import lightning
 import pytest
 import torch
@@ -8,6 +11,7 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from torch import nn
 
 import autotp
+from autotp.integrations import lightning as _lightning
 from autotp.integrations.lightning import AutotpStrategy
 
 
@@ -103,6 +107,50 @@ def test_a_checkpoint_takes_the_place_of_one_of_the_other_kind(one_rank, tmp_pat
         module = Distributed()
         trainer(sharded, max_epochs=2).fit(module, ckpt_path=path)
         torch.testing.assert_close(module.model.weight.full_tensor(), wanted.model.weight)
+
+
+def test_a_checkpoint_stays_until_the_next_is_written(one_rank, tmp_path):
+    save = torch.save
+
+    def interrupted(what, where, **options):
+        if str(where).endswith("meta.pt"):
+            raise KeyboardInterrupt
+        save(what, where, **options)
+
+    path, first = tmp_path / "last.ckpt", trainer()
+    first.fit(Distributed())
+    first.save_checkpoint(path)
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    (path / "__7_0.distcp").touch()  # of a job of more ranks
+    with torch.no_grad():
+        first.model.model.weight.add_(1)
+    with mock.patch.object(_lightning.torch, "save", interrupted), pytest.raises(KeyboardInterrupt):
+        first.save_checkpoint(path)
+    assert {file.name: file.read_bytes() for file in path.iterdir() if file.name in before} == before
+    first.save_checkpoint(path)
+    after = {file.name: file.read_bytes() for file in path.iterdir()}
+    assert after.keys() == before.keys() and after != before
+
+
+@pytest.mark.parametrize("damaged", ["__0_0.distcp", "meta.pt", ".metadata"])
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_checkpoint_that_is_not_whole_is_refused(one_rank, tmp_path, damaged, gone):
+    path, first = tmp_path / "last.ckpt", trainer()
+    first.fit(Distributed())
+    first.save_checkpoint(path)
+    if gone:
+        (path / damaged).unlink()
+    else:
+        os.truncate(path / damaged, 10)
+    with pytest.raises(autotp.AutotpError, match=r"last.ckpt has no whole checkpoint \(\w+: "):
+        trainer(max_epochs=2).fit(Distributed(), ckpt_path=path)
+
+
+def test_other_numbers_of_processes_than_the_jobs_are_refused(one_rank, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(ValueError, match="does not match the world size"):
+        trainer(devices=3).fit(Distributed())
 
 
 def test_an_optimizer_of_other_parameters_is_refused(one_rank, tmp_path):
