@@ -150,26 +150,31 @@ def generate(parallel: nn.Module, model: Any, input_ids: Tensor, **options: Any)
     if isinstance(parallel, DistributedModule):  # all ranks sample as rank 0, and stop where it does
         random = RandomState()
         random.load_state_dict(random.state_dict())
-        criteria: Any = shell._get_stopping_criteria
-        agreement = parallel._programs.agreement
-        shell._get_stopping_criteria = lambda *args, **named: _together(criteria(*args, **named), agreement)  # type: ignore[assignment]
+        options |= _stopping(options, model.generation_config, parallel._programs.agreement)
     own = {"use_cache": True, "cache_implementation": None, "past_key_values": filled}
     with torch.no_grad():
         found: Tensor = shell.generate(input_ids, **options | own)  # type: ignore[operator]
     return found
 
 
-def _together(criteria: Any, agreement: Agreement) -> Any:
-    """Stopping criteria that all ranks meet at the same token, as rank 0 does: their clocks differ."""
+def _stopping(options: Mapping[str, Any], defaults: Any, agreement: Agreement) -> dict[str, Any]:
+    """Options with which all ranks stop where rank 0 does: their clocks differ, and a caller's criteria may."""
     from transformers.generation import stopping_criteria as known
 
-    class Together(known.StoppingCriteriaList):
+    limits = [getattr(each, "max_time", None) for each in (options.get("generation_config"), defaults)]
+    limit = options["max_time"] if "max_time" in options else next((each for each in limits if each is not None), None)
+    criteria = known.StoppingCriteriaList(options.get("stopping_criteria") or ())
+    if limit is not None:
+        criteria.append(known.MaxTimeCriteria(limit))
+    if not criteria:
+        return {}
+
+    class Together(known.StoppingCriteria):
         def __call__(self, *args: Any, **named: Any) -> Any:
-            done = super().__call__(*args, **named)
+            done = criteria(*args, **named)
             return done.new_tensor(agreement.decided(done.tolist))
 
-    of_tokens = (known.MaxLengthCriteria, known.EosTokenCriteria, known.StopStringCriteria)
-    return criteria if all(type(each) in of_tokens for each in criteria) else Together(criteria)
+    return {"max_time": None, "stopping_criteria": known.StoppingCriteriaList([Together()])}
 
 
 def _require_language_model(model: Any) -> None:
