@@ -24,5 +24,5 @@ def thinned(cases: Iterable[Any], every: int = 2, *, first: int = 0, slow: int =
     return [case if kept(number) else marked(number, case) for number, case in enumerate(cases)]
 
 
-#: What every scheduled graph is checked as: overlapped, and, more slowly, as it is sharded.
+#: With overlap, and with ``make slow`` the sharded graph as it is.
 SCHEDULES = thinned(["overlap", "none"], first=1, slow=1, whole=True)

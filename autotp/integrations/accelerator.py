@@ -128,10 +128,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "save_state(None): give a directory, or ProjectConfiguration(automatic_checkpoint_naming=True)"
             )
         named = self.project_configuration.automatic_checkpoint_naming  # each is a new one
-        with self._without_state() as (models, optimizers):
-            stepped = [_stepped(models, optimizer) for optimizer in optimizers]
+        stepped = [_stepped(self._models, optimizer) for optimizer in self._optimizers]
         with nullcontext() if named else staged(Path(os.path.expanduser(output_dir or "")), RANDOM) as folder:
-            with self._without_state():
+            with self._without_state() as (models, optimizers):
                 where = super().save_state(output_dir if folder is None else str(folder), safe_serialization, **options)
             for number, model in enumerate(models):
                 save_pretrained(model, Path(where, f"model_{number}"))

@@ -64,7 +64,7 @@ def save_pretrained(
         AutotpError: on every rank, when an argument is wrong or the directory cannot be written.
     """
     require_path(directory, "a directory")
-    target, wrong, first = Path(directory), f"cannot save to {os.fspath(directory)}", False
+    target, wrong = Path(directory), f"cannot save to {os.fspath(directory)}"
     with everywhere(wrong):
         state, first = entries_of(parallel), dist.get_rank() == 0
         files = _files(state, _size(max_shard_size))
