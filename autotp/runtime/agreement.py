@@ -70,6 +70,9 @@ class _Exchange:
 @contextmanager
 def _met(rank: int) -> Iterator[None]:
     """Says which ranks did not come to where all make their first group."""
+    if dist.get_backend() == "fake":  # its ranks never come, and its store keeps nothing
+        yield
+        return
     store = default_store()
     key = "autotp/came/{}".format
     store.set(key(rank), "")

@@ -11,9 +11,11 @@ import pytest
 import torch.distributed as dist
 
 from autotp.errors import AutotpError, PlanMismatchError
-from autotp.runtime.agreement import _ended, _met
+from autotp.runtime import agreement
+from autotp.runtime.agreement import JobAgreement, _ended, _met
 from autotp.runtime.watch import watch
 from autotp.runtime.watch.watch import Watch
+from benchmarks.memory import pretended
 from passes.world.whereabouts import CollectiveError, Whereabouts
 
 
@@ -160,13 +162,21 @@ def test_a_wait_in_slices_ends_as_the_collective_does():
         mine.wait(Work(1, RuntimeError("lost")), What(), sliced=False)
 
 
-def test_ranks_that_do_not_come_are_named(one_rank, monkeypatch):
+def test_ranks_that_do_not_come_are_named(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(agreement, "default_store", dist.HashStore)
+    monkeypatch.setattr(agreement, "time_limit", lambda: "30 s")
     with (
         pytest.raises(CollectiveError, match="^rank 1: rank 0, rank 2 did not join autotp.parallelize"),
         _met(1),
     ):
         raise dist.DistStoreError("wait timeout")
+
+
+def test_nobody_is_waited_for_in_torchs_fake_job():
+    with pretended(3):
+        assert JobAgreement(watched=True).processes == 3
 
 
 def test_two_threads_do_not_run_a_module_at_once():
