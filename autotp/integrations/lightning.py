@@ -20,13 +20,12 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autotp.errors import AutotpError
-from autotp.integrations.training_state import read_optimizer, reading, require_global
+from autotp.integrations.training_state import load_optimizer, reading, require_global, set_optimizer
 from autotp.runtime.agreement import told
 from autotp.runtime.checkpoint.random_state import RandomState
 from autotp.runtime.checkpoint.save import staged
@@ -263,7 +262,8 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
         """Reads a checkpoint; a collective call. Optimizers' states in a folder are read once the optimizers are there."""
         path = Path(self.broadcast(checkpoint_path))
         if not path.is_dir():
-            return super().load_checkpoint(checkpoint_path, weights_only)
+            with reading(path, "checkpoint") if path.is_file() else nullcontext():
+                return super().load_checkpoint(checkpoint_path, weights_only)
         state = {"model": get_model_state_dict(self.lightning_module)}
         partial_load = not self.lightning_module.strict_loading
         with reading(path, "checkpoint"):
@@ -278,6 +278,11 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
         """Sets the LightningModule's state."""
         state = dict(checkpoint["state_dict"])
         whole = not any(isinstance(each, DTensor) for each in state.values())
+        if strict and (missing := sorted(self.lightning_module.state_dict().keys() - state)):
+            raise AutotpError(
+                f"the checkpoint has no {', '.join(missing)}: take one of this model, or set strict_loading = False of the "
+                "LightningModule"
+            )
         set_model_state_dict(self.lightning_module, state, options=StateDictOptions(full_state_dict=whole, strict=strict))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -286,9 +291,8 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
         names = {parameter: name for name, parameter in self.lightning_module.named_parameters()}
         for number, optimizer in enumerate(self.optimizers):
             if isinstance(given, Path):
-                state: dict[str, Any] = dict(get_optimizer_state_dict(self.lightning_module, optimizer))
-                read_optimizer(state, optimizer, f"optimizer_{number}", given)
-            else:
+                load_optimizer(self.lightning_module, optimizer, given, f"optimizer_{number}")
+            elif number < len(given):  # as in Lightning, others stay as they are
                 own = [names[each] for group in optimizer.param_groups for each in group["params"]]
                 others = _stepped(given[number])
                 if len(others) != len(own):
@@ -297,9 +301,7 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
                         "resume with an optimizer of the same parameters"
                     )
                 state = _renamed(given[number], dict(zip(others, own, strict=True)))
-            whole = not isinstance(given, Path) and bool(state["state"])
-            options = StateDictOptions(full_state_dict=whole)
-            set_optimizer_state_dict(self.lightning_module, optimizer, state, options=options)
+                set_optimizer(self.lightning_module, optimizer, state, whole=True)
         if _RANDOM in checkpoint:
             RandomState().load_state_dict(checkpoint[_RANDOM])
 

@@ -6,20 +6,27 @@ import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim import Optimizer
 
 from autotp.errors import AutotpError
 from autotp.runtime.checkpoint.random_state import RandomState
 from autotp.runtime.module import DistributedModule
 
-__all__ = ["RANDOM", "load_optimizer", "load_random", "read_optimizer", "reading", "require_global", "save_optimizer"]
+__all__ = [
+    *("RANDOM", "load_optimizer", "load_random", "reading", "require_global", "save_optimizer"),
+    "set_optimizer",
+]
 
 #: The file that says where random numbers stand on rank 0, which a job with other ranks goes on from.
 RANDOM = "autotp_random.pt"
@@ -44,56 +51,71 @@ def require_global(parallel: Any) -> DistributedModule:
     return parallel
 
 
-def save_optimizer(parallel: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> None:
+def save_optimizer(module: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> None:
     """Writes an optimizer's state with ``torch.distributed.checkpoint``; a collective call.
 
     Args:
-        parallel: whose parameters it steps.
+        module: whose parameters it steps.
         optimizer: torch's own, or one that has it as ``optimizer``, as accelerate's has.
         directory: of the checkpoint.
     """
-    dcp.save({"optimizer": get_optimizer_state_dict(parallel, _inner(optimizer))}, checkpoint_id=directory)
+    dcp.save({"optimizer": get_optimizer_state_dict(module, _inner(optimizer))}, checkpoint_id=directory)
 
 
-def load_optimizer(parallel: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> None:
-    """Reads what ``save_optimizer`` wrote, whatever plan wrote it; a collective call.
+def load_optimizer(
+    module: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str], name: str = "optimizer"
+) -> None:
+    """Sets an optimizer's state to that in a checkpoint, whatever plan wrote it; a collective call.
+
+    What others added to the optimizer's groups, as schedulers add ``initial_lr``, stays if the checkpoint does not have it.
+    Parameters of which it has no state, as they never had a gradient, have none afterwards.
 
     Args:
-        parallel, optimizer, directory: as there.
+        module, optimizer: as there.
+        directory: what ``save_optimizer`` wrote.
+        name: of the state in the checkpoint.
 
     Raises:
-        AutotpError: there is no whole checkpoint of it.
+        AutotpError: there is no whole checkpoint of it; or it has the state of a parameter that this optimizer has stepped
+            without.
     """
     inner = _inner(optimizer)
-    state = get_optimizer_state_dict(parallel, inner)
-    read_optimizer(state, inner, "optimizer", directory)
-    set_optimizer_state_dict(parallel, inner, state)
-
-
-def read_optimizer(state: dict[str, Any], optimizer: Optimizer, name: str, directory: str | os.PathLike[str]) -> None:
-    """Fills an optimizer's state from a checkpoint; a collective call.
-
-    Args:
-        state: of the optimizer, as torch's ``get_optimizer_state_dict`` gives it.
-        optimizer: torch's own. What others added to its groups, as schedulers add ``initial_lr``, stays if the checkpoint
-            does not have it.
-        name: of the state in the checkpoint.
-        directory: of the checkpoint.
-
-    Raises:
-        AutotpError: there is no whole checkpoint of it.
-    """
-    groups: Any = state["param_groups"]
-    own = {*optimizer.defaults, "params"}
+    state = get_optimizer_state_dict(module, inner)
+    groups, states = cast(Any, state["param_groups"]), cast(Any, state["state"])
+    own = {*inner.defaults, "params"}
     with reading(directory, "state of the optimizer"):
         saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-        later = [
-            {key: group.pop(key) for key in {*group} - own if f"{name}.param_groups.{number}.{key}" not in saved}
-            for number, group in enumerate(groups)
-        ]
+    later = [
+        {key: group.pop(key) for key in {*group} - own if f"{name}.param_groups.{number}.{key}" not in saved}
+        for number, group in enumerate(groups)
+    ]
+    for each, parameter in module.named_parameters():
+        stepped = states and parameter.requires_grad and each not in states
+        if stepped and any(key.startswith(f"{name}.state.{each}.") for key in saved):
+            raise AutotpError(f"the optimizer has stepped without {each}, of which {directory} has a state: load a new one")
+    kept = {each: held for each, held in states.items() if any(f"{name}.state.{each}.{key}" in saved for key in held)}
+    state["state"] = kept or states
+    with reading(directory, "state of the optimizer"):
         dcp.load({name: state}, checkpoint_id=directory)
     for group, settings in zip(groups, later, strict=True):
         group.update(settings)
+    set_optimizer(module, inner, state)
+
+
+def set_optimizer(module: nn.Module, optimizer: Optimizer, state: dict[str, Any], *, whole: bool = False) -> None:
+    """Sets an optimizer's state by parameters' names; a parameter that has none there has none then.
+
+    Args:
+        module: whose parameters it steps.
+        optimizer: torch's own.
+        state: as torch's ``get_optimizer_state_dict`` gives it.
+        whole: whether it has whole tensors.
+    """
+    without = [each for name, each in module.named_parameters() if name not in state["state"]]
+    options = StateDictOptions(full_state_dict=whole and bool(state["state"]), strict=False)
+    set_optimizer_state_dict(module, optimizer, state, options=options)
+    for each in without:  # torch makes states for all before it sets them
+        optimizer.state.pop(each, None)
 
 
 @contextmanager

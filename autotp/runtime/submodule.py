@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import copy
-import enum
 import functools
 import inspect
 from collections.abc import Mapping, Set
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from autotp.errors import AutotpError
-from autotp.runtime.programs import Programmed, Unkept, unobserved
+from autotp.runtime.programs import (
+    UNCHANGED,
+    FixedDict,
+    Programmed,
+    Unkept,
+    as_it_was,
+    defaults,
+    is_data,
+    methods,
+    same,
+    unobserved,
+)
 from autotp.runtime.state import set_into
+from costmodel.errors import shown
 from passes.torch_internals import COMPOSED, DDP_IGNORED
 
 __all__ = ["Sealed", "Submodule"]
 
-_DATA = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 #: What a model of transformers does by methods, and autotp otherwise.
 _INSTEAD = {
     "generate": "autotp.integrations.generate",
@@ -33,62 +42,12 @@ _WRAPPED = (
     "a distributed module reduces its gradients and shards its parameters itself, as its plan says: it goes into no "
     "DistributedDataParallel, fully_shard or the like. For other shardings, give autotp.parallelize another strategy"
 )
-_UNCHANGED = "the graph cannot follow a change. Change it on the model, and distribute the model again"
-
-
-def _is_data(value: Any, depth: int = 4) -> bool:
-    """Whether it holds numbers, text, functions and the like alone, as a configuration does, and no tensors or modules."""
-    if isinstance(value, (*_DATA, type)) or (inspect.isroutine(value) and not getattr(value, "__closure__", None)):
-        return True
-    held: Any = value if isinstance(value, (dict, list, tuple, set, frozenset)) else getattr(value, "__dict__", None)
-    if not depth or held is None or callable(value) or isinstance(value, Tensor):
-        return False
-    return all(_is_data(each, depth - 1) for each in (held.values() if hasattr(held, "values") else held))
 
 
 @functools.cache
-def _read_only(kind: Any) -> Any:
-    def refuse(_: Any, name: str, *__: Any) -> NoReturn:
-        raise AutotpError(f"{kind.__name__}.{name} of a distributed module: {_UNCHANGED}")
-
-    def copied(self: Any, _: Any) -> Any:
-        return object.__new__, (kind,), vars(self).copy()
-
-    own = {"__setattr__": refuse, "__delattr__": refuse, "__reduce_ex__": copied, "__module__": kind.__module__}
-    return type(kind.__name__, (kind,), own)
-
-
-def _as_it_was(value: Any) -> Any:
-    """Data that cannot be changed where it is read; copies of it can."""
-    if isinstance(value, (*_DATA, tuple, frozenset)) or callable(value):
-        return value
-    if isinstance(value, (list, set)):
-        return tuple(value) if isinstance(value, list) else frozenset(value)
-    if isinstance(value, dict):
-        return _Fixed(value, _UNCHANGED)
-    made: Any = copy.copy(value)
-    made.__class__ = _read_only(made.__class__)
-    return made
-
-
-class _Fixed(dict[Any, Any]):
-    """What a module holds, or its hooks, as they were when the model was captured; ``why`` says why that cannot change."""
-
-    def __init__(self, given: Mapping[Any, Any], why: str) -> None:
-        super().__init__(given)
-        self.why = why
-
-    def __setitem__(self, name: Any, value: Any) -> None:
-        if self.get(name, _GONE) is not value:
-            self._refuse()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Fixed:
-        return _Fixed(copy.deepcopy(dict(self), memo), self.why)
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise AutotpError(self.why)
-
-    __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
+def _own_names(kind: type) -> frozenset[str]:
+    """What modules that stand for others have for themselves."""
+    return frozenset(name for base in kind.__mro__ if base.__module__.startswith("autotp.") for name in vars(base))
 
 
 class Sealed(nn.Module):
@@ -100,20 +59,30 @@ class Sealed(nn.Module):
 
     _path = ""
     _kind: Any = nn.Module  # the class of the model's module
-    _attributes: Set[str] = frozenset()  # its public ones that are no parts
-    _data: Mapping[str, Any] = {}  # those that `_is_data`, private ones too
-    _objects: Set[str] = frozenset()  # those that are not, private ones too
-    _fixed: Set[str] = frozenset()  # names of methods that the graph does the work of
+    _attributes: Set[str] = frozenset()  # its own that are no parts, and its class's
+    _data: Mapping[str, Any] = {}  # those that `is_data`
+    _objects: Set[str] = frozenset()  # those that are not
+    _found: Mapping[str, Any] = {}  # its own data where the class has some too, which would be found first
+    _fixed: Set[str] = frozenset()  # its class's methods, which the graph does the work of
     _changed = Unkept()
     _sealed = False  # whether it has all its parameters and modules
 
     def _stand_for(self, module: nn.Module) -> None:
         """Takes what a module of the model has beside its parts."""
-        base = vars(nn.Module())
-        own = {name: value for name, value in vars(module).items() if name not in base}
-        self._kind, self._attributes = type(module), frozenset(name for name in own if not name.startswith("_"))
-        self._data = {name: value for name, value in own.items() if _is_data(value)}
+        base, kind = vars(nn.Module()), cast(Any, type(module))
+        own = defaults(kind) | {name: value for name, value in vars(module).items() if name not in base}
+        ours: Set[str] = _own_names(cast(Any, type(self)))
+        self._kind, self._attributes = kind, own.keys() - vars(self).keys() - ours
+        self._data = {name: value for name, value in own.items() if is_data(value)}
         self._objects = own.keys() - self._data.keys()
+        self._fixed = self._fixed | (methods(kind) - ours - _INSTEAD.keys())
+        if isinstance(self, kind):
+            found = self._data.keys() & self._attributes & defaults(kind).keys()
+            self._found = {name: as_it_was(self._data[name], self._named(name)) for name in found}
+            self.__dict__ |= self._found
+
+    def _named(self, name: str) -> str:
+        return f"{self._path}.{name}".lstrip(".")
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -123,7 +92,7 @@ class Sealed(nn.Module):
                 raise AutotpError(_WRAPPED) from None
             self._changed.require(self._path, name, AttributeError)
             if name in self._data:
-                return _as_it_was(self._data[name])
+                return as_it_was(self._data[name], self._named(name))
             own = inspect.getattr_static(self._kind, name, _GONE)
             if own is _GONE and name in self._objects:
                 raise AttributeError(
@@ -136,15 +105,20 @@ class Sealed(nn.Module):
         if name in _INSTEAD or (code is not None and "__class__" in code.co_freevars):  # it calls super()
             instead = _INSTEAD.get(name, f"the model's own {name}, before it is distributed")
             raise AttributeError(f"a distributed module has no {self._kind.__name__}.{name}: use {instead}")
-        return own.__get__(self, self._kind) if hasattr(own, "__get__") else _as_it_was(own) if _is_data(own) else own
+        return own.__get__(self, self._kind) if hasattr(own, "__get__") else own
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._changed.require(self._path, name, AutotpError)
-        own = self._data.get(name, _GONE)
-        if name in self._attributes - vars(self).keys() and not (type(value) is type(own) and value == own):
-            path, was = self._path or type(self).__name__, "something else" if own is _GONE else repr(own)
-            raise AutotpError(f"{path}.{name} was {was} when the model was captured, and is set to {value!r}: {_UNCHANGED}")
-        value = set_into(self._buffers.get(name), value, f"{self._path}.{name}".lstrip(".")) if self._sealed else value
+        # What forward itself leaves there is not the model's.
+        if name in self._attributes and vars(self).get(name, _GONE) is self._found.get(name, _GONE):
+            own = self._data.get(name, _GONE)
+            if same(value, own):
+                return
+            path, was = self._path or type(self).__name__, "something else" if own is _GONE else shown(own)
+            raise AutotpError(
+                f"{path}.{name} was {was} when the model was captured, and is set to {shown(value)}: {UNCHANGED}"
+            )
+        value = set_into(self._buffers.get(name), value, self._named(name)) if self._sealed else value
         self._require_followed(name, value, isinstance(value, (nn.Module, nn.Parameter)) or name in self._fixed)
         super().__setattr__(name, value)
 
@@ -183,8 +157,8 @@ class Sealed(nn.Module):
     def _seal(self) -> None:
         """Refuses from now on what the graph cannot follow."""
         self._sealed = True
-        self.__dict__[COMPOSED] = _Fixed({}, _WRAPPED)
-        self.__dict__["_modules"] = _Fixed(
+        self.__dict__[COMPOSED] = FixedDict({}, _WRAPPED)
+        self.__dict__["_modules"] = FixedDict(
             self._modules, _unfollowed(f"{self._path}._modules".lstrip("."), "module", "is new, gone or in another's place")
         )
 
@@ -211,7 +185,7 @@ class Sealed(nn.Module):
         else:
             kind = "function" if callable(value) else "value"
         change = "is taken away" if value is _GONE else "takes the place of another, or is new"
-        raise AutotpError(_unfollowed(f"{self._path}.{name}".lstrip("."), kind, change))
+        raise AutotpError(_unfollowed(self._named(name), kind, change))
 
 
 def _unfollowed(name: str, kind: str, change: str) -> str:
@@ -311,7 +285,7 @@ class Submodule(Sealed):
             **own,
             **dict.fromkeys(("_backward_hooks", "_backward_pre_hooks"), self._uncalled()),
         }.items():
-            self.__dict__[table] = _Fixed({}, why)
+            self.__dict__[table] = FixedDict({}, why)
 
     register_full_backward_hook = _refuse_hook
     register_full_backward_pre_hook = _refuse_hook

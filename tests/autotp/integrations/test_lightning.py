@@ -146,6 +146,62 @@ def test_a_checkpoint_that_is_not_whole_is_refused(one_rank, tmp_path, damaged, 
         trainer(max_epochs=2).fit(Distributed(), ckpt_path=path)
 
 
+@pytest.mark.parametrize("size", [0, 100])
+def test_a_file_that_is_not_whole_is_refused(one_rank, tmp_path, size):
+    path, first = tmp_path / "last.ckpt", trainer(sharded=False)
+    first.fit(Distributed())
+    first.save_checkpoint(path)
+    os.truncate(path, size)
+    with pytest.raises(autotp.AutotpError, match=r"last.ckpt has no whole checkpoint \(\w+: "):
+        trainer(max_epochs=2).fit(Distributed(), ckpt_path=path)
+
+
+def test_a_file_without_some_parameters_is_loaded_where_it_may_be(one_rank, tmp_path):
+    path, plain = tmp_path / "last.ckpt", lightning.Trainer(**quiet())
+    plain.fit(Plain())
+    plain.save_checkpoint(path)
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["state_dict"]["model.bias"]
+    checkpoint["optimizer_states"] = []  # which Lightning takes, too
+    torch.save(checkpoint, path)
+    with pytest.raises(autotp.AutotpError, match=r"the checkpoint has no model\.bias: .* strict_loading = False"):
+        trainer(max_epochs=2).fit(Distributed(), ckpt_path=path)
+    module = Distributed()
+    module.strict_loading = False
+    trainer().fit(module, ckpt_path=path)
+    assert torch.equal(module.model.weight.full_tensor(), checkpoint["state_dict"]["model.weight"])
+
+
+class Unreached(Plain):
+    """Some of its parameters have no gradient, so the optimizer has no state for them."""
+
+    def __init__(self):
+        super().__init__()
+        self.model.unused = nn.Parameter(torch.ones(3))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.model.parameters(), lr=0.1)
+
+
+class DistributedUnreached(Unreached):
+    configure_model = Distributed.configure_model
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_parameters_without_gradients_have_no_state_afterwards(one_rank, tmp_path, sharded):
+    wanted, module = Unreached(), DistributedUnreached()
+    start = {name: value.clone() for name, value in wanted.state_dict().items()}
+    module.load_state_dict(start)
+    lightning.Trainer(**quiet(max_epochs=2)).fit(wanted)
+    first, second = trainer(sharded), trainer(max_epochs=2)
+    first.fit(module)
+    first.save_checkpoint(tmp_path / "last.ckpt")
+    module = DistributedUnreached()
+    second.fit(module, ckpt_path=tmp_path / "last.ckpt")
+    torch.testing.assert_close(module.model.weight.full_tensor(), wanted.model.weight)
+    assert {id(each) for each in second.optimizers[0].state} == {id(module.model.weight), id(module.model.bias)}
+
+
 def test_other_numbers_of_processes_than_the_jobs_are_refused(one_rank, monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "0")

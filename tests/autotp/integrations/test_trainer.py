@@ -87,6 +87,23 @@ def test_a_checkpoint_from_before_there_was_a_scheduler(one_rank, tmp_path):
         load_optimizer(parallel, damaged, tmp_path / "optimizer")
 
 
+def test_an_optimizer_that_has_stepped_without_a_parameter(one_rank, tmp_path):
+    x = torch.ones(2, 2)
+    model = autotp.parallelize(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), None, (x,))
+    one, other = (torch.optim.AdamW(model.parameters(), lr=0.1) for _ in range(2))
+    for optimizer, frozen in ((one, False), (other, True)):
+        model[1].requires_grad_(not frozen)
+        model(x).sum().backward()
+        optimizer.step()
+        model.zero_grad()
+    save_optimizer(model, one, tmp_path / "optimizer")
+    model.requires_grad_()
+    with pytest.raises(autotp.AutotpError, match="the optimizer has stepped without 1.weight, of which .* load a new one"):
+        load_optimizer(model, other, tmp_path / "optimizer")
+    load_optimizer(model, new := torch.optim.AdamW(model.parameters(), lr=0.1), tmp_path / "optimizer")
+    assert len(new.state) == 4
+
+
 def test_what_an_optimizer_of_accelerates_steps(one_rank, tmp_path):
     accelerator, x = Accelerator(cpu=True), torch.ones(2, 2)
     one, other = (autotp.parallelize(torch.nn.Linear(2, 2), None, (x,)) for _ in range(2))

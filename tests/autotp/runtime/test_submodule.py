@@ -4,6 +4,7 @@ import copy
 import functools
 import pickle
 from contextlib import nullcontext
+from typing import ClassVar
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def test_a_models_own_methods_act_on_the_distributed_module():
 
 def test_data_is_read_and_not_changed():
     parallel = autotp.parallelize(Net(), None, (X,), strategy="data")
-    assert parallel.names == ("a", "b") and parallel.options == {"size": 1} and not hasattr(parallel, "modules_too")
+    assert parallel.names == ["a", "b"] and parallel.options == {"size": 1} and not hasattr(parallel, "modules_too")
     for wrong in (
         lambda: parallel.options.update(size=2),
         lambda: setattr(parallel, "options", {}),
@@ -76,6 +77,49 @@ def test_data_is_read_and_not_changed():
             wrong()
     assert parallel.act is torch.tanh and copy.deepcopy(parallel).options == {"size": 1}
     parallel.tag = torch.zeros(2)  # one of the user's own
+
+
+class Block(nn.Module):
+    """It has data of its class's, and its own instead of some."""
+
+    scale, names, mode = 1.0, [], "plain"
+    table: ClassVar = {"inner": {"k": 1.0}}
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale, self.names, self._gain, self._mask = 5.0, ["a"], 2.0, torch.ones(4)
+
+    def post(self, y):
+        return y
+
+    def forward(self, x):
+        return self.post(self.linear(x) * self.scale * self._gain * self._mask * self.table["inner"]["k"])
+
+
+CHANGES = {
+    "private": lambda block: setattr(block, "_gain", 3.0),
+    "tensor": lambda block: setattr(block, "_mask", torch.zeros(4)),
+    "of the class": lambda block: setattr(block, "mode", "other"),
+    "its own instead": lambda block: setattr(block, "scale", 1.0),
+    "deleted": lambda block: delattr(block, "scale"),
+    "list": lambda block: block.names.append("b"),
+    "inner dict": lambda block: block.table["inner"].update(k=2.0),
+    "method": lambda block: setattr(block, "post", torch.relu),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("part", [False, True])
+def test_data_of_classes_and_private_data(change, part):
+    parallel = autotp.parallelize(nn.Sequential(Block()) if part else Block(), None, (X,), strategy="data")
+    for module in (parallel, copy.deepcopy(parallel)):
+        block = module[0] if part else module
+        with pytest.raises(autotp.AutotpError, match="the graph cannot follow a"):
+            CHANGES[change](block)
+        block.names, block.mode = ["a"], "plain"  # as they are
+        assert (block.scale, block.names, block._gain) == (5.0, ["a"], 2.0)
+    assert (Block.names, Block.table) == ([], {"inner": {"k": 1.0}})
 
 
 @pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, fully_shard, replicate])
