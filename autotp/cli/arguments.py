@@ -43,7 +43,6 @@ __all__ = [
     "Timeline",
     "beginning",
     "call_factory",
-    "check_output",
     "chunks_of",
     "described",
     "find_factory",
@@ -52,6 +51,7 @@ __all__ = [
     "mesh_of",
     "native_output_on_stderr",
     "save_plan",
+    "output_option",
     "topologies",
     "working",
 ]
@@ -88,7 +88,27 @@ PrecisionName = Annotated[
 SavedPlan = Annotated[Path, typer.Argument(help="A plan that `autotp plan --save` wrote.")]
 PlannedModel = Annotated[str, typer.Option(help="FILE.py:FACTORY or package.module:factory, as it was planned.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Html = Annotated[Path | None, typer.Option(help="Write a report for the browser, one file, to FILE.html.")]
+
+
+def output_option(text: str) -> Any:
+    """An option that names a file to write; that it can be written is checked before the work.
+
+    Args:
+        text: its help.
+    """
+
+    def writable(param: typer.CallbackParam, path: Path | None) -> Path | None:
+        if path is not None:
+            try:
+                check_writable(path)
+            except OSError as error:
+                raise AutotpError(f"{param.opts[0]} {path}: cannot be written ({error.strerror})") from error
+        return path
+
+    return typer.Option(callback=writable, help=text)
+
+
+Html = Annotated[Path | None, output_option("Write a report for the browser, one file, to FILE.html.")]
 Timeline = Annotated[
     bool | None, typer.Option(help="Whether the report shows the schedule; left out, unless the model is very large.")
 ]
@@ -283,19 +303,6 @@ def memory_of(text: str) -> float:
         return figure(parse_quantity(text, "memory"), "the memory", positive=True)
     except UnitError as error:
         raise AutotpError(f"--memory: {error}") from error
-
-
-def check_output(path: Path | None) -> None:
-    """Checks, before the work, that a file can be written, if there is to be one.
-
-    Raises:
-        AutotpError: it cannot.
-    """
-    if path is not None:
-        try:
-            check_writable(path)
-        except OSError as error:
-            raise AutotpError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def save_plan(plan: Plan, path: Path | None) -> None:

@@ -28,6 +28,7 @@ from autotp.cli.arguments import (
     Timeline,
     check_timeline,
     load_model,
+    output_option,
     save_plan,
     working,
 )
@@ -58,7 +59,8 @@ def inspect_command(
     top: Annotated[int | None, typer.Option(min=0, help="Only this many, the most expensive first.")] = None,
     code: Annotated[bool, typer.Option("--code", help="Print the Python code of the distributed graph.")] = False,
     dot: Annotated[
-        Path | None, typer.Option(help="Draw the graph: FILE.dot, or with graphviz installed FILE.svg, .pdf or .png.")
+        Path | None,
+        output_option("Draw the graph: FILE.dot, or with graphviz installed FILE.svg, .pdf or .png."),
     ] = None,
     graph: Annotated[
         str | None, typer.Option(help="Show instead the graph that a device runs, in scheduled order: forward or backward.")
@@ -82,10 +84,12 @@ def inspect_command(
     if graph is not None:
         show_graph(graph, module_, captured, loaded, op=op, collectives=collectives, top=top, as_json=as_json)
         return
+    if code:
+        with working("reading the plan"):
+            text = apply(captured, loaded).graph_module.code
+        print(text)
+        return
     with working("reading the plan"):
-        if code:
-            print(apply(captured, loaded).graph_module.code)
-            return
         priced = priced_plan(captured, loaded)
         rows = Filters(op, module, collectives, unsharded, top)(inspect_plan(loaded, priced))
     if dot is not None:
@@ -149,7 +153,7 @@ def reprice_command(
         str, typer.Option(help="The other machine: a preset's name or a TOML file; resized to the plan's devices.")
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
-    save: Annotated[Path | None, typer.Option(help="Also write the plan with these prices to this JSON file.")] = None,
+    save: Annotated[Path | None, output_option("Also write the plan with these prices to this JSON file.")] = None,
     everything: Everything = False,
 ) -> None:
     """Price a plan on another machine, all of its decisions kept.

@@ -10,7 +10,7 @@ from torch import nn
 
 from autotp.analysis.report import content, save_report
 from autotp.analysis.trace import predicted_events, scheduled, trainable
-from autotp.cli.arguments import check_output, working
+from autotp.cli.arguments import working
 from autotp.cli.terminal import Terminal, make_console
 from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
@@ -37,7 +37,6 @@ def write_report(path: Path, model: nn.Module, captured: Captured, plan: Plan, t
         AutotpError: the file cannot be written.
         PlanMismatchError: the plan is for another model or other inputs.
     """
-    check_output(path)
     wanted = timeline
     if wanted is None:
         wanted = plan.schedule == "overlap" and len(plan.operators) <= SCHEDULED

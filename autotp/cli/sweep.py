@@ -18,10 +18,10 @@ from autotp.cli.arguments import (
     Panels,
     PrecisionName,
     call_factory,
-    check_output,
     find_factory,
     memory_of,
     native_output_on_stderr,
+    output_option,
 )
 from autotp.cli.sweep_output import check_plot, sweep_csv, sweep_table, write_file, write_plot
 from autotp.cli.terminal import Terminal, show
@@ -62,9 +62,10 @@ def sweep_command(
     panels: Panels = Options.panels,
     precision: PrecisionName = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the points as JSON.")] = False,
-    csv: Annotated[Path | None, typer.Option(help="Also write the points to this CSV file.")] = None,
+    csv: Annotated[Path | None, output_option("Also write the points to this CSV file.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Plot tokens per second, MFU and exposed communication: FILE.svg or FILE.png.")
+        Path | None,
+        output_option("Plot tokens per second, MFU and exposed communication: FILE.svg or FILE.png."),
     ] = None,
 ) -> None:
     """Plan a model for many device counts and topologies. Exit code 1: none of them has a plan."""
@@ -72,8 +73,6 @@ def sweep_command(
     bound = None if memory is None else memory_of(memory)
     if plot is not None:
         check_plot(plot)
-    for file in (csv, plot):
-        check_output(file)
     factory = find_factory(model)
     if weak and not takes_devices(factory):
         raise AutotpError(f"--weak: the factory of --model {model!r} has no argument `devices` to choose its batch by")

@@ -12,7 +12,7 @@ import typer
 from torch import Tensor
 
 from autotp.analysis.trace import events_of, predicted, save_trace
-from autotp.cli.arguments import check_output, load_model, working
+from autotp.cli.arguments import load_model, output_option, working
 from autotp.cli.terminal import make_console
 from autotp.errors import AutotpError
 from autotp.plans.plan import Plan
@@ -30,7 +30,7 @@ _WARM_UP = 3
 def trace_command(
     model: Annotated[str, typer.Option(help="FILE.py:FACTORY or package.module:factory, as for `plan`.")],
     plan: Annotated[Path, typer.Option(help="The plan, as `autotp plan --save` writes it.")],
-    output: Annotated[Path, typer.Option(help="The trace to write, such as trace.json.")],
+    output: Annotated[Path, output_option("The trace to write, such as trace.json.")],
 ) -> None:
     """Write the schedule of a plan as a trace, for ui.perfetto.dev or chrome://tracing.
 
@@ -38,7 +38,6 @@ def trace_command(
     rank is a process of the trace beside the prediction. Either is with overlap, also where the plan was made for none.
     """
     wanted = Plan.load(plan)
-    check_output(output)
     world = whole_of(os.environ.get("WORLD_SIZE", "1"), "environment: WORLD_SIZE", most=MOST_DEVICES)
     measured = _measure(model, wanted) if world > 1 else []
     if not dist.is_initialized() or dist.get_rank() == 0:

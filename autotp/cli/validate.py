@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autotp.cli.arguments import check_output
+from autotp.cli.arguments import output_option
 from autotp.cli.render import bytes_of, time_of
 from autotp.cli.sweep_output import check_plot, figure_class, label_of, save_figure, write_file
 from autotp.cli.terminal import Terminal, show
@@ -44,9 +44,10 @@ def validate_command(
     only: Annotated[str, typer.Option(help="Only runs whose name, source or device contains this.")] = "",
     runs: Annotated[bool, typer.Option("--runs", help="List every run.")] = False,
     fit: Annotated[
-        Path | None, typer.Option(help="Fit the device's figures to the runs, and write its topology to FILE.toml.")
+        Path | None,
+        output_option("Fit the device's figures to the runs, and write its topology to FILE.toml."),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw predicted over measured seconds: FILE.svg or FILE.png.")] = None,
+    plot: Annotated[Path | None, output_option("Draw predicted over measured seconds: FILE.svg or FILE.png.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Plan measured training runs as they were run, and compare predicted with measured steps and memory."""
@@ -54,8 +55,6 @@ def validate_command(
         raise AutotpError("the published runs are in the repository, not in the package: give a file of runs")
     if plot is not None:
         check_plot(plot)
-    for output in (fit, plot):
-        check_output(output)
     found, skipped = read_runs(file or SHIPPED)
     found = [run for run in found if any(only.lower() in text.lower() for text in (run.name, run.source, run.device))]
     skipped = [one for one in skipped if any(only.lower() in text.lower() for text in (one.name, one.source))]

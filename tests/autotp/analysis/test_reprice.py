@@ -79,4 +79,4 @@ def test_the_command(run_cli, perceptron, tmp_path, capsys):
         run_cli("reprice", here, "--model", perceptron, "--topology", "ethernet-10g", "--save", "/no/such/folder/plan.json")
         == 2
     )
-    assert "cannot write the plan" in capsys.readouterr().err
+    assert "--save /no/such/folder/plan.json: cannot be written" in capsys.readouterr().err
